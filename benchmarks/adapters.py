@@ -1,0 +1,211 @@
+"""The same request, in each library's own public calls.
+
+Every adapter keeps what it can over epochs (workers, pipeline), because that is how each library is meant to be used
+when speed matters, and closes all of it in ``close``. No adapter imports its library before ``prepare``.
+
+torch   ``torch.utils.data.DataLoader``, ``persistent_workers=True``, one intra-op thread in the main process. ``torch``
+        uses the platform's start method, ``torch-fork`` and ``torch-spawn`` the one they name.
+spdl    ``spdl.pipeline.PipelineBuilder`` with threads, SPDL's own recommendation. A thread loads a whole batch: single
+        samples, spread over threads in input order, were tried in ``uneven`` and ``jpeg`` and were slower. One pipeline
+        over an endless source, cut into epochs here, because a pipeline that ends must be built anew.
+grain   ``grain.MapDataset``, batched before it is spread over worker processes, which was twice as fast with small
+        samples as ``grain.DataLoader`` and keeps the order. No reader threads inside the workers: that is the library's
+        advice for data in memory, and the only way that ``num_workers`` means the same as elsewhere. One iterator over
+        endless epochs, cut into epochs here, because its workers live as long as one iterator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+
+from benchmarks.spec import LoaderSpec
+
+Batch: TypeAlias = Any
+
+
+class Loader(Protocol):
+    keeps_order: bool
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def close(self) -> None: ...
+
+
+class InfeedLoader:
+    keeps_order = True
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        import infeed
+
+        self._loader = infeed.DataLoader(
+            spec.dataset,
+            spec.batch_size,
+            shuffle=spec.shuffle,
+            num_workers=spec.num_workers,
+            seed=spec.seed,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+class TorchLoader:
+    keeps_order = True
+
+    def __init__(self, spec: LoaderSpec, start_method: str | None = None) -> None:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        dataset = spec.dataset
+        if spec.is_arrays:
+            dataset = TensorDataset(*(torch.from_numpy(array) for array in dataset))
+        has_workers = spec.num_workers > 0
+        self._loader: Any = DataLoader(
+            dataset,
+            spec.batch_size,
+            shuffle=spec.shuffle,
+            num_workers=spec.num_workers,
+            persistent_workers=has_workers,
+            multiprocessing_context=start_method if has_workers else None,
+            generator=torch.Generator().manual_seed(spec.seed),
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def close(self) -> None:
+        # There is no public way to stop the workers but to drop the last reference to the loader.
+        self._loader = None
+
+
+class _ArraySamples:
+    """In-memory arrays as a dataset of samples, for libraries that know only samples."""
+
+    def __init__(self, arrays: tuple[np.ndarray, ...]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(array[index] for array in self._arrays)
+
+
+def _collate(samples: list[tuple[Any, ...]]) -> tuple[np.ndarray, ...]:
+    return tuple(np.stack(leaves) for leaves in zip(*samples, strict=True))
+
+
+def _endless_indices(spec: LoaderSpec) -> Iterator[list[int]]:
+    rng = np.random.default_rng(spec.seed)
+    while True:
+        order = rng.permutation(spec.length) if spec.shuffle else np.arange(spec.length)
+        for start in range(0, spec.length, spec.batch_size):
+            yield order[start : start + spec.batch_size].tolist()
+
+
+class SpdlLoader:
+    keeps_order = True
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        from spdl.pipeline import PipelineBuilder
+
+        threads = max(1, spec.num_workers)
+        builder: Any = PipelineBuilder()
+        builder.add_source(_endless_indices(spec))
+        builder.pipe(_batch_loader(spec), concurrency=threads, output_order="input")
+        builder.add_sink(2 * threads)
+        self._pipeline = builder.build(num_threads=threads)
+        self._batch_count = -(-spec.length // spec.batch_size)
+        self._running = ExitStack()
+        self._batches: Iterator[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._batches is None:
+            self._running.enter_context(self._pipeline.auto_stop())
+            self._batches = iter(self._pipeline.get_iterator())
+        return itertools.islice(self._batches, self._batch_count)
+
+    def close(self) -> None:
+        self._running.close()
+
+
+def _batch_loader(spec: LoaderSpec) -> Callable[[list[int]], Batch]:
+    if spec.is_arrays:
+        # The gather is the user's own line here: SPDL has no notion of arrays.
+        return lambda indices: tuple(array[indices] for array in spec.dataset)
+    return lambda indices: _collate([spec.dataset[index] for index in indices])
+
+
+class GrainLoader:
+    keeps_order = True
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        import grain
+
+        samples: Any = grain.MapDataset.source(_ArraySamples(spec.dataset) if spec.is_arrays else spec.dataset)
+        if spec.shuffle:
+            samples = samples.shuffle(seed=spec.seed)
+        batches = samples.batch(spec.batch_size).repeat()
+        batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        if spec.num_workers:
+            batches = batches.mp_prefetch(
+                grain.MultiprocessingOptions(num_workers=spec.num_workers, per_worker_buffer_size=2)
+            )
+        self._dataset = batches
+        self._batch_count = -(-spec.length // spec.batch_size)
+        self._batches: Any = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._batches is None:
+            self._batches = iter(self._dataset)
+        return itertools.islice(self._batches, self._batch_count)
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+
+
+_BUILDERS: Final[Mapping[str, Callable[[LoaderSpec], Loader]]] = {
+    "infeed": InfeedLoader,
+    "torch": TorchLoader,
+    "torch-fork": lambda spec: TorchLoader(spec, "fork"),
+    "torch-spawn": lambda spec: TorchLoader(spec, "spawn"),
+    "spdl": SpdlLoader,
+    "grain": GrainLoader,
+}
+
+FAMILIES: Final = ("infeed", "torch", "spdl", "grain")
+_MODULES: Final = {"spdl": "spdl.pipeline"}
+
+
+def family_of(library: str) -> str:
+    return library.split("-")[0]
+
+
+def is_installed(family: str) -> bool:
+    # A directory of that name without an __init__ would be found too, with no origin.
+    found = importlib.util.find_spec(family)
+    return found is not None and found.origin is not None
+
+
+def prepare(library: str) -> None:
+    """Import the library and set what a careful user would set before measuring."""
+    family = family_of(library)
+    module = importlib.import_module(_MODULES.get(family, family))
+    if family == "torch":
+        importlib.import_module("torch.utils.data")
+        module.set_num_threads(1)
+
+
+def build(library: str, spec: LoaderSpec) -> Loader:
+    return _BUILDERS[library](spec)

@@ -1,0 +1,31 @@
+"""The cases by name, imported only when asked for: workers import this package too, and must not pay for Pillow."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from benchmarks.spec import Case
+
+_MODULES: Final = {
+    "big": "big",
+    "tiny": "tiny",
+    "tiny256": "tiny",
+    "arrays": "arrays",
+    "jpeg": "jpeg",
+    "uneven": "uneven",
+    "first_cold": "first_batch",
+    "first_warm": "first_batch",
+    "memory": "memory",
+    "memory_strings": "memory",
+    "shuffle_billion": "shuffle_billion",
+    "main_cpu": "main_cpu",
+}
+
+NAMES: Final = tuple(_MODULES)
+
+
+def load(name: str) -> Case:
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    cases: tuple[Case, ...] = module.CASES
+    return next(case for case in cases if case.name == name)

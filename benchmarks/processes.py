@@ -1,0 +1,109 @@
+"""CPU time and memory of this process and of all its descendants.
+
+Descendants are asked directly, not only through ``RUSAGE_CHILDREN``: that counts a process only once it has been waited
+for, and never a worker which is the child of a helper process that still lives.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSeconds:
+    main: float
+    children: float
+
+    def since(self, before: CpuSeconds) -> CpuSeconds:
+        return CpuSeconds(self.main - before.main, self.children - before.children)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """``pss`` counts a page shared by n processes as 1/n in each, so that sums are real memory; ``uss`` is unshared."""
+
+    pss: int
+    uss: int
+
+
+def descendants() -> list[psutil.Process]:
+    # Imported late: the cold-start cases must not pay for what only the accounting needs.
+    import psutil
+
+    children: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return children
+
+
+def cpu_seconds() -> CpuSeconds:
+    import psutil
+
+    reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+    children = reaped.ru_utime + reaped.ru_stime
+    for process in descendants():
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        children += times.user + times.system + getattr(times, "children_user", 0.0)
+        children += getattr(times, "children_system", 0.0)
+    return CpuSeconds(main=time.process_time(), children=children)
+
+
+def memory_of(processes: list[psutil.Process]) -> MemoryBytes:
+    import psutil
+
+    pss = uss = 0
+    for process in processes:
+        try:
+            memory = process.memory_full_info()
+        except psutil.NoSuchProcess:
+            continue
+        uss += memory.uss
+        pss += getattr(memory, "pss", memory.uss)
+    return MemoryBytes(pss, uss)
+
+
+def memory_of_main() -> MemoryBytes:
+    import psutil
+
+    return memory_of([psutil.Process()])
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def peak_rss_bytes() -> int:
+    # ru_maxrss survives exec on Linux, so a child would report the size of its parent; VmHWM does not.
+    peak = _status_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maxrss if sys.platform == "darwin" else maxrss * 1024
+
+
+def rss_bytes() -> int:
+    return _status_bytes("VmRSS") or peak_rss_bytes()
+
+
+def reset_peak_rss() -> None:
+    """Make ``peak_rss_bytes`` count from now on, where the system allows it (Linux: proc(5), clear_refs)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return

@@ -1,0 +1,158 @@
+"""Measures infeed against other loaders: one fresh process for each case, library and repeat.
+
+    python benchmarks/run.py                                    everything, some tens of minutes
+    python benchmarks/run.py --quick --cases big,tiny           smaller sizes, two repeats
+    python benchmarks/run.py --libraries infeed,torch --json result.json
+
+Libraries take turns within a repeat, and each repeat begins with another one, so that a machine that becomes slower or
+faster does so for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+# This tree comes before anything installed: the result file names this tree's commit.
+_PATHS: Final = (str(ROOT), str(ROOT / "src"))
+if __name__ == "__main__":
+    sys.path[:0] = _PATHS
+
+from benchmarks import adapters, cases, machine, report  # noqa: E402  # found only through the path set above
+from benchmarks.measure import LINE_PREFIX  # noqa: E402
+from benchmarks.spec import Case  # noqa: E402
+
+# The longest case takes under a minute on two cores; a hang should not cost an evening.
+_CHILD_TIMEOUT_S: Final = 900.0
+
+
+def _environment() -> dict[str, str]:
+    paths = [*_PATHS, os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONHASHSEED": "0"}
+
+
+def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
+    """Run one case for one library in a fresh process; a failure or a hang is a record too."""
+    command = [sys.executable, "-m", "benchmarks.measure", f"{case_name}:{library}:{size}"]
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A session of its own, so that a time-out ends the workers too.
+        start_new_session=True,
+    )
+    failed: report.Record = {"case": case_name, "library": library, "size": size}
+    try:
+        output, errors = child.communicate(timeout=_CHILD_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return {**failed, "error": f"no result after {_CHILD_TIMEOUT_S:.0f} s"}
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise
+    for line in output.splitlines():
+        if line.startswith(LINE_PREFIX):
+            record: report.Record = json.loads(line.removeprefix(LINE_PREFIX))
+            return record
+    return {**failed, "error": f"exit code {child.returncode} and no result\n{errors[-4000:]}"}
+
+
+def run_case(case: Case, libraries: list[str], size: str, repeats: int) -> list[report.Record]:
+    variants = [library for library in case.libraries if adapters.family_of(library) in libraries]
+    records: list[report.Record] = []
+    broken: set[str] = set()
+    for repeat in range(repeats):
+        first = repeat % max(1, len(variants))
+        for library in variants[first:] + variants[:first]:
+            if library in broken:
+                continue
+            record = {**measure_in_child(case.name, library, size), "repeat": repeat}
+            records.append(record)
+            if "error" in record:
+                broken.add(library)
+                print(f"{case.name:16} {library:12} FAILED\n{record['error']}", file=sys.stderr, flush=True)
+                continue
+            metric = case.metrics[0]
+            value = record["metrics"][metric.name]
+            print(f"{case.name:16} {library:12} {repeat + 1}/{repeats}  {value:,.4g} {metric.unit}", file=sys.stderr)
+    return records
+
+
+def _names(known: tuple[str, ...]) -> Any:
+    def parse(text: str) -> list[str]:
+        chosen = [name for name in text.split(",") if name]
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/run.py", description="Measure infeed against other data loaders, each in fresh processes."
+    )
+    parser.add_argument("--cases", type=_names(cases.NAMES), default=list(cases.NAMES), help=", ".join(cases.NAMES))
+    parser.add_argument(
+        "--libraries",
+        type=_names(adapters.FAMILIES),
+        default=list(adapters.FAMILIES),
+        help=f"{', '.join(adapters.FAMILIES)}; those not installed are left out",
+    )
+    parser.add_argument("--repeats", type=int, default=None, help="5, or 2 with --quick")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: to see a direction, not to quote")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write records, summary and machine to FILE")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--versions", action="store_true", help="print machine and versions, measure nothing")
+    options = parser.parse_args(arguments)
+    if options.repeats is None:
+        options.repeats = 2 if options.quick else 5
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats} must be at least 1")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    libraries = [family for family in options.libraries if adapters.is_installed(family)]
+    for family in options.libraries:
+        if family not in libraries:
+            print(f"{family} is not installed and is left out", file=sys.stderr)
+    described = machine.describe(libraries)
+    if options.versions:
+        print(json.dumps(described, indent=2))
+        return 0
+    size = "quick" if options.quick else "full"
+    chosen = [cases.load(name) for name in options.cases]
+    records: list[report.Record] = []
+    for case in chosen:
+        records += run_case(case, libraries, size, options.repeats)
+    if options.json is not None:
+        result = {
+            "machine": described,
+            "size": size,
+            "repeats": options.repeats,
+            "left_out": [family for family in options.libraries if family not in libraries],
+            "summary": report.summary(chosen, records),
+            "records": records,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report.print_report(chosen, records, described, is_markdown=options.markdown)
+    return 1 if any("error" in record for record in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""Everything a contributor runs, in one script that needs nothing but Python 3.11 or newer.
+
+    python dev.py demo  [options]       see infeed work, on pictures that it makes itself
+    python dev.py test  [pytest args]   lint, format, types, then the tests: what CI runs
+    python dev.py check                 lint, format and types only
+    python dev.py bench [options]       run benchmarks/run.py
+
+The first call makes `.venv` beside this file and installs infeed into it, editable. Later calls install again only when
+the requirements in pyproject.toml changed. The exit code is that of the first step that fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+MIN_PYTHON = (3, 11)
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+# Inside the environment, so that removing .venv also removes the memory of what was installed there.
+STAMP = VENV / "infeed-installed.json"
+
+# Which extra each command needs.
+EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "bench": "dev"}
+INTERRUPTED = 130
+
+
+def check_steps() -> list[list[str]]:
+    """Give the static checks, each as arguments to Python."""
+    # One cache for each platform: mypy throws a cache away when the platform differs, and reading torch is slow.
+    types = [
+        ["-m", "mypy", "--platform", platform, "--cache-dir", f".mypy_cache/{platform}"]
+        for platform in ("win32", "darwin")
+    ]
+    return [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"], *types]
+
+
+def steps(command: str, arguments: list[str]) -> list[list[str]]:
+    """Give what `command` runs, in order, each as arguments to the environment's Python."""
+    if command == "demo":
+        return [["-m", "infeed", "demo", *arguments]]
+    if command == "bench":
+        return [["benchmarks/run.py", *arguments]]
+    if command == "test":
+        return [*check_steps(), ["-m", "pytest", *arguments]]
+    return check_steps()
+
+
+def requirement_hash(pyproject: dict, extra: str) -> str:
+    """Give a digest of all that decides what installing `.[extra]` brings."""
+    project = pyproject["project"]
+    parts = [
+        pyproject["build-system"],
+        project.get("dependencies", []),
+        project["optional-dependencies"][extra],
+        project.get("scripts", {}),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def read_stamp(path: Path) -> dict[str, str]:
+    """Give the digest of each extra that is installed; nothing when the file is absent or was cut short."""
+    try:
+        stamp = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def is_installed(stamp: dict[str, str], pyproject: dict, extra: str) -> bool:
+    return stamp.get(extra) == requirement_hash(pyproject, extra)
+
+
+def call(command: list[str]) -> int:
+    """Run one command from the repository root, after printing it; give its exit code."""
+    print("+", shlex.join(command), flush=True)
+    process = subprocess.Popen(command, cwd=ROOT)
+    while True:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            # The terminal sends Ctrl+C to the child as well; it cleans up and ends by itself, and is waited for.
+            continue
+        return code if code >= 0 else 128 - code  # a negative code is a signal; shells say 128 + signal
+
+
+def prepare(extra: str) -> int:
+    """Make the environment hold `extra`; give 0, or the exit code of the step that failed."""
+    import tomllib  # not at the head: older Pythons lack it, and must get as far as the sentence in main
+
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    stamp = read_stamp(STAMP) if VENV_PYTHON.exists() else {}
+    if is_installed(stamp, pyproject, extra):
+        return 0
+    if not stamp:
+        absent = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+        if absent:
+            print(
+                f"dev.py: this Python ({sys.executable}) has no {' and no '.join(absent)}, so it cannot make .venv; "
+                "on Debian and Ubuntu install the package python3-venv, elsewhere use a Python from python.org"
+            )
+            return 2
+        # Without --clear: this also repairs an environment whose making was interrupted, and spares one made by hand.
+        if code := call([sys.executable, "-m", "venv", str(VENV)]):
+            return code
+    pip = [str(VENV_PYTHON), "-m", "pip", "--disable-pip-version-check"]
+    if code := call([*pip, "install", "-e", f".[{extra}]"]):
+        return code
+    stamp[extra] = requirement_hash(pyproject, extra)
+    STAMP.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    if sys.version_info < MIN_PYTHON:
+        found = ".".join(map(str, sys.version_info[:3]))
+        print(f"dev.py: this is Python {found}, infeed needs {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer; use another one")
+        return 2
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv else 2
+    command, arguments = argv[0], argv[1:]
+    if command not in EXTRAS:
+        print(f"dev.py: command={command!r} is unknown; use one of {', '.join(EXTRAS)}")
+        return 2
+    if command == "check" and arguments:
+        print(f"dev.py: arguments={arguments!r} mean nothing to check; use test to pass arguments on to pytest")
+        return 2
+    try:
+        if code := prepare(EXTRAS[command]):
+            return code
+        for step in steps(command, arguments):
+            if code := call([str(VENV_PYTHON), *step]):
+                return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Parallel data loading for deep learning: starts everywhere, never hangs, same batches always.
+
+>>> import infeed
+>>> loader = infeed.DataLoader(range(6), batch_size=4)
+>>> [batch.tolist() for batch in loader]
+[[0, 1, 2, 3], [4, 5]]
+"""
+
+from __future__ import annotations
+
+from infeed.errors import CollateError as CollateError
+from infeed.errors import ConfigError as ConfigError
+from infeed.errors import InfeedError as InfeedError
+from infeed.errors import InternalError as InternalError
+from infeed.errors import LoaderClosedError as LoaderClosedError
+from infeed.errors import LoadTimeoutError as LoadTimeoutError
+from infeed.errors import MemoryLimitError as MemoryLimitError
+from infeed.errors import SampleError as SampleError
+from infeed.errors import WorkerDiedError as WorkerDiedError
+from infeed.errors import WorkerError as WorkerError
+from infeed.errors import WorkerStartError as WorkerStartError
+from infeed.loader import DataLoader as DataLoader
+from infeed.workers.info import WorkerInfo as WorkerInfo
+from infeed.workers.info import get_worker_info as get_worker_info
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CollateError",
+    "ConfigError",
+    "DataLoader",
+    "InfeedError",
+    "InternalError",
+    "LoadTimeoutError",
+    "LoaderClosedError",
+    "MemoryLimitError",
+    "SampleError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerInfo",
+    "WorkerStartError",
+    "get_worker_info",
+]

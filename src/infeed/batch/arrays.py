@@ -1,0 +1,113 @@
+"""In-memory arrays are gathered, not looped over: one ``take`` per field and batch, straight into the slot.
+
+Known are NumPy arrays, tuples, named tuples and dicts of them, and torch's ``TensorDataset``, when they are used with default
+collation. For these there is nothing that a worker could do faster than the copy itself, so they are read in this process.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from mmap import mmap
+from typing import Any, Final, final
+
+import numpy as np
+
+from infeed.batch.layout import Layout
+from infeed.batch.leaves import Kind, Leaf
+from infeed.batch.tree import LeafNode, MappingNode, Node, SequenceNode
+from infeed.plan.order import Indices
+
+_TABLE_DTYPES: Final = "biufcmMSUV?"
+
+
+@final
+class ArrayTable:
+    """Columns of equal length that are rows of a dataset together."""
+
+    def __init__(self, node: Node, columns: Sequence[Any]) -> None:
+        self.length = len(columns[0])
+        self._columns = list(columns)
+        self.layout = Layout(node, tuple(map(_leaf, columns)))
+
+    def gather(self, indices: Indices | list[Any], memory: mmap, block_offset: int, row_count: int) -> None:
+        """Write rows ``indices``, all of the batch, into a slot.
+
+        Raises:
+            IndexError: an index is outside the table.
+        """
+        offsets, _ = self.layout.offsets(row_count)
+        where = np.asarray(indices, dtype=np.int64)
+        for column, leaf, offset in zip(self._columns, self.layout.leaves, offsets, strict=True):
+            begin = block_offset + offset
+            if leaf.kind is Kind.ARRAY:
+                rows = np.ndarray((row_count, *leaf.shape), leaf.dtype, memory, begin)
+                # mode="raise" would go through a buffer of its own; the bounds are checked below instead, at a tenth of the cost
+                np.take(column, _checked(where, self.length), axis=0, out=rows, mode="wrap")
+            else:
+                _gather_tensor(column, _checked(where, self.length), leaf, memory, begin, row_count)
+
+
+def _checked(where: Indices, length: int) -> Indices:
+    if where.size and (where.min() < -length or where.max() >= length):
+        bad = int(where[(where < -length) | (where >= length)][0])
+        raise IndexError(f"index {bad} is out of bounds for a dataset of length {length}")
+    return where
+
+
+def _gather_tensor(column: Any, where: Indices, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
+    import torch  # the dataset is made of tensors
+
+    if leaf.row_bytes == 0:
+        return
+    count = math.prod(leaf.shape) * row_count
+    rows = torch.frombuffer(memory, dtype=column.dtype, count=count, offset=offset).view(row_count, *leaf.shape)
+    torch.index_select(column.detach(), 0, torch.from_numpy(where % len(column)), out=rows)
+
+
+def _leaf(column: Any) -> Leaf:
+    shape = tuple(column.shape[1:])
+    if isinstance(column, np.ndarray):
+        return Leaf(Kind.ARRAY, column.dtype, shape, column.dtype.itemsize * math.prod(shape))
+    return Leaf(Kind.TENSOR, str(column.dtype).removeprefix("torch."), shape, column.dtype.itemsize * math.prod(shape))
+
+
+def table_of(dataset: Any) -> ArrayTable | None:
+    """The dataset as a table, if it is one."""
+    if _is_column(dataset):
+        return ArrayTable(LeafNode(), [dataset])
+    cls = type(dataset)
+    if cls is tuple or (isinstance(dataset, tuple) and isinstance(getattr(cls, "_fields", None), tuple)):
+        if _are_columns(dataset):
+            return ArrayTable(SequenceNode(cls, (LeafNode(),) * len(dataset), ""), dataset)
+        return None
+    if cls is dict:
+        if _are_columns(list(dataset.values())):
+            keys = tuple(dataset)
+            return ArrayTable(MappingNode(dict, dict, keys, (LeafNode(),) * len(keys), ""), list(dataset.values()))
+        return None
+    return _tensor_table(dataset)
+
+
+def _tensor_table(dataset: Any) -> ArrayTable | None:
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is None or type(dataset) is not torch_data.TensorDataset:
+        return None
+    torch = sys.modules["torch"]
+    tensors = dataset.tensors
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
+    return ArrayTable(SequenceNode(tuple, (LeafNode(),) * len(tensors), ""), tensors) if tensors else None
+
+
+def _are_columns(values: Sequence[Any]) -> bool:
+    return bool(values) and all(map(_is_column, values)) and len({len(value) for value in values}) == 1
+
+
+def _is_column(value: Any) -> bool:
+    # Rows of a memory map come from a disk, which workers can wait for side by side: it is a dataset like any other.
+    return type(value) is np.ndarray and value.ndim > 0 and value.dtype.kind in _TABLE_DTYPES and not value.dtype.hasobject

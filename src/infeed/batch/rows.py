@@ -1,0 +1,253 @@
+"""Writing samples into the rows of a slot, and reading the batch out of it.
+
+The writer works by columns and chunks. A chunk is as many samples as fit in the processor's cache: large samples are written
+one by one while they are warm, small ones many at a time so that the cost of a NumPy call is shared.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import chain
+from mmap import mmap
+from typing import Any, Final, final
+
+import numpy as np
+
+from infeed.batch.layout import Layout
+from infeed.batch.leaves import Kind, Leaf, LeafMismatch, finish_beside
+from infeed.batch.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch
+from infeed.memory.leases import Lease
+
+# Samples of a chunk are held in memory until they are written. More than this falls out of the second-level cache before it
+# is copied; less pays NumPy's overhead per call for nothing.
+_CHUNK_BYTES: Final = 1 << 18
+
+
+class RowMismatch(Exception):
+    """Samples do not fit the layout. Internal: the caller looks for another layout, or gives up."""
+
+
+class _Cell(ABC):
+    """All rows of one in-slot leaf."""
+
+    @abstractmethod
+    def write(self, row: int, column: Column) -> None:
+        """Write consecutive rows that are exactly what the leaf says.
+
+        Raises:
+            LeafMismatch: they are not.
+        """
+
+    @abstractmethod
+    def write_any(self, row: int, column: Column) -> None:
+        """Write consecutive rows that were found to fit, casting where the leaf's dtype is a common one."""
+
+
+@final
+class _ArrayCell(_Cell):
+    def __init__(self, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
+        self._shape = leaf.shape
+        self._dtype = leaf.dtype
+        self._rows = np.ndarray((row_count, *leaf.shape), leaf.dtype, memory, offset)
+        if leaf.shape:
+            self._length = leaf.shape[0]
+            self._flat = self._rows.reshape(row_count * leaf.shape[0], *leaf.shape[1:])
+
+    def write(self, row: int, column: Column) -> None:
+        types = set(map(type, column))
+        if not self._shape:
+            if types == {self._dtype.type}:  # NumPy scalars
+                self._rows[row : row + len(column)] = column
+                return
+            raise LeafMismatch
+        if types != {np.ndarray}:
+            raise LeafMismatch
+        if len(column) == 1:
+            array = column[0]
+            if array.shape != self._shape or array.dtype != self._dtype:
+                raise LeafMismatch
+            self._rows[row] = array
+            return
+        if {array.shape for array in column} != {self._shape}:
+            raise LeafMismatch
+        begin = row * self._length
+        try:
+            np.concatenate(column, out=self._flat[begin : begin + len(column) * self._length], casting="no")
+        except TypeError:  # another dtype
+            raise LeafMismatch from None
+
+    def write_any(self, row: int, column: Column) -> None:
+        for offset, value in enumerate(column):
+            self._rows[row + offset] = value
+
+
+@final
+class _NumberCell(_Cell):
+    _TYPES: Final = {"b": bool, "i": int, "f": float, "c": complex}
+
+    def __init__(self, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
+        self._types = {self._TYPES[leaf.dtype.kind]}
+        self._rows = np.ndarray((row_count,), leaf.dtype, memory, offset)
+
+    def write(self, row: int, column: Column) -> None:
+        if set(map(type, column)) != self._types:
+            raise LeafMismatch
+        try:
+            self._rows[row : row + len(column)] = column
+        except OverflowError:
+            raise LeafMismatch from None
+
+    def write_any(self, row: int, column: Column) -> None:
+        self._rows[row : row + len(column)] = column
+
+
+@final
+class _TensorCell(_Cell):
+    def __init__(self, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
+        import torch  # the samples are tensors, so it is imported already
+
+        self._torch = torch
+        self._cls = leaf.cls or torch.Tensor
+        self._shape = torch.Size(leaf.shape)
+        self._dtype = getattr(torch, leaf.dtype)
+        self._rows = _tensor(memory, leaf, offset, row_count)
+
+    def write(self, row: int, column: Column) -> None:
+        if set(map(type, column)) != {self._cls}:
+            raise LeafMismatch
+        torch = self._torch
+        for tensor in column:
+            if tensor.shape != self._shape or tensor.dtype != self._dtype or tensor.layout is not torch.strided:
+                raise LeafMismatch
+        if len(column) == 1 or self._cls is not torch.Tensor:
+            self.write_any(row, column)
+            return
+        rows = column
+        if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in column):
+            rows = [tensor.detach().cpu() for tensor in column]
+        torch.stack(tuple(rows), out=self._rows[row : row + len(column)])
+
+    def write_any(self, row: int, column: Column) -> None:
+        for offset, tensor in enumerate(column):
+            self._rows[row + offset].copy_(tensor.detach().as_subclass(self._torch.Tensor))
+
+
+def _tensor(buffer: Any, leaf: Leaf, offset: int, row_count: int) -> Any:
+    import torch  # the leaf is a tensor: whoever reads it needs torch
+
+    dtype = getattr(torch, leaf.dtype)
+    shape = (row_count, *leaf.shape)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    count = leaf.row_bytes * row_count // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+_CELLS: Final = {Kind.ARRAY: _ArrayCell, Kind.NUMBER: _NumberCell, Kind.TENSOR: _TensorCell}
+
+
+@final
+class RowWriter:
+    """Writes rows of one slot under one layout. Kept by a worker for as long as the slot and the layout recur."""
+
+    def __init__(self, layout: Layout, memory: mmap, block_offset: int, row_count: int) -> None:
+        offsets, _ = layout.offsets(row_count)
+        self._node = layout.node
+        self._cells: list[_Cell | None] = [
+            _CELLS[leaf.kind](leaf, memory, block_offset + offset, row_count) if leaf.is_in_slot else None
+            for leaf, offset in zip(layout.leaves, offsets, strict=True)
+        ]
+        self.chunk_rows = max(1, _CHUNK_BYTES // max(1, layout.row_bytes))
+
+    def write(self, row: int, samples: Sequence[Sample], beside: list[list[Any]]) -> None:
+        """Write samples that should fit exactly; values of leaves that travel beside the slot are added to ``beside``.
+
+        Raises:
+            RowMismatch: they do not fit; rows of this chunk may be half written.
+        """
+        columns: list[Column] = []
+        number = 0
+        try:
+            self._node.split(samples, columns)
+            for cell, column in zip(self._cells, columns, strict=True):
+                if cell is None:
+                    _check_objects(column)
+                    beside[number].extend(column)
+                    number += 1
+                else:
+                    cell.write(row, column)
+        except (StructureMismatch, LeafMismatch):
+            raise RowMismatch from None
+
+    def write_any(self, row: int, samples: Sequence[Sample], beside: list[list[Any]]) -> None:
+        """Write samples from which the layout was made, casting to the common dtype where they differ."""
+        columns: list[Column] = []
+        self._node.split(samples, columns)
+        number = 0
+        for cell, column in zip(self._cells, columns, strict=True):
+            if cell is None:
+                beside[number].extend(column)
+                number += 1
+            else:
+                cell.write_any(row, column)
+
+    def new_beside(self) -> list[list[Any]]:
+        return [[] for cell in self._cells if cell is None]
+
+
+_IN_SLOT_TYPES: Final = frozenset({bool, int, float, complex, np.ndarray, np.memmap})
+
+
+def _check_objects(column: Column) -> None:
+    # A column of objects must not take in what would have been an array: then the batch's type would depend on the cut.
+    types = set(map(type, column))
+    if types & _IN_SLOT_TYPES or any(issubclass(cls, np.generic) and not issubclass(cls, str | bytes) for cls in types):
+        raise LeafMismatch
+
+
+@final
+class RowReader:
+    """Builds the batch over a lease: arrays and tensors that look into the slot, and lists."""
+
+    def __init__(self, layout: Layout, row_count: int) -> None:
+        offsets, self.nbytes = layout.offsets(row_count)
+        self._node = layout.node
+        self._beside_leaves = [leaf for leaf in layout.leaves if not leaf.is_in_slot]
+        self._makers: list[Callable[[Lease], Any] | None] = [
+            _maker(leaf, offset, row_count) if leaf.is_in_slot else None
+            for leaf, offset in zip(layout.leaves, offsets, strict=True)
+        ]
+        # The commonest sample, a tuple of arrays, is worth its own way: it halves the cost of reading a small batch.
+        node = layout.node
+        self._is_flat_tuple = (
+            isinstance(node, SequenceNode)
+            and node.cls is tuple
+            and not self._beside_leaves
+            and all(isinstance(child, LeafNode) for child in node.children)
+        )
+
+    def read(self, lease: Lease, beside: list[list[list[Any]]]) -> Any:
+        """The batch; ``beside`` has, for each task in the order of rows, the values that travelled beside the slot."""
+        if self._is_flat_tuple:
+            return tuple([maker(lease) for maker in self._makers if maker is not None])
+        columns = iter(
+            [
+                finish_beside(leaf, list(chain.from_iterable(part[number] for part in beside)))
+                for number, leaf in enumerate(self._beside_leaves)
+            ]
+        )
+        values = [next(columns) if maker is None else maker(lease) for maker in self._makers]
+        return self._node.join(iter(values))
+
+
+def _maker(leaf: Leaf, offset: int, row_count: int) -> Callable[[Lease], Any]:
+    shape = (row_count, *leaf.shape)
+    if leaf.kind is Kind.TENSOR:
+        cls = leaf.cls
+        if cls is None:
+            return lambda lease: _tensor(lease, leaf, offset, row_count)
+        return lambda lease: _tensor(lease, leaf, offset, row_count).as_subclass(cls)
+    dtype = leaf.dtype
+    array = np.ndarray
+    return lambda lease: array(shape, dtype, lease, offset)

@@ -1,0 +1,43 @@
+"""The ``infeed`` command: reads arguments and hands over to one module for each subcommand.
+
+Importing this package stays light (no Pillow, tqdm, rich or torch): a subcommand imports what it needs when it runs.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from infeed import __version__
+from infeed.cli import demo
+
+__all__ = ["main"]
+
+# Exit codes by convention of the shell: wrong usage, and 128 + SIGINT.
+_USAGE: Final = 2
+_INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and give its exit code.
+
+    Args:
+        argv: The arguments without the program's name; ``None`` takes those of the process.
+
+    Raises:
+        SystemExit: The arguments are wrong (code 2), or ask for help or the version (code 0).
+    """
+    parser = argparse.ArgumentParser(prog="infeed", description="A parallel data loader for deep learning.")
+    parser.add_argument("--version", action="version", version=f"infeed {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    demo.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return _USAGE
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print(f"infeed {arguments.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED

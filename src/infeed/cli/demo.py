@@ -1,0 +1,276 @@
+"""``infeed demo``: the same pictures through every kind of worker, and a table that compares them.
+
+Makes a folder of JPEG files in a temporary directory, loads it inline, with threads, with processes, and with torch's
+DataLoader where torch is installed. The folder is gone at the end, however the end comes about.
+
+Only the standard library is imported here; Pillow, tqdm, rich and torch are looked for when the demo runs.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
+
+if TYPE_CHECKING:
+    from infeed.cli.pictures import PictureFolder
+
+__all__ = ["DemoOptions", "Timing", "add_parser", "measure", "run"]
+
+# Any loader at all: infeed's and torch's are read in the same way and share no type.
+Loader: TypeAlias = Any
+OpenLoader: TypeAlias = Callable[[], AbstractContextManager[Loader]]
+
+# Import name and name on the package index of what the `demo` extra brings.
+_NEEDED: Final = {"PIL": "Pillow", "tqdm": "tqdm", "rich": "rich"}
+# More workers than this make the demo's few hundred pictures a test of starting processes.
+_MAX_DEFAULT_WORKERS: Final = 8
+_FAILED: Final = 2
+_END: Final[Any] = object()
+
+
+@final
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the user asked for; each at least 1."""
+
+    pictures: int
+    workers: int
+    batch_size: int
+    epochs: int
+
+
+@final
+@dataclass(frozen=True)
+class Timing:
+    """What one loader took, counted from before it was made, so that starting workers is part of it."""
+
+    loader: str
+    image_count: int
+    total_s: float
+    first_batch_s: float
+    waited_s: float
+
+    @property
+    def images_per_s(self) -> float:
+        return self.image_count / self.total_s
+
+    @property
+    def waited_share(self) -> float:
+        return self.waited_s / self.total_s
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the subcommand and its options to ``commands``."""
+    parser = commands.add_parser(
+        "demo",
+        help="see it work, on pictures that it makes itself",
+        description="Load a folder of JPEG pictures with each kind of worker, and compare.",
+    )
+    workers = min(_usable_cpu_count(), _MAX_DEFAULT_WORKERS)
+    for option, default, text in (
+        ("--pictures", 640, "how many pictures to make"),
+        ("--workers", workers, "threads or processes that load"),
+        ("--batch-size", 32, "pictures in one batch"),
+        ("--epochs", 4, "how often to read all pictures"),
+    ):
+        parser.add_argument(
+            option, type=_positive, default=default, metavar="N", help=f"{text} (default here: {default})"
+        )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo as ``arguments`` say; give the exit code."""
+    absent = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if absent:
+        print(f"infeed demo needs {', '.join(absent)}; install with: pip install infeed[demo]", file=sys.stderr)
+        return _FAILED
+    options = DemoOptions(arguments.pictures, arguments.workers, arguments.batch_size, arguments.epochs)
+    with tempfile.TemporaryDirectory(prefix="infeed-demo-") as folder:
+        _compare(options, Path(folder))
+    return 0
+
+
+def measure(
+    name: str,
+    open_loader: OpenLoader,
+    epochs: int,
+    on_batch: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
+    """Read all batches of a loader and tell how long the loop worked and waited.
+
+    Everything outside the loop's own work counts as waiting: making the loader, starting workers, the gap between two
+    epochs. Closing the loader does not count.
+
+    Args:
+        name: What the table calls the loader.
+        open_loader: Makes the loader; called once, inside the measured time.
+        epochs: How often to iterate.
+        on_batch: Called after each batch with the number of its images.
+        clock: Seconds from any beginning.
+    """
+    image_count = 0
+    waited_s = 0.0
+    first_batch_s = 0.0
+    start = asked = clock()
+    with open_loader() as loader:
+        for _ in range(epochs):
+            batches = iter(loader)
+            while (batch := next(batches, _END)) is not _END:
+                got = clock()
+                waited_s += got - asked
+                if not image_count:
+                    first_batch_s = got - start
+                batch_images = batch[0]
+                _work_on(batch_images)
+                image_count += len(batch_images)
+                on_batch(len(batch_images))
+                # A loader may lend its memory until the batch is dropped: held during the wait, it would be one less.
+                del batch, batch_images
+                asked = clock()
+        end = clock()
+    return Timing(name, image_count, end - start, first_batch_s, waited_s + end - asked)
+
+
+def _compare(options: DemoOptions, folder: Path) -> None:
+    from infeed.cli.pictures import PictureFolder, make_pictures
+
+    bar_type = _make_bar_type()
+
+    def show_bar(title: str, total: int) -> Any:
+        return bar_type(total=total, desc=f"{title:<17}", unit="img")
+
+    def time_loader(title: str, open_loader: OpenLoader) -> Timing:
+        with show_bar(title, options.pictures * options.epochs) as bar:
+            return measure(title, open_loader, options.epochs, bar.update)
+
+    with show_bar("making pictures", options.pictures) as bar:
+        for _ in make_pictures(folder, options.pictures):
+            bar.update()
+    dataset = PictureFolder(folder)
+    timings = [
+        time_loader("infeed, inline", partial(_open_infeed, dataset, options, "inline")),
+        time_loader("infeed, threads", partial(_open_infeed, dataset, options, "thread")),
+        time_loader("infeed, processes", partial(_open_infeed, dataset, options, "process")),
+    ]
+    notes = [_describe(options)]
+    if importlib.util.find_spec("torch") is None:
+        notes.append("torch is not installed, so there is no row for its DataLoader")
+    else:
+        importlib.import_module("torch.utils.data")  # before the clock starts: its import is not the loader's doing
+        try:
+            timings.append(time_loader("torch DataLoader", partial(_open_torch, dataset, options)))
+        except RuntimeError as error:
+            # The usual one: a container whose /dev/shm is too small for torch's batches. Our rows are still good.
+            notes.append(f"torch's DataLoader failed: {str(error).splitlines()[0]}")
+    _print_table(timings, notes)
+
+
+def _open_infeed(
+    dataset: "PictureFolder", options: DemoOptions, worker: Literal["inline", "thread", "process"]
+) -> AbstractContextManager[Loader]:
+    import infeed
+
+    return infeed.DataLoader(
+        dataset,
+        batch_size=options.batch_size,
+        shuffle=True,
+        num_workers=0 if worker == "inline" else options.workers,
+        worker=worker,
+        seed=0,
+    )
+
+
+def _open_torch(dataset: "PictureFolder", options: DemoOptions) -> AbstractContextManager[Loader]:
+    from torch.utils.data import DataLoader
+
+    from infeed.cli.pictures import TorchPictures
+
+    # A dataset of torch is anything with these two methods, but its annotations ask for a subclass.
+    samples: Any = TorchPictures(dataset)
+    return nullcontext(DataLoader(samples, batch_size=options.batch_size, shuffle=True, num_workers=options.workers))
+
+
+def _work_on(images: Any) -> None:
+    """Do what stands for training: the mean of each channel, which reads every number of the batch."""
+    import numpy as np
+
+    # As an array also for torch, whose own mean would take several threads and so time from the workers.
+    np.asarray(images).mean(axis=(0, 2, 3))
+
+
+def _make_bar_type() -> Any:
+    """Give tqdm's bar without the thread that watches it and without its lock between processes.
+
+    torch forks while a bar is shown: neither should be there then, nor stay behind after the demo.
+    """
+    from tqdm import tqdm
+
+    bar_type: Any = type("DemoBar", (tqdm,), {"monitor_interval": 0})
+    bar_type.set_lock(threading.RLock())
+    return bar_type
+
+
+def _print_table(timings: Sequence[Timing], notes: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("loader")
+    for heading in ("images/s", "first batch", "loop waited"):
+        table.add_column(heading, justify="right")
+    for timing in timings:
+        table.add_row(
+            timing.loader,
+            f"{timing.images_per_s:,.0f}",
+            _format_seconds(timing.first_batch_s),
+            f"{_format_seconds(timing.waited_s)} ({timing.waited_share:.0%})",
+        )
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
+
+
+def _describe(options: DemoOptions) -> str:
+    counted = (
+        (_usable_cpu_count(), "core"),
+        (options.workers, "worker"),
+        (options.pictures, "picture"),
+        (options.epochs, "epoch"),
+    )
+    parts = [f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted]
+    parts.insert(2, f"batch size {options.batch_size}")
+    return f"{', '.join(parts)}; {platform.system()}, Python {platform.python_version()}"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _usable_cpu_count() -> int:
+    if sys.platform == "linux":
+        # Containers and batch systems often grant fewer cores than the machine has.
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; give 1 or more") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too small; give 1 or more")
+    return value

@@ -1,0 +1,120 @@
+"""Pictures for the demo: makes a folder of JPEG files, and reads it the way training code does.
+
+Needs Pillow. The classes are plain and stand in a module of their own, so that every kind of worker can import them
+without the rest of the command line.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+__all__ = ["CLASSES", "CROP_SIDE", "PICTURE_SIZE", "PictureFolder", "TorchPictures", "make_pictures"]
+
+CLASSES: Final = ("circle", "square", "triangle")
+PICTURE_SIZE: Final = (320, 240)
+CROP_SIDE: Final = 224
+
+TorchTensor: TypeAlias = Any
+
+# The usual mean and deviation of ImageNet's channels, rearranged so that one multiplication and one subtraction turn
+# bytes into normalised floats.
+_MEAN: Final = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)
+_DEVIATION: Final = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
+_SCALE: Final = 1 / (255 * _DEVIATION)
+_OFFSET: Final = _MEAN / _DEVIATION
+
+
+@final
+class PictureFolder:
+    """Gives ``(image, label)`` for each ``<class>/<name>.jpg`` below a folder.
+
+    The image is a random crop, flipped half of the time, normalised, channels first. Crop and flip are drawn from
+    Python's ``random``, as in most training code, which infeed seeds for each grain.
+
+    Args:
+        root: The folder whose subfolders are the classes; their sorted order gives the labels.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._paths = sorted(root.glob("*/*.jpg"))
+        names = sorted({path.parent.name for path in self._paths})
+        self._labels = [names.index(path.parent.name) for path in self._paths]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.float32], int]:
+        with Image.open(self._paths[index]) as picture:
+            width, height = picture.size
+            left = random.randint(0, width - CROP_SIDE)
+            top = random.randint(0, height - CROP_SIDE)
+            pixels = np.asarray(picture.convert("RGB").crop((left, top, left + CROP_SIDE, top + CROP_SIDE)))
+        if random.random() < 0.5:
+            pixels = pixels[:, ::-1]
+        # Into memory of our own making: the product alone would keep the order of the bytes, channels last.
+        image = np.empty((3, CROP_SIDE, CROP_SIDE), dtype=np.float32)
+        np.multiply(pixels.transpose(2, 0, 1), _SCALE, out=image)
+        image -= _OFFSET
+        return image, self._labels[index]
+
+
+@final
+class TorchPictures:
+    """The same samples with the image as a tensor: what a user of torch's loader would write."""
+
+    def __init__(self, pictures: PictureFolder) -> None:
+        self._pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, index: int) -> tuple[TorchTensor, int]:
+        import torch  # optional, and only ever run where the demo has found it
+
+        image, label = self._pictures[index]
+        return torch.from_numpy(image), label
+
+
+def make_pictures(root: Path, count: int) -> Iterator[Path]:
+    """Write pictures below ``root``, yielding the path of each as soon as it is there.
+
+    They are the same on every run: soft clouds of colour, one shape whose kind is the class, some noise, so that a
+    JPEG file has about the size, and the cost of decoding, of a photograph.
+    """
+    rng = np.random.default_rng(0)
+    width, height = PICTURE_SIZE
+    # One field of noise, shifted for each picture: drawing fresh noise would take most of the time.
+    noise = rng.normal(0, 6, size=(2 * height, 2 * width, 3)).astype(np.int16)
+    for name in CLASSES:
+        (root / name).mkdir()
+    for number in range(count):
+        name = CLASSES[number % len(CLASSES)]
+        clouds = Image.fromarray(rng.integers(0, 256, size=(6, 8, 3), dtype=np.uint8))
+        picture = clouds.resize(PICTURE_SIZE, Image.Resampling.BICUBIC)
+        _draw_shape(picture, name, rng)
+        y, x = (int(rng.integers(0, limit)) for limit in (height, width))
+        pixels = np.asarray(picture).astype(np.int16) + noise[y : y + height, x : x + width]
+        path = root / name / f"{number:06d}.jpg"
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=85)
+        yield path
+
+
+def _draw_shape(picture: Image.Image, name: str, rng: np.random.Generator) -> None:
+    width, height = PICTURE_SIZE
+    radius = int(rng.integers(height // 8, height // 3))
+    x = int(rng.integers(radius, width - radius))
+    y = int(rng.integers(radius, height - radius))
+    red, green, blue = (int(value) for value in rng.integers(0, 256, size=3))
+    box = (x - radius, y - radius, x + radius, y + radius)
+    draw = ImageDraw.Draw(picture)
+    if name == "circle":
+        draw.ellipse(box, fill=(red, green, blue))
+    elif name == "square":
+        draw.rectangle(box, fill=(red, green, blue))
+    else:
+        draw.polygon(((x, y - radius), (x - radius, y + radius), (x + radius, y + radius)), fill=(red, green, blue))

@@ -1,0 +1,185 @@
+"""Every option: one frozen record, checked once, at the door. Later code may rely on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final, get_args
+
+from infeed.errors import ConfigError
+from infeed.memory.budget import parse_bytes
+
+WorkerKind = Literal["process", "thread", "inline"]
+StartMethod = Literal["auto", "forkserver", "spawn"]
+
+# Mistakes beyond this are typing errors, and would start that many processes before anyone can react.
+_MOST_WORKERS: Final = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """What the user asked for, checked against itself and against the dataset."""
+
+    dataset: Any
+    batch_size: int | None
+    shuffle: bool
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[Iterable[Any]] | None
+    num_workers: int
+    worker: WorkerKind
+    collate_fn: Callable[[Any], Any] | None
+    drop_last: bool
+    seed: int | None
+    in_order: bool
+    prefetch: int | None
+    timeout: float
+    worker_init_fn: Callable[[int], Any] | None
+    memory_limit: int | str | None
+    grain_size: int | None
+    start_method: StartMethod
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_choices()
+        self._check_callables()
+        self._check_dataset()
+        self._check_together()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset is read by ``__iter__`` because it cannot be asked for an index."""
+        return is_stream(self.dataset)
+
+    @property
+    def kind(self) -> WorkerKind:
+        return "inline" if self.num_workers == 0 else self.worker
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    def _check_numbers(self) -> None:
+        if self.batch_size is not None:
+            _check_int("batch_size", self.batch_size, 1, "use batch_size=None to yield single samples")
+        if isinstance(self.num_workers, str):
+            raise ConfigError(f"num_workers={self.num_workers!r} must be a whole number; give the number of workers, or 0")
+        _check_int("num_workers", self.num_workers, 0, "use 0 to load in this process")
+        if self.num_workers > _MOST_WORKERS:
+            raise ConfigError(f"num_workers={self.num_workers} must be at most {_MOST_WORKERS}; did you mean batch_size?")
+        if self.seed is not None:
+            _check_int("seed", self.seed, None, "use seed=None to draw one")
+        if self.prefetch is not None:
+            _check_int("prefetch", self.prefetch, 1, "use num_workers=0 to load without prefetching")
+        if self.grain_size is not None:
+            _check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout >= 0:
+            raise ConfigError(f"timeout={self.timeout!r} must be a number of seconds, 0 or more; 0 waits without limit")
+        limit = self.memory_limit_bytes
+        if limit is not None and limit < 1:
+            raise ConfigError(f"memory_limit={self.memory_limit!r} must be at least 1 byte; use None for the default")
+
+    def _check_choices(self) -> None:
+        _check_choice("worker", self.worker, get_args(WorkerKind))
+        _check_choice("start_method", self.start_method, get_args(StartMethod))
+        for name in ("shuffle", "drop_last", "in_order"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False; it is a switch")
+
+    def _check_callables(self) -> None:
+        for name in ("collate_fn", "worker_init_fn"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name}={value!r} must be callable; pass a function, or leave it out")
+        for name in ("sampler", "batch_sampler"):
+            value = getattr(self, name)
+            if value is not None and not _is_iterable(value):
+                raise ConfigError(f"{name}={value!r} must be iterable; pass an iterable of indices")
+
+    def _check_dataset(self) -> None:
+        dataset = self.dataset
+        if isinstance(dataset, type):
+            raise ConfigError(f"dataset={dataset.__qualname__} is a class; pass an instance, {dataset.__qualname__}(...)")
+        if not _has(dataset, "__getitem__") and not _is_iterable(dataset):
+            raise ConfigError(
+                f"dataset={_short(dataset)} has neither __getitem__ nor __iter__; give it one: __getitem__ and __len__ for "
+                "samples that are asked for by index, __iter__ for a stream"
+            )
+
+    def _check_together(self) -> None:
+        if self.sampler is not None and self.shuffle:
+            raise ConfigError("shuffle=True cannot go with sampler; the sampler decides the order, so leave shuffle out")
+        if self.batch_sampler is not None:
+            for name, value, default in (
+                ("batch_size", self.batch_size, 1),
+                ("shuffle", self.shuffle, False),
+                ("sampler", self.sampler, None),
+                ("drop_last", self.drop_last, False),
+            ):
+                if value is not default and value != default:
+                    raise ConfigError(
+                        f"{name}={_short(value)} cannot go with batch_sampler; the batch sampler decides it, so leave it out"
+                    )
+        if self.batch_size is None and self.drop_last:
+            raise ConfigError("drop_last=True cannot go with batch_size=None; there are no batches to drop")
+        if self.is_stream:
+            for name, given in (
+                ("shuffle", self.shuffle),
+                ("sampler", self.sampler is not None),
+                ("batch_sampler", self.batch_sampler is not None),
+            ):
+                if given:
+                    raise ConfigError(f"{name} cannot go with a stream; a dataset without __getitem__ decides its own order")
+        elif self.sampler is None and self.batch_sampler is None and not _has(self.dataset, "__len__"):
+            raise ConfigError(
+                f"dataset={_short(self.dataset)} has __getitem__ but no __len__; add __len__, or pass sampler= or batch_sampler="
+            )
+        if self.worker == "inline" and self.num_workers > 0:
+            raise ConfigError(
+                f"num_workers={self.num_workers} has no meaning with worker='inline'; use num_workers=0, or worker='process'"
+            )
+
+
+def is_stream(dataset: Any) -> bool:
+    """Streams have ``__iter__`` and no ``__getitem__``; torch's ``IterableDataset`` inherits one that is not meant."""
+    if isinstance(dataset, Mapping) and not isinstance(dataset, dict):
+        return False
+    if not _has(dataset, "__getitem__"):
+        return True
+    return any(
+        cls.__name__ == "IterableDataset" and cls.__module__.startswith("torch.utils.data") for cls in type(dataset).__mro__
+    )
+
+
+def _check_int(name: str, value: Any, least: int | None, cure: str) -> None:
+    if isinstance(value, bool) or not _is_int(value):
+        raise ConfigError(f"{name}={value!r} must be a whole number; {cure}")
+    if least is not None and value < least:
+        raise ConfigError(f"{name}={value!r} must be at least {least}; {cure}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{name}={value!r} is not one of {listed}; choose one of these")
+
+
+def _is_int(value: Any) -> bool:
+    try:
+        return value == value.__index__()
+    except (AttributeError, TypeError):
+        return False
+
+
+def _is_iterable(value: Any) -> bool:
+    return _has(value, "__iter__") or _has(value, "__getitem__")
+
+
+def _has(value: Any, method: str) -> bool:
+    return callable(getattr(type(value), method, None))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{type(value).__qualname__} object"

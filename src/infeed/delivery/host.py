@@ -1,0 +1,43 @@
+"""The last step on the host: a filled slot becomes the batch that the user gets, over the slot's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+from infeed.batch.layout import Layout
+from infeed.batch.packing import Packed, unpack
+from infeed.batch.rows import RowReader
+from infeed.memory.arena import Arena
+from infeed.scheduler.messages import SlotId
+
+# Readers are kept for layouts and row counts that come again.
+_READERS_KEPT: Final = 128
+
+
+@final
+class HostDelivery:
+    """Hands out batches as arrays and tensors that look into the arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._readers: dict[tuple[int, int], RowReader] = {}
+        self._alive: dict[int, Layout] = {}
+
+    def rows(self, slot: SlotId, layout: Layout, row_count: int, beside: Mapping[int, list[list[Any]]]) -> Any:
+        """A batch that was written row by row; ``beside`` has what travelled beside the slot, by first row of the task."""
+        key = (id(layout), row_count)
+        reader = self._readers.get(key)
+        if reader is None:
+            if len(self._readers) >= _READERS_KEPT:
+                self._readers.clear()
+                self._alive.clear()
+            reader = self._readers[key] = RowReader(layout, row_count)
+            # Its id is in the key, so it must not be given to another object.
+            self._alive[id(layout)] = layout
+        parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
+        return reader.read(self._arena.lease(slot), parts)
+
+    def tree(self, slot: SlotId, packed: Packed) -> Any:
+        """A batch of any kind that was packed into the slot."""
+        return unpack(packed, self._arena.lease(slot))

@@ -1,0 +1,559 @@
+"""Carries out what the scheduler decides: the one place where plan, workers, memory and delivery meet.
+
+Nothing here runs by itself. The user's thread drives it from ``next_batch``: it waits for workers in exactly one place, tells the
+scheduler what they said, does what the scheduler asks, and returns when that was to deliver.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, assert_never, final
+
+from infeed.batch.layout import Layout
+from infeed.batch.packing import Packed
+from infeed.delivery.host import HostDelivery
+from infeed.errors import LoaderClosedError, LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
+from infeed.feeds import Feed, PlannedBatch, StreamFeed, StreamShares
+from infeed.memory.arena import Arena, Block
+from infeed.memory.budget import format_bytes
+from infeed.memory.segments import SegmentStore
+from infeed.scheduler.machine import Scheduler
+from infeed.scheduler.messages import (
+    Action,
+    BatchId,
+    BatchPlanned,
+    BatchWanted,
+    Closed,
+    Deliver,
+    DeliverError,
+    Drop,
+    EpochAbandoned,
+    Event,
+    FailMemory,
+    FailWorkers,
+    Forget,
+    Grow,
+    GrowthRefused,
+    Place,
+    Send,
+    SlotFreed,
+    SlotId,
+    SlotsAdded,
+    StartWorker,
+    TaskEmpty,
+    TaskFailed,
+    TaskId,
+    TaskLoaded,
+    TaskMismatched,
+    TaskUnplaced,
+    WindowChanged,
+    WorkerDied,
+    WorkerId,
+    WorkerReady,
+)
+from infeed.workers.crew import Crew, Death
+from infeed.workers.failures import Failure
+from infeed.workers.messages import (
+    DropTask,
+    Emptied,
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    Mismatched,
+    OpenStream,
+    PackedLoaded,
+    PlaceTask,
+    RowsLoaded,
+    Started,
+    StartFailed,
+    Unplaced,
+)
+
+# Unless the user sets prefetch or memory_limit, batches in flight are held to this, or to as many as keep workers busy.
+_IN_FLIGHT_BYTES: Final = 1 << 30
+# Layouts kept so that equal ones are one object, by which workers know them.
+_LAYOUTS_KEPT: Final = 64
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What an engine is made of."""
+
+    crew: Crew
+    store: SegmentStore
+    arena: Arena
+    workers: tuple[WorkerId, ...]
+    window: int
+    least_window: int  # enough for every worker to have something to do
+    is_window_given: bool
+    is_lazy: bool  # inline: nothing is planned before it is wanted
+    in_order: bool
+    whole_batches: bool
+    grain_size: int
+    timeout_s: float
+    drop_last: bool
+    stream: StreamShares | None
+    make_feed: Callable[[int], Feed]
+    prefetches_epochs: bool
+
+
+@final
+@dataclass(slots=True)
+class _Record:
+    """A batch between plan and delivery."""
+
+    plan: PlannedBatch
+    layout: Layout | None = None
+    row_count: int = 0
+    needed_bytes: int = 0
+    packed: Packed | None = None
+    beside: dict[int, list[list[Any]]] = field(default_factory=dict)
+    failures: dict[TaskId, tuple[WorkerId, Failure]] = field(default_factory=dict)
+    deaths: list[str] = field(default_factory=list)
+
+
+@final
+@dataclass(slots=True)
+class _Task:
+    batch: BatchId
+    first_row: int
+    layout: Layout | None
+
+
+class EpochEnd(Exception):
+    """There are no more batches in this epoch. Internal."""
+
+
+@final
+class Engine:
+    """Loads batches. Used by one thread at a time; ``close`` may come from another."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self._crew, self._arena = setup.crew, setup.arena
+        self._delivery = HostDelivery(setup.arena)
+        self._scheduler = Scheduler(
+            workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
+        )
+        self._records: dict[BatchId, _Record] = {}
+        self._tasks: dict[TaskId, _Task] = {}
+        self._layout: Layout | None = None  # what the next batch is expected to look like
+        self._layouts: dict[Layout, Layout] = {}
+        self._slot_bytes = 0
+        self._next_batch = 0
+        self._feed: Feed | None = None
+        self._next_feed: Feed | None = None
+        self._started: set[WorkerId] = set()
+        self._delivered: list[Any] = []
+        self._error: BaseException | None = None
+        self._shortage: MemoryLimitError | None = None
+        self._is_closed = False
+        self.owner_pid = os.getpid()
+        for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
+            self._start(worker)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can load in this process; a forked child cannot use its parent's workers."""
+        return not self._is_closed and self.owner_pid == os.getpid()
+
+    # --- the user's side
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that ``next_batch`` gives."""
+        prefetched, self._next_feed = self._next_feed, None
+        if prefetched is not None and prefetched.epoch == epoch:
+            self._feed = prefetched
+            return
+        if prefetched is not None:
+            self._tell(EpochAbandoned(prefetched.epoch))
+        self._feed = self._setup.make_feed(epoch)
+
+    def leave_epoch(self) -> None:
+        """Forget what is left of the epoch; the next may begin."""
+        feed, self._feed = self._feed, None
+        if feed is not None and not self._is_closed:
+            self._tell(EpochAbandoned(feed.epoch))
+
+    def next_batch(self) -> Any:
+        """Wait for the next batch.
+
+        Raises:
+            EpochEnd: there is none.
+        """
+        feed = self._feed
+        assert feed is not None
+        deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
+        try:
+            self._plan()
+            self._tell(BatchWanted(feed.epoch))
+            while not self._delivered:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                self._check_end(feed)
+                self._wait(deadline)
+            if not self._setup.is_lazy:
+                self._plan()
+        except (EpochEnd, Exception):
+            raise
+        except BaseException:
+            # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
+            self.close()
+            raise
+        return self._delivered.pop()
+
+    def _check_end(self, feed: Feed) -> None:
+        if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
+            return
+        self._feed = None
+        if feed.error is not None:
+            raise feed.error
+        raise EpochEnd
+
+    def _wait(self, deadline: float | None) -> None:
+        """The one place where the user's thread waits: for news, a death, the time-out, or close."""
+        if self._is_closed:
+            raise LoaderClosedError("the loader was closed while a batch was waited for; iterate it again to load anew")
+        timeout_s = None if deadline is None else deadline - time.monotonic()
+        if timeout_s is not None and timeout_s <= 0:
+            raise LoadTimeoutError(self._timeout_text())
+        for worker, message in self._crew.receive(timeout_s):
+            self._hear(worker, message)
+        self._plan()
+
+    def close(self) -> None:
+        """Stop all workers and let go of all memory that the user does not look into. Idempotent.
+
+        NOTE [close order]
+          1. mark closed, so that whoever waits gives up, and wake them
+          2. the scheduler hears of it and asks for nothing more
+          3. workers are told by the end of their pipes; those in user code are killed after a moment
+          4. memory last: a worker may write until it is gone
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._crew.wake()
+        self._scheduler.handle(Closed())
+        self._crew.close()
+        self._records.clear()
+        self._arena.close()
+        self._setup.store.close()
+
+    # --- planning
+
+    def _plan(self) -> None:
+        """Free what the user let go of, and plan as many batches as there is room for."""
+        for slot in self._arena.ended_leases():
+            self._tell(SlotFreed(slot))
+        while self._scheduler.room > 0:
+            feed = self._feed
+            if feed is None:
+                return
+            planned = feed.take()
+            if planned is None and feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs:
+                if self._next_feed is None:
+                    self._next_feed = self._setup.make_feed(feed.epoch + 1)
+                planned = self._next_feed.take()
+            if planned is None:
+                return
+            if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
+                self._open_share(planned.worker, feed)
+            batch = BatchId(self._next_batch)
+            self._next_batch += 1
+            self._records[batch] = _Record(planned)
+            self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
+
+    def _start(self, worker: WorkerId) -> None:
+        self._started.add(worker)
+        self._crew.start(worker)
+
+    def _open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
+        assert self._setup.stream is not None
+        if worker not in self._started:
+            self._start(worker)
+        is_alone = self._setup.stream.is_known and self._setup.stream.is_alone
+        self._crew.send(worker, OpenStream(feed.epoch, feed.loaded_rows(worker), is_alone))
+
+    # --- what workers say
+
+    def _hear(self, worker: WorkerId, message: FromWorker | Death) -> None:
+        match message:
+            case RowsLoaded() | PackedLoaded():
+                self._on_loaded(worker, message)
+            case Started():
+                self._tell(WorkerReady(worker))
+            case Unplaced(task, nbytes, layout):
+                self._on_unplaced(worker, task, nbytes, layout)
+            case Mismatched(task):
+                self._tasks.pop(task, None)
+                self._tell(TaskMismatched(worker, task))
+            case Emptied(task, shards_itself):
+                self._on_empty(worker, task, shards_itself)
+            case LoadFailed(task, failure):
+                entry = self._tasks.pop(task, None)
+                record = None if entry is None else self._records.get(entry.batch)
+                if record is not None:
+                    record.failures[task] = (worker, failure)
+                    if self._setup.stream is not None:
+                        self._setup.stream.decide(shards_itself=False)
+                        self._stream_loaded(record, 0)
+                self._tell(TaskFailed(worker, task))
+            case StartFailed(failure):
+                self._error = self._start_error(worker, failure)
+            case Death(text):
+                for batch, _, _ in self._scheduler.worker_tasks(worker):
+                    if batch in self._records:
+                        self._records[batch].deaths.append(f"worker {worker} {text}")
+                self._last_death = f"worker {worker} {text}"
+                self._tell(WorkerDied(worker))
+            case _:
+                assert_never(message)
+
+    def _on_loaded(self, worker: WorkerId, message: RowsLoaded | PackedLoaded) -> None:
+        entry = self._tasks.pop(message.task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is not None and record is not None:
+            record.row_count += message.row_count
+            if isinstance(message, PackedLoaded):
+                record.packed = message.packed
+                self._learn_size(record.needed_bytes)
+            else:
+                layout = message.layout
+                if layout is None:
+                    layout = entry.layout
+                elif layout is not entry.layout:
+                    layout = self._layout = self._interned(layout)
+                record.layout = layout
+                record.beside[entry.first_row] = message.beside
+            if self._setup.stream is not None:
+                self._setup.stream.decide(shards_itself=message.shards_itself)
+                is_short = message.row_count < record.plan.row_count
+                self._stream_loaded(record, message.row_count)
+                if is_short and self._setup.drop_last:
+                    self._tell(TaskEmpty(worker, message.task))
+                    return
+        self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
+
+    def _on_empty(self, worker: WorkerId, task: TaskId, shards_itself: bool) -> None:
+        entry = self._tasks.pop(task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if self._setup.stream is not None:
+            self._setup.stream.decide(shards_itself=shards_itself)
+        if record is not None:
+            self._stream_loaded(record, 0)
+        self._tell(TaskEmpty(worker, task))
+
+    def _stream_loaded(self, record: _Record, row_count: int) -> None:
+        if isinstance(self._feed, StreamFeed) and self._feed.epoch == record.plan.epoch:
+            assert record.plan.worker is not None
+            self._feed.loaded(record.plan.worker, row_count, record.plan.row_count)
+
+    def _on_unplaced(self, worker: WorkerId, task: TaskId, nbytes: int, layout: Layout | None) -> None:
+        entry = self._tasks.get(task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is not None and record is not None:
+            record.needed_bytes = nbytes
+            self._learn_size(nbytes)
+            if layout is not None:
+                layout = self._interned(layout)
+                if self._layout is None:
+                    self._layout = layout
+                if record.layout is None:
+                    record.layout = layout
+                elif record.layout is not layout:
+                    # Another part of this batch came out differently.
+                    del self._tasks[task]
+                    self._crew.send(worker, DropTask(task))
+                    self._tell(TaskMismatched(worker, task))
+                    return
+                entry.layout = layout
+        self._tell(TaskUnplaced(worker, task))
+
+    def _interned(self, layout: Layout) -> Layout:
+        if len(self._layouts) >= _LAYOUTS_KEPT:
+            self._layouts.clear()
+        return self._layouts.setdefault(layout, layout)
+
+    def _learn_size(self, nbytes: int) -> None:
+        """Batches of this size are in flight: hold their number to what fits."""
+        if nbytes <= self._slot_bytes:
+            return
+        self._slot_bytes = nbytes
+        if self._setup.is_window_given:
+            return
+        fitting = _IN_FLIGHT_BYTES // nbytes
+        window = min(self._setup.window, max(fitting, self._setup.least_window))
+        self._tell(WindowChanged(window))
+
+    # --- what the scheduler asks
+
+    def _tell(self, event: Event) -> None:
+        for action in self._scheduler.handle(event):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._send(action)
+            case Deliver(batch, slot):
+                self._deliver(batch, slot)
+            case Place(worker, task, batch, slot):
+                record = self._records[batch]
+                block = self._block(slot, record.needed_bytes)
+                self._crew.send(worker, PlaceTask(task, block, record.layout))
+            case Drop(worker, task):
+                self._tasks.pop(task, None)
+                self._crew.send(worker, DropTask(task))
+            case Grow():
+                self._grow()
+            case DeliverError(batch, task):
+                self._error = self._batch_error(self._records.pop(batch), task)
+            case Forget(batch):
+                self._records.pop(batch, None)
+            case StartWorker(worker):
+                self._crew.start(worker)
+                if isinstance(self._feed, StreamFeed):
+                    self._open_share(worker, self._feed)
+            case FailWorkers():
+                self._error = WorkerDiedError(
+                    f"workers die faster than they load; the last was {self._last_death}\n"
+                    "  run with num_workers=0 to see the dataset's own error, or look above for what it printed"
+                )
+                self.close()
+            case FailMemory():
+                self._fail_memory()
+            case _:
+                assert_never(action)
+
+    def _send(self, action: Send) -> None:
+        record = self._records[action.batch]
+        plan = record.plan
+        if action.is_whole:
+            # Perhaps a second try: nothing of the first counts.
+            record.layout, record.row_count = None, 0
+            record.beside.clear()
+        layout = record.layout or self._layout
+        block = None
+        if action.slot is not None:
+            needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
+            block = self._block(action.slot, needed)
+        if plan.indices is None:
+            self._tasks[action.task] = _Task(action.batch, 0, layout)
+            self._crew.send(
+                action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
+            )
+            return
+        if block is not None and record.layout is None and not action.is_whole:
+            record.layout = layout
+        grain_size = self._setup.grain_size
+        first_row = action.first_grain * grain_size
+        indices = plan.indices
+        if not action.is_whole:
+            indices = indices[first_row : first_row + action.grain_count * grain_size]
+        self._tasks[action.task] = _Task(action.batch, first_row, layout)
+        self._crew.send(
+            action.worker,
+            LoadGrains(
+                action.task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
+                action.is_whole, indices,
+            ),
+        )  # fmt: skip
+
+    def _block(self, slot: SlotId, nbytes: int) -> Block:
+        block = self._arena.block(slot)
+        if block.size < nbytes:
+            block = self._arena.enlarge(slot, nbytes)
+            self._announce_segments()
+        return block
+
+    def _announce_segments(self) -> None:
+        for number in self._arena.gone_segments:
+            self._crew.remove_segment(number)
+        for handle in self._arena.new_segments:
+            self._crew.add_segment(handle)
+        self._arena.gone_segments.clear()
+        self._arena.new_segments.clear()
+
+    def _grow(self) -> None:
+        try:
+            slot = self._arena.add_slot(self._slot_bytes)
+        except MemoryLimitError as error:
+            self._shortage = error
+            self._tell(GrowthRefused())
+            return
+        self._announce_segments()
+        self._tell(SlotsAdded((slot,)))
+
+    def _fail_memory(self) -> None:
+        # Batches that only the garbage collector can find are no longer the user's.
+        gc.collect()
+        ended = self._arena.ended_leases()
+        for slot in ended:
+            self._tell(SlotFreed(slot))
+        if ended:
+            return
+        held = self._scheduler.held_slots
+        assert self._shortage is not None
+        text = f"{self._shortage}\n  {held} batches of some {format_bytes(self._slot_bytes)} are still looked into"
+        self._error = MemoryLimitError(text)
+
+    def _deliver(self, batch: BatchId, slot: SlotId) -> None:
+        record = self._records.pop(batch)
+        if record.packed is not None:
+            self._delivered.append(self._delivery.tree(slot, record.packed))
+            return
+        assert record.layout is not None
+        self._delivered.append(self._delivery.rows(slot, record.layout, record.row_count, record.beside))
+
+    # --- errors
+
+    def _batch_error(self, record: _Record, task: TaskId | None) -> BaseException:
+        plan = record.plan
+        if task is None:
+            listed = "" if plan.indices is None else f", indices {list(plan.indices[:8])}"
+            return WorkerDiedError(
+                f"workers died {len(record.deaths)} times while loading the batch at position {plan.first_position} of "
+                f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1]}\n"
+                "  a sample of it seems to kill its worker; load it with num_workers=0 to see how"
+            )
+        worker, failure = record.failures[task]
+        position = failure.position if failure.position is not None else plan.first_position
+        return failure.exception(f"position {position} of epoch {plan.epoch}, {self._worker_name(worker)}")
+
+    def _start_error(self, worker: WorkerId, failure: Failure) -> BaseException:
+        # Nothing this engine starts will fare better.
+        self.close()
+        error = failure.exception(self._worker_name(worker))
+        if failure.kind in ("ImportError", "ModuleNotFoundError", "AttributeError", "UnpicklingError"):
+            start_error = WorkerStartError(
+                f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; what the dataset needs must be "
+                "importable in a fresh process, or be defined in the script itself"
+            )
+            start_error.__cause__ = error
+            return start_error
+        return error
+
+    def _worker_name(self, worker: WorkerId) -> str:
+        return "inline" if self._setup.is_lazy else f"worker {worker}"
+
+    def _timeout_text(self) -> str:
+        busy = []
+        for worker in self._setup.workers:
+            for batch, first_grain, _ in self._scheduler.worker_tasks(worker)[:1]:
+                record = self._records.get(batch)
+                if record is not None:
+                    position = record.plan.first_position + first_grain * self._setup.grain_size
+                    busy.append(f"worker {worker} at position {position}")
+        listed = "; ".join(busy) or "no worker has a task"
+        return (
+            f"timeout={self._setup.timeout_s} seconds passed without a batch; raise timeout, or look at what is slow\n"
+            f"  busy: {listed}"
+        )

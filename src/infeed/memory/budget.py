@@ -1,0 +1,56 @@
+"""How much memory there is to take: of the machine, of the container, of the option ``memory_limit``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from infeed.errors import ConfigError
+
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number, or from text such as ``"512MB"`` and ``"1.5 GiB"`` (units of 1024 either way).
+
+    >>> parse_bytes("1.5 GiB")
+    1610612736
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", str(value).lower())
+    if match is None:
+        raise ConfigError(f"memory_limit={value!r} is not a size; give bytes, or text such as '2GiB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(count: float) -> str:
+    """A size for people.
+
+    >>> format_bytes(1610612736)
+    '1.5 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def available_bytes() -> int:
+    """What can be allocated now without swapping or being killed: the machine's free memory or the container's, the lesser."""
+    available = psutil.virtual_memory().available
+    for limit_file, usage_file in (
+        (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+        (_CGROUP / "memory" / "memory.limit_in_bytes", _CGROUP / "memory" / "memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = int(limit_file.read_text()), int(usage_file.read_text())
+        except (OSError, ValueError):  # no container, or the limit reads "max"
+            continue
+        available = min(available, max(0, limit - usage))
+    return available

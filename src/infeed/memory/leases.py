@@ -1,0 +1,66 @@
+"""A batch's hold on its slot, in plain Python.
+
+A lease is a ctypes array over the slot's bytes. NumPy arrays and torch tensors made over it keep it alive through the buffer
+protocol, and so do all views of them. When the last one is gone the lease is, and a weak reference tells the arena that the
+slot may be used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from functools import lru_cache
+from mmap import mmap
+from typing import TypeAlias, final
+
+from infeed.scheduler.messages import SlotId
+
+Lease: TypeAlias = ctypes.Array[ctypes.c_char]
+
+
+@lru_cache(maxsize=64)
+def _lease_type(size: int) -> type[Lease]:
+    # A subclass, because plain ctypes arrays cannot be weakly referenced.
+    return type("Lease", (ctypes.c_char * size,), {})
+
+
+@final
+class _LeaseRef(weakref.ref[Lease]):
+    __slots__ = ("slot",)
+
+    slot: SlotId
+
+
+@final
+class LeaseBook:
+    """Hands out leases and collects those that ended."""
+
+    def __init__(self) -> None:
+        # By slot: a slot has one lease at a time.
+        self._refs: dict[SlotId, _LeaseRef] = {}
+        self._ended: deque[SlotId] = deque()
+
+    def grant(self, memory: mmap, offset: int, size: int, slot: SlotId) -> Lease:
+        """A lease over ``size`` bytes of a segment; ``ended`` names the slot once nothing looks into it any more."""
+        lease = _lease_type(size).from_buffer(memory, offset)
+        ref = _LeaseRef(lease, self._end)
+        ref.slot = slot
+        self._refs[slot] = ref
+        return lease
+
+    def _end(self, ref: weakref.ref[Lease]) -> None:
+        # Called wherever the last view dies: any thread, any line of the user's, perhaps in the middle of garbage collection.
+        # So no lock and no decision here; the engine takes it from the deque when it next looks.
+        assert isinstance(ref, _LeaseRef)
+        self._refs.pop(ref.slot, None)
+        self._ended.append(ref.slot)
+
+    def ended(self) -> list[SlotId]:
+        """Slots whose leases ended since the last call."""
+        if not self._ended:
+            return []
+        slots = []
+        while self._ended:
+            slots.append(self._ended.popleft())
+        return slots

@@ -1,0 +1,72 @@
+"""The dataset travels once: pickled into one segment, which every worker maps.
+
+The bytes of its arrays and tensors lie in the segment as they are and are mapped copy-on-write: all workers share the pages
+until one of them writes, which then is its own affair, as with a copy. Plain Python objects are built anew in each worker.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any, final
+
+from infeed.errors import WorkerStartError
+from infeed.memory.blame import find_culprit
+from infeed.memory.pickling import dump_by_value, load, spans
+from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Where the pickle and its buffers lie, and which modules it needs."""
+
+    handle: SegmentHandle
+    offsets: list[int]
+    sizes: list[int]
+    modules: frozenset[str]
+
+
+def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
+    """Put ``obj`` into a segment of ``store``.
+
+    Args:
+        named: what the user gave, by the name they gave it as; looked through if ``obj`` cannot be sent.
+
+    Raises:
+        WorkerStartError: something in it cannot leave this process; the message says what and where it is.
+    """
+    modules: set[str] = set()
+    try:
+        data, buffers = dump_by_value(obj, modules)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError, NotImplementedError) as error:
+        raise WorkerStartError(_explain(named, error)) from error
+    chunks: list[Any] = [data, *buffers]
+    sizes = [memoryview(chunk).nbytes for chunk in chunks]
+    offsets, total = spans(sizes)
+    segment = store.create(total)
+    with memoryview(segment.memory) as view:
+        for chunk, offset, size in zip(chunks, offsets, sizes, strict=True):
+            view[offset : offset + size] = memoryview(chunk).cast("B") if size else b""
+    return Parcel(segment.handle, offsets, sizes, frozenset(modules))
+
+
+def receive(parcel: Parcel, reader: SegmentReader) -> Any:
+    """Build the object again in a worker, over a private mapping of the segment."""
+    view = memoryview(reader.attach(parcel.handle, private=True))
+    chunks = [view[offset : offset + size] for offset, size in zip(parcel.offsets, parcel.sizes, strict=True)]
+    return load(bytes(chunks[0]), chunks[1:])
+
+
+def _explain(named: dict[str, Any], error: Exception) -> str:
+    for name, value in named.items():
+        culprit = find_culprit(value, name)
+        if culprit is not None:
+            path, found = culprit
+            kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
+            return (
+                f"{name} cannot be sent to workers: {path} is a {kind}, which cannot be pickled; open it where it is used "
+                "(on first use, or in worker_init_fn), leave it out with __getstate__, or use worker='thread'\n"
+                f"  the pickler says: {error}"
+            )
+    return f"dataset cannot be sent to workers: {error}; use worker='thread' if it must stay in this process"

@@ -1,0 +1,153 @@
+"""Pickling with the bytes of arrays and tensors left outside, to be put into shared memory.
+
+``dump`` gives a short pickle and a list of buffers; ``load`` builds the object again over buffers that lie elsewhere, without
+copying them. NumPy does this by itself (protocol 5); contiguous CPU tensors of torch are taught it here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, Final, final
+
+import cloudpickle
+import numpy as np
+
+_PROTOCOL: Final = 5
+BUFFER_ALIGN: Final = 64
+
+BufferCallback = Callable[[pickle.PickleBuffer], Any]
+
+
+def dump(obj: object) -> tuple[bytes, list[memoryview]]:
+    """Pickle a result: by reference where that works, which is fast, else by value.
+
+    By reference fails for classes of ``__main__`` or of a local scope, which are not importable in a worker.
+    """
+    try:
+        return _dump(_ResultPickler, obj)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return _dump(_ByValueResultPickler, obj)
+
+
+def load(data: bytes, buffers: Sequence[Any]) -> Any:
+    """The object, over ``buffers``, which it keeps alive as long as it looks into them."""
+    return pickle.loads(data, buffers=buffers)
+
+
+def dump_by_value(obj: object, modules: set[str]) -> tuple[bytes, list[memoryview]]:
+    """Pickle what the user gave, so that a process that never saw their ``__main__`` can build it.
+
+    Names of the modules it refers to are added to ``modules``.
+    """
+    stream = io.BytesIO()
+    buffers: list[memoryview] = []
+    ByValuePickler(stream, lambda buffer: buffers.append(buffer.raw()), modules).dump(obj)
+    return stream.getvalue(), buffers
+
+
+def spans(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets at which buffers of these sizes are laid one behind the other, and the bytes they take together.
+
+    >>> spans([100, 1])
+    ([0, 128], 129)
+    """
+    offsets = []
+    end = 0
+    for size in sizes:
+        begin = -(-end // BUFFER_ALIGN) * BUFFER_ALIGN
+        offsets.append(begin)
+        end = begin + size
+    return offsets, end
+
+
+def _dump(pickler: type[Any], obj: object) -> tuple[bytes, list[memoryview]]:
+    stream = io.BytesIO()
+    buffers: list[memoryview] = []
+    pickler(stream, _PROTOCOL, buffer_callback=lambda buffer: buffers.append(buffer.raw())).dump(obj)
+    return stream.getvalue(), buffers
+
+
+def _reduce_arrays(obj: Any) -> Any:
+    """Reduction of arrays and tensors to their raw bytes, or ``NotImplemented`` to go on as usual."""
+    if type(obj) is np.ndarray:
+        # A view with strides would be copied into the pickle; made contiguous, its bytes stay outside.
+        if obj.flags.forc or obj.dtype.hasobject:
+            return NotImplemented
+        return np.ascontiguousarray(obj).__reduce_ex__(_PROTOCOL)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(obj) is torch.Tensor and _is_plain_tensor(torch, obj):
+        raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _rebuild_tensor, (pickle.PickleBuffer(raw), str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
+    return NotImplemented
+
+
+def _is_plain_tensor(torch: Any, tensor: Any) -> bool:
+    return bool(
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not getattr(tensor, "__dict__", None)
+    )
+
+
+def _rebuild_tensor(buffer: Any, dtype_name: str, shape: tuple[int, ...]) -> Any:
+    import torch  # the pickle holds a tensor: whoever reads it needs torch
+
+    dtype = getattr(torch, dtype_name)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+@final
+class _ResultPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_arrays(obj)
+
+
+@final
+class _ByValueResultPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce_arrays(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+@final
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
+    """Pickles datasets and functions, and notes which modules they need."""
+
+    def __init__(self, stream: io.BytesIO, on_buffer: BufferCallback | None, modules: set[str]) -> None:
+        super().__init__(stream, _PROTOCOL, buffer_callback=on_buffer)
+        self._modules = modules
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
+            # cloudpickle would read a text file to its end and send the text along.
+            raise TypeError(f"cannot pickle {type(obj).__name__!r} object: it is an open file")
+        if isinstance(obj, ModuleType):
+            self._modules.add(obj.__name__)
+        elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
+            self._modules.add(obj.__module__)
+        elif type(obj) is np.memmap and (reduced := _reduce_memmap(obj)) is not None:
+            return reduced
+        reduced = _reduce_arrays(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """A memory-mapped file is mapped again where it arrives; pickled as an array, all of it would be read and sent."""
+    if array.filename is None or array.mode not in ("r", "r+", "c") or not array.flags.c_contiguous:
+        return None
+    begin = array.__array_interface__["data"][0]
+    whole = array
+    while isinstance(whole.base, np.memmap):
+        whole = whole.base
+    offset = whole.offset + begin - whole.__array_interface__["data"][0]
+    return np.memmap, (str(array.filename), array.dtype, array.mode, offset, array.shape)

@@ -1,0 +1,305 @@
+"""Shared memory from the operating system, in pieces called segments.
+
+Two ways, with one interface:
+
+* **anonymous** (Linux): one ``memfd`` for all segments of a store, each an extent of it. It has no name, is not counted against
+  ``/dev/shm``, and is gone with the last process that has it, so nothing can leak or collide. A worker needs one descriptor,
+  handed over once, however many segments follow.
+* **named** (Windows, macOS, or where ``memfd_create`` is missing): one named mapping per segment. On Windows the name goes with
+  the last handle. Elsewhere the owner removes it, and so does every process that attached it when it ends, so that a killed
+  owner leaves nothing behind.
+
+Every segment is allocated in full when it is made: shortage is an error with numbers here, never a SIGBUS later.
+
+This module is the only one that knows the platform's calls. It does not know what is stored in a segment.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, final
+
+from infeed.errors import MemoryLimitError
+from infeed.memory.budget import available_bytes, format_bytes
+
+PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHandle:
+    """How another process finds a segment: an extent of the store's descriptor, or a name."""
+
+    number: int
+    size: int
+    offset: int = 0
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment mapped into this process. The mapping lives as long as anything looks into it."""
+
+    handle: SegmentHandle
+    memory: mmap.mmap
+
+
+class SegmentStore(ABC):
+    """Makes segments; owned by one engine of the user's process."""
+
+    @abstractmethod
+    def create(self, size: int) -> Segment:
+        """A new segment of at least ``size`` bytes, all of it backed by memory.
+
+        Raises:
+            MemoryLimitError: there is not that much.
+        """
+
+    @abstractmethod
+    def release(self, handle: SegmentHandle) -> None:
+        """Give the memory back. Mappings that are still looked into stay readable."""
+
+    @abstractmethod
+    def descriptor(self) -> int | None:
+        """What a worker must be handed at birth, or ``None`` if names are enough."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; mappings that are still looked into live on."""
+
+
+class SegmentReader(ABC):
+    """Maps segments of another process's store; owned by one worker."""
+
+    @abstractmethod
+    def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
+        """Map a segment. ``private`` maps it copy-on-write: what this process writes, no other sees."""
+
+
+def open_store() -> SegmentStore:
+    """The best store that this platform has."""
+    return MemfdStore() if can_use_memfd() else NamedStore()
+
+
+def open_reader(descriptor: int | None) -> SegmentReader:
+    """The reader that fits a store whose ``descriptor()`` arrived here as ``descriptor``."""
+    return MemfdReader(descriptor) if descriptor is not None else NamedReader()
+
+
+def can_use_memfd() -> bool:
+    return getattr(os, "memfd_create", None) is not None
+
+
+def round_up(size: int, unit: int = PAGE_BYTES) -> int:
+    """
+    >>> round_up(1, 4096), round_up(4096, 4096), round_up(0, 4096)
+    (4096, 4096, 0)
+    """
+    return -(-size // unit) * unit
+
+
+def _check_available(size: int) -> None:
+    available = available_bytes()
+    if size > available:
+        raise MemoryLimitError(_shortage(size, available))
+
+
+def _shortage(size: int, available: int) -> str:
+    return (
+        f"asked for {format_bytes(size)} of shared memory, {format_bytes(available)} is available; "
+        "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"
+    )
+
+
+@final
+class PrivateStore(SegmentStore):
+    """Memory of this process alone, for workers that are threads of it or none at all."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def create(self, size: int) -> Segment:
+        size = round_up(max(size, 1))
+        _check_available(size)
+        try:
+            memory = _map_private(size)
+        except OSError as error:
+            raise MemoryLimitError(_shortage(size, available_bytes())) from error
+        self._count += 1
+        return Segment(SegmentHandle(self._count - 1, size), memory)
+
+    def release(self, handle: SegmentHandle) -> None:
+        del handle  # goes with its mapping
+
+    def descriptor(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        return
+
+
+if sys.platform == "linux":
+    import ctypes
+
+    _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, linux/falloc.h
+
+    @final
+    class MemfdStore(SegmentStore):
+        def __init__(self) -> None:
+            self._fd = os.memfd_create("infeed", os.MFD_CLOEXEC)
+            self._end = 0
+            self._count = 0
+            self._closer = weakref.finalize(self, os.close, self._fd)
+
+        def create(self, size: int) -> Segment:
+            size = round_up(max(size, 1))
+            _check_available(size)
+            offset = self._end
+            try:
+                os.posix_fallocate(self._fd, offset, size)
+                memory = mmap.mmap(self._fd, size, offset=offset)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                self._punch(offset, size)
+                raise MemoryLimitError(_shortage(size, available_bytes())) from error
+            self._end += size
+            self._count += 1
+            return Segment(SegmentHandle(self._count - 1, size, offset), memory)
+
+        def release(self, handle: SegmentHandle) -> None:
+            self._punch(handle.offset, handle.size)
+
+        def _punch(self, offset: int, size: int) -> None:
+            # No Python call for it. Where libc refuses, the memory comes back at close instead.
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
+
+        def descriptor(self) -> int | None:
+            return self._fd
+
+        def close(self) -> None:
+            self._closer()
+
+    @final
+    class MemfdReader(SegmentReader):
+        def __init__(self, descriptor: int) -> None:
+            self._fd = descriptor
+
+        def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
+            access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+            return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=access)
+
+else:
+
+    class MemfdStore(SegmentStore):
+        def __init__(self) -> None:
+            raise NotImplementedError("memfd is a Linux call; open_store() does not come here")
+
+    class MemfdReader(SegmentReader):
+        def __init__(self, descriptor: int) -> None:
+            raise NotImplementedError("memfd is a Linux call; open_reader() does not come here")
+
+
+@final
+class NamedStore(SegmentStore):
+    def __init__(self) -> None:
+        # Thirty-one characters are all that macOS allows.
+        self._prefix = f"/infeed.{secrets.token_hex(6)}"
+        self._names: set[str] = set()
+        self._count = 0
+        self._closer = weakref.finalize(self, _unlink_all, self._names)
+
+    def create(self, size: int) -> Segment:
+        size = round_up(max(size, 1))
+        _check_available(size)
+        name = f"{self._prefix}.{self._count}"
+        try:
+            memory = _map_named(name, size, create=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            _unlink(name)
+            raise MemoryLimitError(_shortage(size, available_bytes())) from error
+        self._names.add(name)
+        self._count += 1
+        return Segment(SegmentHandle(self._count - 1, size, name=name), memory)
+
+    def release(self, handle: SegmentHandle) -> None:
+        assert handle.name is not None
+        _unlink(handle.name)
+        self._names.discard(handle.name)
+
+    def descriptor(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self._closer()
+
+
+# Names that this process attached, to be removed when it ends: the owner does it too, unless it was killed.
+_attached_names: Final[set[str]] = set()
+
+
+@final
+class NamedReader(SegmentReader):
+    def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
+        assert handle.name is not None
+        memory = _map_named(handle.name, handle.size, create=False, private=private)
+        _attached_names.add(handle.name)
+        return memory
+
+
+def remove_attached_names() -> None:
+    """Remove the names of all segments that this process attached: for a worker whose owner closed the pipe or is gone."""
+    _unlink_all(_attached_names)
+
+
+def _unlink_all(names: set[str]) -> None:
+    for name in tuple(names):
+        _unlink(name)
+    names.clear()
+
+
+if sys.platform == "win32":
+
+    def _map_private(size: int) -> mmap.mmap:
+        return mmap.mmap(-1, size)
+
+    def _map_named(name: str, size: int, *, create: bool, private: bool = False) -> mmap.mmap:
+        del create  # the page file backs it either way; a tag that exists is opened
+        return mmap.mmap(-1, size, tagname=name.lstrip("/"), access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+
+    def _unlink(name: str) -> None:
+        del name  # goes with its last handle
+
+else:
+    # The call behind multiprocessing.shared_memory. That class itself cannot be used before Python 3.13: it registers every
+    # attached segment with a tracker process that removes it when the first worker ends.
+    import _posixshmem
+
+    def _map_private(size: int) -> mmap.mmap:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _map_named(name: str, size: int, *, create: bool, private: bool = False) -> mmap.mmap:
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        fd = _posixshmem.shm_open(name, flags, mode=0o600)
+        try:
+            if create:
+                os.ftruncate(fd, size)
+                if sys.platform == "linux":
+                    os.posix_fallocate(fd, 0, size)
+            return mmap.mmap(fd, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+        finally:
+            os.close(fd)
+
+    def _unlink(name: str) -> None:
+        with suppress(FileNotFoundError):
+            _posixshmem.shm_unlink(name)

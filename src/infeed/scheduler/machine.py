@@ -1,0 +1,543 @@
+"""Who loads what, what is delivered when, what is done again: the scheduler.
+
+Pure: events in, actions out, no clock, no I/O. The engine tells it what happened, one event at a time, and does what it asks,
+in order. Time enters only as the durations that workers report.
+
+Invariants, checked by ``validate`` and by the tests after every event:
+
+    I1  a grain of an undelivered batch is waiting, or in exactly one task, or loaded
+    I2  a task is held by exactly one live worker
+    I3  a slot is free, or filled by one batch, or leased to the user; it is given away again only when no task that may still
+        write into it is left
+    I4  batches of one epoch are delivered once each, in the order they were planned (``in_order``)
+    I5  at most ``window`` batches are planned and not yet delivered
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from infeed.scheduler.messages import (
+    Action,
+    BatchId,
+    BatchPlanned,
+    BatchWanted,
+    Closed,
+    Deliver,
+    DeliverError,
+    Drop,
+    EpochAbandoned,
+    Event,
+    FailMemory,
+    FailWorkers,
+    Forget,
+    Grow,
+    GrowthRefused,
+    Place,
+    Send,
+    SlotFreed,
+    SlotId,
+    SlotsAdded,
+    StartWorker,
+    TaskEmpty,
+    TaskFailed,
+    TaskId,
+    TaskLoaded,
+    TaskMismatched,
+    TaskUnplaced,
+    WindowChanged,
+    WorkerDied,
+    WorkerId,
+    WorkerReady,
+)
+
+# A task should take at least this long, so that its two messages (some 30 microseconds of both sides) are cheap beside it.
+# Longer would leave workers idle at the end of a batch that others could have helped with.
+_TASK_NS: Final = 1_000_000
+# Work that is sent ahead to a busy worker, so that it never waits for the next message. What is sent cannot be taken back
+# from behind a slow sample, so no more than this.
+_QUEUE_NS: Final = 2_000_000
+# Weight of the newest duration in the running mean: follows a change within some ten tasks, forgives one slow sample.
+_MEAN_WEIGHT: Final = 0.1
+# A batch whose workers died this often is given up: it is the batch that kills them.
+_BATCH_DEATHS: Final = 3
+
+
+class SlotState(enum.Enum):
+    FREE = enum.auto()
+    FILLING = enum.auto()  # belongs to an undelivered batch, or to an abandoned one whose tasks still run
+    LEASED = enum.auto()  # delivered; the user looks into it
+
+
+@dataclass(slots=True)
+class _Batch:
+    batch: BatchId
+    epoch: int
+    grain_count: int
+    worker: WorkerId | None
+    waiting: list[tuple[int, int]]  # (first grain, count), ascending: in no task yet
+    slot: SlotId | None = None
+    tasks: set[TaskId] = field(default_factory=set)
+    loaded_count: int = 0
+    failed: TaskId | None = None  # the failed task with the lowest grain
+    failed_grain: int = 0
+    death_count: int = 0
+    must_regroup: bool = False
+    is_abandoned: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.tasks and (self.loaded_count == self.grain_count or self.is_failed)
+
+    @property
+    def is_failed(self) -> bool:
+        return self.failed is not None or self.death_count > _BATCH_DEATHS
+
+
+@dataclass(slots=True)
+class _Task:
+    worker: WorkerId
+    batch: _Batch
+    first_grain: int
+    grain_count: int
+    is_unplaced: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    is_ready: bool = False
+    tasks: set[TaskId] = field(default_factory=set)
+
+
+@final
+class Scheduler:
+    """The state machine. ``handle`` is its only way in; the properties are for the engine's and the tests' eyes."""
+
+    def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
+        self._workers = {worker: _Worker() for worker in workers}
+        self._window = window
+        self._in_order = in_order
+        self._whole_batches = whole_batches
+        self._batches: dict[BatchId, _Batch] = {}  # planned, not delivered; in planned order
+        self._draining: set[BatchId] = set()  # abandoned, but tasks may still write
+        self._waiting: list[BatchId] = []  # ascending: batches with grains in no task
+        self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of finishing
+        self._tasks: dict[TaskId, _Task] = {}
+        self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently served first
+        self._slots: dict[SlotId, SlotState] = {}
+        self._free: list[SlotId] = []  # last in, first out: the memory that is still in the processor's cache
+        self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
+        self._next_task = 0
+        self._grain_ns = 0.0
+        self._wanted: int | None = None
+        self._is_growth_refused = False
+        self._is_closed = False
+        self._deaths_in_a_row = 0
+        self._actions: list[Action] = []
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            BatchPlanned: self._on_batch_planned,
+            BatchWanted: self._on_batch_wanted,
+            EpochAbandoned: self._on_epoch_abandoned,
+            WorkerReady: self._on_worker_ready,
+            WorkerDied: self._on_worker_died,
+            TaskLoaded: self._on_task_loaded,
+            TaskEmpty: self._on_task_empty,
+            TaskUnplaced: self._on_task_unplaced,
+            TaskMismatched: self._on_task_mismatched,
+            TaskFailed: self._on_task_failed,
+            SlotsAdded: self._on_slots_added,
+            GrowthRefused: self._on_growth_refused,
+            SlotFreed: self._on_slot_freed,
+            WindowChanged: self._on_window_changed,
+            Closed: self._on_closed,
+        }
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take in one event and say what is to be done, in this order."""
+        if self._is_closed:
+            return []
+        self._handlers[type(event)](event)
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def room(self) -> int:
+        """How many more batches may be planned now."""
+        return self._window - len(self._batches)
+
+    def remaining(self, epoch: int) -> int:
+        """Planned batches of an epoch that are not delivered."""
+        return sum(batch.epoch == epoch for batch in self._batches.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a task is with a worker, so that waiting for one makes sense."""
+        return bool(self._tasks)
+
+    @property
+    def held_slots(self) -> int:
+        """Slots that the user looks into."""
+        return sum(state is SlotState.LEASED for state in self._slots.values())
+
+    def worker_tasks(self, worker: WorkerId) -> list[tuple[BatchId, int, int]]:
+        """(batch, first grain, grains) of what a worker has been given and not reported."""
+        held = (self._tasks[task] for task in sorted(self._workers[worker].tasks))
+        return [(task.batch.batch, task.first_grain, task.grain_count) for task in held]
+
+    # --- the plan and the user's loop
+
+    def _on_batch_planned(self, event: BatchPlanned) -> None:
+        assert event.batch not in self._batches and self.room > 0
+        waiting = [(0, event.grain_count)]
+        self._batches[event.batch] = _Batch(event.batch, event.epoch, event.grain_count, event.worker, waiting)
+        self._waiting.append(event.batch)
+        self._assign()
+
+    def _on_batch_wanted(self, event: BatchWanted) -> None:
+        self._wanted = event.epoch
+        self._deliver()
+        self._assign()
+
+    def _on_epoch_abandoned(self, event: EpochAbandoned) -> None:
+        if self._wanted == event.epoch:
+            self._wanted = None
+        for batch in [batch for batch in self._batches.values() if batch.epoch == event.epoch]:
+            del self._batches[batch.batch]
+            self._finished.pop(batch.batch, None)
+            self._stop_waiting(batch)
+            batch.is_abandoned = True
+            self._draining.add(batch.batch)
+            self._actions.append(Forget(batch.batch))
+            self._drop_unplaced(batch)
+            self._settle(batch)
+        self._assign()
+
+    def _on_window_changed(self, event: WindowChanged) -> None:
+        self._window = event.window
+        self._assign()
+
+    def _on_closed(self, _event: Closed) -> None:
+        self._is_closed = True
+
+    # --- workers
+
+    def _on_worker_ready(self, event: WorkerReady) -> None:
+        self._workers[event.worker].is_ready = True
+        self._roomy[event.worker] = None
+        self._assign()
+
+    def _on_worker_died(self, event: WorkerDied) -> None:
+        worker = self._workers[event.worker]
+        worker.is_ready = False
+        self._roomy.pop(event.worker, None)
+        self._deaths_in_a_row += 1
+        blamed: set[BatchId] = set()
+        for task_id in sorted(worker.tasks):
+            task = self._tasks.pop(task_id)
+            batch = task.batch
+            batch.tasks.discard(task_id)
+            if batch.batch not in blamed:
+                blamed.add(batch.batch)
+                batch.death_count += 1
+            if task.is_unplaced:
+                self._unplaced.remove(task_id)
+            if not (batch.is_abandoned or batch.is_failed or batch.must_regroup):
+                self._wait_again(batch, task.first_grain, task.grain_count)
+            if batch.is_failed:
+                self._stop_waiting(batch)
+            self._settle(batch)
+        worker.tasks.clear()
+        # A worker that never got anything done is a broken environment, not a bad batch: dying on start, each in turn.
+        if self._deaths_in_a_row > len(self._workers) + _BATCH_DEATHS:
+            self._actions.append(FailWorkers(event.worker))
+        else:
+            self._actions.append(StartWorker(event.worker))
+        self._deliver()
+        self._assign()
+
+    # --- tasks
+
+    def _on_task_loaded(self, event: TaskLoaded) -> None:
+        task = self._finish(event.worker, event.task)
+        if task is None:
+            return
+        self._deaths_in_a_row = 0
+        per_grain = event.elapsed_ns / task.grain_count
+        mean = self._grain_ns
+        self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
+        task.batch.loaded_count += task.grain_count
+        self._settle(task.batch)
+        self._deliver()
+        self._assign()
+
+    def _on_task_empty(self, event: TaskEmpty) -> None:
+        task = self._finish(event.worker, event.task)
+        if task is None:
+            return
+        batch = task.batch
+        if not batch.is_abandoned:
+            del self._batches[batch.batch]
+            self._actions.append(Forget(batch.batch))
+            batch.is_abandoned = True
+            self._draining.add(batch.batch)
+        self._settle(batch)
+        self._deliver()
+        self._assign()
+
+    def _on_task_unplaced(self, event: TaskUnplaced) -> None:
+        task = self._tasks.get(event.task)
+        if task is None or task.worker != event.worker or task.is_unplaced:
+            return
+        task.is_unplaced = True
+        self._unplaced.append(event.task)
+        if task.batch.is_abandoned or task.batch.must_regroup or task.batch.is_failed:
+            self._drop_unplaced(task.batch)
+            self._settle(task.batch)
+            self._deliver()
+        self._place()
+        self._assign()
+
+    def _on_task_mismatched(self, event: TaskMismatched) -> None:
+        # One worker must see all samples of the batch, to find a layout for all or to say which do not stack. What is uneven
+        # once will be again: from here on batches go out whole.
+        task = self._finish(event.worker, event.task)
+        if task is None:
+            return
+        self._whole_batches = True
+        batch = task.batch
+        if not batch.is_abandoned and not batch.is_failed:
+            batch.must_regroup = True
+            self._stop_waiting(batch)
+            self._drop_unplaced(batch)
+        self._settle(batch)
+        self._deliver()
+        self._assign()
+
+    def _on_task_failed(self, event: TaskFailed) -> None:
+        task = self._finish(event.worker, event.task)
+        if task is None:
+            return
+        self._deaths_in_a_row = 0
+        batch = task.batch
+        if not batch.is_abandoned and not batch.must_regroup:
+            # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
+            if batch.failed is None or task.first_grain < batch.failed_grain:
+                batch.failed, batch.failed_grain = event.task, task.first_grain
+            self._stop_waiting(batch)
+            self._drop_unplaced(batch)
+        self._settle(batch)
+        self._deliver()
+        self._assign()
+
+    # --- slots
+
+    def _on_slots_added(self, event: SlotsAdded) -> None:
+        for slot in event.slots:
+            self._slots[slot] = SlotState.FREE
+            self._free.append(slot)
+        self._is_growth_refused = False
+        self._place()
+        self._assign()
+
+    def _on_growth_refused(self, _event: GrowthRefused) -> None:
+        self._is_growth_refused = True
+        self._check_memory()
+
+    def _on_slot_freed(self, event: SlotFreed) -> None:
+        assert self._slots[event.slot] is SlotState.LEASED
+        self._release(event.slot)
+        self._place()
+        self._assign()
+
+    # --- rules
+
+    def _finish(self, worker: WorkerId, task_id: TaskId) -> _Task | None:
+        """Take a task off the books; ``None`` if it is not on them: the late word of a worker that was declared dead."""
+        task = self._tasks.get(task_id)
+        if task is None or task.worker != worker:
+            return None
+        del self._tasks[task_id]
+        task.batch.tasks.discard(task_id)
+        if task.is_unplaced and task_id in self._unplaced:
+            self._unplaced.remove(task_id)
+        record = self._workers[worker]
+        record.tasks.discard(task_id)
+        if record.is_ready:
+            self._roomy.setdefault(worker)
+        return task
+
+    def _settle(self, batch: _Batch) -> None:
+        """Move a batch on when its last task is in."""
+        if batch.tasks:
+            return
+        if batch.is_abandoned:
+            if batch.batch in self._draining:
+                self._draining.discard(batch.batch)
+                if batch.slot is not None:
+                    self._release(batch.slot)
+        elif batch.must_regroup and not batch.is_failed:
+            batch.must_regroup = False
+            batch.loaded_count = 0
+            self._wait_again(batch, 0, batch.grain_count)
+        elif batch.is_finished and batch.batch not in self._finished:
+            self._finished[batch.batch] = None
+
+    def _wait_again(self, batch: _Batch, first_grain: int, grain_count: int) -> None:
+        insort(batch.waiting, (first_grain, grain_count))
+        if batch.batch not in self._waiting:
+            insort(self._waiting, batch.batch)
+
+    def _stop_waiting(self, batch: _Batch) -> None:
+        batch.waiting.clear()
+        if batch.batch in self._waiting:
+            self._waiting.remove(batch.batch)
+
+    def _drop_unplaced(self, batch: _Batch) -> None:
+        for task_id in [task_id for task_id in self._unplaced if self._tasks[task_id].batch is batch]:
+            task = self._finish(self._tasks[task_id].worker, task_id)
+            assert task is not None
+            self._actions.append(Drop(task.worker, task_id))
+
+    def _release(self, slot: SlotId) -> None:
+        self._slots[slot] = SlotState.FREE
+        self._free.append(slot)
+        self._is_growth_refused = False
+
+    def _take_slot(self, batch: _Batch) -> bool:
+        """Give the batch a slot; if there is none, ask for one and say no."""
+        if not self._free:
+            if not self._is_growth_refused:
+                self._actions.append(Grow())
+                # Until it is answered nobody asks again.
+                self._is_growth_refused = True
+            return False
+        batch.slot = self._free.pop()
+        self._slots[batch.slot] = SlotState.FILLING
+        return True
+
+    def _place(self) -> None:
+        for _ in range(len(self._unplaced)):
+            task_id = self._unplaced[0]
+            task = self._tasks[task_id]
+            if task.batch.slot is None and not self._take_slot(task.batch):
+                return
+            self._unplaced.popleft()
+            task.is_unplaced = False
+            assert task.batch.slot is not None
+            self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
+
+    def _deliver(self) -> None:
+        if self._wanted is None or not self._finished:
+            return
+        batch = self._next_finished(self._wanted)
+        if batch is None:
+            return
+        self._wanted = None
+        del self._batches[batch.batch]
+        del self._finished[batch.batch]
+        if batch.is_failed:
+            if batch.slot is not None:
+                self._release(batch.slot)
+            self._actions.append(DeliverError(batch.batch, batch.failed))
+            return
+        assert batch.slot is not None
+        self._slots[batch.slot] = SlotState.LEASED
+        self._actions.append(Deliver(batch.batch, batch.slot))
+
+    def _next_finished(self, epoch: int) -> _Batch | None:
+        if self._in_order:
+            for batch in self._batches.values():
+                if batch.epoch == epoch:
+                    return batch if batch.batch in self._finished else None
+            return None
+        for batch_id in self._finished:
+            if self._batches[batch_id].epoch == epoch:
+                return self._batches[batch_id]
+        return None
+
+    def _assign(self) -> None:
+        """Give waiting grains to workers with room, oldest batch first."""
+        if not self._waiting:
+            return
+        for batch_id in tuple(self._waiting):
+            batch = self._batches[batch_id]
+            while batch.waiting:
+                if batch.worker is not None:
+                    # A share of a stream: this worker and no other, one task after another, in order.
+                    if batch.worker not in self._roomy:
+                        break
+                    worker = batch.worker
+                elif self._roomy:
+                    worker = next(iter(self._roomy))
+                else:
+                    return
+                if batch.slot is None and self._slots and not self._take_slot(batch):
+                    self._check_memory()
+                    return
+                self._send(batch, worker)
+            if not batch.waiting:
+                self._waiting.remove(batch_id)
+
+    def _send(self, batch: _Batch, worker: WorkerId) -> None:
+        first, available = batch.waiting[0]
+        count = min(available, self._task_grains(batch))
+        if count == available:
+            batch.waiting.pop(0)
+        else:
+            batch.waiting[0] = (first + count, available - count)
+        task_id = TaskId(self._next_task)
+        self._next_task += 1
+        self._tasks[task_id] = _Task(worker, batch, first, count)
+        batch.tasks.add(task_id)
+        record = self._workers[worker]
+        record.tasks.add(task_id)
+        del self._roomy[worker]
+        if self._grain_ns and len(record.tasks) * count * self._grain_ns < _QUEUE_NS:
+            self._roomy[worker] = None
+        is_whole = count == batch.grain_count
+        self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
+
+    def _task_grains(self, batch: _Batch) -> int:
+        if self._whole_batches:
+            return batch.grain_count
+        if not self._grain_ns:
+            # Nothing is known yet: the first batch comes soonest if every worker takes its part of it.
+            return -(-batch.grain_count // len(self._workers))
+        return max(1, round(_TASK_NS / self._grain_ns))
+
+    def _check_memory(self) -> None:
+        if self._is_growth_refused and self._wanted is not None and not self._tasks and not self._finished:
+            if not any(isinstance(action, Grow) for action in self._actions):
+                self._actions.append(FailMemory())
+
+    def validate(self) -> None:
+        """Check the invariants; for tests."""
+        used: dict[SlotId, BatchId] = {}
+        for task_id, task in self._tasks.items():
+            assert task_id in self._workers[task.worker].tasks, f"I2: task {task_id}"
+            assert task_id in task.batch.tasks, f"I1: task {task_id}"
+        for worker_id, worker in self._workers.items():
+            assert all(self._tasks[task].worker == worker_id for task in worker.tasks), f"I2: worker {worker_id}"
+        assert len(self._batches) <= self._window, "I5"
+        live = list(self._batches.values()) + [t.batch for t in self._tasks.values() if t.batch.is_abandoned]
+        for batch in live:
+            if batch.slot is not None:
+                assert used.setdefault(batch.slot, batch.batch) == batch.batch, f"I3: slot {batch.slot}"
+                assert self._slots[batch.slot] is SlotState.FILLING, f"I3: slot {batch.slot}"
+            if not (batch.is_abandoned or batch.is_failed or batch.must_regroup):
+                grains = sorted(
+                    grain
+                    for first, count in [
+                        *batch.waiting,
+                        *((t.first_grain, t.grain_count) for t in self._tasks.values() if t.batch is batch),
+                    ]
+                    for grain in range(first, first + count)
+                )
+                assert len(set(grains)) == len(grains), f"I1: batch {batch.batch}"
+                assert len(grains) + batch.loaded_count == batch.grain_count, f"I1: batch {batch.batch}"
+        assert sorted(self._free) == sorted(s for s, state in self._slots.items() if state is SlotState.FREE), "I3"

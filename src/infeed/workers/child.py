@@ -1,0 +1,186 @@
+"""The life of a worker that is a process, from its first message to the end of its pipe."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+from mmap import mmap
+from typing import Final, NamedTuple, NoReturn, final
+
+from infeed.memory.parcel import Parcel, receive
+from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
+from infeed.workers.channel import WorkerEnd
+from infeed.workers.failures import Failure
+from infeed.workers.insides import adopt_environment, calm_libraries, name_process
+from infeed.workers.messages import (
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    MapSegment,
+    Started,
+    StartFailed,
+    ToWorker,
+    UnmapSegment,
+)
+from infeed.workers.runner import Runner
+from infeed.workers.sources import Source, WorkerSpec
+from infeed.workers.wire import TaskDecoder, encode_answer
+
+_LOG: Final = logging.getLogger("infeed")
+
+
+class Birth(NamedTuple):
+    """The first message of a worker's life."""
+
+    spec: WorkerSpec
+    parcel: Parcel
+    segments: list[SegmentHandle]
+    sys_path: list[str]
+    directory: str
+    environ: dict[str, str]
+
+
+@final
+class _MappedSegments:
+    """The engine's segments, mapped here."""
+
+    def __init__(self, reader: SegmentReader) -> None:
+        self._reader = reader
+        self._memory: dict[int, mmap] = {}
+
+    def memory(self, segment: int) -> mmap:
+        return self._memory[segment]
+
+    def add(self, handle: SegmentHandle) -> None:
+        if handle.number not in self._memory:
+            self._memory[handle.number] = self._reader.attach(handle)
+
+    def remove(self, number: int) -> None:
+        self._memory.pop(number, None)
+
+
+def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
+    """Work until the engine closes the pipe."""
+    try:
+        birth: Birth = pickle.loads(end.receive())
+    except EOFError:
+        return
+    name_process(f"infeed:worker:{birth.spec.worker}")
+    reader = open_reader(descriptor)
+    segments = _MappedSegments(reader)
+    try:
+        adopt_environment(birth.environ)
+        sys.path[:] = birth.sys_path
+        _change_directory(birth.directory)
+        for handle in birth.segments:
+            segments.add(handle)
+        source: Source = receive(birth.parcel, reader)
+        calm_libraries()
+        runner = Runner(birth.spec, source, segments)
+        runner.start()
+    except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
+        _answer(end, StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))
+        return
+    # The dataset will live as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        _answer(end, Started())
+        _serve(end, runner, segments)
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments) -> None:
+    decoder = TaskDecoder()
+    while True:
+        message = decoder.decode(end.receive())
+        if message is None:
+            continue
+        answer = _do(message, runner, segments)
+        if answer is not None:
+            _answer(end, answer)
+        # Nothing may hold on to a batch while this worker waits for the next.
+        del message, answer
+
+
+def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:
+    match message:
+        case MapSegment(handle):
+            segments.add(handle)
+            return None
+        case UnmapSegment(number):
+            runner.forget_segment(number)
+            segments.remove(number)
+            return None
+        case _:
+            try:
+                return runner.handle(message)
+            except BaseException as error:
+                # SystemExit and its like: what ends a plain loop must reach the user's loop.
+                if isinstance(message, LoadGrains | LoadNext):
+                    return LoadFailed(message.task, Failure.of(error, "loading a batch"))
+                raise
+
+
+def _answer(end: WorkerEnd, answer: FromWorker) -> None:
+    if isinstance(answer, LoadFailed):
+        answer = LoadFailed(answer.task, answer.failure.packed())
+    try:
+        frame = encode_answer(answer)
+    except Exception as error:  # an object in a sample that does not pickle
+        if isinstance(answer, Started | StartFailed):
+            raise
+        failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
+        frame = encode_answer(LoadFailed(answer.task, failure.packed()))
+    end.send(frame)
+
+
+def _change_directory(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        _LOG.debug("worker stays in %s: %s", os.getcwd(), error)
+
+
+@final
+class ThreadedEnd(WorkerEnd):
+    """A worker's end that is read by a thread, which ends the process when the engine is gone.
+
+    For workers that no fork server looks after: user code that runs on and on must not outlive the user's process.
+    """
+
+    def __init__(self, end: WorkerEnd) -> None:
+        self._end = end
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="infeed:reader", daemon=True).start()
+
+    def send(self, frame: bytes) -> None:
+        self._end.send(frame)
+
+    def receive(self) -> bytes:
+        return self._inbox.get()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._end.receive())
+        except EOFError:
+            leave()
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process now, with what was printed on the screen and without waiting for anything of the user's."""
+    remove_attached_names()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)

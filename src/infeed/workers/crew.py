@@ -1,0 +1,54 @@
+"""A crew: the workers of one engine, whatever they are. The engine talks to all kinds through this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, TypeAlias
+
+from infeed.memory.segments import SegmentHandle
+from infeed.scheduler.messages import WorkerId
+from infeed.workers.messages import FromWorker, ToWorker
+
+
+class Death(NamedTuple):
+    """A worker is gone, and cannot touch memory any more."""
+
+    text: str  # "(pid 4711) was killed by SIGKILL"
+
+
+News: TypeAlias = tuple[WorkerId, FromWorker | Death]
+
+
+class Crew(ABC):
+    """Starts workers, carries messages, notices deaths, stops workers. Owns every thread and process of an engine."""
+
+    @abstractmethod
+    def start(self, worker: WorkerId) -> None:
+        """Start a worker, or start it again after its death. ``Started`` or ``StartFailed`` is heard from it."""
+
+    @abstractmethod
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        """Never blocks on the worker. To a worker that is gone it does nothing; its ``Death`` is on the way."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float | None) -> list[News]:
+        """Wait until a worker has something to tell; results come before deaths.
+
+        Returns:
+            What was told; nothing if the time is up (``None`` waits for ever) or ``wake`` was called.
+        """
+
+    @abstractmethod
+    def add_segment(self, handle: SegmentHandle) -> None:
+        """Let all workers map a new segment, before any message that needs it."""
+
+    @abstractmethod
+    def remove_segment(self, number: int) -> None: ...
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End ``receive``, from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop all workers; return when they are gone. See NOTE [close order] in ``engine.py``."""

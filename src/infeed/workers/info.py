@@ -1,0 +1,55 @@
+"""Where user code can ask which worker it runs in."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What ``get_worker_info`` gives: this worker's number, how many there are, its seed, and its copy of the dataset."""
+
+    __module__ = "infeed"
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+
+
+class _Local(threading.local):
+    info: WorkerInfo | None = None
+    # Whether user code has asked: a stream that does shards itself.
+    was_asked: bool = False
+
+
+_LOCAL: Final = _Local()
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """The worker that the calling code runs in, or ``None`` outside of one (also with ``num_workers=0``, as in torch).
+
+    A stream that is to be read by several workers uses it to choose its share::
+
+        def __iter__(self):
+            info = infeed.get_worker_info()
+            return iter(self.files[info.id :: info.num_workers] if info else self.files)
+
+    A stream that never asks is read by one worker, so that each element comes once either way.
+    """
+    _LOCAL.was_asked = True
+    return _LOCAL.info
+
+
+def set_worker_info(info: WorkerInfo | None) -> None:
+    """Say which worker this thread is from now on."""
+    _LOCAL.info = info
+
+
+def take_was_asked() -> bool:
+    """Whether ``get_worker_info`` was called in this thread since the last time this was asked."""
+    was_asked, _LOCAL.was_asked = _LOCAL.was_asked, False
+    return was_asked

@@ -1,0 +1,52 @@
+"""No worker at all: work is done in the user's own thread, when they ask for the result."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import final
+
+from infeed.memory.segments import SegmentHandle
+from infeed.scheduler.messages import WorkerId
+from infeed.workers.crew import Crew, News
+from infeed.workers.messages import MapSegment, Started, ToWorker, UnmapSegment
+from infeed.workers.runner import Runner, Work
+
+
+@final
+class InlineCrew(Crew):
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._todo: deque[Work] = deque()
+        self._news: list[News] = []
+        self._worker = WorkerId(0)
+
+    def start(self, worker: WorkerId) -> None:
+        self._news.append((worker, Started()))
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        del worker
+        if not isinstance(message, MapSegment | UnmapSegment):
+            self._todo.append(message)
+
+    def receive(self, timeout_s: float | None) -> list[News]:
+        del timeout_s
+        if self._news:
+            news, self._news = self._news, []
+            return news
+        while self._todo:
+            answer = self._runner.handle(self._todo.popleft())
+            if answer is not None:
+                return [(self._worker, answer)]
+        return []
+
+    def add_segment(self, handle: SegmentHandle) -> None:
+        del handle
+
+    def remove_segment(self, number: int) -> None:
+        self._runner.forget_segment(number)
+
+    def wake(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._todo.clear()

@@ -1,0 +1,64 @@
+"""What is different inside a process of ours: thread pools of one thread, a name, an end when its parent ends.
+
+Thread counts are set in the environment of the fresh interpreter, before any library has read them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import Final
+
+# One thread each: there are as many workers as the user wants threads of work.
+THREAD_VARIABLES: Final = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "NUMEXPR_MAX_THREADS": "1",
+}
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+def child_environment() -> dict[str, str]:
+    """The user's environment as it is now, for a process of ours."""
+    return {**os.environ, **THREAD_VARIABLES}
+
+
+def adopt_environment(environ: dict[str, str]) -> None:
+    """Take over what the user's process had in ``os.environ`` when this worker was asked for."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+
+
+def calm_libraries() -> None:
+    """One thread for libraries that do not listen to the environment."""
+    cv2 = sys.modules.get("cv2")
+    if cv2 is not None:
+        cv2.setNumThreads(0)
+        cv2.ocl.setUseOpenCL(False)
+
+
+def ignore_interrupts() -> None:
+    """Ctrl+C belongs to the user's process, which tells its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def name_process(name: str) -> None:
+    """A name for ``ps`` and ``top``; fifteen characters are shown."""
+    if sys.platform == "linux":
+        with suppress(OSError), open("/proc/self/comm", "w") as comm:
+            comm.write(name[:15])
+
+
+def die_with_parent() -> None:
+    """Be killed by the kernel when the parent process ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

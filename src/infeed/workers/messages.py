@@ -1,0 +1,137 @@
+"""What the engine tells a worker (imperative) and what a worker tells the engine (past tense).
+
+Named tuples, like the scheduler's. How they cross to another process is the business of ``workers/wire.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+from infeed.batch.layout import Layout
+from infeed.batch.packing import Packed
+from infeed.memory.arena import Block
+from infeed.memory.segments import SegmentHandle
+from infeed.plan.order import Indices
+from infeed.scheduler.messages import TaskId
+from infeed.workers.failures import Failure
+
+# --- to a worker ----------------------------------------------------------------------------------------------------
+
+
+class LoadGrains(NamedTuple):
+    """Load rows ``first_row`` and following of a batch of ``row_count`` rows; row r is at ``first_position + r``."""
+
+    task: TaskId
+    epoch: int
+    first_position: int  # of the batch
+    row_count: int  # of the batch
+    first_row: int  # of this task
+    block: Block | None
+    layout: Layout | None  # what is expected; None while unknown
+    is_whole: bool  # this task is the whole batch: the worker is free in the layout
+    indices: Indices | list[Any]  # of this task
+
+
+class LoadNext(NamedTuple):
+    """Load the next ``row_count`` elements of this worker's share of the stream."""
+
+    task: TaskId
+    epoch: int
+    first_position: int
+    row_count: int
+    block: Block | None
+    layout: Layout | None
+
+
+class OpenStream(NamedTuple):
+    """Begin an epoch of the stream, ``skip`` elements in: what an earlier worker of this share had delivered."""
+
+    epoch: int
+    skip: int
+    is_alone: bool  # no other worker reads: the dataset is told that it has one worker
+
+
+class PlaceTask(NamedTuple):
+    """Write the samples held for this task into this block."""
+
+    task: TaskId
+    block: Block
+    layout: Layout | None
+
+
+class DropTask(NamedTuple):
+    task: TaskId
+
+
+class MapSegment(NamedTuple):
+    handle: SegmentHandle
+
+
+class UnmapSegment(NamedTuple):
+    number: int
+
+
+ToWorker: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask | MapSegment | UnmapSegment
+
+
+# --- from a worker --------------------------------------------------------------------------------------------------
+
+
+class Started(NamedTuple):
+    pass
+
+
+class StartFailed(NamedTuple):
+    failure: Failure
+
+
+class RowsLoaded(NamedTuple):
+    """Rows are in the slot. ``layout`` is ``None`` where it is the one that was expected."""
+
+    task: TaskId
+    elapsed_ns: int
+    row_count: int
+    layout: Layout | None
+    beside: list[list[Any]]
+    shards_itself: bool = False  # of a stream: the dataset asked which worker it is in
+
+
+class PackedLoaded(NamedTuple):
+    """A tree of any kind is in the slot."""
+
+    task: TaskId
+    elapsed_ns: int
+    row_count: int
+    packed: Packed
+    shards_itself: bool = False
+
+
+class Unplaced(NamedTuple):
+    """Samples are loaded and held: there is no block, or ``nbytes`` do not fit into it."""
+
+    task: TaskId
+    nbytes: int
+    layout: Layout | None
+
+
+class Mismatched(NamedTuple):
+    """Samples do not fit the layout that the rest of the batch uses."""
+
+    task: TaskId
+
+
+class Emptied(NamedTuple):
+    """The stream had no element left for this task."""
+
+    task: TaskId
+    shards_itself: bool = False
+
+
+class LoadFailed(NamedTuple):
+    task: TaskId
+    failure: Failure
+
+
+FromWorker: TypeAlias = (
+    Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed
+)

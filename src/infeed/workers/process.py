@@ -1,0 +1,267 @@
+"""Workers that are processes: forked by the fork server, or spawned where there is no safe fork."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from multiprocessing import connection
+from typing import Final, Literal, NoReturn, final
+
+from infeed.memory.parcel import Parcel
+from infeed.memory.segments import SegmentHandle, SegmentStore
+from infeed.scheduler.messages import WorkerId
+from infeed.workers.channel import (
+    ConnectionEnd,
+    ConnectionLink,
+    Link,
+    PipeEnd,
+    PipeLink,
+    can_use_poll,
+    open_poller,
+)
+from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
+from infeed.workers.crew import Crew, Death, News
+from infeed.workers.forkserver import ForkRefusedError, ForkServer, can_fork, fork_server
+from infeed.workers.insides import ignore_interrupts
+from infeed.workers.launch import start_interpreter
+from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
+from infeed.workers.preload import preloadable
+from infeed.workers.sources import WorkerSpec
+from infeed.workers.wire import TaskEncoder, decode_answer
+
+_LOG: Final = logging.getLogger("infeed")
+# How long close() lets workers end by themselves before it kills them. An idle one needs a millisecond; one in user code may
+# never come back, and Ctrl+C must not feel dead.
+_CLOSE_S: Final = 0.5
+
+StartMethod = Literal["auto", "forkserver", "spawn"]
+
+
+class _Process(ABC):
+    """A worker's process, as the engine's side knows it."""
+
+    pid: int
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, negative for a signal; ``None`` if it is not known in time."""
+
+
+@final
+class _ForkedProcess(_Process):
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+
+    def kill(self) -> None:
+        self._server.kill(self.pid)
+
+    def wait(self, timeout_s: float) -> int | None:
+        return self._server.wait_exit(self.pid, timeout_s)
+
+
+@final
+class _SpawnedProcess(_Process):
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> int | None:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+@final
+class _Member:
+    def __init__(self, link: Link, process: _Process) -> None:
+        self.link, self.process = link, process
+        self.encoder = TaskEncoder()
+
+
+@final
+class ProcessCrew(Crew):
+    def __init__(
+        self, *, parcel: Parcel, store: SegmentStore, specs: dict[WorkerId, WorkerSpec], start_method: StartMethod
+    ) -> None:
+        self._parcel = parcel
+        self._store = store
+        self._specs = specs
+        self._uses_fork = start_method == "forkserver" or (start_method == "auto" and can_fork())
+        self._members: dict[WorkerId, _Member] = {}
+        self._worker_of: dict[Link, WorkerId] = {}
+        self._segments: dict[int, SegmentHandle] = {}
+        self._poller = open_poller()
+        self._owner_pid = os.getpid()
+        if self._uses_fork:
+            fork_server().preload(preloadable(parcel.modules))
+
+    def start(self, worker: WorkerId) -> None:
+        link, process = self._start_process()
+        birth = Birth(
+            self._specs[worker], self._parcel, list(self._segments.values()), list(sys.path), os.getcwd(), dict(os.environ)
+        )
+        self._members[worker] = _Member(link, process)
+        self._worker_of[link] = worker
+        self._poller.add(link)
+        link.send([pickle.dumps(birth, 5)])
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        member = self._members.get(worker)
+        if member is not None:
+            member.link.send(member.encoder.encode(message))
+
+    def receive(self, timeout_s: float | None) -> list[News]:
+        news: list[News] = []
+        for link in self._poller.wait(timeout_s):
+            worker = self._worker_of[link]
+            try:
+                news.extend((worker, decode_answer(frame)) for frame in link.receive())
+            except EOFError:
+                news.append((worker, self._bury(worker)))
+        return news
+
+    def add_segment(self, handle: SegmentHandle) -> None:
+        self._segments[handle.number] = handle
+        for worker in self._members:
+            self.send(worker, MapSegment(handle))
+
+    def remove_segment(self, number: int) -> None:
+        del self._segments[number]
+        for worker in self._members:
+            self.send(worker, UnmapSegment(number))
+
+    def wake(self) -> None:
+        self._poller.wake()
+
+    def close(self) -> None:
+        members = list(self._members.values())
+        self._members.clear()
+        for member in members:
+            self._poller.remove(member.link)
+            member.link.close()
+        self._poller.close()
+        if os.getpid() != self._owner_pid:
+            return  # a forked child of the user's: the workers are not its own
+        deadline = time.monotonic() + _CLOSE_S
+        for member in members:
+            if member.process.wait(max(0.0, deadline - time.monotonic())) is None:
+                member.process.kill()
+                member.process.wait(_CLOSE_S)
+
+    def _bury(self, worker: WorkerId) -> Death:
+        """Make sure that a worker whose pipe has ended is gone, and say how it went."""
+        member = self._members.pop(worker)
+        self._poller.remove(member.link)
+        del self._worker_of[member.link]
+        member.link.close()
+        code = member.process.wait(_CLOSE_S)
+        if code is None:
+            # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
+            member.process.kill()
+            code = member.process.wait(_CLOSE_S)
+        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}")
+
+    def _start_process(self) -> tuple[Link, _Process]:
+        if self._uses_fork:
+            try:
+                return self._fork()
+            except ForkRefusedError as refused:
+                self._uses_fork = False
+                _LOG.warning(
+                    "workers are spawned instead of forked: %s started threads when it was imported, and a process with "
+                    "threads cannot be forked safely",
+                    refused,
+                )
+        return self._spawn()
+
+    def _fork(self) -> tuple[Link, _Process]:
+        (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
+        link = PipeLink(task_write, done_read)
+        try:
+            server = fork_server()
+            descriptor = self._store.descriptor()
+            fds = [task_read, done_write] + ([] if descriptor is None else [descriptor])
+            return link, _ForkedProcess(server, server.fork(fds))
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            os.close(task_read)
+            os.close(done_write)
+
+    def _spawn(self) -> tuple[Link, _Process]:
+        descriptor = self._store.descriptor()
+        shared = () if descriptor is None else (descriptor,)
+        if can_use_poll():
+            (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
+            fds = (task_read, done_write, *shared)
+            try:
+                process = start_interpreter("infeed.workers.process:spawned", list(fds), pass_fds=fds)
+            finally:
+                os.close(task_read)
+                os.close(done_write)
+            return PipeLink(task_write, done_read), _SpawnedProcess(process)
+        ours, theirs = connection.Pipe()
+        handle = theirs.fileno()
+        _make_inheritable(handle)
+        with theirs:
+            process = start_interpreter(
+                "infeed.workers.process:spawned_with_connection", [handle, *shared], pass_fds=(handle, *shared)
+            )
+        return ConnectionLink(ours), _SpawnedProcess(process)
+
+
+def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
+    """Entry point of a spawned worker with plain pipes."""
+    ignore_interrupts()
+    run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
+    leave()
+
+
+def spawned_with_connection(handle: int, descriptor: int | None = None) -> NoReturn:
+    """Entry point of a spawned worker with a ``multiprocessing`` connection."""
+    ignore_interrupts()
+    run_worker(ThreadedEnd(ConnectionEnd(_open_connection(handle))), descriptor)
+    leave()
+
+
+if sys.platform == "win32":
+
+    def _make_inheritable(handle: int) -> None:
+        os.set_handle_inheritable(handle, True)
+
+    def _open_connection(handle: int) -> connection.Connection:
+        return connection.PipeConnection(handle)  # type: ignore[return-value]  # the same interface on Windows
+
+else:
+
+    def _make_inheritable(handle: int) -> None:
+        del handle  # pass_fds sees to it
+
+    def _open_connection(handle: int) -> connection.Connection:
+        return connection.Connection(handle)
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "vanished"
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended by itself with exit code {code}"

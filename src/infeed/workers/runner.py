@@ -1,0 +1,390 @@
+"""The work itself: from a message to rows in a slot. The same code in every kind of worker.
+
+Three outcomes of loading rows under an expected layout:
+
+* they fit: written in chunks as they are loaded, and forgotten;
+* they do not, and this task is the whole batch: all samples are looked at together and a layout is found for them, or an
+  error that names two that do not stack;
+* they do not, and other workers have parts of the batch: ``Mismatched``; the scheduler gives the whole batch to one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from mmap import mmap
+from operator import getitem, length_hint
+from time import perf_counter_ns
+from typing import Any, Final, Protocol, TypeAlias, assert_never, final
+
+import numpy as np
+
+from infeed.batch.layout import Layout, infer_layout
+from infeed.batch.packing import Packing
+from infeed.batch.rows import RowMismatch, RowWriter
+from infeed.batch.tree import Sample
+from infeed.errors import CollateError, InternalError
+from infeed.memory.arena import Block
+from infeed.plan.seeds import derive
+from infeed.scheduler.messages import TaskId
+from infeed.workers.failures import Failure
+from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked
+from infeed.workers.messages import (
+    DropTask,
+    Emptied,
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    Mismatched,
+    OpenStream,
+    PackedLoaded,
+    PlaceTask,
+    RowsLoaded,
+    Unplaced,
+)
+from infeed.workers.seeding import lent_generators, seed_generators
+from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
+
+# Writers are kept for slots and layouts that come again; the oldest goes when there are more than this.
+_WRITERS_KEPT: Final = 256
+
+Work: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask
+
+
+class Segments(Protocol):
+    """Where segments are mapped in this process."""
+
+    def memory(self, segment: int) -> mmap: ...
+
+
+class _LoadError(Exception):
+    """User code raised; the cause is what it raised. Internal."""
+
+    def __init__(self, doing: str, index: Any, position: int | None) -> None:
+        super().__init__(doing, index, position)
+        self.doing, self.index, self.position = doing, index, position
+
+
+@final
+class _Held:
+    """Samples that wait for a place."""
+
+    def __init__(
+        self, first_row: int, row_count: int, samples: Sequence[Sample], layout: Layout | None, packing: Packing | None
+    ) -> None:
+        self.first_row, self.row_count = first_row, row_count
+        self.samples, self.layout, self.packing = samples, layout, packing
+        self.elapsed_ns = 0
+        self.shards_itself = False
+
+
+@final
+class Runner:
+    """Does what messages ask, one after another. Belongs to one worker."""
+
+    def __init__(self, spec: WorkerSpec, source: Source, segments: Segments) -> None:
+        self._spec = spec
+        self._source = source
+        self._segments = segments
+        self._held: dict[TaskId, _Held] = {}
+        self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
+        self._layouts_alive: dict[int, Layout] = {}
+        self._get = partial(getitem, source.dataset)
+        self._stream: Iterator[Sample] | None = None
+        self._fetch: Callable[[list[Any], int], list[Sample]] = (
+            self._fetch_together if source.is_batched and source.making is not Making.SINGLE else self._fetch_singly
+        )
+
+    def start(self) -> None:
+        """Make this thread the worker, and run the user's ``worker_init_fn`` in it."""
+        spec = self._spec
+        self._set_info(spec.worker_count)
+        if spec.seeding is Seeding.SET:
+            seed_generators(derive(spec.seed, spec.worker))
+        if self._source.worker_init_fn is not None:
+            self._source.worker_init_fn(spec.worker)
+
+    def handle(self, message: Work) -> FromWorker | None:
+        """Do one thing; the answer, if it has one. What user code raises is in the answer."""
+        match message:
+            case LoadGrains():
+                return self._load(message.task, message, partial(self._load_grains, message))
+            case LoadNext():
+                return self._load(message.task, message, partial(self._load_next, message))
+            case PlaceTask(task, block, layout):
+                return self._place(task, block, layout)
+            case DropTask(task):
+                self._held.pop(task, None)
+                return None
+            case OpenStream():
+                self._open_stream(message)
+                return None
+            case _:
+                assert_never(message)
+
+    def forget_segment(self, number: int) -> None:
+        """Drop every view into a segment that goes away."""
+        for key in [key for key in self._writers if key[0] == number]:
+            del self._writers[key]
+
+    # --- indexed datasets
+
+    def _load(self, task: TaskId, message: LoadGrains | LoadNext, work: Callable[[], FromWorker]) -> FromWorker:
+        began = perf_counter_ns()
+        try:
+            with lent_generators() if self._spec.seeding is Seeding.LEND else nullcontext():
+                answer = work()
+        except _LoadError as error:
+            cause = error.__cause__
+            assert cause is not None
+            return LoadFailed(task, Failure.of(cause, error.doing, index=error.index, position=error.position))
+        elapsed = perf_counter_ns() - began
+        if isinstance(answer, RowsLoaded | PackedLoaded):
+            return answer._replace(elapsed_ns=elapsed)
+        if isinstance(answer, Unplaced):
+            self._held[task].elapsed_ns = elapsed
+        return answer
+
+    def _load_grains(self, message: LoadGrains) -> FromWorker:
+        making = self._source.making
+        if making is Making.GATHERED:
+            return self._gather(message)
+        if making is Making.ROWS:
+            return self._load_rows(message)
+        samples = self._fetch_grains(message)
+        return self._pack(message.task, samples, message.block, message.row_count, list(message.indices))
+
+    def _gather(self, message: LoadGrains) -> FromWorker:
+        table = self._source.table
+        assert table is not None
+        _, nbytes = table.layout.offsets(message.row_count)
+        if message.block is None or message.block.size < nbytes:
+            self._held[message.task] = _Held(0, message.row_count, message.indices, table.layout, None)
+            return Unplaced(message.task, nbytes, table.layout)
+        return self._gather_into(message.task, message.indices, message.block, message.row_count)
+
+    def _gather_into(self, task: TaskId, indices: Any, block: Block, row_count: int) -> FromWorker:
+        table = self._source.table
+        assert table is not None
+        try:
+            table.gather(indices, self._segments.memory(block.segment), block.offset, row_count)
+        except Exception as error:  # an index that does not exist, or that is none
+            return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"))
+        return RowsLoaded(task, 0, row_count, table.layout, [])
+
+    def _load_rows(self, message: LoadGrains) -> FromWorker:
+        writer = self._writer(message.block, message.layout, message.row_count)
+        if writer is None:
+            samples = self._fetch_grains(message)
+        else:
+            beside = writer.new_beside()
+            row = message.first_row
+            fits = True
+            for samples in self._chunks(message, writer.chunk_rows):
+                try:
+                    writer.write(row, samples, beside)
+                except RowMismatch:
+                    fits = False
+                    break
+                row += len(samples)
+            if fits:
+                return RowsLoaded(message.task, 0, len(message.indices), None, beside)
+            if not message.is_whole:
+                return Mismatched(message.task)
+            if len(samples) < len(message.indices):
+                # Some rows are written and forgotten. Seeds make it harmless to load them again.
+                samples = self._fetch_grains(message)
+        return self._place_or_hold(
+            message.task, samples, list(message.indices), message.block if message.is_whole else None, message.row_count,
+            first_row=message.first_row,
+        )  # fmt: skip
+
+    def _place_or_hold(
+        self, task: TaskId, samples: list[Sample], indices: list[Any], block: Block | None, row_count: int, first_row: int
+    ) -> FromWorker:
+        """Find a layout for these samples; write them if they may go into this block now, else keep them."""
+        try:
+            layout = infer_layout(samples, indices)
+        except CollateError as error:
+            raise _LoadError("collating samples", indices, None) from error
+        _, nbytes = layout.offsets(row_count)
+        held = _Held(first_row, row_count, samples, layout, None)
+        if block is None or block.size < nbytes:
+            self._held[task] = held
+            return Unplaced(task, nbytes, layout)
+        return self._write_held(task, held, block)
+
+    def _write_held(self, task: TaskId, held: _Held, block: Block) -> FromWorker:
+        if held.packing is not None:
+            held.packing.write(self._segments.memory(block.segment), block.offset)
+            return PackedLoaded(task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself)
+        writer = self._writer(block, held.layout, held.row_count)
+        assert writer is not None
+        beside = writer.new_beside()
+        writer.write_any(held.first_row, held.samples, beside)
+        return RowsLoaded(task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself)
+
+    def _place(self, task: TaskId, block: Block, layout: Layout | None) -> FromWorker | None:
+        held = self._held.pop(task, None)
+        if held is None:
+            raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
+        if self._source.making is Making.GATHERED:
+            return self._gather_into(task, held.samples, block, held.row_count)
+        if layout is not None and held.layout != layout:
+            return Mismatched(task)
+        return self._write_held(task, held, block)
+
+    def _pack(
+        self, task: TaskId, samples: list[Sample], block: Block | None, row_count: int, indices: list[Any]
+    ) -> FromWorker:
+        source = self._source
+        tree: Any = samples[0] if source.making is Making.SINGLE else samples
+        if source.collate_fn is not None:
+            try:
+                tree = source.collate_fn(tree)
+            except Exception as error:
+                raise _LoadError("collate_fn ran on the batch of", indices, None) from error
+        try:
+            packing = Packing(tree)
+        except Exception as error:  # the user's objects may refuse in any way
+            raise _LoadError("sending the batch of", indices, None) from error
+        if block is None or block.size < packing.nbytes:
+            self._held[task] = _Held(0, row_count, samples, None, packing)
+            return Unplaced(task, packing.nbytes, None)
+        packing.write(self._segments.memory(block.segment), block.offset)
+        return PackedLoaded(task, 0, row_count, packing.packed)
+
+    def _writer(self, block: Block | None, layout: Layout | None, row_count: int) -> RowWriter | None:
+        if block is None or layout is None:
+            return None
+        key = (block.segment, block.offset, row_count, id(layout))
+        writer = self._writers.get(key)
+        if writer is None:
+            _, nbytes = layout.offsets(row_count)
+            if nbytes > block.size:
+                return None
+            if len(self._writers) >= _WRITERS_KEPT:
+                self._writers.clear()
+                self._layouts_alive.clear()
+            writer = RowWriter(layout, self._segments.memory(block.segment), block.offset, row_count)
+            self._writers[key] = writer
+            # Its id is in the key, so it must not be given to another object.
+            self._layouts_alive[id(layout)] = layout
+        return writer
+
+    # --- fetching samples
+
+    def _chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
+        """Samples of a task in order, ``chunk_rows`` at most at a time, each grain under its own seed."""
+        indices = _plain(message.indices)
+        position = message.first_position + message.first_row
+        grain_size = self._spec.grain_size
+        chunk: list[Sample] = []
+        for begin in range(0, len(indices), grain_size):
+            grain = indices[begin : begin + grain_size]
+            self._seed(message.epoch, position + begin)
+            for start in range(0, len(grain), chunk_rows):
+                part = self._fetch(grain[start : start + chunk_rows], position + begin + start)
+                if chunk and len(chunk) + len(part) > chunk_rows:
+                    yield chunk
+                    chunk = part
+                else:
+                    chunk = chunk + part if chunk else part
+        yield chunk
+
+    def _fetch_grains(self, message: LoadGrains) -> list[Sample]:
+        (samples,) = self._chunks(message, len(message.indices))
+        return samples
+
+    def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
+        # Runs in C; on an exception the iterator tells how far it came.
+        rest = iter(indices)
+        try:
+            samples = list(map(self._get, rest))
+            if len(samples) != len(indices):
+                raise RuntimeError("the dataset raised StopIteration")
+        except Exception as error:
+            row = len(indices) - length_hint(rest) - 1
+            raise _LoadError("loading sample", indices[row], position + row) from error
+        return samples
+
+    def _fetch_together(self, indices: list[Any], position: int) -> list[Sample]:
+        try:
+            samples = list(self._source.dataset.__getitems__(indices))
+            if len(samples) != len(indices):
+                raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
+        except Exception as error:
+            raise _LoadError("loading samples", indices, position) from error
+        return samples
+
+    def _seed(self, epoch: int, position: int) -> None:
+        if self._spec.seeding is not Seeding.LEAVE:
+            seed_generators(derive(self._spec.seed, epoch, position))
+
+    # --- streams
+
+    def _open_stream(self, message: OpenStream) -> None:
+        self._set_info(1 if message.is_alone else self._spec.worker_count)
+        self._stream = None
+        self._stream_epoch = message.epoch
+        self._stream_skip = message.skip
+        take_was_asked()
+
+    def _load_next(self, message: LoadNext) -> FromWorker:
+        position = message.first_position
+        samples: list[Sample] = []
+        try:
+            if self._stream is None:
+                self._seed(message.epoch, -1 - self._spec.worker)
+                self._stream = iter(self._source.dataset)
+                for _ in islice(self._stream, self._stream_skip):
+                    pass
+            while len(samples) < message.row_count:
+                self._seed(message.epoch, derive(position + len(samples), self._spec.worker))
+                wanted = min(self._spec.grain_size, message.row_count - len(samples))
+                for sample in islice(self._stream, wanted):
+                    samples.append(sample)
+                    wanted -= 1
+                if wanted:
+                    break
+        except Exception as error:
+            self._stream = iter(())  # as a generator that raised: it has ended
+            raise _LoadError("reading the stream", f"element {position + len(samples)}", None) from error
+        asked = take_was_asked()
+        if not samples:
+            return Emptied(message.task, asked)
+        answer = self._make_streamed(message, samples)
+        if isinstance(answer, RowsLoaded | PackedLoaded):
+            return answer._replace(shards_itself=asked)
+        if message.task in self._held:
+            self._held[message.task].shards_itself = asked
+        return answer
+
+    def _make_streamed(self, message: LoadNext, samples: list[Sample]) -> FromWorker:
+        indices = list(range(message.first_position, message.first_position + len(samples)))
+        if self._source.making is not Making.ROWS:
+            return self._pack(message.task, samples, message.block, len(samples), indices)
+        writer = self._writer(message.block, message.layout, len(samples))
+        if writer is not None:
+            beside = writer.new_beside()
+            try:
+                writer.write(0, samples, beside)
+            except RowMismatch:
+                pass
+            else:
+                return RowsLoaded(message.task, 0, len(samples), None, beside)
+        return self._place_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
+
+    def _set_info(self, worker_count: int) -> None:
+        if self._spec.seeding is Seeding.LEND:
+            return  # inline: user code is in the main process and is told so
+        spec = self._spec
+        set_worker_info(WorkerInfo(spec.worker, worker_count, derive(spec.seed, spec.worker), self._source.dataset))
+
+
+def _plain(indices: Any) -> list[Any]:
+    # Datasets get Python integers, as from any sampler; NumPy's are slower to index with and not everywhere accepted.
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices

@@ -1,0 +1,210 @@
+"""The fork server: a clean process that forks workers on request. This module runs in it; ``forkserver`` talks to it.
+
+Clean means: a fresh interpreter, one thread, no user code. It imports modules that are installed, because a fork then has them
+for nothing, and it never holds a dataset. Before each fork it counts its threads; with more than one it refuses, because a
+thread that holds a lock at the moment of the fork would leave it locked in the child for ever.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
+
+from infeed.workers.channel import PipeEnd
+from infeed.workers.child import leave, run_worker
+from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process
+
+# With no worker and nothing asked of it for this long, the server ends; the next loader starts another. Shorter would cost
+# notebooks a start with every cell, longer keeps memory for nothing.
+_IDLE_S: Final = 120.0
+_HEAD: Final = struct.Struct("<I")
+_MAX_FDS: Final = 4
+
+
+class Preload(NamedTuple):
+    modules: list[str]
+
+
+class Fork(NamedTuple):
+    """Fork a worker; its pipe ends and the store's descriptor come along."""
+
+
+class Kill(NamedTuple):
+    pid: int
+
+
+class Forked(NamedTuple):
+    pid: int
+
+
+class Refused(NamedTuple):
+    """It is not safe to fork: these modules started threads when they were imported."""
+
+    culprits: list[str]
+
+
+class Exited(NamedTuple):
+    pid: int
+    code: int  # as subprocess gives it: negative for a signal
+
+
+ToServer: TypeAlias = Preload | Fork | Kill
+FromServer: TypeAlias = Forked | Refused | Exited
+
+
+def send(sock: socket.socket, message: object, fds: list[int] | None = None) -> None:
+    body = pickle.dumps(message, 5)
+    data = _HEAD.pack(len(body)) + body
+    sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
+    if sent < len(data):
+        sock.sendall(data[sent:])
+
+
+def receive(sock: socket.socket) -> tuple[Any, list[int]]:
+    """One message and the descriptors that came with it.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    head, fds = b"", array.array("i")
+    while len(head) < _HEAD.size:
+        data, found, _, _ = socket.recv_fds(sock, _HEAD.size - len(head), _MAX_FDS)
+        if not data:
+            raise EOFError
+        head += data
+        fds.extend(found)
+    (size,) = _HEAD.unpack(head)
+    body = b""
+    while len(body) < size:
+        data = sock.recv(size - len(body))
+        if not data:
+            raise EOFError
+        body += data
+    return pickle.loads(body), list(fds)
+
+
+def main(fd: int) -> NoReturn:
+    """Serve the process at the other end of socket ``fd``, until it is gone."""
+    name_process("infeed:server")
+    ignore_interrupts()
+    with socket.socket(fileno=fd) as sock:
+        _Server(sock).serve()
+    leave()
+
+
+@final
+class _Server:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._children: set[int] = set()
+        self._culprits: list[str] = []
+        self._tried: set[str] = set()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        # Python needs a handler to be there before it writes to the wake-up descriptor.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        gc.collect()
+        gc.freeze()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        while True:
+            events = poll.poll(None if self._children else _IDLE_S * 1000)
+            if not events:
+                return
+            ready = {fd for fd, _ in events}
+            try:
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                if self._sock.fileno() in ready:
+                    self._answer(*receive(self._sock))
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                self._kill_all()
+                return
+
+    def _answer(self, message: ToServer, fds: list[int]) -> None:
+        match message:
+            case Preload(modules):
+                self._preload(modules)
+            case Fork():
+                self._fork(fds)
+            case Kill(pid):
+                if pid in self._children:  # not reaped, so the number is still this worker's
+                    os.kill(pid, signal.SIGKILL)
+
+    def _preload(self, modules: list[str]) -> None:
+        for name in modules:
+            if name in self._tried:
+                continue
+            self._tried.add(name)
+            try:
+                importlib.import_module(name)
+            except BaseException:  # the worker that needs it will fail in its own right, and be heard
+                continue
+            if _thread_count() > 1 and not self._culprits:
+                self._culprits.append(name)
+        # What was imported now is shared with every fork: keep the collector from touching, and so copying, its pages.
+        gc.collect()
+        gc.freeze()
+
+    def _fork(self, fds: list[int]) -> None:
+        if _thread_count() > 1:
+            for fd in fds:
+                os.close(fd)
+            send(self._sock, Refused(self._culprits or ["unknown"]))
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(fds)
+        self._children.add(pid)
+        for fd in fds:
+            os.close(fd)
+        send(self._sock, Forked(pid))
+
+    def _become_worker(self, fds: list[int]) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent()
+            self._sock.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            read_fd, write_fd, *rest = fds
+            run_worker(PipeEnd(read_fd, write_fd), rest[0] if rest else None)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        leave(code)
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._children.discard(pid)
+            send(self._sock, Exited(pid, os.waitstatus_to_exitcode(status)))
+
+    def _kill_all(self) -> None:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))

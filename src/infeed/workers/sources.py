@@ -1,0 +1,57 @@
+"""What a worker loads from: the dataset, and how its samples become a batch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from infeed.batch.arrays import ArrayTable
+
+
+class Making(enum.Enum):
+    """How samples become what the user gets."""
+
+    ROWS = "rows"  # written into the slot row by row, by default collation
+    COLLATED = "collated"  # given as a list to the user's collate_fn, the result moved into the slot
+    SINGLE = "single"  # batch_size=None: each sample as it is, through collate_fn if there is one
+    GATHERED = "gathered"  # taken from in-memory arrays
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The user's side of loading; travels to workers by value."""
+
+    dataset: Any
+    making: Making
+    is_stream: bool
+    collate_fn: Callable[[Any], Any] | None
+    worker_init_fn: Callable[[int], Any] | None
+    table: ArrayTable | None = None
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the dataset takes a whole list of indices: ``__getitems__``."""
+        return callable(getattr(self.dataset, "__getitems__", None))
+
+
+class Seeding(enum.Enum):
+    """What to do with the global generators before a grain."""
+
+    SET = "set"  # a process of ours
+    LEND = "lend"  # the user's own process, inline
+    LEAVE = "leave"  # threads
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything a worker knows at birth; it learns the rest from messages."""
+
+    worker: int
+    worker_count: int
+    seed: int
+    grain_size: int
+    seeding: Seeding

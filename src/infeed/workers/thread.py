@@ -1,0 +1,105 @@
+"""Workers that are threads of the user's process: no copy of the dataset, nothing to send; good where loading leaves the GIL."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+from infeed.memory.segments import SegmentHandle
+from infeed.scheduler.messages import WorkerId
+from infeed.workers.crew import Crew, News
+from infeed.workers.failures import Failure
+from infeed.workers.messages import LoadFailed, LoadGrains, LoadNext, MapSegment, Started, StartFailed, ToWorker, UnmapSegment
+from infeed.workers.runner import Runner
+
+_LOG: Final = logging.getLogger("infeed")
+# How long close() waits for threads in user code. They cannot be stopped, and they are daemons: longer gains nothing, shorter
+# would let a quick close overtake a worker that is about to end.
+_CLOSE_S: Final = 1.0
+
+_STOP: Final = None
+_Inbox = queue.SimpleQueue[ToWorker | None]
+
+
+@final
+class ThreadCrew(Crew):
+    def __init__(self, make_runner: Callable[[WorkerId], Runner]) -> None:
+        self._make_runner = make_runner
+        self._inboxes: dict[WorkerId, _Inbox] = {}
+        self._threads: list[threading.Thread] = []
+        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+
+    def start(self, worker: WorkerId) -> None:
+        inbox: _Inbox = queue.SimpleQueue()
+        self._inboxes[worker] = inbox
+        arguments = (worker, self._make_runner, inbox, self._news)
+        thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        if not isinstance(message, MapSegment):
+            self._inboxes[worker].put(message)
+
+    def receive(self, timeout_s: float | None) -> list[News]:
+        try:
+            first = self._news.get(timeout=timeout_s) if timeout_s != 0 else self._news.get_nowait()
+        except queue.Empty:
+            return []
+        news = [] if first is None else [first]
+        while not self._news.empty():
+            more = self._news.get()
+            if more is not None:
+                news.append(more)
+        return news
+
+    def add_segment(self, handle: SegmentHandle) -> None:
+        del handle
+
+    def remove_segment(self, number: int) -> None:
+        for inbox in self._inboxes.values():
+            inbox.put(UnmapSegment(number))
+
+    def wake(self) -> None:
+        self._news.put(None)
+
+    def close(self) -> None:
+        for inbox in self._inboxes.values():
+            inbox.put(_STOP)
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _LOG.debug("%s is still in user code and ends when that returns", thread.name)
+
+
+def _work(
+    worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _Inbox, news: queue.SimpleQueue[News | None]
+) -> None:
+    try:
+        runner = make_runner(worker)
+        runner.start()
+    except BaseException as error:  # whatever worker_init_fn raises must be heard of
+        news.put((worker, StartFailed(Failure.of(error, f"starting worker {worker}"))))
+        return
+    news.put((worker, Started()))
+    while (message := inbox.get()) is not _STOP:
+        if isinstance(message, UnmapSegment):
+            runner.forget_segment(message.number)
+            continue
+        assert not isinstance(message, MapSegment)
+        try:
+            answer = runner.handle(message)
+        except BaseException as error:  # SystemExit and its like end a plain loop, so they must reach the user's
+            if not isinstance(message, LoadGrains | LoadNext):
+                raise
+            answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
+        if answer is not None:
+            news.put((worker, answer))
+        # Nothing may hold on to a batch while this thread waits.
+        del message, answer

@@ -1,0 +1,133 @@
+"""Messages as bytes, for workers in other processes.
+
+Two messages per task are on the hot path and have a fixed form; the rest is pickled. A layout is sent to a worker once and then
+meant by its number, so both ends of a worker's pipe keep a table.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any, Final, final
+
+import cloudpickle
+import numpy as np
+
+from infeed.batch.layout import Layout
+from infeed.errors import InternalError
+from infeed.memory.arena import Block
+from infeed.scheduler.messages import TaskId
+from infeed.workers.messages import FromWorker, LoadGrains, LoadNext, PlaceTask, RowsLoaded, ToWorker
+
+_TASK: Final = struct.Struct("<B10q")
+_DONE: Final = struct.Struct("<B4q")
+
+_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED = range(6)
+_NONE: Final = -1
+# Layouts that are known by number; beyond, the table begins anew. A loader whose every batch has another layout must not
+# grow it without end.
+_LAYOUTS_KEPT: Final = 64
+
+
+@final
+class TaskEncoder:
+    """The engine's end of one worker's pipe."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Layout] = []
+
+    def encode(self, message: ToWorker) -> list[bytes]:
+        """Frames to send, in order."""
+        if isinstance(message, LoadGrains):
+            frames, number = self._known(message.layout)
+            segment, offset, size = message.block or (_NONE, _NONE, _NONE)
+            indices = message.indices
+            is_array = isinstance(indices, np.ndarray)
+            head = _TASK.pack(
+                _GRAINS if is_array else _GRAINS_PICKLED, message.task, message.epoch, message.first_position,
+                message.row_count, message.first_row, segment, offset, size, number, message.is_whole,
+            )  # fmt: skip
+            frames.append(head + (indices.tobytes() if isinstance(indices, np.ndarray) else dumps(indices)))
+            return frames
+        if isinstance(message, LoadNext | PlaceTask):
+            frames, number = self._known(message.layout)
+            frames.append(bytes([_OTHER]) + dumps((number, message._replace(layout=None))))
+            return frames
+        return [bytes([_OTHER]) + dumps((_NONE, message))]
+
+    def _known(self, layout: Layout | None) -> tuple[list[bytes], int]:
+        if layout is None:
+            return [], _NONE
+        number = self._numbers.get(id(layout))
+        if number is not None:
+            return [], number
+        if len(self._alive) == _LAYOUTS_KEPT:
+            self._numbers.clear()
+            self._alive.clear()
+        number = len(self._alive)
+        self._numbers[id(layout)] = number
+        self._alive.append(layout)
+        return [bytes([_LAYOUT]) + dumps((number, layout))], number
+
+
+@final
+class TaskDecoder:
+    """The worker's end."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, Layout] = {}
+
+    def decode(self, frame: bytes) -> ToWorker | None:
+        """The message, or ``None`` if it was for this table."""
+        tag = frame[0]
+        if tag in (_GRAINS, _GRAINS_PICKLED):
+            _, task, epoch, position, row_count, first_row, segment, offset, size, number, whole = _TASK.unpack_from(frame)
+            body = memoryview(frame)[_TASK.size :]
+            indices = np.frombuffer(body, dtype=np.int64) if tag == _GRAINS else pickle.loads(body)
+            block = None if segment == _NONE else Block(segment, offset, size)
+            layout = None if number == _NONE else self._layouts[number]
+            return LoadGrains(
+                TaskId(task), epoch, position, row_count, first_row, block, layout, bool(whole), indices
+            )  # fmt: skip
+        number, content = pickle.loads(memoryview(frame)[1:])
+        if tag == _LAYOUT:
+            self._layouts[number] = content
+            return None
+        message: ToWorker = content
+        if number != _NONE and isinstance(message, LoadNext | PlaceTask):
+            return message._replace(layout=self._layouts[number])
+        return message
+
+
+def encode_answer(message: FromWorker) -> bytes:
+    if isinstance(message, RowsLoaded):
+        head = (message.task, message.elapsed_ns, message.row_count, message.shards_itself)
+        if message.layout is None and not message.beside:
+            return _DONE.pack(_ROWS, *head)
+        return _DONE.pack(_ROWS_PICKLED, *head) + dumps((message.layout, message.beside))
+    return bytes([_OTHER]) + dumps(message)
+
+
+def decode_answer(frame: bytes) -> FromWorker:
+    tag = frame[0]
+    if tag == _OTHER:
+        message: FromWorker = pickle.loads(memoryview(frame)[1:])
+        return message
+    if tag not in (_ROWS, _ROWS_PICKLED):
+        raise InternalError(f"a worker sent a frame with tag {tag}; this is a bug in infeed")
+    _, task, elapsed_ns, row_count, shards_itself = _DONE.unpack_from(frame)
+    layout: Layout | None = None
+    beside: list[list[Any]] = []
+    if tag == _ROWS_PICKLED:
+        layout, beside = pickle.loads(memoryview(frame)[_DONE.size :])
+    return RowsLoaded(TaskId(task), elapsed_ns, row_count, layout, beside, bool(shards_itself))
+
+
+def dumps(value: object) -> bytes:
+    """Pickle by reference where that works, else by value: classes of ``__main__`` are not importable on the other side."""
+    try:
+        return pickle.dumps(value, 5)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        data: bytes = cloudpickle.dumps(value, 5)
+        return data

@@ -1,0 +1,86 @@
+"""Every benchmark case still runs, at a size that takes no time. No timing is looked at."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import adapters, cases, measure, report
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD_TIMEOUT_S = 100.0
+NUMBERS = (*report.COSTS, "left_behind")
+
+# Spawned torch workers take seconds to import torch, so that variant is tried in one case; it differs in one argument.
+RUNS = [
+    (name, library)
+    for name in cases.NAMES
+    for library in cases.load(name).libraries
+    if adapters.family_of(library) in ("infeed", "torch") and (library != "torch-spawn" or name == "first_cold")
+]
+
+
+@functools.cache
+def records_of(family: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Run all cases of one library in one child: a child for each would import torch a dozen times."""
+    runs = [f"{name}:{library}:tiny" for name, library in RUNS if adapters.family_of(library) == family]
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measure", *runs],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        check=False,
+    )
+    prefix = measure.LINE_PREFIX
+    lines = [line.removeprefix(prefix) for line in done.stdout.splitlines() if line.startswith(prefix)]
+    records = [json.loads(line) for line in lines]
+    assert records, done.stderr
+    return {(record["case"], record["library"]): record for record in records}
+
+
+def parameters() -> list[Any]:
+    return [
+        pytest.param(name, library, marks=[pytest.mark.torch] if adapters.family_of(library) == "torch" else [])
+        for name, library in RUNS
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "library"), parameters())
+def test_a_case_gives_a_whole_record(name: str, library: str) -> None:
+    """The record of a run has every figure of every run and the metrics that the case declares."""
+    family = adapters.family_of(library)
+    if family != "infeed" and importlib.util.find_spec(family) is None:
+        pytest.skip(f"{family} is not installed")
+    record = records_of(family)[name, library]
+    assert "error" not in record, record["error"]
+    case = cases.load(name)
+    assert case.metrics[0].name in record["metrics"]
+    assert set(record["metrics"]) <= {metric.name for metric in case.metrics}
+    assert {target.metric for target in case.targets} <= set(record["metrics"])
+    assert all(math.isfinite(value) for value in record["metrics"].values())
+    assert all(math.isfinite(record[number]) and record[number] >= 0 for number in NUMBERS)
+    assert report.metric_rows(case, [record])
+    assert report.cost_rows(case, [record])
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+def test_a_case_has_all_sizes_and_runs_infeed(name: str) -> None:
+    """Each case is found under its name, has three sizes, and includes infeed and what it is compared with."""
+    case = cases.load(name)
+    assert case.name == name
+    assert set(case.sizes) == {"full", "quick", "tiny"}
+    assert "infeed" in case.libraries
+    assert case.baseline is None or case.baseline in case.libraries

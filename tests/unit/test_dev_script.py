@@ -1,0 +1,145 @@
+"""The pure parts of dev.py: which steps a command has, and when it installs again. No environment is made."""
+
+import copy
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def dev() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("infeed_dev_script", ROOT / "dev.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_command_needs_an_extra_that_exists(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """No command asks pip for an extra that pyproject.toml does not have."""
+    assert set(dev.EXTRAS.values()) <= set(pyproject["project"]["optional-dependencies"])
+
+
+def test_the_demo_extra_is_part_of_the_dev_extra(pyproject: dict[str, Any]) -> None:
+    """Whoever runs the tests can run the demo's, with the same versions."""
+    extras = pyproject["project"]["optional-dependencies"]
+    assert set(extras["demo"]) <= set(extras["dev"])
+
+
+def test_check_runs_lint_format_and_types_for_three_platforms(dev: ModuleType) -> None:
+    """The checks are ruff twice and mypy for this platform, Windows and macOS, each with its own cache."""
+    assert dev.steps("check", []) == [
+        ["-m", "ruff", "check", "."],
+        ["-m", "ruff", "format", "--check", "."],
+        ["-m", "mypy"],
+        ["-m", "mypy", "--platform", "win32", "--cache-dir", ".mypy_cache/win32"],
+        ["-m", "mypy", "--platform", "darwin", "--cache-dir", ".mypy_cache/darwin"],
+    ]
+
+
+def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType) -> None:
+    """Arguments go to pytest only, which comes last."""
+    assert dev.steps("test", ["-k", "demo"]) == [*dev.steps("check", []), ["-m", "pytest", "-k", "demo"]]
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [("demo", ["-m", "infeed", "demo", "--epochs", "1"]), ("bench", ["benchmarks/run.py", "--epochs", "1"])],
+    ids=["demo", "bench"],
+)
+def test_demo_and_bench_are_one_step_with_the_arguments(dev: ModuleType, command: str, step: list[str]) -> None:
+    """Arguments after the command are passed on as they are."""
+    assert dev.steps(command, ["--epochs", "1"]) == [step]
+
+
+def test_both_extras_stay_installed_side_by_side(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """Installing one extra does not make the script forget the other."""
+    stamp = {extra: dev.requirement_hash(pyproject, extra) for extra in ("demo", "dev")}
+
+    assert dev.is_installed(stamp, pyproject, "demo")
+    assert dev.is_installed(stamp, pyproject, "dev")
+
+
+def test_a_changed_extra_is_installed_again_and_the_other_is_not(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """Only what a change of pyproject.toml touches is installed again."""
+    stamp = {extra: dev.requirement_hash(pyproject, extra) for extra in ("demo", "dev")}
+    changed = copy.deepcopy(pyproject)
+    changed["project"]["optional-dependencies"]["demo"].append("another")
+
+    assert not dev.is_installed(stamp, changed, "demo")
+    assert dev.is_installed(stamp, changed, "dev")
+
+
+def test_a_changed_dependency_of_the_package_touches_every_extra(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """The package's own dependencies come with each extra."""
+    stamp = {extra: dev.requirement_hash(pyproject, extra) for extra in ("demo", "dev")}
+    pyproject["project"]["dependencies"].append("another")
+
+    assert not dev.is_installed(stamp, pyproject, "demo")
+    assert not dev.is_installed(stamp, pyproject, "dev")
+
+
+def test_a_change_elsewhere_in_pyproject_installs_nothing(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """Settings of tools do not matter to what is installed."""
+    stamp = {"dev": dev.requirement_hash(pyproject, "dev")}
+    pyproject["tool"]["ruff"]["line-length"] = 80
+
+    assert dev.is_installed(stamp, pyproject, "dev")
+
+
+@pytest.mark.parametrize("text", [None, "", '{"dev": "ab', "[]"], ids=["absent", "empty", "cut short", "other"])
+def test_an_unreadable_stamp_means_nothing_is_installed(dev: ModuleType, tmp_path: Path, text: str | None) -> None:
+    """An installation that was interrupted is done again."""
+    path = tmp_path / "stamp.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+
+    assert dev.read_stamp(path) == {}
+
+
+def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> None:
+    """What was written after an installation is known at the next call."""
+    path = tmp_path / "stamp.json"
+    path.write_text(json.dumps({"dev": "abc"}), encoding="utf-8")
+
+    assert dev.read_stamp(path) == {"dev": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["fly"], "command='fly' is unknown; use one of demo, test, check, bench"),
+        (["check", "-x"], "arguments=['-x'] mean nothing to check; use test to pass arguments on to pytest"),
+        ([], "python dev.py test"),
+    ],
+    ids=["unknown command", "arguments to check", "no command"],
+)
+def test_wrong_use_is_told_before_anything_is_installed(
+    dev: ModuleType, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong use gives exit code 2 and the cure."""
+    assert dev.main(argv) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_an_old_python_gets_a_sentence(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Python that is too old is told which one is needed, instead of an ImportError."""
+    monkeypatch.setattr(dev.sys, "version_info", (3, 9, 2, "final", 0))
+
+    assert dev.main(["test"]) == 2
+    assert "this is Python 3.9.2, infeed needs 3.11 or newer" in capsys.readouterr().out
