@@ -36,8 +36,7 @@ def check_steps() -> list[list[str]]:
     """Give the static checks, each as arguments to Python."""
     # One cache for each platform: mypy throws a cache away when the platform differs, and reading torch is slow.
     types = [
-        ["-m", "mypy", "--platform", platform, "--cache-dir", f".mypy_cache/{platform}"]
-        for platform in ("win32", "darwin")
+        ["-m", "mypy", "--platform", platform, "--cache-dir", f".mypy_cache/{platform}"] for platform in ("win32", "darwin")
     ]
     return [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"], *types]
 

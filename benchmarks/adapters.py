@@ -158,9 +158,7 @@ class GrainLoader:
         batches = samples.batch(spec.batch_size).repeat()
         batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         if spec.num_workers:
-            batches = batches.mp_prefetch(
-                grain.MultiprocessingOptions(num_workers=spec.num_workers, per_worker_buffer_size=2)
-            )
+            batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=spec.num_workers, per_worker_buffer_size=2))
         self._dataset = batches
         self._batch_count = -(-spec.length // spec.batch_size)
         self._batches: Any = None

@@ -88,9 +88,7 @@ def metric_rows(case: Case, records: Iterable[Record]) -> list[MetricRow]:
     for metric in case.metrics:
         spreads: dict[str, Spread] = {}
         for library in case.libraries:
-            values = [
-                r["metrics"][metric.name] for r in good if r["library"] == library and metric.name in r["metrics"]
-            ]
+            values = [r["metrics"][metric.name] for r in good if r["library"] == library and metric.name in r["metrics"]]
             if values:
                 spreads[library] = Spread.of(values)
         for library, spread in spreads.items():
@@ -102,9 +100,7 @@ def metric_rows(case: Case, records: Iterable[Record]) -> list[MetricRow]:
                 if library == "infeed" and target.metric == metric.name
             )
             rows.append(
-                MetricRow(
-                    case.name, metric.name, metric.title, metric.unit, library, spread, case.baseline, ratio, verdicts
-                )
+                MetricRow(case.name, metric.name, metric.title, metric.unit, library, spread, case.baseline, ratio, verdicts)
             )
     return rows
 
@@ -187,9 +183,7 @@ def _markdown(head: list[str], lines: list[list[str]]) -> str:
 def _plain(head: list[str], lines: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in [head, *lines]) for column in range(len(head))]
     rows = [head, ["-" * width for width in widths], *lines]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _print_rich(title: str, head: list[str], lines: list[list[str]]) -> bool:
@@ -210,9 +204,7 @@ def _print_rich(title: str, head: list[str], lines: list[list[str]]) -> bool:
     return True
 
 
-def print_report(
-    cases: Sequence[Case], records: Sequence[Record], machine: dict[str, Any], *, is_markdown: bool
-) -> None:
+def print_report(cases: Sequence[Case], records: Sequence[Record], machine: dict[str, Any], *, is_markdown: bool) -> None:
     tables = (
         ("Results (median of repeats; x baseline above one is better)", *_results_table(cases, records)),
         ("Costs of one run, from the loader's construction to its close (medians)", *_costs_table(cases, records)),

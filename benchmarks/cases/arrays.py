@@ -14,9 +14,7 @@ def run(library: str, parameters: Parameters) -> Outcome:
     length = parameters["samples"]
     features = np.random.default_rng(0).random((length, 32), dtype=np.float32)
     labels = np.arange(length)
-    spec = LoaderSpec(
-        (features, labels), batch_size=parameters["batch_size"], num_workers=0, shuffle=True, is_arrays=True
-    )
+    spec = LoaderSpec((features, labels), batch_size=parameters["batch_size"], num_workers=0, shuffle=True, is_arrays=True)
     epoch_s, figures = steady(library, spec, parameters["epochs"])
     batch_count = -(-length // parameters["batch_size"])
     return Outcome({"samples_per_s": length / epoch_s, "us_per_batch": epoch_s * 1e6 / batch_count}, figures)

@@ -31,9 +31,7 @@ def run(library: str, parameters: Parameters) -> Outcome:
     spec = LoaderSpec(dataset, batch_size=parameters["batch_size"], num_workers=2, shuffle=True)
     epoch_s, figures = steady(library, spec, parameters["epochs"])
     sample_bytes = 4 * int(np.prod(SHAPE))
-    return Outcome(
-        {"samples_per_s": len(dataset) / epoch_s, "gb_per_s": len(dataset) * sample_bytes / epoch_s / 1e9}, figures
-    )
+    return Outcome({"samples_per_s": len(dataset) / epoch_s, "gb_per_s": len(dataset) * sample_bytes / epoch_s / 1e9}, figures)
 
 
 CASES: Final = (

@@ -66,9 +66,7 @@ class _Growth:
 
 def _growth_over_an_epoch(library: str, dataset: Any, parameters: Parameters) -> tuple[_Growth, Figures]:
     before = processes.memory_of_main()
-    loading = Run(
-        library, LoaderSpec(dataset, parameters["batch_size"], num_workers=parameters["workers"], shuffle=True)
-    )
+    loading = Run(library, LoaderSpec(dataset, parameters["batch_size"], num_workers=parameters["workers"], shuffle=True))
     loading.epoch_s()
     workers = processes.memory_of(processes.descendants())
     main = processes.memory_of_main()

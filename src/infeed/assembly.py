@@ -33,6 +33,8 @@ from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.thread import ThreadCrew
 
 _ALL: Final = sys.maxsize
+# In flight while they are small: deep enough that one slow sample among fifty does not hold up the rest.
+_SMALL_BATCHES: Final = 32
 
 
 def table_for(config: LoaderConfig) -> ArrayTable | None:
@@ -84,9 +86,7 @@ def build_engine(config: LoaderConfig, seed: int) -> Engine:
         stream=stream,
         make_feed=partial(_make_feed, config, table, seed, grain_size, stream),
         # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
-        prefetches_epochs=(
-            kind != "inline" and stream is None and config.sampler is None and config.batch_sampler is None
-        ),
+        prefetches_epochs=(kind != "inline" and stream is None and config.sampler is None and config.batch_sampler is None),
     )
     return Engine(setup)
 
@@ -113,12 +113,12 @@ def _grain_size(config: LoaderConfig, source: Source) -> int:
 
 
 def _windows(config: LoaderConfig, count: int, *, is_inline: bool) -> tuple[int, int]:
-    """Batches in flight: wanted, and the least that keeps every worker busy."""
+    """Batches in flight: the most, while they are small, and the least that keeps every worker busy."""
     if is_inline:
         return 1, 1
     if config.prefetch is not None:
         return config.prefetch, config.prefetch
-    return 2 * count + 2, 2 + count // 2
+    return max(_SMALL_BATCHES, 2 * count + 2), 2 + count // 2
 
 
 def _crew(

@@ -74,8 +74,11 @@ from infeed.workers.messages import (
     Unplaced,
 )
 
-# Unless the user sets prefetch or memory_limit, batches in flight are held to this, or to as many as keep workers busy.
-_IN_FLIGHT_BYTES: Final = 1 << 30
+# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy.
+_IN_FLIGHT_BYTES: Final = 256 << 20
+# Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
+# would let workers run dry.
+_REFILL_SHARE: Final = 4
 # Layouts kept so that equal ones are one object, by which workers know them.
 _LAYOUTS_KEPT: Final = 64
 
@@ -146,6 +149,7 @@ class Engine:
         self._layout: Layout | None = None  # what the next batch is expected to look like
         self._layouts: dict[Layout, Layout] = {}
         self._slot_bytes = 0
+        self._refill = max(1, setup.window // _REFILL_SHARE)
         self._next_batch = 0
         self._feed: Feed | None = None
         self._next_feed: Feed | None = None
@@ -201,6 +205,7 @@ class Engine:
                 self._wait(deadline)
             if not self._setup.is_lazy:
                 self._plan()
+                self._crew.flush()
         except (EpochEnd, Exception):
             raise
         except BaseException:
@@ -253,6 +258,9 @@ class Engine:
         """Free what the user let go of, and plan as many batches as there is room for."""
         for slot in self._arena.ended_leases():
             self._tell(SlotFreed(slot))
+        # Several at a time: their messages go out together.
+        if self._scheduler.room < self._refill:
+            return
         while self._scheduler.room > 0:
             feed = self._feed
             if feed is None:
@@ -389,8 +397,8 @@ class Engine:
         self._slot_bytes = nbytes
         if self._setup.is_window_given:
             return
-        fitting = _IN_FLIGHT_BYTES // nbytes
-        window = min(self._setup.window, max(fitting, self._setup.least_window))
+        window = max(self._setup.least_window, min(self._setup.window, _IN_FLIGHT_BYTES // nbytes))
+        self._refill = max(1, window // _REFILL_SHARE)
         self._tell(WindowChanged(window))
 
     # --- what the scheduler asks

@@ -34,9 +34,7 @@ def assert_no_pictures_left(temp_root: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.process
 @pytest.mark.slow
-def test_every_loader_has_a_row_and_the_pictures_are_removed(
-    temp_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_loader_has_a_row_and_the_pictures_are_removed(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run ends with a row for each loader, a line that says what ran, and an empty temporary directory."""
     assert main(SMALL) == 0
 

@@ -109,11 +109,7 @@ class MappingNode(Node):
         return items if self.cls is dict else self.cls(items)
 
     def paths(self, prefix: str = "") -> list[str]:
-        return [
-            path
-            for key, child in zip(self.keys, self.children, strict=True)
-            for path in child.paths(f"{prefix}[{key!r}]")
-        ]
+        return [path for key, child in zip(self.keys, self.children, strict=True) for path in child.paths(f"{prefix}[{key!r}]")]
 
 
 @final
@@ -139,11 +135,7 @@ class RecordNode(Node):
         return record
 
     def paths(self, prefix: str = "") -> list[str]:
-        return [
-            path
-            for name, child in zip(self.names, self.children, strict=True)
-            for path in child.paths(f"{prefix}.{name}")
-        ]
+        return [path for name, child in zip(self.names, self.children, strict=True) for path in child.paths(f"{prefix}.{name}")]
 
 
 def structure_of(sample: Sample, path: str = "") -> Node:

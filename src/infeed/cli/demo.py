@@ -84,9 +84,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         ("--batch-size", 32, "pictures in one batch"),
         ("--epochs", 4, "how often to read all pictures"),
     ):
-        parser.add_argument(
-            option, type=_positive, default=default, metavar="N", help=f"{text} (default here: {default})"
-        )
+        parser.add_argument(option, type=_positive, default=default, metavar="N", help=f"{text} (default here: {default})")
     parser.set_defaults(run=run)
 
 

@@ -195,6 +195,4 @@ class FailMemory(NamedTuple):
     """Nothing is in flight, the user's loop waits, and there is no slot to load into."""
 
 
-Action: TypeAlias = (
-    Send | Place | Drop | Grow | Deliver | DeliverError | Forget | StartWorker | FailWorkers | FailMemory
-)
+Action: TypeAlias = Send | Place | Drop | Grow | Deliver | DeliverError | Forget | StartWorker | FailWorkers | FailMemory

@@ -28,7 +28,14 @@ class Crew(ABC):
 
     @abstractmethod
     def send(self, worker: WorkerId, message: ToWorker) -> None:
-        """Never blocks on the worker. To a worker that is gone it does nothing; its ``Death`` is on the way."""
+        """Send, at the latest when ``flush`` or ``receive`` is called next.
+
+        Never blocks on the worker. To a worker that is gone it does nothing; its ``Death`` is on the way.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Let all that was sent go out: many small messages in one system call."""
 
     @abstractmethod
     def receive(self, timeout_s: float | None) -> list[News]:

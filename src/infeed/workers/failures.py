@@ -61,9 +61,7 @@ class Failure:
             index = repr(self.index)
         pickled = _pickle_exception(error)
         pickled_class = None if pickled else _pickle_class(type(error))
-        return replace(
-            self, error=None, trace=trace, pickled=pickled, pickled_class=pickled_class, notes=notes, index=index
-        )
+        return replace(self, error=None, trace=trace, pickled=pickled, pickled_class=pickled_class, notes=notes, index=index)
 
     def exception(self, place: str) -> BaseException:
         """The exception to raise in the user's loop. ``place`` tells which batch and worker."""

@@ -28,6 +28,9 @@ class InlineCrew(Crew):
         if not isinstance(message, MapSegment | UnmapSegment):
             self._todo.append(message)
 
+    def flush(self) -> None:
+        return
+
     def receive(self, timeout_s: float | None) -> list[News]:
         del timeout_s
         if self._news:

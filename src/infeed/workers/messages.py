@@ -132,6 +132,4 @@ class LoadFailed(NamedTuple):
     failure: Failure
 
 
-FromWorker: TypeAlias = (
-    Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed
-)
+FromWorker: TypeAlias = Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed

@@ -32,6 +32,7 @@ from infeed.workers.insides import ignore_interrupts
 from infeed.workers.launch import start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
+from infeed.workers.seeding import seed_python_lazily
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.wire import TaskEncoder, decode_answer
 
@@ -90,6 +91,7 @@ class _Member:
     def __init__(self, link: Link, process: _Process) -> None:
         self.link, self.process = link, process
         self.encoder = TaskEncoder()
+        self.frames: list[bytes] = []  # sent, but not yet gone out
 
 
 @final
@@ -103,6 +105,7 @@ class ProcessCrew(Crew):
         self._uses_fork = start_method == "forkserver" or (start_method == "auto" and can_fork())
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
+        self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
         self._poller = open_poller()
         self._owner_pid = os.getpid()
@@ -112,7 +115,12 @@ class ProcessCrew(Crew):
     def start(self, worker: WorkerId) -> None:
         link, process = self._start_process()
         birth = Birth(
-            self._specs[worker], self._parcel, list(self._segments.values()), list(sys.path), os.getcwd(), dict(os.environ)
+            self._specs[worker],
+            self._parcel,
+            list(self._segments.values()),
+            list(sys.path),
+            os.getcwd(),
+            dict(os.environ),
         )
         self._members[worker] = _Member(link, process)
         self._worker_of[link] = worker
@@ -122,9 +130,18 @@ class ProcessCrew(Crew):
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         member = self._members.get(worker)
         if member is not None:
-            member.link.send(member.encoder.encode(message))
+            if not member.frames:
+                self._unflushed.append(member)
+            member.encoder.encode(message, member.frames)
+
+    def flush(self) -> None:
+        for member in self._unflushed:
+            member.link.send(member.frames)
+            member.frames.clear()
+        self._unflushed.clear()
 
     def receive(self, timeout_s: float | None) -> list[News]:
+        self.flush()
         news: list[News] = []
         for link in self._poller.wait(timeout_s):
             worker = self._worker_of[link]
@@ -150,6 +167,7 @@ class ProcessCrew(Crew):
     def close(self) -> None:
         members = list(self._members.values())
         self._members.clear()
+        self._unflushed.clear()
         for member in members:
             self._poller.remove(member.link)
             member.link.close()
@@ -165,6 +183,8 @@ class ProcessCrew(Crew):
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
         member = self._members.pop(worker)
+        if member in self._unflushed:
+            self._unflushed.remove(member)
         self._poller.remove(member.link)
         del self._worker_of[member.link]
         member.link.close()
@@ -228,6 +248,7 @@ class ProcessCrew(Crew):
 def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
     """Entry point of a spawned worker with plain pipes."""
     ignore_interrupts()
+    seed_python_lazily()
     run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
     leave()
 
@@ -235,6 +256,7 @@ def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoRet
 def spawned_with_connection(handle: int, descriptor: int | None = None) -> NoReturn:
     """Entry point of a spawned worker with a ``multiprocessing`` connection."""
     ignore_interrupts()
+    seed_python_lazily()
     run_worker(ThreadedEnd(ConnectionEnd(_open_connection(handle))), descriptor)
     leave()
 

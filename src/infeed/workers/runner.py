@@ -27,7 +27,7 @@ from infeed.batch.rows import RowMismatch, RowWriter
 from infeed.batch.tree import Sample
 from infeed.errors import CollateError, InternalError
 from infeed.memory.arena import Block
-from infeed.plan.seeds import derive
+from infeed.plan.seeds import derive, mix
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
 from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked
@@ -77,7 +77,7 @@ class _Held:
     ) -> None:
         self.first_row, self.row_count = first_row, row_count
         self.samples, self.layout, self.packing = samples, layout, packing
-        self.elapsed_ns = 0
+        self.elapsed_ns = 0  # what loading took; waiting for a place does not count
         self.shards_itself = False
 
 
@@ -94,6 +94,9 @@ class Runner:
         self._layouts_alive: dict[int, Layout] = {}
         self._get = partial(getitem, source.dataset)
         self._stream: Iterator[Sample] | None = None
+        self._began = 0
+        self._seeded_epoch = -1
+        self._epoch_seed = 0
         self._fetch: Callable[[list[Any], int], list[Sample]] = (
             self._fetch_together if source.is_batched and source.making is not Making.SINGLE else self._fetch_singly
         )
@@ -110,10 +113,8 @@ class Runner:
     def handle(self, message: Work) -> FromWorker | None:
         """Do one thing; the answer, if it has one. What user code raises is in the answer."""
         match message:
-            case LoadGrains():
-                return self._load(message.task, message, partial(self._load_grains, message))
-            case LoadNext():
-                return self._load(message.task, message, partial(self._load_next, message))
+            case LoadGrains() | LoadNext():
+                return self._load(message)
             case PlaceTask(task, block, layout):
                 return self._place(task, block, layout)
             case DropTask(task):
@@ -132,21 +133,22 @@ class Runner:
 
     # --- indexed datasets
 
-    def _load(self, task: TaskId, message: LoadGrains | LoadNext, work: Callable[[], FromWorker]) -> FromWorker:
-        began = perf_counter_ns()
+    def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
+        self._began = perf_counter_ns()
+        work = self._load_grains if isinstance(message, LoadGrains) else self._load_next
         try:
-            with lent_generators() if self._spec.seeding is Seeding.LEND else nullcontext():
-                answer = work()
+            if self._spec.seeding is Seeding.LEND:
+                with lent_generators():
+                    return work(message)  # type: ignore[arg-type]  # each takes the message it was chosen for
+            return work(message)  # type: ignore[arg-type]  # likewise
         except _LoadError as error:
             cause = error.__cause__
             assert cause is not None
-            return LoadFailed(task, Failure.of(cause, error.doing, index=error.index, position=error.position))
-        elapsed = perf_counter_ns() - began
-        if isinstance(answer, RowsLoaded | PackedLoaded):
-            return answer._replace(elapsed_ns=elapsed)
-        if isinstance(answer, Unplaced):
-            self._held[task].elapsed_ns = elapsed
-        return answer
+            failure = Failure.of(cause, error.doing, index=error.index, position=error.position)
+            return LoadFailed(message.task, failure)
+
+    def _elapsed(self) -> int:
+        return perf_counter_ns() - self._began
 
     def _load_grains(self, message: LoadGrains) -> FromWorker:
         making = self._source.making
@@ -173,7 +175,7 @@ class Runner:
             table.gather(indices, self._segments.memory(block.segment), block.offset, row_count)
         except Exception as error:  # an index that does not exist, or that is none
             return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"))
-        return RowsLoaded(task, 0, row_count, table.layout, [])
+        return RowsLoaded(task, self._elapsed(), row_count, table.layout, [])
 
     def _load_rows(self, message: LoadGrains) -> FromWorker:
         writer = self._writer(message.block, message.layout, message.row_count)
@@ -191,7 +193,7 @@ class Runner:
                     break
                 row += len(samples)
             if fits:
-                return RowsLoaded(message.task, 0, len(message.indices), None, beside)
+                return RowsLoaded(message.task, self._elapsed(), len(message.indices), None, beside)
             if not message.is_whole:
                 return Mismatched(message.task)
             if len(samples) < len(message.indices):
@@ -203,7 +205,13 @@ class Runner:
         )  # fmt: skip
 
     def _place_or_hold(
-        self, task: TaskId, samples: list[Sample], indices: list[Any], block: Block | None, row_count: int, first_row: int
+        self,
+        task: TaskId,
+        samples: list[Sample],
+        indices: list[Any],
+        block: Block | None,
+        row_count: int,
+        first_row: int,
     ) -> FromWorker:
         """Find a layout for these samples; write them if they may go into this block now, else keep them."""
         try:
@@ -212,6 +220,7 @@ class Runner:
             raise _LoadError("collating samples", indices, None) from error
         _, nbytes = layout.offsets(row_count)
         held = _Held(first_row, row_count, samples, layout, None)
+        held.elapsed_ns = self._elapsed()
         if block is None or block.size < nbytes:
             self._held[task] = held
             return Unplaced(task, nbytes, layout)
@@ -237,9 +246,7 @@ class Runner:
             return Mismatched(task)
         return self._write_held(task, held, block)
 
-    def _pack(
-        self, task: TaskId, samples: list[Sample], block: Block | None, row_count: int, indices: list[Any]
-    ) -> FromWorker:
+    def _pack(self, task: TaskId, samples: list[Sample], block: Block | None, row_count: int, indices: list[Any]) -> FromWorker:
         source = self._source
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         if source.collate_fn is not None:
@@ -252,10 +259,11 @@ class Runner:
         except Exception as error:  # the user's objects may refuse in any way
             raise _LoadError("sending the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
-            self._held[task] = _Held(0, row_count, samples, None, packing)
+            held = self._held[task] = _Held(0, row_count, samples, None, packing)
+            held.elapsed_ns = self._elapsed()
             return Unplaced(task, packing.nbytes, None)
         packing.write(self._segments.memory(block.segment), block.offset)
-        return PackedLoaded(task, 0, row_count, packing.packed)
+        return PackedLoaded(task, self._elapsed(), row_count, packing.packed)
 
     def _writer(self, block: Block | None, layout: Layout | None, row_count: int) -> RowWriter | None:
         if block is None or layout is None:
@@ -320,9 +328,14 @@ class Runner:
             raise _LoadError("loading samples", indices, position) from error
         return samples
 
-    def _seed(self, epoch: int, position: int) -> None:
-        if self._spec.seeding is not Seeding.LEAVE:
-            seed_generators(derive(self._spec.seed, epoch, position))
+    def _seed(self, epoch: int, place: int) -> None:
+        """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
+        if self._spec.seeding is Seeding.LEAVE:
+            return
+        if epoch != self._seeded_epoch:
+            self._seeded_epoch = epoch
+            self._epoch_seed = derive(self._spec.seed, epoch)
+        seed_generators(mix(self._epoch_seed ^ place))
 
     # --- streams
 
@@ -338,7 +351,7 @@ class Runner:
         samples: list[Sample] = []
         try:
             if self._stream is None:
-                self._seed(message.epoch, -1 - self._spec.worker)
+                self._seed(message.epoch, derive(self._spec.worker))
                 self._stream = iter(self._source.dataset)
                 for _ in islice(self._stream, self._stream_skip):
                     pass
@@ -375,7 +388,7 @@ class Runner:
             except RowMismatch:
                 pass
             else:
-                return RowsLoaded(message.task, 0, len(samples), None, beside)
+                return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
         return self._place_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
 
     def _set_info(self, worker_count: int) -> None:

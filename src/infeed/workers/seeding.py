@@ -8,23 +8,44 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 
-# The C seeding, without random.seed's look at the type of its argument and the time it takes to hash it.
-_seed_random: Final = super(random.Random, random._inst).seed  # type: ignore[attr-defined]  # the module's own generator
+from infeed.workers.lazyrandom import LazyRandom
+
+
+def _seed_python(seed: int) -> None:
+    # The C seeding, without random.seed's look at the type of its argument.
+    super(random.Random, random._inst).seed(seed)
+    random._inst.gauss_next = None
+
+
+@final
+class _Python:
+    """How Python's own generator is seeded in this process: at once, or lazily in a process of ours."""
+
+    def __init__(self) -> None:
+        self.seed: Callable[[int], None] = _seed_python
+
+
+_PYTHON: Final = _Python()
+
+
+def seed_python_lazily() -> None:
+    """From now on. For processes of ours only, before user code is imported."""
+    _PYTHON.seed = LazyRandom().seed
 
 
 def seed_generators(seed: int) -> None:
-    """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator. Takes some 6 microseconds."""
-    _seed_random(seed)
+    """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator."""
+    _PYTHON.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
     if torch is not None:
-        # torch.manual_seed also looks for every accelerator, at twenty times the cost.
+        # torch.manual_seed also looks for every accelerator, at a hundred times the cost.
         torch.default_generator.manual_seed(seed)
 
 

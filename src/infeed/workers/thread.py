@@ -13,7 +13,16 @@ from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew, News
 from infeed.workers.failures import Failure
-from infeed.workers.messages import LoadFailed, LoadGrains, LoadNext, MapSegment, Started, StartFailed, ToWorker, UnmapSegment
+from infeed.workers.messages import (
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    MapSegment,
+    Started,
+    StartFailed,
+    ToWorker,
+    UnmapSegment,
+)
 from infeed.workers.runner import Runner
 
 _LOG: Final = logging.getLogger("infeed")
@@ -44,6 +53,9 @@ class ThreadCrew(Crew):
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         if not isinstance(message, MapSegment):
             self._inboxes[worker].put(message)
+
+    def flush(self) -> None:
+        return
 
     def receive(self, timeout_s: float | None) -> list[News]:
         try:

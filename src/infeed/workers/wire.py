@@ -37,38 +37,40 @@ class TaskEncoder:
         self._numbers: dict[int, int] = {}
         self._alive: list[Layout] = []
 
-    def encode(self, message: ToWorker) -> list[bytes]:
-        """Frames to send, in order."""
+    def encode(self, message: ToWorker, frames: list[bytes]) -> None:
+        """Append the frames of a message."""
         if isinstance(message, LoadGrains):
-            frames, number = self._known(message.layout)
-            segment, offset, size = message.block or (_NONE, _NONE, _NONE)
-            indices = message.indices
-            is_array = isinstance(indices, np.ndarray)
-            head = _TASK.pack(
-                _GRAINS if is_array else _GRAINS_PICKLED, message.task, message.epoch, message.first_position,
-                message.row_count, message.first_row, segment, offset, size, number, message.is_whole,
-            )  # fmt: skip
-            frames.append(head + (indices.tobytes() if isinstance(indices, np.ndarray) else dumps(indices)))
-            return frames
-        if isinstance(message, LoadNext | PlaceTask):
-            frames, number = self._known(message.layout)
+            task, epoch, position, row_count, first_row, block, layout, is_whole, indices = message
+            number = self._number(layout, frames)
+            segment, offset, size = block or (_NONE, _NONE, _NONE)
+            if isinstance(indices, np.ndarray):
+                tag, body = _GRAINS, indices.tobytes()
+            else:
+                tag, body = _GRAINS_PICKLED, dumps(indices)
+            frames.append(
+                _TASK.pack(tag, task, epoch, position, row_count, first_row, segment, offset, size, number, is_whole) + body
+            )
+        elif isinstance(message, LoadNext | PlaceTask):
+            number = self._number(message.layout, frames)
             frames.append(bytes([_OTHER]) + dumps((number, message._replace(layout=None))))
-            return frames
-        return [bytes([_OTHER]) + dumps((_NONE, message))]
+        else:
+            frames.append(bytes([_OTHER]) + dumps((_NONE, message)))
 
-    def _known(self, layout: Layout | None) -> tuple[list[bytes], int]:
+    def _number(self, layout: Layout | None, frames: list[bytes]) -> int:
+        """The number by which the worker knows the layout; if it does not yet, it is told first."""
         if layout is None:
-            return [], _NONE
+            return _NONE
         number = self._numbers.get(id(layout))
         if number is not None:
-            return [], number
+            return number
         if len(self._alive) == _LAYOUTS_KEPT:
             self._numbers.clear()
             self._alive.clear()
         number = len(self._alive)
         self._numbers[id(layout)] = number
         self._alive.append(layout)
-        return [bytes([_LAYOUT]) + dumps((number, layout))], number
+        frames.append(bytes([_LAYOUT]) + dumps((number, layout)))
+        return number
 
 
 @final
