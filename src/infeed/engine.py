@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
@@ -107,18 +107,20 @@ class EngineSetup:
 
 
 @final
-@dataclass(slots=True)
 class _Record:
-    """A batch between plan and delivery."""
+    """A batch between plan and delivery. One is made for every batch, so what few need is made when it is."""
 
-    plan: PlannedBatch
-    layout: Layout | None = None
-    row_count: int = 0
-    needed_bytes: int = 0
-    packed: Packed | None = None
-    beside: dict[int, list[list[Any]]] = field(default_factory=dict)
-    failures: dict[TaskId, tuple[WorkerId, Failure]] = field(default_factory=dict)
-    deaths: list[str] = field(default_factory=list)
+    __slots__ = ("beside", "deaths", "failures", "layout", "needed_bytes", "packed", "plan", "row_count")
+
+    def __init__(self, plan: PlannedBatch) -> None:
+        self.plan = plan
+        self.layout: Layout | None = None
+        self.row_count = 0
+        self.needed_bytes = 0
+        self.packed: Packed | None = None
+        self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task
+        self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
+        self.deaths: list[str] | None = None
 
 
 @final
@@ -309,7 +311,7 @@ class Engine:
                 entry = self._tasks.pop(task, None)
                 record = None if entry is None else self._records.get(entry.batch)
                 if record is not None:
-                    record.failures[task] = (worker, failure)
+                    record.failures = (record.failures or {}) | {task: (worker, failure)}
                     if self._setup.stream is not None:
                         self._setup.stream.decide(shards_itself=False)
                         self._stream_loaded(record, 0)
@@ -319,7 +321,8 @@ class Engine:
             case Death(text):
                 for batch, _, _ in self._scheduler.worker_tasks(worker):
                     if batch in self._records:
-                        self._records[batch].deaths.append(f"worker {worker} {text}")
+                        record = self._records[batch]
+                        record.deaths = [*(record.deaths or ()), f"worker {worker} {text}"]
                 self._last_death = f"worker {worker} {text}"
                 self._tell(WorkerDied(worker))
             case _:
@@ -526,12 +529,14 @@ class Engine:
     def _batch_error(self, record: _Record, task: TaskId | None) -> BaseException:
         plan = record.plan
         if task is None:
+            assert record.deaths is not None
             listed = "" if plan.indices is None else f", indices {list(plan.indices[:8])}"
             return WorkerDiedError(
                 f"workers died {len(record.deaths)} times while loading the batch at position {plan.first_position} of "
                 f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1]}\n"
                 "  a sample of it seems to kill its worker; load it with num_workers=0 to see how"
             )
+        assert record.failures is not None
         worker, failure = record.failures[task]
         position = failure.position if failure.position is not None else plan.first_position
         return failure.exception(f"position {position} of epoch {plan.epoch}, {self._worker_name(worker)}")

@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from infeed.plan.batches import BatchPlan, grain_count
 from infeed.plan.order import Indices
 from infeed.scheduler.messages import WorkerId
 
 
-@final
-@dataclass(slots=True)
-class PlannedBatch:
+class PlannedBatch(NamedTuple):
     """A batch before it is loaded. ``indices`` is ``None`` for streams, which are asked for whatever comes next."""
 
     epoch: int

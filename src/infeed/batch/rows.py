@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
 from mmap import mmap
+from operator import attrgetter
 from typing import Any, Final, final
 
 import numpy as np
@@ -22,6 +23,9 @@ from infeed.memory.leases import Lease
 # Samples of a chunk are held in memory until they are written. More than this falls out of the second-level cache before it
 # is copied; less pays NumPy's overhead per call for nothing.
 _CHUNK_BYTES: Final = 1 << 18
+
+
+_shape_of: Final = attrgetter("shape")
 
 
 class RowMismatch(Exception):
@@ -69,7 +73,7 @@ class _ArrayCell(_Cell):
                 raise LeafMismatch
             self._rows[row] = array
             return
-        if {array.shape for array in column} != {self._shape}:
+        if set(map(_shape_of, column)) != {self._shape}:
             raise LeafMismatch
         begin = row * self._length
         try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import sys
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
 import cloudpickle
@@ -135,10 +136,23 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             self._modules.add(obj.__name__)
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
             self._modules.add(obj.__module__)
+        elif isinstance(obj, BuiltinMethodType | MethodType) and (reduced := _reduce_draw(obj)) is not None:
+            return reduced
         elif type(obj) is np.memmap and (reduced := _reduce_memmap(obj)) is not None:
             return reduced
         reduced = _reduce_arrays(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def _reduce_draw(method: Any) -> Any:
+    """``from random import choice`` is a method of the module's generator: where it arrives it must be of the generator there.
+
+    Pickled as it is, it would take a copy of this process's generator along, and all workers would draw the same numbers.
+    """
+    for module, generator in ((random, random._inst), (np.random, np.random.mtrand._rand)):
+        if method.__self__ is generator:
+            return getattr, (module, method.__name__)
+    return None
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:

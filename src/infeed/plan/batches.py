@@ -7,9 +7,8 @@ hang on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,16 +19,11 @@ from infeed.plan.order import Indices, Order
 _GRAINS_PER_BATCH: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(NamedTuple):
     """One batch: what to load and where it stands in the epoch."""
 
     indices: Indices | list[Any]
     first_position: int
-
-    @property
-    def row_count(self) -> int:
-        return len(self.indices)
 
 
 def default_grain_size(batch_size: int) -> int:

@@ -51,7 +51,11 @@ class WorkerEnd(ABC):
     """A worker's end: blocking."""
 
     @abstractmethod
-    def send(self, frame: bytes) -> None: ...
+    def send(self, frames: list[bytes]) -> None: ...
+
+    @abstractmethod
+    def has_pending(self) -> bool:
+        """Whether ``receive`` would return at once, as far as is known without asking the system."""
 
     @abstractmethod
     def receive(self) -> bytes:
@@ -81,6 +85,10 @@ class Poller(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+def _joined(frames: Iterable[bytes]) -> bytes:
+    return b"".join([_HEAD.pack(len(frame)) + frame for frame in frames])
 
 
 class _Frames:
@@ -123,7 +131,7 @@ class PipeLink(Link):
         return bool(self._outbox)
 
     def send(self, frames: Iterable[bytes]) -> None:
-        data = b"".join([_HEAD.pack(len(frame)) + frame for frame in frames])
+        data = _joined(frames)
         if self._outbox:
             self._outbox += data
             return
@@ -173,10 +181,13 @@ class PipeEnd(WorkerEnd):
         self._frames = _Frames()
         self._inbox: deque[bytes] = deque()
 
-    def send(self, frame: bytes) -> None:
-        data = memoryview(_HEAD.pack(len(frame)) + frame)
+    def send(self, frames: list[bytes]) -> None:
+        data = memoryview(_joined(frames))
         while data:
             data = data[os.write(self._write_fd, data) :]
+
+    def has_pending(self) -> bool:
+        return bool(self._inbox)
 
     def receive(self) -> bytes:
         while not self._inbox:
@@ -290,8 +301,12 @@ class ConnectionEnd(WorkerEnd):
     def __init__(self, conn: connection.Connection) -> None:
         self._conn = conn
 
-    def send(self, frame: bytes) -> None:
-        self._conn.send_bytes(frame)
+    def send(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            self._conn.send_bytes(frame)
+
+    def has_pending(self) -> bool:
+        return False
 
     def receive(self) -> bytes:
         try:

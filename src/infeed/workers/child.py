@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 from mmap import mmap
+from time import perf_counter_ns
 from typing import Final, NamedTuple, NoReturn, final
 
 from infeed.memory.parcel import Parcel, receive
@@ -33,6 +34,9 @@ from infeed.workers.sources import Source, WorkerSpec
 from infeed.workers.wire import TaskDecoder, encode_answer
 
 _LOG: Final = logging.getLogger("infeed")
+# How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
+# that tiny batches cost twice as much.
+_ANSWER_NS: Final = 200_000
 
 
 class Birth(NamedTuple):
@@ -85,13 +89,13 @@ def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
         runner = Runner(birth.spec, source, segments)
         runner.start()
     except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
-        _answer(end, StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))
+        end.send([_encoded(StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))])
         return
     # The dataset will live as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
     try:
-        _answer(end, Started())
+        end.send([_encoded(Started())])
         _serve(end, runner, segments)
     except (EOFError, BrokenPipeError):
         return
@@ -99,15 +103,22 @@ def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
 
 def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments) -> None:
     decoder = TaskDecoder()
+    answers: list[bytes] = []
+    flushed = perf_counter_ns()
     while True:
         message = decoder.decode(end.receive())
         if message is None:
             continue
         answer = _do(message, runner, segments)
         if answer is not None:
-            _answer(end, answer)
+            answers.append(_encoded(answer))
         # Nothing may hold on to a batch while this worker waits for the next.
         del message, answer
+        # With more to do at hand, the answers of tiny tasks go together: each by itself would wake the engine.
+        if answers and (not end.has_pending() or perf_counter_ns() - flushed > _ANSWER_NS):
+            end.send(answers)
+            answers.clear()
+            flushed = perf_counter_ns()
 
 
 def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:
@@ -129,17 +140,16 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
                 raise
 
 
-def _answer(end: WorkerEnd, answer: FromWorker) -> None:
+def _encoded(answer: FromWorker) -> bytes:
     if isinstance(answer, LoadFailed):
         answer = LoadFailed(answer.task, answer.failure.packed())
     try:
-        frame = encode_answer(answer)
+        return encode_answer(answer)
     except Exception as error:  # an object in a sample that does not pickle
         if isinstance(answer, Started | StartFailed):
             raise
         failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
-        frame = encode_answer(LoadFailed(answer.task, failure.packed()))
-    end.send(frame)
+        return encode_answer(LoadFailed(answer.task, failure.packed()))
 
 
 def _change_directory(directory: str) -> None:
@@ -161,8 +171,11 @@ class ThreadedEnd(WorkerEnd):
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="infeed:reader", daemon=True).start()
 
-    def send(self, frame: bytes) -> None:
-        self._end.send(frame)
+    def send(self, frames: list[bytes]) -> None:
+        self._end.send(frames)
+
+    def has_pending(self) -> bool:
+        return not self._inbox.empty()
 
     def receive(self) -> bytes:
         return self._inbox.get()

@@ -1,8 +1,9 @@
-"""Python's ``random``, seeded only when it is drawn from.
+"""``random`` and ``numpy.random``, seeded only when they are drawn from.
 
-Seeding the Mersenne Twister takes 3.5 microseconds, which for tiny samples is as much as loading them, and most datasets never
-draw from it. So in a process of ours the module's functions are replaced by traps before any user code is imported. The first
-draw of a grain springs them: the generator is seeded and the module gets its own functions back, until the next grain.
+Seeding a Mersenne Twister takes 2 to 4 microseconds, which for tiny samples is as much as loading them, and most datasets never
+draw from these generators. So in a process of ours the functions of both modules are replaced by traps before any user code is
+imported. The first draw of a grain springs them: the generator is seeded and the module gets its own functions back, until the
+next grain.
 
 ``from random import choice`` holds on to a trap: such a draw costs one more Python call, and is seeded all the same.
 """
@@ -11,59 +12,76 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Final, final
+from types import ModuleType
+from typing import Any, final
 
-_NAMES: Final = (
-    "betavariate", "binomialvariate", "choice", "choices", "expovariate", "gammavariate", "gauss", "getrandbits", "getstate",
-    "lognormvariate", "normalvariate", "paretovariate", "randbytes", "randint", "random", "randrange", "sample", "setstate",
-    "shuffle", "triangular", "uniform", "vonmisesvariate", "weibullvariate",
-)  # fmt: skip
+import numpy as np
 
 
 @final
-class LazyRandom:
-    """Stands between the module ``random`` and its generator. One per process, made by ``install``."""
+class LazyModule:
+    """Stands between a module of random functions and the generator that they are methods of."""
 
-    def __init__(self) -> None:
-        generator: random.Random = random._inst
-        self._seed = super(random.Random, generator).seed
+    def __init__(self, module: ModuleType, generator: object, seed: Callable[[int], Any]) -> None:
+        self._module = module
+        self._seed = seed
         self._pending: int | None = None
-        self._functions = {name: getattr(random, name) for name in (*_NAMES, "seed") if hasattr(random, name)}
-        self._traps = {name: self._trap(function) for name, function in self._functions.items()}
-        # A seed of the user's makes ours void.
-        self._traps["seed"] = self._seed_trap(self._functions["seed"])
-        self._set(self._traps)
+        self._functions: dict[str, Any] = {
+            name: value for name, value in vars(module).items() if getattr(value, "__self__", None) is generator
+        }
+        self._traps: dict[str, Any] = {name: self._trap(function) for name, function in self._functions.items()}
+        # A seed of the user's makes ours void; one more draw from ours before it would do no harm either.
+        vars(module).update(self._traps)
 
     def seed(self, seed: int) -> None:
         """Let what is drawn next come from this seed."""
         if self._pending is None:
-            self._set(self._traps)
+            vars(self._module).update(self._traps)
         self._pending = seed
+
+    def settle(self) -> None:
+        """Seed now, if that is still to be done."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            vars(self._module).update(self._functions)
+            self._seed(pending)
 
     def _trap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            if self._pending is not None:
-                self._spring()
+            self.settle()
             return function(*args, **kwargs)
 
         return drawn
 
-    def _seed_trap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def seeded(*args: Any, **kwargs: Any) -> Any:
-            self._pending = None
-            self._set(self._functions)
-            return function(*args, **kwargs)
 
-        return seeded
+def seed_python(seed: int) -> None:
+    """Seed ``random`` at once: the C seeding, without ``random.seed``'s look at the type of its argument."""
+    super(random.Random, random._inst).seed(seed)
+    random._inst.gauss_next = None  # the second of a pair that gauss() made under the old seed
 
-    def _spring(self) -> None:
-        assert self._pending is not None
-        self._seed(self._pending)
-        # gauss() keeps the second of each pair that it makes; it belongs to the old seed.
-        random._inst.gauss_next = None
-        self._pending = None
-        self._set(self._functions)
 
-    def _set(self, functions: dict[str, Callable[..., Any]]) -> None:
-        for name, function in functions.items():
-            setattr(random, name, function)
+def seed_numpy(seed: int) -> None:
+    """Seed the legacy ``numpy.random`` at once."""
+    np.random.mtrand._rand.seed(seed & 0xFFFFFFFF)
+
+
+def lazy_python() -> LazyModule:
+    return LazyModule(random, random._inst, seed_python)
+
+
+def lazy_numpy() -> LazyModule:
+    """Besides the module's functions, libraries ask for the generator itself: ``numpy.random.mtrand._rand``."""
+    original = np.random.mtrand._rand
+
+    def seed(value: int) -> None:
+        original.seed(value & 0xFFFFFFFF)
+
+    lazy = LazyModule(np.random, original, seed)
+
+    class LazyRandomState(np.random.RandomState):
+        def __getattribute__(self, name: str) -> Any:
+            lazy.settle()
+            return getattr(original, name)
+
+    np.random.mtrand._rand = LazyRandomState()
+    return lazy

@@ -32,7 +32,7 @@ from infeed.workers.insides import ignore_interrupts
 from infeed.workers.launch import start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
-from infeed.workers.seeding import seed_python_lazily
+from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.wire import TaskEncoder, decode_answer
 
@@ -248,7 +248,7 @@ class ProcessCrew(Crew):
 def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
     """Entry point of a spawned worker with plain pipes."""
     ignore_interrupts()
-    seed_python_lazily()
+    seed_lazily()
     run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
     leave()
 
@@ -256,7 +256,7 @@ def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoRet
 def spawned_with_connection(handle: int, descriptor: int | None = None) -> NoReturn:
     """Entry point of a spawned worker with a ``multiprocessing`` connection."""
     ignore_interrupts()
-    seed_python_lazily()
+    seed_lazily()
     run_worker(ThreadedEnd(ConnectionEnd(_open_connection(handle))), descriptor)
     leave()
 

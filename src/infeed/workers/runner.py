@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from mmap import mmap
-from operator import getitem, length_hint
+from operator import length_hint
 from time import perf_counter_ns
 from typing import Any, Final, Protocol, TypeAlias, assert_never, final
 
@@ -92,7 +91,10 @@ class Runner:
         self._held: dict[TaskId, _Held] = {}
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
         self._layouts_alive: dict[int, Layout] = {}
-        self._get = partial(getitem, source.dataset)
+        # Bound once, as `dataset[index]` finds it: on the class.
+        self._get: Callable[[Any], Sample] = (
+            type(source.dataset).__getitem__.__get__(source.dataset) if not source.is_stream else _not_indexed
+        )
         self._stream: Iterator[Sample] | None = None
         self._began = 0
         self._seeded_epoch = -1
@@ -286,26 +288,24 @@ class Runner:
     # --- fetching samples
 
     def _chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
-        """Samples of a task in order, ``chunk_rows`` at most at a time, each grain under its own seed."""
+        """Samples of a task in order, some ``chunk_rows`` at a time, each grain under its own seed."""
         indices = _plain(message.indices)
         position = message.first_position + message.first_row
         grain_size = self._spec.grain_size
         chunk: list[Sample] = []
         for begin in range(0, len(indices), grain_size):
-            grain = indices[begin : begin + grain_size]
             self._seed(message.epoch, position + begin)
-            for start in range(0, len(grain), chunk_rows):
-                part = self._fetch(grain[start : start + chunk_rows], position + begin + start)
-                if chunk and len(chunk) + len(part) > chunk_rows:
+            stop = min(begin + grain_size, len(indices))
+            for start in range(begin, stop, chunk_rows):
+                chunk += self._fetch(indices[start : min(start + chunk_rows, stop)], position + start)
+                if len(chunk) >= chunk_rows:
                     yield chunk
-                    chunk = part
-                else:
-                    chunk = chunk + part if chunk else part
-        yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk
 
     def _fetch_grains(self, message: LoadGrains) -> list[Sample]:
-        (samples,) = self._chunks(message, len(message.indices))
-        return samples
+        return [sample for chunk in self._chunks(message, len(message.indices)) for sample in chunk]
 
     def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
         # Runs in C; on an exception the iterator tells how far it came.
@@ -396,6 +396,10 @@ class Runner:
             return  # inline: user code is in the main process and is told so
         spec = self._spec
         set_worker_info(WorkerInfo(spec.worker, worker_count, derive(spec.seed, spec.worker), self._source.dataset))
+
+
+def _not_indexed(_index: Any) -> Sample:
+    raise InternalError("a stream was asked for an index; this is a bug in infeed")
 
 
 def _plain(indices: Any) -> list[Any]:

@@ -14,35 +14,31 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from infeed.workers.lazyrandom import LazyRandom
-
-
-def _seed_python(seed: int) -> None:
-    # The C seeding, without random.seed's look at the type of its argument.
-    super(random.Random, random._inst).seed(seed)
-    random._inst.gauss_next = None
+from infeed.workers.lazyrandom import lazy_numpy, lazy_python, seed_numpy, seed_python
 
 
 @final
-class _Python:
-    """How Python's own generator is seeded in this process: at once, or lazily in a process of ours."""
+class _Seeders:
+    """How the generators are seeded in this process: at once, or lazily in a process of ours."""
 
     def __init__(self) -> None:
-        self.seed: Callable[[int], None] = _seed_python
+        self.python: Callable[[int], None] = seed_python
+        self.numpy: Callable[[int], None] = seed_numpy
 
 
-_PYTHON: Final = _Python()
+_SEEDERS: Final = _Seeders()
 
 
-def seed_python_lazily() -> None:
-    """From now on. For processes of ours only, before user code is imported."""
-    _PYTHON.seed = LazyRandom().seed
+def seed_lazily() -> None:
+    """Seed only what is drawn from, from now on. For processes of ours only, before user code is imported."""
+    _SEEDERS.python = lazy_python().seed
+    _SEEDERS.numpy = lazy_numpy().seed
 
 
 def seed_generators(seed: int) -> None:
     """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator."""
-    _PYTHON.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    _SEEDERS.python(seed)
+    _SEEDERS.numpy(seed)
     torch = sys.modules.get("torch")
     if torch is not None:
         # torch.manual_seed also looks for every accelerator, at a hundred times the cost.

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 from infeed.workers.channel import PipeEnd
 from infeed.workers.child import leave, run_worker
 from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process
-from infeed.workers.seeding import seed_python_lazily
+from infeed.workers.seeding import seed_lazily
 
 # With no worker and nothing asked of it for this long, the server ends; the next loader starts another. Shorter would cost
 # notebooks a start with every cell, longer keeps memory for nothing.
@@ -97,7 +97,7 @@ def main(fd: int) -> NoReturn:
     """Serve the process at the other end of socket ``fd``, until it is gone."""
     name_process("infeed:server")
     ignore_interrupts()
-    seed_python_lazily()
+    seed_lazily()
     with socket.socket(fileno=fd) as sock:
         _Server(sock).serve()
     leave()
