@@ -33,8 +33,8 @@ from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.thread import ThreadCrew
 
 _ALL: Final = sys.maxsize
-# In flight while they are small: deep enough that one slow sample among fifty does not hold up the rest.
-_SMALL_BATCHES: Final = 32
+# Batches in flight, at least, while memory allows: deep enough that one slow sample among fifty does not hold up the rest.
+_USUAL_BATCHES: Final = 16
 
 
 def table_for(config: LoaderConfig) -> ArrayTable | None:
@@ -76,7 +76,7 @@ def build_engine(config: LoaderConfig, seed: int) -> Engine:
         workers=workers,
         window=window,
         least_window=least_window,
-        is_window_given=config.prefetch is not None,
+        is_window_fixed=config.prefetch is not None or kind == "inline",
         is_lazy=kind == "inline",
         in_order=config.in_order,
         whole_batches=count == 1 or source.making is not Making.ROWS or source.is_batched,
@@ -113,12 +113,12 @@ def _grain_size(config: LoaderConfig, source: Source) -> int:
 
 
 def _windows(config: LoaderConfig, count: int, *, is_inline: bool) -> tuple[int, int]:
-    """Batches in flight: the most, while they are small, and the least that keeps every worker busy."""
+    """Batches in flight: the usual number, and the least that keeps every worker busy."""
     if is_inline:
         return 1, 1
     if config.prefetch is not None:
         return config.prefetch, config.prefetch
-    return max(_SMALL_BATCHES, 2 * count + 2), 2 + count // 2
+    return max(_USUAL_BATCHES, 2 * count + 2), 2 + count // 2
 
 
 def _crew(

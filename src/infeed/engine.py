@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, assert_never, final
+from typing import Any, Final, NamedTuple, assert_never, final
 
 from infeed.batch.layout import Layout
 from infeed.batch.packing import Packed
@@ -74,8 +74,12 @@ from infeed.workers.messages import (
     Unplaced,
 )
 
-# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy.
+# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy...
 _IN_FLIGHT_BYTES: Final = 256 << 20
+# ...and there may be more of them than usual while they are tiny: waking a process costs as much as loading a tiny batch, and
+# a deep queue is filled and emptied many at a time.
+_TINY_BYTES: Final = 4 << 20
+_TINY_WINDOW: Final = 64
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
@@ -94,7 +98,7 @@ class EngineSetup:
     workers: tuple[WorkerId, ...]
     window: int
     least_window: int  # enough for every worker to have something to do
-    is_window_given: bool
+    is_window_fixed: bool  # by the option prefetch, or because there is nothing to prefetch with
     is_lazy: bool  # inline: nothing is planned before it is wanted
     in_order: bool
     whole_batches: bool
@@ -123,9 +127,7 @@ class _Record:
         self.deaths: list[str] | None = None
 
 
-@final
-@dataclass(slots=True)
-class _Task:
+class _Task(NamedTuple):
     batch: BatchId
     first_row: int
     layout: Layout | None
@@ -261,25 +263,33 @@ class Engine:
         for slot in self._arena.ended_leases():
             self._tell(SlotFreed(slot))
         # Several at a time: their messages go out together.
-        if self._scheduler.room < self._refill:
+        room = self._scheduler.room
+        if room < self._refill:
             return
-        while self._scheduler.room > 0:
-            feed = self._feed
-            if feed is None:
-                return
-            planned = feed.take()
-            if planned is None and feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs:
-                if self._next_feed is None:
-                    self._next_feed = self._setup.make_feed(feed.epoch + 1)
-                planned = self._next_feed.take()
+        for _ in range(room):
+            planned = self._take_planned()
             if planned is None:
                 return
-            if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
-                self._open_share(planned.worker, feed)
             batch = BatchId(self._next_batch)
             self._next_batch += 1
             self._records[batch] = _Record(planned)
             self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
+
+    def _take_planned(self) -> PlannedBatch | None:
+        """The next batch of this epoch, or the first of the next while there is nothing else to do."""
+        feed = self._feed
+        if feed is None:
+            return None
+        planned = feed.take()
+        if planned is None:
+            if not (feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs):
+                return None
+            if self._next_feed is None:
+                self._next_feed = self._setup.make_feed(feed.epoch + 1)
+            return self._next_feed.take()
+        if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
+            self._open_share(planned.worker, feed)
+        return planned
 
     def _start(self, worker: WorkerId) -> None:
         self._started.add(worker)
@@ -385,7 +395,7 @@ class Engine:
                     self._crew.send(worker, DropTask(task))
                     self._tell(TaskMismatched(worker, task))
                     return
-                entry.layout = layout
+                self._tasks[task] = entry._replace(layout=layout)
         self._tell(TaskUnplaced(worker, task))
 
     def _interned(self, layout: Layout) -> Layout:
@@ -398,9 +408,10 @@ class Engine:
         if nbytes <= self._slot_bytes:
             return
         self._slot_bytes = nbytes
-        if self._setup.is_window_given:
+        if self._setup.is_window_fixed:
             return
-        window = max(self._setup.least_window, min(self._setup.window, _IN_FLIGHT_BYTES // nbytes))
+        window = max(self._setup.window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
+        window = max(self._setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
         self._refill = max(1, window // _REFILL_SHARE)
         self._tell(WindowChanged(window))
 

@@ -8,8 +8,7 @@ without a word to each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from infeed.batch.leaves import Leaf, UnequalShapes, leaf_of
@@ -17,6 +16,8 @@ from infeed.batch.tree import Column, Node, Sample, StructureMismatch, structure
 from infeed.errors import CollateError
 
 _ALIGN: Final = 64
+# Row counts whose offsets a layout remembers: batches of one loader have one or two, unless a batch sampler varies them.
+_OFFSETS_KEPT: Final = 64
 
 
 @final
@@ -26,6 +27,7 @@ class Layout:
 
     node: Node
     leaves: tuple[Leaf, ...]
+    _known_offsets: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def row_bytes(self) -> int:
@@ -33,20 +35,20 @@ class Layout:
 
     def offsets(self, row_count: int) -> tuple[tuple[int, ...], int]:
         """Offset of each leaf's run in the slot (0 for those that travel beside it), and the bytes the batch takes."""
-        return _offsets(self.leaves, row_count)
+        known = self._known_offsets.get(row_count)
+        if known is None:
+            if len(self._known_offsets) >= _OFFSETS_KEPT:
+                self._known_offsets.clear()
+            known = self._known_offsets[row_count] = self._offsets(row_count)
+        return known
 
-
-@lru_cache(maxsize=256)
-def _offsets(leaves: tuple[Leaf, ...], row_count: int) -> tuple[tuple[int, ...], int]:
-    offsets = []
-    end = 0
-    for leaf in leaves:
-        if not leaf.is_in_slot:
-            offsets.append(0)
-            continue
-        offsets.append(end)
-        end += -(-leaf.row_bytes * row_count // _ALIGN) * _ALIGN
-    return tuple(offsets), end
+    def _offsets(self, row_count: int) -> tuple[tuple[int, ...], int]:
+        offsets = []
+        end = 0
+        for leaf in self.leaves:
+            offsets.append(end if leaf.is_in_slot else 0)
+            end += -(-leaf.row_bytes * row_count // _ALIGN) * _ALIGN
+        return tuple(offsets), end
 
 
 def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:

@@ -53,6 +53,7 @@ class Arena:
         self._extents: dict[int, _Extent] = {}
         self._blocks: dict[SlotId, Block] = {}
         self._book = LeaseBook()
+        self.ended_leases = self._book.ended
         self._next_slot = 0
         self.total_bytes = 0
         # Segments that workers have not been told of yet, and those they must forget.
@@ -91,9 +92,6 @@ class Arena:
         """Lend the slot to the user, until the last view is gone."""
         segment, offset, size = self._blocks[slot]
         return self._book.grant(self._extents[segment].segment.memory, offset, size, slot)
-
-    def ended_leases(self) -> list[SlotId]:
-        return self._book.ended()
 
     def segment_handles(self) -> list[SegmentHandle]:
         """All segments there are, for a worker that starts now."""

@@ -19,7 +19,6 @@ import enum
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from infeed.scheduler.messages import (
@@ -74,44 +73,58 @@ class SlotState(enum.Enum):
     LEASED = enum.auto()  # delivered; the user looks into it
 
 
-@dataclass(slots=True)
+@final
 class _Batch:
-    batch: BatchId
-    epoch: int
-    grain_count: int
-    worker: WorkerId | None
-    waiting: list[tuple[int, int]]  # (first grain, count), ascending: in no task yet
-    slot: SlotId | None = None
-    tasks: set[TaskId] = field(default_factory=set)
-    loaded_count: int = 0
-    failed: TaskId | None = None  # the failed task with the lowest grain
-    failed_grain: int = 0
-    death_count: int = 0
-    must_regroup: bool = False
-    is_abandoned: bool = False
+    """A planned batch. Plain slots, here and below: these are made for every batch, and a dataclass takes twice as long."""
+
+    __slots__ = (
+        "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "loaded_count",
+        "must_regroup", "slot", "task_count", "waiting", "worker",
+    )  # fmt: skip
+
+    def __init__(self, batch: BatchId, epoch: int, grain_count: int, worker: WorkerId | None) -> None:
+        self.batch = batch
+        self.epoch = epoch
+        self.grain_count = grain_count
+        self.worker = worker
+        self.waiting = [(0, grain_count)]  # (first grain, count), ascending: in no task yet
+        self.slot: SlotId | None = None
+        self.task_count = 0
+        self.loaded_count = 0
+        self.failed: TaskId | None = None  # the failed task with the lowest grain
+        self.failed_grain = 0
+        self.death_count = 0
+        self.must_regroup = False
+        self.is_abandoned = False
 
     @property
     def is_finished(self) -> bool:
-        return not self.tasks and (self.loaded_count == self.grain_count or self.is_failed)
+        return not self.task_count and (self.loaded_count == self.grain_count or self.is_failed)
 
     @property
     def is_failed(self) -> bool:
         return self.failed is not None or self.death_count > _BATCH_DEATHS
 
 
-@dataclass(slots=True)
+@final
 class _Task:
-    worker: WorkerId
-    batch: _Batch
-    first_grain: int
-    grain_count: int
-    is_unplaced: bool = False
+    __slots__ = ("batch", "first_grain", "grain_count", "is_unplaced", "worker")
+
+    def __init__(self, worker: WorkerId, batch: _Batch, first_grain: int, grain_count: int) -> None:
+        self.worker = worker
+        self.batch = batch
+        self.first_grain = first_grain
+        self.grain_count = grain_count
+        self.is_unplaced = False
 
 
-@dataclass(slots=True)
+@final
 class _Worker:
-    is_ready: bool = False
-    tasks: set[TaskId] = field(default_factory=set)
+    __slots__ = ("is_ready", "tasks")
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.tasks: set[TaskId] = set()
 
 
 @final
@@ -192,16 +205,18 @@ class Scheduler:
     # --- the plan and the user's loop
 
     def _on_batch_planned(self, event: BatchPlanned) -> None:
-        assert event.batch not in self._batches and self.room > 0
-        waiting = [(0, event.grain_count)]
-        self._batches[event.batch] = _Batch(event.batch, event.epoch, event.grain_count, event.worker, waiting)
-        self._waiting.append(event.batch)
+        batch, epoch, grain_count, worker = event
+        assert batch not in self._batches
+        self._batches[batch] = _Batch(batch, epoch, grain_count, worker)
+        self._waiting.append(batch)
         self._assign()
 
     def _on_batch_wanted(self, event: BatchWanted) -> None:
         self._wanted = event.epoch
-        self._deliver()
-        self._assign()
+        if self._finished:
+            self._deliver()
+        if self._waiting:
+            self._assign()
 
     def _on_epoch_abandoned(self, event: EpochAbandoned) -> None:
         if self._wanted == event.epoch:
@@ -240,7 +255,7 @@ class Scheduler:
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch
-            batch.tasks.discard(task_id)
+            batch.task_count -= 1
             if batch.batch not in blamed:
                 blamed.add(batch.batch)
                 batch.death_count += 1
@@ -272,8 +287,10 @@ class Scheduler:
         self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
         task.batch.loaded_count += task.grain_count
         self._settle(task.batch)
-        self._deliver()
-        self._assign()
+        if self._wanted is not None:
+            self._deliver()
+        if self._waiting:
+            self._assign()
 
     def _on_task_empty(self, event: TaskEmpty) -> None:
         task = self._finish(event.worker, event.task)
@@ -351,8 +368,10 @@ class Scheduler:
     def _on_slot_freed(self, event: SlotFreed) -> None:
         assert self._slots[event.slot] is SlotState.LEASED
         self._release(event.slot)
-        self._place()
-        self._assign()
+        if self._unplaced:
+            self._place()
+        if self._waiting:
+            self._assign()
 
     # --- rules
 
@@ -362,7 +381,7 @@ class Scheduler:
         if task is None or task.worker != worker:
             return None
         del self._tasks[task_id]
-        task.batch.tasks.discard(task_id)
+        task.batch.task_count -= 1
         if task.is_unplaced and task_id in self._unplaced:
             self._unplaced.remove(task_id)
         record = self._workers[worker]
@@ -373,7 +392,7 @@ class Scheduler:
 
     def _settle(self, batch: _Batch) -> None:
         """Move a batch on when its last task is in."""
-        if batch.tasks:
+        if batch.task_count:
             return
         if batch.is_abandoned:
             if batch.batch in self._draining:
@@ -493,7 +512,7 @@ class Scheduler:
         task_id = TaskId(self._next_task)
         self._next_task += 1
         self._tasks[task_id] = _Task(worker, batch, first, count)
-        batch.tasks.add(task_id)
+        batch.task_count += 1
         record = self._workers[worker]
         record.tasks.add(task_id)
         del self._roomy[worker]
@@ -520,7 +539,6 @@ class Scheduler:
         used: dict[SlotId, BatchId] = {}
         for task_id, task in self._tasks.items():
             assert task_id in self._workers[task.worker].tasks, f"I2: task {task_id}"
-            assert task_id in task.batch.tasks, f"I1: task {task_id}"
         for worker_id, worker in self._workers.items():
             assert all(self._tasks[task].worker == worker_id for task in worker.tasks), f"I2: worker {worker_id}"
         assert len(self._batches) <= self._window, "I5"
@@ -538,6 +556,7 @@ class Scheduler:
                     ]
                     for grain in range(first, first + count)
                 )
+                assert batch.task_count == sum(t.batch is batch for t in self._tasks.values()), f"I1: batch {batch.batch}"
                 assert len(set(grains)) == len(grains), f"I1: batch {batch.batch}"
                 assert len(grains) + batch.loaded_count == batch.grain_count, f"I1: batch {batch.batch}"
         assert sorted(self._free) == sorted(s for s, state in self._slots.items() if state is SlotState.FREE), "I3"
