@@ -27,7 +27,7 @@ from infeed.plan.order import Order, SequentialOrder, ShuffledOrder
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew
 from infeed.workers.inline import InlineCrew
-from infeed.workers.process import ProcessCrew
+from infeed.workers.process import ProcessCrew, prepare
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.thread import ThreadCrew
@@ -52,8 +52,10 @@ def build_engine(config: LoaderConfig, seed: int) -> Engine:
         MemoryLimitError: there is no memory for it.
     """
     table = table_for(config)
-    source = _source(config, table)
     kind = "inline" if table is not None else config.kind
+    if kind == "process":
+        prepare(config.start_method)
+    source = _source(config, table)
     count = 1 if kind == "inline" else config.num_workers
     workers = tuple(map(WorkerId, range(count)))
     grain_size = _grain_size(config, source)

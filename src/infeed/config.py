@@ -133,7 +133,7 @@ class LoaderConfig:
                     raise ConfigError(f"{name} cannot go with a stream; a dataset without __getitem__ decides its own order")
         elif self.sampler is None and self.batch_sampler is None and not _has(self.dataset, "__len__"):
             raise ConfigError(
-                f"dataset={_short(self.dataset)} has __getitem__ but no __len__; add __len__, or pass sampler= or batch_sampler="
+                f"dataset={_short(self.dataset)} has __getitem__ but no __len__; add it, or pass sampler= or batch_sampler="
             )
         if self.worker == "inline" and self.num_workers > 0:
             raise ConfigError(
@@ -167,7 +167,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def _is_int(value: Any) -> bool:
     try:
-        return value == value.__index__()
+        return bool(value == value.__index__())
     except (AttributeError, TypeError):
         return False
 

@@ -1,7 +1,7 @@
 """Carries out what the scheduler decides: the one place where plan, workers, memory and delivery meet.
 
-Nothing here runs by itself. The user's thread drives it from ``next_batch``: it waits for workers in exactly one place, tells the
-scheduler what they said, does what the scheduler asks, and returns when that was to deliver.
+Nothing here runs by itself. The user's thread drives it from ``next_batch``: it waits for workers in exactly one place, tells
+the scheduler what they said, does what the scheduler asks, and returns when that was to deliver.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -96,7 +96,7 @@ class DataLoader:
             grain_size=grain_size,
             start_method=start_method,
         )
-        self._seed = secrets.randbits(63) if seed is None else int(seed)
+        self._seed = int.from_bytes(os.urandom(8)) >> 1 if seed is None else int(seed)
         self._next_epoch = 0
         self._is_closed = False
         self._garage = _Garage()
@@ -119,10 +119,7 @@ class DataLoader:
         config = self._config
         if config.batch_sampler is not None:
             return len(_sized(config.batch_sampler, "batch_sampler"))
-        if config.sampler is not None:
-            length = len(_sized(config.sampler, "sampler"))
-        else:
-            length = dataset_length(config)
+        length = dataset_length(config) if config.sampler is None else len(_sized(config.sampler, "sampler"))
         return length if config.batch_size is None else batch_count(length, config.batch_size, drop_last=config.drop_last)
 
     @property

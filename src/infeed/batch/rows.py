@@ -148,7 +148,11 @@ def _tensor(buffer: Any, leaf: Leaf, offset: int, row_count: int) -> Any:
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-_CELLS: Final = {Kind.ARRAY: _ArrayCell, Kind.NUMBER: _NumberCell, Kind.TENSOR: _TensorCell}
+_CELLS: Final[dict[Kind, Callable[[Leaf, mmap, int, int], _Cell]]] = {
+    Kind.ARRAY: _ArrayCell,
+    Kind.NUMBER: _NumberCell,
+    Kind.TENSOR: _TensorCell,
+}
 
 
 @final
@@ -253,5 +257,5 @@ def _maker(leaf: Leaf, offset: int, row_count: int) -> Callable[[Lease], Any]:
             return lambda lease: _tensor(lease, leaf, offset, row_count)
         return lambda lease: _tensor(lease, leaf, offset, row_count).as_subclass(cls)
     dtype = leaf.dtype
-    array = np.ndarray
+    array: Any = np.ndarray  # its hints do not know that ctypes arrays are buffers
     return lambda lease: array(shape, dtype, lease, offset)

@@ -66,7 +66,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> dict[str, Any]:
-    if callable(getattr(type(value), "__getstate__", None)) and type(value).__getstate__ is not object.__getstate__:
+    if callable(getattr(type(value), "__getstate__", None)) and "__getstate__" in {
+        n for cls in type(value).__mro__[:-1] for n in vars(cls)
+    }:
         state = value.__getstate__()
         return state if isinstance(state, dict) else {}
     state = dict(getattr(value, "__dict__", {}))

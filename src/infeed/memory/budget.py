@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from infeed.errors import ConfigError
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -43,7 +41,9 @@ def format_bytes(count: float) -> str:
 
 def available_bytes() -> int:
     """What can be allocated now without swapping or being killed: the machine's free memory or the container's, the lesser."""
-    available = psutil.virtual_memory().available
+    import psutil  # here, because it takes 10 ms to import and workers have no need of it
+
+    available: int = psutil.virtual_memory().available
     for limit_file, usage_file in (
         (_CGROUP / "memory.max", _CGROUP / "memory.current"),
         (_CGROUP / "memory" / "memory.limit_in_bytes", _CGROUP / "memory" / "memory.usage_in_bytes"),

@@ -136,29 +136,31 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             self._modules.add(obj.__name__)
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
             self._modules.add(obj.__module__)
-        elif isinstance(obj, BuiltinMethodType | MethodType) and (reduced := _reduce_draw(obj)) is not None:
-            return reduced
-        elif type(obj) is np.memmap and (reduced := _reduce_memmap(obj)) is not None:
-            return reduced
-        reduced = _reduce_arrays(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        for reduce in (_reduce_draw, _reduce_memmap, _reduce_arrays):
+            reduced = reduce(obj)
+            if reduced is not NotImplemented:
+                return reduced
+        return super().reducer_override(obj)
 
 
-def _reduce_draw(method: Any) -> Any:
+def _reduce_draw(obj: Any) -> Any:
     """``from random import choice`` is a method of the module's generator: where it arrives it must be of the generator there.
 
     Pickled as it is, it would take a copy of this process's generator along, and all workers would draw the same numbers.
     """
-    for module, generator in ((random, random._inst), (np.random, np.random.mtrand._rand)):
-        if method.__self__ is generator:
-            return getattr, (module, method.__name__)
-    return None
+    if isinstance(obj, BuiltinMethodType | MethodType):
+        for module, generator in ((random, random._inst), (np.random, np.random.mtrand._rand)):
+            if obj.__self__ is generator:
+                return getattr, (module, obj.__name__)
+    return NotImplemented
 
 
-def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+def _reduce_memmap(array: Any) -> Any:
     """A memory-mapped file is mapped again where it arrives; pickled as an array, all of it would be read and sent."""
-    if array.filename is None or array.mode not in ("r", "r+", "c") or not array.flags.c_contiguous:
-        return None
+    if type(array) is not np.memmap or array.filename is None or not array.flags.c_contiguous:
+        return NotImplemented
+    if array.mode not in ("r", "r+", "c"):
+        return NotImplemented
     begin = array.__array_interface__["data"][0]
     whole = array
     while isinstance(whole.base, np.memmap):

@@ -11,7 +11,7 @@ Two ways, with one interface:
 
 Every segment is allocated in full when it is made: shortage is an error with numbers here, never a SIGBUS later.
 
-This module is the only one that knows the platform's calls. It does not know what is stored in a segment.
+This module and ``memfd`` are the only ones that know the platform's calls. They do not know what is stored in a segment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -85,16 +84,20 @@ class SegmentReader(ABC):
 
 def open_store() -> SegmentStore:
     """The best store that this platform has."""
-    return MemfdStore() if can_use_memfd() else NamedStore()
+    if sys.platform == "linux" and getattr(os, "memfd_create", None) is not None:
+        from infeed.memory.memfd import MemfdStore
+
+        return MemfdStore()
+    return NamedStore()
 
 
 def open_reader(descriptor: int | None) -> SegmentReader:
     """The reader that fits a store whose ``descriptor()`` arrived here as ``descriptor``."""
-    return MemfdReader(descriptor) if descriptor is not None else NamedReader()
+    if sys.platform == "linux" and descriptor is not None:
+        from infeed.memory.memfd import MemfdReader
 
-
-def can_use_memfd() -> bool:
-    return getattr(os, "memfd_create", None) is not None
+        return MemfdReader(descriptor)
+    return NamedReader()
 
 
 def round_up(size: int, unit: int = PAGE_BYTES) -> int:
@@ -105,13 +108,14 @@ def round_up(size: int, unit: int = PAGE_BYTES) -> int:
     return -(-size // unit) * unit
 
 
-def _check_available(size: int) -> None:
+def check_available(size: int) -> None:
+    """Raise ``MemoryLimitError`` if there is not that much memory to take."""
     available = available_bytes()
     if size > available:
-        raise MemoryLimitError(_shortage(size, available))
+        raise MemoryLimitError(shortage(size, available))
 
 
-def _shortage(size: int, available: int) -> str:
+def shortage(size: int, available: int) -> str:
     return (
         f"asked for {format_bytes(size)} of shared memory, {format_bytes(available)} is available; "
         "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"
@@ -127,11 +131,11 @@ class PrivateStore(SegmentStore):
 
     def create(self, size: int) -> Segment:
         size = round_up(max(size, 1))
-        _check_available(size)
+        check_available(size)
         try:
             memory = _map_private(size)
         except OSError as error:
-            raise MemoryLimitError(_shortage(size, available_bytes())) from error
+            raise MemoryLimitError(shortage(size, available_bytes())) from error
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size), memory)
 
@@ -145,81 +149,18 @@ class PrivateStore(SegmentStore):
         return
 
 
-if sys.platform == "linux":
-    import ctypes
-
-    _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, linux/falloc.h
-
-    @final
-    class MemfdStore(SegmentStore):
-        def __init__(self) -> None:
-            self._fd = os.memfd_create("infeed", os.MFD_CLOEXEC)
-            self._end = 0
-            self._count = 0
-            self._closer = weakref.finalize(self, os.close, self._fd)
-
-        def create(self, size: int) -> Segment:
-            size = round_up(max(size, 1))
-            _check_available(size)
-            offset = self._end
-            try:
-                os.posix_fallocate(self._fd, offset, size)
-                memory = mmap.mmap(self._fd, size, offset=offset)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                    raise
-                self._punch(offset, size)
-                raise MemoryLimitError(_shortage(size, available_bytes())) from error
-            self._end += size
-            self._count += 1
-            return Segment(SegmentHandle(self._count - 1, size, offset), memory)
-
-        def release(self, handle: SegmentHandle) -> None:
-            self._punch(handle.offset, handle.size)
-
-        def _punch(self, offset: int, size: int) -> None:
-            # No Python call for it. Where libc refuses, the memory comes back at close instead.
-            libc = ctypes.CDLL(None, use_errno=True)
-            libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
-
-        def descriptor(self) -> int | None:
-            return self._fd
-
-        def close(self) -> None:
-            self._closer()
-
-    @final
-    class MemfdReader(SegmentReader):
-        def __init__(self, descriptor: int) -> None:
-            self._fd = descriptor
-
-        def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
-            access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-            return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=access)
-
-else:
-
-    class MemfdStore(SegmentStore):
-        def __init__(self) -> None:
-            raise NotImplementedError("memfd is a Linux call; open_store() does not come here")
-
-    class MemfdReader(SegmentReader):
-        def __init__(self, descriptor: int) -> None:
-            raise NotImplementedError("memfd is a Linux call; open_reader() does not come here")
-
-
 @final
 class NamedStore(SegmentStore):
     def __init__(self) -> None:
         # Thirty-one characters are all that macOS allows.
-        self._prefix = f"/infeed.{secrets.token_hex(6)}"
+        self._prefix = f"/infeed.{os.urandom(6).hex()}"
         self._names: set[str] = set()
         self._count = 0
         self._closer = weakref.finalize(self, _unlink_all, self._names)
 
     def create(self, size: int) -> Segment:
         size = round_up(max(size, 1))
-        _check_available(size)
+        check_available(size)
         name = f"{self._prefix}.{self._count}"
         try:
             memory = _map_named(name, size, create=True)
@@ -227,7 +168,7 @@ class NamedStore(SegmentStore):
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             _unlink(name)
-            raise MemoryLimitError(_shortage(size, available_bytes())) from error
+            raise MemoryLimitError(shortage(size, available_bytes())) from error
         self._names.add(name)
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size, name=name), memory)

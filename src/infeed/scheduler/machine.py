@@ -530,9 +530,10 @@ class Scheduler:
         return max(1, round(_TASK_NS / self._grain_ns))
 
     def _check_memory(self) -> None:
-        if self._is_growth_refused and self._wanted is not None and not self._tasks and not self._finished:
-            if not any(isinstance(action, Grow) for action in self._actions):
-                self._actions.append(FailMemory())
+        is_asking = any(isinstance(action, Grow) for action in self._actions)
+        is_idle = not self._tasks and not self._finished
+        if self._is_growth_refused and not is_asking and is_idle and self._wanted is not None:
+            self._actions.append(FailMemory())
 
     def validate(self) -> None:
         """Check the invariants; for tests."""

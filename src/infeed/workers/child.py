@@ -92,8 +92,8 @@ def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
         end.send([_encoded(StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))])
         return
     # The dataset will live as long as the process: the collector need not look at it again.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     try:
         end.send([_encoded(Started())])
         _serve(end, runner, segments)

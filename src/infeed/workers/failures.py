@@ -129,6 +129,7 @@ def _stand_in(cls: type[BaseException], text: str) -> BaseException:
 
     body = {"__str__": show, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     stand_in = type(cls.__name__, (cls,), body)
-    error: BaseException = stand_in.__new__(stand_in, text)
+    error = stand_in.__new__(stand_in, text)
+    assert isinstance(error, BaseException)
     error.args = (text,)
     return error

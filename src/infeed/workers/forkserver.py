@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterable
 from typing import Final, final
 
+assert sys.platform == "linux"
+
 from infeed.errors import WorkerStartError
 from infeed.workers.launch import start_interpreter
 from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
@@ -23,16 +25,6 @@ _EXIT_S: Final = 5.0
 
 class ForkRefusedError(WorkerStartError):
     """The server has threads, so it will not fork."""
-
-
-def can_fork() -> bool:
-    """Whether this platform forks safely and can hand descriptors to a running process. macOS's own libraries forbid it."""
-    return (
-        sys.platform == "linux"
-        and getattr(os, "fork", None) is not None
-        and getattr(socket, "send_fds", None) is not None
-        and getattr(os, "memfd_create", None) is not None
-    )
 
 
 @final
@@ -163,8 +155,7 @@ class _Registry:
 _REGISTRY: Final = _Registry()
 # The server would end by itself when this process does; waiting for it here leaves no trace of it when Python has ended.
 atexit.register(_REGISTRY.close)
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_REGISTRY.reset_after_fork)
+os.register_at_fork(after_in_child=_REGISTRY.reset_after_fork)
 
 
 def fork_server() -> ForkServer:

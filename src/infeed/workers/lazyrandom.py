@@ -57,7 +57,7 @@ class LazyModule:
 def seed_python(seed: int) -> None:
     """Seed ``random`` at once: the C seeding, without ``random.seed``'s look at the type of its argument."""
     super(random.Random, random._inst).seed(seed)
-    random._inst.gauss_next = None  # the second of a pair that gauss() made under the old seed
+    random._inst.gauss_next = None  # type: ignore[attr-defined]  # the second of a pair that gauss() made under the old seed
 
 
 def seed_numpy(seed: int) -> None:

@@ -5,29 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from multiprocessing import connection
 from typing import Final, Literal, NoReturn, final
 
 from infeed.memory.parcel import Parcel
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
-from infeed.workers.channel import (
-    ConnectionEnd,
-    ConnectionLink,
-    Link,
-    PipeEnd,
-    PipeLink,
-    can_use_poll,
-    open_poller,
-)
+from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.forkserver import ForkRefusedError, ForkServer, can_fork, fork_server
 from infeed.workers.insides import ignore_interrupts
 from infeed.workers.launch import start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
@@ -36,12 +28,36 @@ from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.wire import TaskEncoder, decode_answer
 
+if sys.platform == "linux":
+    from infeed.workers.forkserver import ForkRefusedError, ForkServer, fork_server
+if sys.platform != "win32":
+    from infeed.workers.pipes import PipeEnd, PipeLink
+
 _LOG: Final = logging.getLogger("infeed")
 # How long close() lets workers end by themselves before it kills them. An idle one needs a millisecond; one in user code may
 # never come back, and Ctrl+C must not feel dead.
 _CLOSE_S: Final = 0.5
 
 StartMethod = Literal["auto", "forkserver", "spawn"]
+
+
+def uses_fork(start_method: StartMethod) -> bool:
+    """Whether workers are forked by a server: where the platform forks safely and can hand descriptors to a running process.
+
+    macOS can do both, but its own libraries forbid what follows a fork.
+    """
+    if sys.platform != "linux" or start_method == "spawn":
+        return False
+    return all(
+        getattr(module, name, None) is not None
+        for module, name in ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
+    )
+
+
+def prepare(start_method: StartMethod) -> None:
+    """Let the fork server start while the rest of an engine is made: it is what the first batch waits for."""
+    if sys.platform == "linux" and uses_fork(start_method):
+        fork_server()
 
 
 class _Process(ABC):
@@ -57,17 +73,19 @@ class _Process(ABC):
         """The exit code, negative for a signal; ``None`` if it is not known in time."""
 
 
-@final
-class _ForkedProcess(_Process):
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server = server
-        self.pid = pid
+if sys.platform == "linux":
 
-    def kill(self) -> None:
-        self._server.kill(self.pid)
+    @final
+    class _ForkedProcess(_Process):
+        def __init__(self, server: ForkServer, pid: int) -> None:
+            self._server = server
+            self.pid = pid
 
-    def wait(self, timeout_s: float) -> int | None:
-        return self._server.wait_exit(self.pid, timeout_s)
+        def kill(self) -> None:
+            self._server.kill(self.pid)
+
+        def wait(self, timeout_s: float) -> int | None:
+            return self._server.wait_exit(self.pid, timeout_s)
 
 
 @final
@@ -102,14 +120,14 @@ class ProcessCrew(Crew):
         self._parcel = parcel
         self._store = store
         self._specs = specs
-        self._uses_fork = start_method == "forkserver" or (start_method == "auto" and can_fork())
+        self._uses_fork = uses_fork(start_method)
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
         self._poller = open_poller()
         self._owner_pid = os.getpid()
-        if self._uses_fork:
+        if sys.platform == "linux" and self._uses_fork:
             fork_server().preload(preloadable(parcel.modules))
 
     def start(self, worker: WorkerId) -> None:
@@ -196,7 +214,7 @@ class ProcessCrew(Crew):
         return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}")
 
     def _start_process(self) -> tuple[Link, _Process]:
-        if self._uses_fork:
+        if sys.platform == "linux" and self._uses_fork:
             try:
                 return self._fork()
             except ForkRefusedError as refused:
@@ -208,25 +226,27 @@ class ProcessCrew(Crew):
                 )
         return self._spawn()
 
-    def _fork(self) -> tuple[Link, _Process]:
-        (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
-        link = PipeLink(task_write, done_read)
-        try:
-            server = fork_server()
-            descriptor = self._store.descriptor()
-            fds = [task_read, done_write] + ([] if descriptor is None else [descriptor])
-            return link, _ForkedProcess(server, server.fork(fds))
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            os.close(task_read)
-            os.close(done_write)
+    if sys.platform == "linux":
+
+        def _fork(self) -> tuple[Link, _Process]:
+            (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
+            link = PipeLink(task_write, done_read)
+            try:
+                server = fork_server()
+                descriptor = self._store.descriptor()
+                fds = [task_read, done_write] + ([] if descriptor is None else [descriptor])
+                return link, _ForkedProcess(server, server.fork(fds))
+            except BaseException:
+                link.close()
+                raise
+            finally:
+                os.close(task_read)
+                os.close(done_write)
 
     def _spawn(self) -> tuple[Link, _Process]:
         descriptor = self._store.descriptor()
         shared = () if descriptor is None else (descriptor,)
-        if can_use_poll():
+        if sys.platform != "win32" and can_use_poll():
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
             try:
@@ -235,47 +255,23 @@ class ProcessCrew(Crew):
                 os.close(task_read)
                 os.close(done_write)
             return PipeLink(task_write, done_read), _SpawnedProcess(process)
-        ours, theirs = connection.Pipe()
-        handle = theirs.fileno()
-        _make_inheritable(handle)
+        from infeed.workers.connections import open_pipe  # takes a while to import, and few need it
+
+        link, theirs = open_pipe()
         with theirs:
-            process = start_interpreter(
-                "infeed.workers.process:spawned_with_connection", [handle, *shared], pass_fds=(handle, *shared)
-            )
-        return ConnectionLink(ours), _SpawnedProcess(process)
+            handles = (theirs.fileno(), *shared)
+            process = start_interpreter("infeed.workers.connections:spawned", list(handles), pass_fds=handles)
+        return link, _SpawnedProcess(process)
 
 
-def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
-    """Entry point of a spawned worker with plain pipes."""
-    ignore_interrupts()
-    seed_lazily()
-    run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
-    leave()
+if sys.platform != "win32":
 
-
-def spawned_with_connection(handle: int, descriptor: int | None = None) -> NoReturn:
-    """Entry point of a spawned worker with a ``multiprocessing`` connection."""
-    ignore_interrupts()
-    seed_lazily()
-    run_worker(ThreadedEnd(ConnectionEnd(_open_connection(handle))), descriptor)
-    leave()
-
-
-if sys.platform == "win32":
-
-    def _make_inheritable(handle: int) -> None:
-        os.set_handle_inheritable(handle, True)
-
-    def _open_connection(handle: int) -> connection.Connection:
-        return connection.PipeConnection(handle)  # type: ignore[return-value]  # the same interface on Windows
-
-else:
-
-    def _make_inheritable(handle: int) -> None:
-        del handle  # pass_fds sees to it
-
-    def _open_connection(handle: int) -> connection.Connection:
-        return connection.Connection(handle)
+    def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
+        """Entry point of a spawned worker."""
+        ignore_interrupts()
+        seed_lazily()
+        run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
+        leave()
 
 
 def _how_it_ended(code: int | None) -> str:

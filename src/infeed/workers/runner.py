@@ -10,8 +10,7 @@ Three outcomes of loading rows under an expected layout:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from itertools import islice
 from mmap import mmap
 from operator import length_hint
@@ -71,9 +70,7 @@ class _LoadError(Exception):
 class _Held:
     """Samples that wait for a place."""
 
-    def __init__(
-        self, first_row: int, row_count: int, samples: Sequence[Sample], layout: Layout | None, packing: Packing | None
-    ) -> None:
+    def __init__(self, first_row: int, row_count: int, samples: Any, layout: Layout | None, packing: Packing | None) -> None:
         self.first_row, self.row_count = first_row, row_count
         self.samples, self.layout, self.packing = samples, layout, packing
         self.elapsed_ns = 0  # what loading took; waiting for a place does not count
@@ -404,4 +401,5 @@ def _not_indexed(_index: Any) -> Sample:
 
 def _plain(indices: Any) -> list[Any]:
     # Datasets get Python integers, as from any sampler; NumPy's are slower to index with and not everywhere accepted.
-    return indices.tolist() if isinstance(indices, np.ndarray) else indices
+    plain: list[Any] = indices.tolist() if isinstance(indices, np.ndarray) else indices
+    return plain

@@ -19,9 +19,11 @@ import struct
 import sys
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 
-from infeed.workers.channel import PipeEnd
+assert sys.platform == "linux"
+
 from infeed.workers.child import leave, run_worker
 from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process
+from infeed.workers.pipes import PipeEnd
 from infeed.workers.seeding import seed_lazily
 
 # With no worker and nothing asked of it for this long, the server ends; the next loader starts another. Shorter would cost
@@ -118,7 +120,6 @@ class _Server:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        gc.collect()
         gc.freeze()
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -160,7 +161,6 @@ class _Server:
             if _thread_count() > 1 and not self._culprits:
                 self._culprits.append(name)
         # What was imported now is shared with every fork: keep the collector from touching, and so copying, its pages.
-        gc.collect()
         gc.freeze()
 
     def _fork(self, fds: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Workers that are threads of the user's process: no copy of the dataset, nothing to send; good where loading leaves the GIL."""
+"""Workers that are threads of the user's process: no copy of the dataset, nothing to send. Good if loading leaves the GIL."""
 
 from __future__ import annotations
 

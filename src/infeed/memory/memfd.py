@@ -1,0 +1,79 @@
+"""Segments that have no name: extents of one ``memfd``. Linux only; see ``segments``."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import weakref
+from typing import Final, final
+
+from infeed.errors import MemoryLimitError
+from infeed.memory.budget import available_bytes
+from infeed.memory.segments import (
+    Segment,
+    SegmentHandle,
+    SegmentReader,
+    SegmentStore,
+    check_available,
+    round_up,
+    shortage,
+)
+
+assert sys.platform == "linux"
+
+_PUNCH_HOLE: Final = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, linux/falloc.h
+
+
+@final
+class MemfdStore(SegmentStore):
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("infeed", os.MFD_CLOEXEC)
+        self._end = 0
+        self._count = 0
+        self._closer = weakref.finalize(self, os.close, self._fd)
+
+    def create(self, size: int) -> Segment:
+        size = round_up(max(size, 1))
+        check_available(size)
+        offset = self._end
+        try:
+            os.posix_fallocate(self._fd, offset, size)
+            memory = mmap.mmap(self._fd, size, offset=offset)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            self._punch(offset, size)
+            raise MemoryLimitError(shortage(size, available_bytes())) from error
+        self._end += size
+        self._count += 1
+        return Segment(SegmentHandle(self._count - 1, size, offset), memory)
+
+    def release(self, handle: SegmentHandle) -> None:
+        self._punch(handle.offset, handle.size)
+
+    def _punch(self, offset: int, size: int) -> None:
+        # No Python call for it. Where libc refuses, the memory comes back at close instead.
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
+
+    def descriptor(self) -> int | None:
+        return self._fd
+
+    def close(self) -> None:
+        self._closer()
+
+
+@final
+class MemfdReader(SegmentReader):
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+
+    def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
+        if private:
+            return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=mmap.ACCESS_COPY)
+        # The pages exist already. Mapping them all now costs a fifth of meeting them one by one, in the middle of a copy.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return mmap.mmap(self._fd, handle.size, flags=flags, offset=handle.offset)

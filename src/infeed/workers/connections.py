@@ -1,0 +1,130 @@
+"""The channel between engine and workers where there is no ``poll``: connections of ``multiprocessing``. Windows uses this.
+
+A connection blocks while the other side does not read. The worker reads in a thread of its own, so that the engine is not held
+up all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from multiprocessing import connection
+from typing import Any, NoReturn, final
+
+from infeed.workers.channel import Link, Poller, WorkerEnd
+from infeed.workers.child import ThreadedEnd, leave, run_worker
+from infeed.workers.insides import ignore_interrupts
+from infeed.workers.seeding import seed_lazily
+
+# Windows has a class of its own for it, with the same methods.
+if sys.platform == "win32":
+    Connection = connection.PipeConnection[Any, Any]
+else:
+    Connection = connection.Connection[Any, Any]
+
+
+@final
+class ConnectionLink(Link):
+    def __init__(self, conn: Connection) -> None:
+        self.conn = conn
+
+    def send(self, frames: Iterable[bytes]) -> None:
+        try:
+            for frame in frames:
+                self.conn.send_bytes(frame)
+        except OSError:
+            return
+
+    def receive(self) -> list[bytes]:
+        frames = []
+        try:
+            while self.conn.poll(0):
+                frames.append(self.conn.recv_bytes())
+        except (EOFError, OSError):
+            if not frames:
+                raise EOFError from None
+        return frames
+
+    def close(self) -> None:
+        self.conn.close()
+
+
+@final
+class ConnectionEnd(WorkerEnd):
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+
+    def send(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            self._conn.send_bytes(frame)
+
+    def has_pending(self) -> bool:
+        return False
+
+    def receive(self) -> bytes:
+        try:
+            return self._conn.recv_bytes()
+        except OSError:
+            raise EOFError from None
+
+
+@final
+class ConnectionPoller(Poller):
+    def __init__(self) -> None:
+        self._links: dict[Any, ConnectionLink] = {}
+        self._wake_read, self._wake_write = connection.Pipe(duplex=False)
+
+    def add(self, link: ConnectionLink) -> None:
+        self._links[link.conn] = link
+
+    def remove(self, link: ConnectionLink) -> None:
+        self._links.pop(link.conn, None)
+
+    def wait(self, timeout_s: float | None) -> list[Any]:
+        ready = connection.wait([self._wake_read, *self._links], timeout_s)
+        if self._wake_read in ready:
+            self._wake_read.recv_bytes()
+        return [self._links[conn] for conn in ready if conn in self._links]
+
+    def wake(self) -> None:
+        try:
+            self._wake_write.send_bytes(b"w")
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def open_pipe() -> tuple[ConnectionLink, Connection]:
+    """The engine's end, and the worker's, ready to be inherited; close the latter once the worker is started."""
+    ours, theirs = connection.Pipe()
+    _make_inheritable(theirs.fileno())
+    return ConnectionLink(ours), theirs
+
+
+def spawned(handle: int, descriptor: int | None = None) -> NoReturn:
+    """Entry point of a spawned worker."""
+    ignore_interrupts()
+    seed_lazily()
+    run_worker(ThreadedEnd(ConnectionEnd(_open(handle))), descriptor)
+    leave()
+
+
+if sys.platform == "win32":
+
+    def _make_inheritable(handle: int) -> None:
+        os.set_handle_inheritable(handle, True)
+
+    def _open(handle: int) -> Connection:
+        return connection.PipeConnection(handle)
+
+else:
+
+    def _make_inheritable(handle: int) -> None:
+        del handle  # pass_fds sees to it
+
+    def _open(handle: int) -> Connection:
+        return connection.Connection(handle)
