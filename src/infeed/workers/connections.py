@@ -19,14 +19,14 @@ from infeed.workers.seeding import seed_lazily
 
 # Windows has a class of its own for it, with the same methods.
 if sys.platform == "win32":
-    Connection = connection.PipeConnection[Any, Any]
+    from multiprocessing.connection import PipeConnection as Connection
 else:
-    Connection = connection.Connection[Any, Any]
+    from multiprocessing.connection import Connection
 
 
 @final
 class ConnectionLink(Link):
-    def __init__(self, conn: Connection) -> None:
+    def __init__(self, conn: Connection[Any, Any]) -> None:
         self.conn = conn
 
     def send(self, frames: Iterable[bytes]) -> None:
@@ -52,7 +52,7 @@ class ConnectionLink(Link):
 
 @final
 class ConnectionEnd(WorkerEnd):
-    def __init__(self, conn: Connection) -> None:
+    def __init__(self, conn: Connection[Any, Any]) -> None:
         self._conn = conn
 
     def send(self, frames: list[bytes]) -> None:
@@ -98,7 +98,7 @@ class ConnectionPoller(Poller):
         self._wake_write.close()
 
 
-def open_pipe() -> tuple[ConnectionLink, Connection]:
+def open_pipe() -> tuple[ConnectionLink, Connection[Any, Any]]:
     """The engine's end, and the worker's, ready to be inherited; close the latter once the worker is started."""
     ours, theirs = connection.Pipe()
     _make_inheritable(theirs.fileno())
@@ -109,7 +109,7 @@ def spawned(handle: int, descriptor: int | None = None) -> NoReturn:
     """Entry point of a spawned worker."""
     ignore_interrupts()
     seed_lazily()
-    run_worker(ThreadedEnd(ConnectionEnd(_open(handle))), descriptor)
+    run_worker(ThreadedEnd(ConnectionEnd(Connection(handle))), descriptor)
     leave()
 
 
@@ -118,13 +118,7 @@ if sys.platform == "win32":
     def _make_inheritable(handle: int) -> None:
         os.set_handle_inheritable(handle, True)
 
-    def _open(handle: int) -> Connection:
-        return connection.PipeConnection(handle)
-
 else:
 
     def _make_inheritable(handle: int) -> None:
         del handle  # pass_fds sees to it
-
-    def _open(handle: int) -> Connection:
-        return connection.Connection(handle)

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Final, Literal, NoReturn, final
 
+from infeed.errors import ConfigError
 from infeed.memory.parcel import Parcel
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
@@ -45,13 +46,17 @@ def uses_fork(start_method: StartMethod) -> bool:
     """Whether workers are forked by a server: where the platform forks safely and can hand descriptors to a running process.
 
     macOS can do both, but its own libraries forbid what follows a fork.
+
+    Raises:
+        ConfigError: a fork server was asked for and there can be none.
     """
-    if sys.platform != "linux" or start_method == "spawn":
+    if start_method == "spawn":
         return False
-    return all(
-        getattr(module, name, None) is not None
-        for module, name in ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
-    )
+    calls = ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
+    can_fork = sys.platform == "linux" and all(getattr(module, name, None) is not None for module, name in calls)
+    if start_method == "forkserver" and not can_fork:
+        raise ConfigError("start_method='forkserver' needs what only Linux has; use 'auto' or 'spawn' on this platform")
+    return can_fork
 
 
 def prepare(start_method: StartMethod) -> None:
