@@ -9,7 +9,7 @@ from typing import Final
 
 from infeed.batch.arrays import ArrayTable, table_of
 from infeed.config import LoaderConfig
-from infeed.engine import Engine, EngineSetup
+from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.budget import available_bytes
@@ -24,6 +24,7 @@ from infeed.plan.batches import (
     single_samples,
 )
 from infeed.plan.order import Order, SequentialOrder, ShuffledOrder
+from infeed.records import EngineSetup
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew
 from infeed.workers.inline import InlineCrew

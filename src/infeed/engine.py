@@ -9,18 +9,15 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, assert_never, final
+from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
-from infeed.batch.packing import Packed
 from infeed.delivery.host import HostDelivery
-from infeed.errors import LoaderClosedError, LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
-from infeed.feeds import Feed, PlannedBatch, StreamFeed, StreamShares
-from infeed.memory.arena import Arena, Block
-from infeed.memory.budget import format_bytes
-from infeed.memory.segments import SegmentStore
+from infeed.errors import LoaderClosedError, MemoryLimitError
+from infeed.feeds import Feed, PlannedBatch, StreamFeed
+from infeed.memory.arena import Block
+from infeed.records import EngineSetup, Record, Task
+from infeed.reports import batch_error, memory_error, start_error, timeout_error, workers_error
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
     Action,
@@ -55,8 +52,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
-from infeed.workers.crew import Crew, Death
-from infeed.workers.failures import Failure
+from infeed.workers.crew import Death
 from infeed.workers.messages import (
     DropTask,
     Emptied,
@@ -87,52 +83,6 @@ _REFILL_SHARE: Final = 4
 _LAYOUTS_KEPT: Final = 64
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSetup:
-    """What an engine is made of."""
-
-    crew: Crew
-    store: SegmentStore
-    arena: Arena
-    workers: tuple[WorkerId, ...]
-    window: int
-    least_window: int  # enough for every worker to have something to do
-    is_window_fixed: bool  # by the option prefetch, or because there is nothing to prefetch with
-    is_lazy: bool  # inline: nothing is planned before it is wanted
-    in_order: bool
-    whole_batches: bool
-    grain_size: int
-    timeout_s: float
-    drop_last: bool
-    stream: StreamShares | None
-    make_feed: Callable[[int], Feed]
-    prefetches_epochs: bool
-
-
-@final
-class _Record:
-    """A batch between plan and delivery. One is made for every batch, so what few need is made when it is."""
-
-    __slots__ = ("beside", "deaths", "failures", "layout", "needed_bytes", "packed", "plan", "row_count")
-
-    def __init__(self, plan: PlannedBatch) -> None:
-        self.plan = plan
-        self.layout: Layout | None = None
-        self.row_count = 0
-        self.needed_bytes = 0
-        self.packed: Packed | None = None
-        self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task
-        self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
-        self.deaths: list[str] | None = None
-
-
-class _Task(NamedTuple):
-    batch: BatchId
-    first_row: int
-    layout: Layout | None
-
-
 class EpochEnd(Exception):
     """There are no more batches in this epoch. Internal."""
 
@@ -148,8 +98,8 @@ class Engine:
         self._scheduler = Scheduler(
             workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
-        self._records: dict[BatchId, _Record] = {}
-        self._tasks: dict[TaskId, _Task] = {}
+        self._records: dict[BatchId, Record] = {}
+        self._tasks: dict[TaskId, Task] = {}
         self._layout: Layout | None = None  # what the next batch is expected to look like
         self._layouts: dict[Layout, Layout] = {}
         self._slot_bytes = 0
@@ -161,6 +111,8 @@ class Engine:
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
         self._shortage: MemoryLimitError | None = None
+        self._last_death = ""
+        self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._is_closed = False
         self.owner_pid = os.getpid()
         for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
@@ -175,6 +127,7 @@ class Engine:
 
     def begin_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that ``next_batch`` gives."""
+        self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
         if prefetched is not None and prefetched.epoch == epoch:
             self._feed = prefetched
@@ -200,7 +153,7 @@ class Engine:
         deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
         try:
             self._plan()
-            self._tell(BatchWanted(feed.epoch))
+            self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
             while not self._delivered:
                 if self._error is not None:
                     error, self._error = self._error, None
@@ -216,6 +169,7 @@ class Engine:
             # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
             self.close()
             raise
+        self._left_ns = time.perf_counter_ns()
         return self._delivered.pop()
 
     def _check_end(self, feed: Feed) -> None:
@@ -232,7 +186,7 @@ class Engine:
             raise LoaderClosedError("the loader was closed while a batch was waited for; iterate it again to load anew")
         timeout_s = None if deadline is None else deadline - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
-            raise LoadTimeoutError(self._timeout_text())
+            raise timeout_error(self._setup, self._scheduler, self._records)
         for worker, message in self._crew.receive(timeout_s):
             self._hear(worker, message)
         self._plan()
@@ -272,7 +226,7 @@ class Engine:
                 return
             batch = BatchId(self._next_batch)
             self._next_batch += 1
-            self._records[batch] = _Record(planned)
+            self._records[batch] = Record(planned)
             self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
 
     def _take_planned(self) -> PlannedBatch | None:
@@ -327,7 +281,9 @@ class Engine:
                         self._stream_loaded(record, 0)
                 self._tell(TaskFailed(worker, task))
             case StartFailed(failure):
-                self._error = self._start_error(worker, failure)
+                # Nothing that this engine starts would fare better.
+                self.close()
+                self._error = start_error(worker, failure)
             case Death(text):
                 for batch, _, _ in self._scheduler.worker_tasks(worker):
                     if batch in self._records:
@@ -372,7 +328,7 @@ class Engine:
             self._stream_loaded(record, 0)
         self._tell(TaskEmpty(worker, task))
 
-    def _stream_loaded(self, record: _Record, row_count: int) -> None:
+    def _stream_loaded(self, record: Record, row_count: int) -> None:
         if isinstance(self._feed, StreamFeed) and self._feed.epoch == record.plan.epoch:
             assert record.plan.worker is not None
             self._feed.loaded(record.plan.worker, row_count, record.plan.row_count)
@@ -437,7 +393,7 @@ class Engine:
             case Grow():
                 self._grow()
             case DeliverError(batch, task):
-                self._error = self._batch_error(self._records.pop(batch), task)
+                self._error = batch_error(self._records.pop(batch), task, self._worker_name)
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
@@ -445,11 +401,8 @@ class Engine:
                 if isinstance(self._feed, StreamFeed):
                     self._open_share(worker, self._feed)
             case FailWorkers():
-                self._error = WorkerDiedError(
-                    f"workers die faster than they load; the last was {self._last_death}\n"
-                    "  run with num_workers=0 to see the dataset's own error, or look above for what it printed"
-                )
                 self.close()
+                self._error = workers_error(self._last_death)
             case FailMemory():
                 self._fail_memory()
             case _:
@@ -468,7 +421,7 @@ class Engine:
             needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
             block = self._block(action.slot, needed)
         if plan.indices is None:
-            self._tasks[action.task] = _Task(action.batch, 0, layout)
+            self._tasks[action.task] = Task(action.batch, 0, layout)
             self._crew.send(
                 action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
             )
@@ -480,7 +433,7 @@ class Engine:
         indices = plan.indices
         if not action.is_whole:
             indices = indices[first_row : first_row + action.grain_count * grain_size]
-        self._tasks[action.task] = _Task(action.batch, first_row, layout)
+        self._tasks[action.task] = Task(action.batch, first_row, layout)
         self._crew.send(
             action.worker,
             LoadGrains(
@@ -522,10 +475,8 @@ class Engine:
             self._tell(SlotFreed(slot))
         if ended:
             return
-        held = self._scheduler.held_slots
         assert self._shortage is not None
-        text = f"{self._shortage}\n  {held} batches of some {format_bytes(self._slot_bytes)} are still looked into"
-        self._error = MemoryLimitError(text)
+        self._error = memory_error(self._shortage, self._scheduler.held_slots, self._slot_bytes)
 
     def _deliver(self, batch: BatchId, slot: SlotId) -> None:
         record = self._records.pop(batch)
@@ -535,49 +486,5 @@ class Engine:
         assert record.layout is not None
         self._delivered.append(self._delivery.rows(slot, record.layout, record.row_count, record.beside))
 
-    # --- errors
-
-    def _batch_error(self, record: _Record, task: TaskId | None) -> BaseException:
-        plan = record.plan
-        if task is None:
-            assert record.deaths is not None
-            listed = "" if plan.indices is None else f", indices {list(plan.indices[:8])}"
-            return WorkerDiedError(
-                f"workers died {len(record.deaths)} times while loading the batch at position {plan.first_position} of "
-                f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1]}\n"
-                "  a sample of it seems to kill its worker; load it with num_workers=0 to see how"
-            )
-        assert record.failures is not None
-        worker, failure = record.failures[task]
-        position = failure.position if failure.position is not None else plan.first_position
-        return failure.exception(f"position {position} of epoch {plan.epoch}, {self._worker_name(worker)}")
-
-    def _start_error(self, worker: WorkerId, failure: Failure) -> BaseException:
-        # Nothing this engine starts will fare better.
-        self.close()
-        error = failure.exception(self._worker_name(worker))
-        if failure.kind in ("ImportError", "ModuleNotFoundError", "AttributeError", "UnpicklingError"):
-            start_error = WorkerStartError(
-                f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; what the dataset needs must be "
-                "importable in a fresh process, or be defined in the script itself"
-            )
-            start_error.__cause__ = error
-            return start_error
-        return error
-
     def _worker_name(self, worker: WorkerId) -> str:
         return "inline" if self._setup.is_lazy else f"worker {worker}"
-
-    def _timeout_text(self) -> str:
-        busy = []
-        for worker in self._setup.workers:
-            for batch, first_grain, _ in self._scheduler.worker_tasks(worker)[:1]:
-                record = self._records.get(batch)
-                if record is not None:
-                    position = record.plan.first_position + first_grain * self._setup.grain_size
-                    busy.append(f"worker {worker} at position {position}")
-        listed = "; ".join(busy) or "no worker has a task"
-        return (
-            f"timeout={self._setup.timeout_s} seconds passed without a batch; raise timeout, or look at what is slow\n"
-            f"  busy: {listed}"
-        )

@@ -3,24 +3,24 @@
 Pure: events in, actions out, no clock, no I/O. The engine tells it what happened, one event at a time, and does what it asks,
 in order. Time enters only as the durations that workers report.
 
-Invariants, checked by ``validate`` and by the tests after every event:
+Invariants, checked by ``validate`` (in ``invariants``), which the tests call after every event:
 
     I1  a grain of an undelivered batch is waiting, or in exactly one task, or loaded
     I2  a task is held by exactly one live worker
     I3  a slot is free, or filled by one batch, or leased to the user; it is given away again only when no task that may still
         write into it is left
     I4  batches of one epoch are delivered once each, in the order they were planned (``in_order``)
-    I5  at most ``window`` batches are planned and not yet delivered
+    I5  no batch is begun, and none planned, while ``window`` batches are begun and not delivered
 """
 
 from __future__ import annotations
 
-import enum
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, final
 
+from infeed.scheduler.invariants import check
 from infeed.scheduler.messages import (
     Action,
     BatchId,
@@ -54,77 +54,19 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
+from infeed.scheduler.records import BATCH_DEATHS, Batch, SlotState, Task, Worker
 
 # A task should take at least this long, so that its two messages (some 30 microseconds of both sides) are cheap beside it.
 # Longer would leave workers idle at the end of a batch that others could have helped with.
 _TASK_NS: Final = 1_000_000
 # Work that is sent ahead to a busy worker, so that it never waits for the next message. What is sent cannot be taken back
-# from behind a slow sample, so no more than this.
+# from behind a slow sample, so no more than this...
 _QUEUE_NS: Final = 2_000_000
-# Weight of the newest duration in the running mean: follows a change within some ten tasks, forgives one slow sample.
+# ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
+_AWAY_TIMES: Final = 2
+# Weight of the newest duration in the running means: follows a change within some ten, forgives one that stands out.
 _MEAN_WEIGHT: Final = 0.1
-# A batch whose workers died this often is given up: it is the batch that kills them.
-_BATCH_DEATHS: Final = 3
-
-
-class SlotState(enum.Enum):
-    FREE = enum.auto()
-    FILLING = enum.auto()  # belongs to an undelivered batch, or to an abandoned one whose tasks still run
-    LEASED = enum.auto()  # delivered; the user looks into it
-
-
-@final
-class _Batch:
-    """A planned batch. Plain slots, here and below: these are made for every batch, and a dataclass takes twice as long."""
-
-    __slots__ = (
-        "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "loaded_count",
-        "must_regroup", "slot", "task_count", "waiting", "worker",
-    )  # fmt: skip
-
-    def __init__(self, batch: BatchId, epoch: int, grain_count: int, worker: WorkerId | None) -> None:
-        self.batch = batch
-        self.epoch = epoch
-        self.grain_count = grain_count
-        self.worker = worker
-        self.waiting = [(0, grain_count)]  # (first grain, count), ascending: in no task yet
-        self.slot: SlotId | None = None
-        self.task_count = 0
-        self.loaded_count = 0
-        self.failed: TaskId | None = None  # the failed task with the lowest grain
-        self.failed_grain = 0
-        self.death_count = 0
-        self.must_regroup = False
-        self.is_abandoned = False
-
-    @property
-    def is_finished(self) -> bool:
-        return not self.task_count and (self.loaded_count == self.grain_count or self.is_failed)
-
-    @property
-    def is_failed(self) -> bool:
-        return self.failed is not None or self.death_count > _BATCH_DEATHS
-
-
-@final
-class _Task:
-    __slots__ = ("batch", "first_grain", "grain_count", "is_unplaced", "worker")
-
-    def __init__(self, worker: WorkerId, batch: _Batch, first_grain: int, grain_count: int) -> None:
-        self.worker = worker
-        self.batch = batch
-        self.first_grain = first_grain
-        self.grain_count = grain_count
-        self.is_unplaced = False
-
-
-@final
-class _Worker:
-    __slots__ = ("is_ready", "tasks")
-
-    def __init__(self) -> None:
-        self.is_ready = False
-        self.tasks: set[TaskId] = set()
+_AWAY_WEIGHT: Final = 0.3
 
 
 @final
@@ -132,21 +74,23 @@ class Scheduler:
     """The state machine. ``handle`` is its only way in; the properties are for the engine's and the tests' eyes."""
 
     def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
-        self._workers = {worker: _Worker() for worker in workers}
+        self._workers = {worker: Worker() for worker in workers}
         self._window = window
         self._in_order = in_order
         self._whole_batches = whole_batches
-        self._batches: dict[BatchId, _Batch] = {}  # planned, not delivered; in planned order
+        self._batches: dict[BatchId, Batch] = {}  # planned, not delivered; in planned order
         self._draining: set[BatchId] = set()  # abandoned, but tasks may still write
         self._waiting: list[BatchId] = []  # ascending: batches with grains in no task
         self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of finishing
-        self._tasks: dict[TaskId, _Task] = {}
+        self._tasks: dict[TaskId, Task] = {}
         self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently served first
         self._slots: dict[SlotId, SlotState] = {}
         self._free: list[SlotId] = []  # last in, first out: the memory that is still in the processor's cache
         self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
         self._next_task = 0
         self._grain_ns = 0.0
+        self._away_ns = 0.0
+        self._queue_ns = float(_QUEUE_NS)
         self._wanted: int | None = None
         self._is_growth_refused = False
         self._is_closed = False
@@ -207,12 +151,14 @@ class Scheduler:
     def _on_batch_planned(self, event: BatchPlanned) -> None:
         batch, epoch, grain_count, worker = event
         assert batch not in self._batches
-        self._batches[batch] = _Batch(batch, epoch, grain_count, worker)
+        self._batches[batch] = Batch(batch, epoch, grain_count, worker)
         self._waiting.append(batch)
         self._assign()
 
     def _on_batch_wanted(self, event: BatchWanted) -> None:
         self._wanted = event.epoch
+        if event.away_ns > _QUEUE_NS or self._away_ns > _QUEUE_NS:
+            self._learn_away(event.away_ns)
         if self._finished:
             self._deliver()
         if self._waiting:
@@ -268,7 +214,7 @@ class Scheduler:
             self._settle(batch)
         worker.tasks.clear()
         # A worker that never got anything done is a broken environment, not a bad batch: dying on start, each in turn.
-        if self._deaths_in_a_row > len(self._workers) + _BATCH_DEATHS:
+        if self._deaths_in_a_row > len(self._workers) + BATCH_DEATHS:
             self._actions.append(FailWorkers(event.worker))
         else:
             self._actions.append(StartWorker(event.worker))
@@ -375,7 +321,7 @@ class Scheduler:
 
     # --- rules
 
-    def _finish(self, worker: WorkerId, task_id: TaskId) -> _Task | None:
+    def _finish(self, worker: WorkerId, task_id: TaskId) -> Task | None:
         """Take a task off the books; ``None`` if it is not on them: the late word of a worker that was declared dead."""
         task = self._tasks.get(task_id)
         if task is None or task.worker != worker:
@@ -390,7 +336,7 @@ class Scheduler:
             self._roomy.setdefault(worker)
         return task
 
-    def _settle(self, batch: _Batch) -> None:
+    def _settle(self, batch: Batch) -> None:
         """Move a batch on when its last task is in."""
         if batch.task_count:
             return
@@ -406,17 +352,17 @@ class Scheduler:
         elif batch.is_finished and batch.batch not in self._finished:
             self._finished[batch.batch] = None
 
-    def _wait_again(self, batch: _Batch, first_grain: int, grain_count: int) -> None:
+    def _wait_again(self, batch: Batch, first_grain: int, grain_count: int) -> None:
         insort(batch.waiting, (first_grain, grain_count))
         if batch.batch not in self._waiting:
             insort(self._waiting, batch.batch)
 
-    def _stop_waiting(self, batch: _Batch) -> None:
+    def _stop_waiting(self, batch: Batch) -> None:
         batch.waiting.clear()
         if batch.batch in self._waiting:
             self._waiting.remove(batch.batch)
 
-    def _drop_unplaced(self, batch: _Batch) -> None:
+    def _drop_unplaced(self, batch: Batch) -> None:
         for task_id in [task_id for task_id in self._unplaced if self._tasks[task_id].batch is batch]:
             task = self._finish(self._tasks[task_id].worker, task_id)
             assert task is not None
@@ -427,7 +373,7 @@ class Scheduler:
         self._free.append(slot)
         self._is_growth_refused = False
 
-    def _take_slot(self, batch: _Batch) -> bool:
+    def _take_slot(self, batch: Batch) -> bool:
         """Give the batch a slot; if there is none, ask for one and say no."""
         if not self._free:
             if not self._is_growth_refused:
@@ -468,7 +414,7 @@ class Scheduler:
         self._slots[batch.slot] = SlotState.LEASED
         self._actions.append(Deliver(batch.batch, batch.slot))
 
-    def _next_finished(self, epoch: int) -> _Batch | None:
+    def _next_finished(self, epoch: int) -> Batch | None:
         if self._in_order:
             for batch in self._batches.values():
                 if batch.epoch == epoch:
@@ -483,8 +429,13 @@ class Scheduler:
         """Give waiting grains to workers with room, oldest batch first."""
         if not self._waiting:
             return
-        for batch_id in tuple(self._waiting):
+        waiting = tuple(self._waiting)
+        for number, batch_id in enumerate(waiting):
             batch = self._batches[batch_id]
+            # All batches behind this one wait as well, so those begun are the rest. More than the window are planned only when
+            # it has become smaller.
+            if not batch.is_begun and len(self._batches) - (len(waiting) - number) >= self._window:
+                return
             while batch.waiting:
                 if batch.worker is not None:
                     # A share of a stream: this worker and no other, one task after another, in order.
@@ -502,7 +453,7 @@ class Scheduler:
             if not batch.waiting:
                 self._waiting.remove(batch_id)
 
-    def _send(self, batch: _Batch, worker: WorkerId) -> None:
+    def _send(self, batch: Batch, worker: WorkerId) -> None:
         first, available = batch.waiting[0]
         count = min(available, self._task_grains(batch))
         if count == available:
@@ -511,17 +462,29 @@ class Scheduler:
             batch.waiting[0] = (first + count, available - count)
         task_id = TaskId(self._next_task)
         self._next_task += 1
-        self._tasks[task_id] = _Task(worker, batch, first, count)
+        self._tasks[task_id] = Task(worker, batch, first, count)
         batch.task_count += 1
         record = self._workers[worker]
         record.tasks.add(task_id)
         del self._roomy[worker]
-        if self._grain_ns and len(record.tasks) * count * self._grain_ns < _QUEUE_NS:
+        if self._has_room(record, count):
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
         self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
 
-    def _task_grains(self, batch: _Batch) -> int:
+    def _has_room(self, worker: Worker, grain_count: int) -> bool:
+        return bool(self._grain_ns) and len(worker.tasks) * grain_count * self._grain_ns < self._queue_ns
+
+    def _learn_away(self, away_ns: int) -> None:
+        self._away_ns += _AWAY_WEIGHT * (away_ns - self._away_ns)
+        queue_ns = max(float(_QUEUE_NS), _AWAY_TIMES * self._away_ns)
+        has_grown, self._queue_ns = queue_ns > self._queue_ns, queue_ns
+        if has_grown:
+            for worker, record in self._workers.items():
+                if record.is_ready and self._has_room(record, 1):
+                    self._roomy.setdefault(worker)
+
+    def _task_grains(self, batch: Batch) -> int:
         if self._whole_batches:
             return batch.grain_count
         if not self._grain_ns:
@@ -537,27 +500,4 @@ class Scheduler:
 
     def validate(self) -> None:
         """Check the invariants; for tests."""
-        used: dict[SlotId, BatchId] = {}
-        for task_id, task in self._tasks.items():
-            assert task_id in self._workers[task.worker].tasks, f"I2: task {task_id}"
-        for worker_id, worker in self._workers.items():
-            assert all(self._tasks[task].worker == worker_id for task in worker.tasks), f"I2: worker {worker_id}"
-        assert len(self._batches) <= self._window, "I5"
-        live = list(self._batches.values()) + [t.batch for t in self._tasks.values() if t.batch.is_abandoned]
-        for batch in live:
-            if batch.slot is not None:
-                assert used.setdefault(batch.slot, batch.batch) == batch.batch, f"I3: slot {batch.slot}"
-                assert self._slots[batch.slot] is SlotState.FILLING, f"I3: slot {batch.slot}"
-            if not (batch.is_abandoned or batch.is_failed or batch.must_regroup):
-                grains = sorted(
-                    grain
-                    for first, count in [
-                        *batch.waiting,
-                        *((t.first_grain, t.grain_count) for t in self._tasks.values() if t.batch is batch),
-                    ]
-                    for grain in range(first, first + count)
-                )
-                assert batch.task_count == sum(t.batch is batch for t in self._tasks.values()), f"I1: batch {batch.batch}"
-                assert len(set(grains)) == len(grains), f"I1: batch {batch.batch}"
-                assert len(grains) + batch.loaded_count == batch.grain_count, f"I1: batch {batch.batch}"
-        assert sorted(self._free) == sorted(s for s, state in self._slots.items() if state is SlotState.FREE), "I3"
+        check(self._batches, self._tasks, self._workers, self._slots, self._free)

@@ -26,9 +26,10 @@ class BatchPlanned(NamedTuple):
 
 
 class BatchWanted(NamedTuple):
-    """The user's loop waits for a batch of this epoch."""
+    """The user's loop waits for a batch of this epoch, having been away for ``away_ns`` since it got the last."""
 
     epoch: int
+    away_ns: int = 0
 
 
 class EpochAbandoned(NamedTuple):

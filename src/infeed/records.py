@@ -1,0 +1,62 @@
+"""What an engine is made of, and what it remembers of a batch and of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from infeed.batch.layout import Layout
+from infeed.batch.packing import Packed
+from infeed.feeds import Feed, PlannedBatch, StreamShares
+from infeed.memory.arena import Arena
+from infeed.memory.segments import SegmentStore
+from infeed.scheduler.messages import BatchId, TaskId, WorkerId
+from infeed.workers.crew import Crew
+from infeed.workers.failures import Failure
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What an engine is made of."""
+
+    crew: Crew
+    store: SegmentStore
+    arena: Arena
+    workers: tuple[WorkerId, ...]
+    window: int
+    least_window: int  # enough for every worker to have something to do
+    is_window_fixed: bool  # by the option prefetch, or because there is nothing to prefetch with
+    is_lazy: bool  # inline: nothing is planned before it is wanted
+    in_order: bool
+    whole_batches: bool
+    grain_size: int
+    timeout_s: float
+    drop_last: bool
+    stream: StreamShares | None
+    make_feed: Callable[[int], Feed]
+    prefetches_epochs: bool
+
+
+@final
+class Record:
+    """A batch between plan and delivery. One is made for every batch, so what few need is made when it is."""
+
+    __slots__ = ("beside", "deaths", "failures", "layout", "needed_bytes", "packed", "plan", "row_count")
+
+    def __init__(self, plan: PlannedBatch) -> None:
+        self.plan = plan
+        self.layout: Layout | None = None
+        self.row_count = 0
+        self.needed_bytes = 0
+        self.packed: Packed | None = None
+        self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task
+        self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
+        self.deaths: list[str] | None = None
+
+
+class Task(NamedTuple):
+    batch: BatchId
+    first_row: int
+    layout: Layout | None

@@ -1,0 +1,69 @@
+"""What the user is told when something went wrong: the exceptions that the engine raises, with place and cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
+from infeed.memory.budget import format_bytes
+from infeed.records import EngineSetup, Record
+from infeed.scheduler.machine import Scheduler
+from infeed.scheduler.messages import BatchId, TaskId, WorkerId
+from infeed.workers.failures import Failure
+
+
+def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[WorkerId], str]) -> BaseException:
+    """What is raised in place of a batch: what the user's code raised in ``task``, or that its workers died."""
+    plan = record.plan
+    if task is None:
+        assert record.deaths is not None
+        listed = "" if plan.indices is None else f", indices {list(plan.indices[:8])}"
+        return WorkerDiedError(
+            f"workers died {len(record.deaths)} times while loading the batch at position {plan.first_position} of "
+            f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1]}\n"
+            "  a sample of it seems to kill its worker; load it with num_workers=0 to see how"
+        )
+    assert record.failures is not None
+    worker, failure = record.failures[task]
+    position = failure.position if failure.position is not None else plan.first_position
+    return failure.exception(f"position {position} of epoch {plan.epoch}, {name_worker(worker)}")
+
+
+def start_error(worker: WorkerId, failure: Failure) -> BaseException:
+    """A worker did not get as far as its first task. What ``worker_init_fn`` raised stays what it is."""
+    error = failure.exception(f"worker {worker}")
+    if failure.kind not in ("ImportError", "ModuleNotFoundError", "AttributeError", "UnpicklingError"):
+        return error
+    start = WorkerStartError(
+        f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; what the dataset needs must be "
+        "importable in a fresh process, or be defined in the script itself"
+    )
+    start.__cause__ = error
+    return start
+
+
+def workers_error(last_death: str) -> WorkerDiedError:
+    """Workers die as fast as they are started."""
+    return WorkerDiedError(
+        f"workers die faster than they load; the last was {last_death}\n"
+        "  run with num_workers=0 to see the dataset's own error, or look above for what it printed"
+    )
+
+
+def memory_error(shortage: MemoryLimitError, held_count: int, batch_bytes: int) -> MemoryLimitError:
+    """There is no slot to load into, and the user holds what there is."""
+    return MemoryLimitError(f"{shortage}\n  {held_count} batches of some {format_bytes(batch_bytes)} are still looked into")
+
+
+def timeout_error(setup: EngineSetup, scheduler: Scheduler, records: Mapping[BatchId, Record]) -> LoadTimeoutError:
+    """No batch within ``timeout``: who is busy with what."""
+    busy = []
+    for worker in setup.workers:
+        for batch, first_grain, _ in scheduler.worker_tasks(worker)[:1]:
+            if batch in records:
+                position = records[batch].plan.first_position + first_grain * setup.grain_size
+                busy.append(f"worker {worker} at position {position}")
+    listed = "; ".join(busy) or "no worker has a task"
+    return LoadTimeoutError(
+        f"timeout={setup.timeout_s} seconds passed without a batch; raise timeout, or look at what is slow\n  busy: {listed}"
+    )

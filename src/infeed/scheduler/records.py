@@ -1,0 +1,79 @@
+"""What the scheduler remembers of a batch, a task and a worker.
+
+Plain slots instead of dataclasses: one or more is made for every batch, and a dataclass takes twice as long.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, final
+
+from infeed.scheduler.messages import BatchId, SlotId, TaskId, WorkerId
+
+# A batch whose workers died this often is given up: it is the batch that kills them.
+BATCH_DEATHS: Final = 3
+
+
+class SlotState(enum.Enum):
+    FREE = enum.auto()
+    FILLING = enum.auto()  # belongs to an undelivered batch, or to an abandoned one whose tasks still run
+    LEASED = enum.auto()  # delivered; the user looks into it
+
+
+@final
+class Batch:
+    """A planned batch, until it is delivered or, if it was abandoned, until nothing writes into its slot any more."""
+
+    __slots__ = (
+        "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "loaded_count",
+        "must_regroup", "slot", "task_count", "waiting", "worker",
+    )  # fmt: skip
+
+    def __init__(self, batch: BatchId, epoch: int, grain_count: int, worker: WorkerId | None) -> None:
+        self.batch = batch
+        self.epoch = epoch
+        self.grain_count = grain_count
+        self.worker = worker
+        self.waiting = [(0, grain_count)]  # (first grain, count), ascending: in no task yet
+        self.slot: SlotId | None = None
+        self.task_count = 0
+        self.loaded_count = 0
+        self.failed: TaskId | None = None  # the failed task with the lowest grain
+        self.failed_grain = 0
+        self.death_count = 0
+        self.must_regroup = False
+        self.is_abandoned = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether any of it was given to a worker; from then on it takes memory."""
+        return self.slot is not None or self.task_count > 0 or self.loaded_count > 0
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.task_count and (self.loaded_count == self.grain_count or self.is_failed)
+
+    @property
+    def is_failed(self) -> bool:
+        return self.failed is not None or self.death_count > BATCH_DEATHS
+
+
+@final
+class Task:
+    __slots__ = ("batch", "first_grain", "grain_count", "is_unplaced", "worker")
+
+    def __init__(self, worker: WorkerId, batch: Batch, first_grain: int, grain_count: int) -> None:
+        self.worker = worker
+        self.batch = batch
+        self.first_grain = first_grain
+        self.grain_count = grain_count
+        self.is_unplaced = False
+
+
+@final
+class Worker:
+    __slots__ = ("is_ready", "tasks")
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.tasks: set[TaskId] = set()
