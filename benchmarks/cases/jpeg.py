@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import time
 from typing import Final
 
@@ -54,11 +56,35 @@ def _inline_rate(dataset: Jpegs, samples: int) -> float:
     return samples / (time.perf_counter() - began)
 
 
+def _plain_loops_rate(parameters: Parameters) -> float:
+    """What as many plain loops as there are workers reach together, each in a process of its own, at the same time."""
+    arguments = ", ".join(str(parameters[name]) for name in ("samples", "side", "crop"))
+    code = (
+        "from benchmarks.cases.jpeg import Jpegs, _inline_rate\n"
+        f"dataset = Jpegs({arguments})\n"
+        f"_inline_rate(dataset, {_ENCODED_COUNT}); print(flush=True); input()\n"
+        f"print(_inline_rate(dataset, {parameters['inline_samples']}))"
+    )
+    loops = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(WORKERS)
+    ]
+    for loop in loops:
+        assert loop.stdout is not None
+        loop.stdout.readline()
+    for loop in loops:
+        assert loop.stdin is not None
+        loop.stdin.write("\n")
+        loop.stdin.flush()
+    return sum(float(loop.communicate()[0]) for loop in loops)
+
+
 def run(library: str, parameters: Parameters) -> Outcome:
     dataset = Jpegs(parameters["samples"], parameters["side"], parameters["crop"])
     inline_samples = parameters["inline_samples"]
     spec = LoaderSpec(dataset, batch_size=parameters["batch_size"], num_workers=WORKERS, shuffle=True)
     _inline_rate(dataset, min(inline_samples, _ENCODED_COUNT))
+    plain_before = _plain_loops_rate(parameters)
     before = _inline_rate(dataset, inline_samples)
     loading = Run(library, spec)
     loading.checked_epoch()
@@ -66,11 +92,17 @@ def run(library: str, parameters: Parameters) -> Outcome:
     figures = loading.close()
     # One core alone is measured on both sides of the loader, because the speed of a shared machine drifts.
     after = _inline_rate(dataset, inline_samples)
-    one_core = (before + after) / 2
+    plain_after = _plain_loops_rate(parameters)
+    one_core, plain = (before + after) / 2, (plain_before + plain_after) / 2
     return Outcome(
-        {"efficiency": rate / (WORKERS * one_core), "samples_per_s": rate, "one_core_samples_per_s": one_core},
+        {
+            "efficiency": rate / (WORKERS * one_core),
+            "of_plain_loops": rate / plain,
+            "samples_per_s": rate,
+            "one_core_samples_per_s": one_core,
+        },
         figures,
-        {"one_core_before": before, "one_core_after": after},
+        {"one_core": [before, after], "plain_loops": [plain_before, plain_after]},
     )
 
 
@@ -80,6 +112,7 @@ CASES: Final = (
         title="decode-bound JPEGs of 1024x1024, windows of 3x224x224 float32, batch 32, 2 workers",
         metrics=(
             Metric("efficiency", "rate / (2 x one core alone)", "", "higher"),
+            Metric("of_plain_loops", "rate / two plain loops at the same time", "", "higher"),
             Metric("samples_per_s", "rate", "samples/s", "higher"),
             Metric("one_core_samples_per_s", "one core alone", "samples/s", "neither"),
         ),
@@ -93,7 +126,8 @@ CASES: Final = (
             "tiny": {"samples": 32, "inline_samples": 8, "batch_size": 4, "side": 64, "crop": 32},
         },
         run=run,
-        note="Images are large on purpose. With 384x384 and batch 64 (first choice, one quick run) torch had 0.43: that "
+        note="Two plain loops at the same time are what the machine can do without any loader: its cores are slower together "
+        "than alone. Images are large on purpose. With 384x384 and batch 64 (first choice, one quick run) torch had 0.43: that "
         "measures moving batches, which is what the case big is for.",
     ),
 )

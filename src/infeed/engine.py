@@ -285,7 +285,7 @@ class Engine:
                 self.close()
                 self._error = start_error(worker, failure)
             case Death(text):
-                for batch, _, _ in self._scheduler.worker_tasks(worker):
+                for batch, _, _ in self._scheduler.worker_tasks(worker)[:1]:
                     if batch in self._records:
                         record = self._records[batch]
                         record.deaths = [*(record.deaths or ()), f"worker {worker} {text}"]

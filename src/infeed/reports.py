@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 
 from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
 from infeed.memory.budget import format_bytes
+from infeed.plan.order import plain_indices
 from infeed.records import EngineSetup, Record
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import BatchId, TaskId, WorkerId
@@ -17,7 +19,7 @@ def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[Work
     plan = record.plan
     if task is None:
         assert record.deaths is not None
-        listed = "" if plan.indices is None else f", indices {list(plan.indices[:8])}"
+        listed = "" if plan.indices is None else f", indices {reprlib.repr(plain_indices(plan.indices))}"
         return WorkerDiedError(
             f"workers died {len(record.deaths)} times while loading the batch at position {plan.first_position} of "
             f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1]}\n"

@@ -45,6 +45,12 @@ _MIX_64: Final = _Mixer(np.uint64, 0xBF58476D1CE4E5B9, 29, 0x94D049BB133111EB)
 _BLOCK: Final = 1 << 15
 
 
+def plain_indices(indices: Indices | list[Any]) -> list[Any]:
+    """As Python integers: what datasets get, as from any sampler, and what messages show."""
+    plain: list[Any] = indices.tolist() if isinstance(indices, np.ndarray) else indices
+    return plain
+
+
 class Order(ABC):
     """The indices of one epoch, by position."""
 

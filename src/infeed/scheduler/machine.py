@@ -197,13 +197,13 @@ class Scheduler:
         worker.is_ready = False
         self._roomy.pop(event.worker, None)
         self._deaths_in_a_row += 1
-        blamed: set[BatchId] = set()
-        for task_id in sorted(worker.tasks):
+        # A worker does its tasks in order: it died of the first, or it had done that and not said so yet. From the second death
+        # on there is no doubt, because then the task goes to a worker that has nothing else.
+        for number, task_id in enumerate(sorted(worker.tasks)):
             task = self._tasks.pop(task_id)
             batch = task.batch
             batch.task_count -= 1
-            if batch.batch not in blamed:
-                blamed.add(batch.batch)
+            if number == 0:
                 batch.death_count += 1
             if task.is_unplaced:
                 self._unplaced.remove(task_id)
@@ -446,6 +446,11 @@ class Scheduler:
                     worker = next(iter(self._roomy))
                 else:
                     return
+                if batch.death_count and self._workers[worker].tasks:
+                    idle = next((other for other in self._roomy if not self._workers[other].tasks), None)
+                    if idle is None or batch.worker is not None:
+                        return  # nothing else goes out until one has nothing else to do
+                    worker = idle
                 if batch.slot is None and self._slots and not self._take_slot(batch):
                     self._check_memory()
                     return
@@ -467,7 +472,7 @@ class Scheduler:
         record = self._workers[worker]
         record.tasks.add(task_id)
         del self._roomy[worker]
-        if self._has_room(record, count):
+        if self._has_room(record, count) and not batch.death_count:
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
         self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))

@@ -17,14 +17,13 @@ from operator import length_hint
 from time import perf_counter_ns
 from typing import Any, Final, Protocol, TypeAlias, assert_never, final
 
-import numpy as np
-
 from infeed.batch.layout import Layout, infer_layout
 from infeed.batch.packing import Packing
 from infeed.batch.rows import RowMismatch, RowWriter
 from infeed.batch.tree import Sample
 from infeed.errors import CollateError, InternalError
 from infeed.memory.arena import Block
+from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive, mix
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
@@ -156,7 +155,7 @@ class Runner:
         if making is Making.ROWS:
             return self._load_rows(message)
         samples = self._fetch_grains(message)
-        return self._pack(message.task, samples, message.block, message.row_count, list(message.indices))
+        return self._pack(message.task, samples, message.block, message.row_count, plain_indices(message.indices))
 
     def _gather(self, message: LoadGrains) -> FromWorker:
         table = self._source.table
@@ -198,10 +197,9 @@ class Runner:
             if len(samples) < len(message.indices):
                 # Some rows are written and forgotten. Seeds make it harmless to load them again.
                 samples = self._fetch_grains(message)
-        return self._place_or_hold(
-            message.task, samples, list(message.indices), message.block if message.is_whole else None, message.row_count,
-            first_row=message.first_row,
-        )  # fmt: skip
+        block = message.block if message.is_whole else None
+        indices = plain_indices(message.indices)
+        return self._place_or_hold(message.task, samples, indices, block, message.row_count, first_row=message.first_row)
 
     def _place_or_hold(
         self,
@@ -286,7 +284,7 @@ class Runner:
 
     def _chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
         """Samples of a task in order, some ``chunk_rows`` at a time, each grain under its own seed."""
-        indices = _plain(message.indices)
+        indices = plain_indices(message.indices)
         position = message.first_position + message.first_row
         grain_size = self._spec.grain_size
         chunk: list[Sample] = []
@@ -397,9 +395,3 @@ class Runner:
 
 def _not_indexed(_index: Any) -> Sample:
     raise InternalError("a stream was asked for an index; this is a bug in infeed")
-
-
-def _plain(indices: Any) -> list[Any]:
-    # Datasets get Python integers, as from any sampler; NumPy's are slower to index with and not everywhere accepted.
-    plain: list[Any] = indices.tolist() if isinstance(indices, np.ndarray) else indices
-    return plain

@@ -206,6 +206,8 @@ class _Server:
     def _kill_all(self) -> None:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)  # so that none is left as a zombie for whoever inherits them
 
 
 def _thread_count() -> int:
