@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from typing import Any, Final, assert_never, final
 
@@ -79,6 +80,7 @@ _TINY_WINDOW: Final = 64
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
+_MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 # Layouts kept so that equal ones are one object, by which workers know them.
 _LAYOUTS_KEPT: Final = 64
 
@@ -104,7 +106,7 @@ class Engine:
         self._layouts: dict[Layout, Layout] = {}
         self._slot_bytes = 0
         self._refill = max(1, setup.window // _REFILL_SHARE)
-        self._next_batch = 0
+        self._batch_count = 0
         self._feed: Feed | None = None
         self._next_feed: Feed | None = None
         self._started: set[WorkerId] = set()
@@ -114,6 +116,7 @@ class Engine:
         self._last_death = ""
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._is_closed = False
+        self._lock = threading.RLock()  # held by the thread that drives this engine
         self.owner_pid = os.getpid()
         for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
             self._start(worker)
@@ -148,27 +151,32 @@ class Engine:
         Raises:
             EpochEnd: there is none.
         """
+        with self._lock:
+            try:
+                return self._next_batch()
+            except (EpochEnd, Exception):
+                raise
+            except BaseException:
+                # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
+                self.close()
+                raise
+
+    def _next_batch(self) -> Any:
         feed = self._feed
-        assert feed is not None
+        if feed is None or self._is_closed:
+            raise LoaderClosedError(_MSG_CLOSED)
         deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
-        try:
+        self._plan()
+        self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
+        while not self._delivered:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            self._check_end(feed)
+            self._wait(deadline)
+        if not self._setup.is_lazy:
             self._plan()
-            self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
-            while not self._delivered:
-                if self._error is not None:
-                    error, self._error = self._error, None
-                    raise error
-                self._check_end(feed)
-                self._wait(deadline)
-            if not self._setup.is_lazy:
-                self._plan()
-                self._crew.flush()
-        except (EpochEnd, Exception):
-            raise
-        except BaseException:
-            # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
-            self.close()
-            raise
+            self._crew.flush()
         self._left_ns = time.perf_counter_ns()
         return self._delivered.pop()
 
@@ -183,7 +191,7 @@ class Engine:
     def _wait(self, deadline: float | None) -> None:
         """The one place where the user's thread waits: for news, a death, the time-out, or close."""
         if self._is_closed:
-            raise LoaderClosedError("the loader was closed while a batch was waited for; iterate it again to load anew")
+            raise LoaderClosedError(_MSG_CLOSED)
         timeout_s = None if deadline is None else deadline - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
             raise timeout_error(self._setup, self._scheduler, self._records)
@@ -195,7 +203,8 @@ class Engine:
         """Stop all workers and let go of all memory that the user does not look into. Idempotent.
 
         NOTE [close order]
-          1. mark closed, so that whoever waits gives up, and wake them
+          1. mark closed and wake whoever waits in `next_batch`; wait until they are out, because a descriptor that is closed
+             under a thread that polls it may be another file's by the time it looks
           2. the scheduler hears of it and asks for nothing more
           3. workers are told by the end of their pipes; those in user code are killed after a moment
           4. memory last: a worker may write until it is gone
@@ -204,11 +213,12 @@ class Engine:
             return
         self._is_closed = True
         self._crew.wake()
-        self._scheduler.handle(Closed())
-        self._crew.close()
-        self._records.clear()
-        self._arena.close()
-        self._setup.store.close()
+        with self._lock:
+            self._scheduler.handle(Closed())
+            self._crew.close()
+            self._records.clear()
+            self._arena.close()
+            self._setup.store.close()
 
     # --- planning
 
@@ -224,8 +234,8 @@ class Engine:
             planned = self._take_planned()
             if planned is None:
                 return
-            batch = BatchId(self._next_batch)
-            self._next_batch += 1
+            batch = BatchId(self._batch_count)
+            self._batch_count += 1
             self._records[batch] = Record(planned)
             self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
 
@@ -473,7 +483,8 @@ class Engine:
         ended = self._arena.ended_leases()
         for slot in ended:
             self._tell(SlotFreed(slot))
-        if ended:
+        if ended and self._feed is not None:
+            self._tell(BatchWanted(self._feed.epoch))
             return
         assert self._shortage is not None
         self._error = memory_error(self._shortage, self._scheduler.held_slots, self._slot_bytes)

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import count
 from typing import Any, Final, final
 
 from infeed.assembly import build_engine
@@ -97,7 +98,8 @@ class DataLoader:
             start_method=start_method,
         )
         self._seed = int.from_bytes(os.urandom(8)) >> 1 if seed is None else int(seed)
-        self._next_epoch = 0
+        # Counted when an epoch's first batch is asked for: `iter` alone, as frameworks call it to look, begins nothing.
+        self._epochs = count()
         self._is_closed = False
         self._garage = _Garage()
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
@@ -106,9 +108,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
-        epoch = self._next_epoch
-        self._next_epoch += 1
-        return _Epoch(self._config, self._seed, epoch, self._garage)
+        return _Epoch(self._config, self._seed, self._epochs, self._garage)
 
     def __len__(self) -> int:
         """Batches in an epoch.
@@ -179,7 +179,8 @@ class _Garage:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both
+        # Guards both. Reentrant, because an epoch that the garbage collector finds is given back from wherever it runs.
+        self._lock = threading.RLock()
         self._parked: Engine | None = None
         self._out: set[Engine] = set()
 
@@ -214,10 +215,10 @@ class _Garage:
 class _Epoch(Iterator[Any]):
     """One iteration of a loader. Starts nothing before the first batch is asked for."""
 
-    def __init__(self, config: LoaderConfig, seed: int, epoch: int, garage: _Garage) -> None:
+    def __init__(self, config: LoaderConfig, seed: int, epochs: Iterator[int], garage: _Garage) -> None:
         self._config = config
         self._seed = seed
-        self._epoch = epoch
+        self._epochs = epochs
         self._garage = garage
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._engine: Engine | None = None
@@ -244,7 +245,7 @@ class _Epoch(Iterator[Any]):
 
     def _begin(self) -> Engine:
         engine = self._engine = self._garage.take(lambda: build_engine(self._config, self._seed))
-        engine.begin_epoch(self._epoch)
+        engine.begin_epoch(next(self._epochs))
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
         self._finalizer = weakref.finalize(self, _leave, self._garage, engine)
         self._finalizer.atexit = False

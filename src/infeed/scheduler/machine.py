@@ -87,6 +87,7 @@ class Scheduler:
         self._slots: dict[SlotId, SlotState] = {}
         self._free: list[SlotId] = []  # last in, first out: the memory that is still in the processor's cache
         self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
+        self._slotless: set[BatchId] = set()  # begun without a slot, because there was none yet
         self._next_task = 0
         self._grain_ns = 0.0
         self._away_ns = 0.0
@@ -119,6 +120,8 @@ class Scheduler:
         if self._is_closed:
             return []
         self._handlers[type(event)](event)
+        if self._is_growth_refused:
+            self._check_memory()
         actions, self._actions = self._actions, []
         return actions
 
@@ -161,6 +164,10 @@ class Scheduler:
             self._learn_away(event.away_ns)
         if self._finished:
             self._deliver()
+        elif self._is_growth_refused and self._is_stuck:
+            # There was no memory. Perhaps there is now: ask once more before saying so again.
+            self._is_growth_refused = False
+            self._place()
         if self._waiting:
             self._assign()
 
@@ -309,7 +316,6 @@ class Scheduler:
 
     def _on_growth_refused(self, _event: GrowthRefused) -> None:
         self._is_growth_refused = True
-        self._check_memory()
 
     def _on_slot_freed(self, event: SlotFreed) -> None:
         assert self._slots[event.slot] is SlotState.LEASED
@@ -340,6 +346,8 @@ class Scheduler:
         """Move a batch on when its last task is in."""
         if batch.task_count:
             return
+        if batch.slot is None:
+            self._slotless.discard(batch.batch)
         if batch.is_abandoned:
             if batch.batch in self._draining:
                 self._draining.discard(batch.batch)
@@ -374,7 +382,13 @@ class Scheduler:
         self._is_growth_refused = False
 
     def _take_slot(self, batch: Batch) -> bool:
-        """Give the batch a slot; if there is none, ask for one and say no."""
+        """Give the batch a slot; if there is none, ask for one and say no.
+
+        Older batches come first, even if they are not ready to be placed yet: the user's loop waits for them, and it may hold
+        what would be freed for them otherwise.
+        """
+        if self._slotless and min(self._slotless) < batch.batch:
+            return False
         if not self._free:
             if not self._is_growth_refused:
                 self._actions.append(Grow())
@@ -383,15 +397,15 @@ class Scheduler:
             return False
         batch.slot = self._free.pop()
         self._slots[batch.slot] = SlotState.FILLING
+        self._slotless.discard(batch.batch)
         return True
 
     def _place(self) -> None:
-        for _ in range(len(self._unplaced)):
-            task_id = self._unplaced[0]
+        for task_id in sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch):
             task = self._tasks[task_id]
             if task.batch.slot is None and not self._take_slot(task.batch):
                 return
-            self._unplaced.popleft()
+            self._unplaced.remove(task_id)
             task.is_unplaced = False
             assert task.batch.slot is not None
             self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
@@ -452,7 +466,6 @@ class Scheduler:
                         return  # nothing else goes out until one has nothing else to do
                     worker = idle
                 if batch.slot is None and self._slots and not self._take_slot(batch):
-                    self._check_memory()
                     return
                 self._send(batch, worker)
             if not batch.waiting:
@@ -469,6 +482,8 @@ class Scheduler:
         self._next_task += 1
         self._tasks[task_id] = Task(worker, batch, first, count)
         batch.task_count += 1
+        if batch.slot is None:
+            self._slotless.add(batch.batch)
         record = self._workers[worker]
         record.tasks.add(task_id)
         del self._roomy[worker]
@@ -499,9 +514,14 @@ class Scheduler:
 
     def _check_memory(self) -> None:
         is_asking = any(isinstance(action, Grow) for action in self._actions)
-        is_idle = not self._tasks and not self._finished
-        if self._is_growth_refused and not is_asking and is_idle and self._wanted is not None:
+        if self._wanted is not None and not is_asking and self._is_stuck:
+            self._wanted = None
             self._actions.append(FailMemory())
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether nothing will happen by itself: no batch is finished, and every task waits for a slot."""
+        return not self._finished and len(self._tasks) == len(self._unplaced)
 
     def validate(self) -> None:
         """Check the invariants; for tests."""

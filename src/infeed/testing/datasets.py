@@ -1,0 +1,177 @@
+"""Datasets whose samples are their indices, and which are slow, uneven, faulty, deadly or random about it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+RandomSource = Literal["python", "numpy", "torch"]
+Ending = Literal["kill", "exit"]
+
+_EXIT_CODE: Final = 86  # what a worker that leaves by os._exit reports; nothing else uses it
+
+
+class _Numbers:
+    """Sample ``i`` is ``i``. Iterating ends at the length, as for any sequence."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"index {index} is outside of a dataset of length {self._length}")
+        return index % self._length
+
+
+class SlowDataset(_Numbers):
+    """Takes ``seconds`` for every sample, asleep, as a disk or a network would.
+
+    >>> SlowDataset(10, 0.001)[3]
+    3
+    """
+
+    def __init__(self, length: int, seconds: float) -> None:
+        super().__init__(length)
+        self._seconds = seconds
+
+    def __getitem__(self, index: int) -> int:
+        sample = super().__getitem__(index)
+        time.sleep(self._seconds)
+        return sample
+
+
+class UnevenDataset(_Numbers):
+    """Takes ``seconds`` for a sample, and ``slow_seconds`` for those whose index is a multiple of ``every``.
+
+    >>> UnevenDataset(100, 0, slow_seconds=0.001, every=50)[50]
+    50
+    """
+
+    def __init__(self, length: int, seconds: float, *, slow_seconds: float, every: int = 50) -> None:
+        super().__init__(length)
+        self._seconds = seconds
+        self._slow_seconds = slow_seconds
+        self._every = every
+
+    def __getitem__(self, index: int) -> int:
+        sample = super().__getitem__(index)
+        time.sleep(self._seconds if sample % self._every else self._slow_seconds)
+        return sample
+
+
+def _bad_sample(index: int) -> Exception:
+    return ValueError(f"sample {index} is bad")
+
+
+class FaultyDataset(_Numbers):
+    """Raises at the indices in ``bad``: what ``error`` makes of the index, by default a ``ValueError``.
+
+    >>> FaultyDataset(10, bad=[4], error=KeyError)[4]
+    Traceback (most recent call last):
+        ...
+    KeyError: 4
+    """
+
+    def __init__(self, length: int, bad: Iterable[int], *, error: Callable[[int], BaseException] = _bad_sample) -> None:
+        super().__init__(length)
+        self._bad = frozenset(bad)
+        self._error = error
+
+    def __getitem__(self, index: int) -> int:
+        sample = super().__getitem__(index)
+        if sample in self._bad:
+            raise self._error(sample)
+        return sample
+
+
+class CrashingDataset(_Numbers):
+    """Ends the process that loads an index in ``crash_at``, the first ``times`` times that one is asked for.
+
+    For process workers only: asked in the process that made it, it raises ``RuntimeError`` instead of ending it.
+
+    Args:
+        count_file: deaths are counted in it, a byte each, because those who die cannot tell.
+        times: how many deaths in all; ``None`` for every time.
+        how: ``"kill"`` as the out-of-memory killer does it, ``"exit"`` as ``os._exit`` in a library does.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        crash_at: Iterable[int],
+        count_file: str | os.PathLike[str],
+        *,
+        times: int | None = 1,
+        how: Ending = "kill",
+    ) -> None:
+        super().__init__(length)
+        self._crash_at = frozenset(crash_at)
+        self._count_file = os.fspath(count_file)
+        self._times = times
+        self._how = how
+        self._owner_pid = os.getpid()
+
+    @property
+    def deaths(self) -> int:
+        """How many have been counted so far."""
+        path = Path(self._count_file)
+        count = path.stat().st_size if path.exists() else 0
+        return count if self._times is None else min(count, self._times)
+
+    def __getitem__(self, index: int) -> int:
+        sample = super().__getitem__(index)
+        if sample in self._crash_at:
+            self._maybe_die()
+        return sample
+
+    def _maybe_die(self) -> None:
+        if os.getpid() == self._owner_pid:
+            raise RuntimeError("CrashingDataset would end the process that made it; use it with process workers")
+        # Appending is one step for the system: two workers that die at once get two different numbers.
+        fd = os.open(self._count_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(fd, b"x")
+        number = os.lseek(fd, 0, os.SEEK_CUR)
+        os.close(fd)
+        if self._times is not None and number > self._times:
+            return
+        if self._how == "kill" and sys.platform != "win32":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(_EXIT_CODE)
+
+
+class RandomDataset(_Numbers):
+    """Draws a number from each of the global generators in ``sources``, as augmentations do.
+
+    A sample is ``{"index": 3, "python": 0.23, "numpy": 0.91}``; ``"torch"`` among the sources imports torch.
+    """
+
+    def __init__(self, length: int, sources: Iterable[RandomSource] = ("python", "numpy")) -> None:
+        super().__init__(length)
+        self._sources = tuple(sources)
+
+    def __getitem__(self, index: int) -> dict[str, float]:  # type: ignore[override]  # a sample of another kind
+        sample: dict[str, float] = {"index": super().__getitem__(index)}
+        for source in self._sources:
+            sample[source] = _draw(source)
+        return sample
+
+
+def _draw(source: RandomSource) -> float:
+    if source == "python":
+        return random.random()
+    if source == "numpy":
+        return float(np.random.random())
+    import torch  # asked for
+
+    return float(torch.rand(()))
