@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final
 
 from infeed.errors import ConfigError
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_CGROUP: Final = Path("/sys/fs/cgroup")
+# (limit, usage) of the container: cgroup version 2, version 1.
+_CGROUP_FILES: Final = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def parse_bytes(value: int | str) -> int:
@@ -44,12 +47,10 @@ def available_bytes() -> int:
     import psutil  # here, because it takes 10 ms to import and workers have no need of it
 
     available: int = psutil.virtual_memory().available
-    for limit_file, usage_file in (
-        (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-        (_CGROUP / "memory" / "memory.limit_in_bytes", _CGROUP / "memory" / "memory.usage_in_bytes"),
-    ):
+    for limit_file, usage_file in _CGROUP_FILES:
         try:
-            limit, usage = int(limit_file.read_text()), int(usage_file.read_text())
+            with open(limit_file) as limit_text, open(usage_file) as usage_text:
+                limit, usage = int(limit_text.read()), int(usage_text.read())
         except (OSError, ValueError):  # no container, or the limit reads "max"
             continue
         available = min(available, max(0, limit - usage))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import pickle
 import queue
 import sys
 import threading
+from contextlib import suppress
 from mmap import mmap
 from time import perf_counter_ns
 from typing import Final, NamedTuple, NoReturn, final
@@ -33,7 +33,6 @@ from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
 from infeed.workers.wire import TaskDecoder, encode_answer
 
-_LOG: Final = logging.getLogger("infeed")
 # How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
 # that tiny batches cost twice as much.
 _ANSWER_NS: Final = 200_000
@@ -89,7 +88,9 @@ def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
         runner = Runner(birth.spec, source, segments)
         runner.start()
     except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
-        end.send([_encoded(StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))])
+        # If the engine is gone as well, that is why, and nobody wants to know.
+        with suppress(OSError):
+            end.send([_encoded(StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))])
         return
     # The dataset will live as long as the process: the collector need not look at it again.
     gc.freeze()
@@ -153,10 +154,8 @@ def _encoded(answer: FromWorker) -> bytes:
 
 
 def _change_directory(directory: str) -> None:
-    try:
+    with suppress(OSError):  # it is gone, or may not be entered: then what is relative to it fails where it is used
         os.chdir(directory)
-    except OSError as error:
-        _LOG.debug("worker stays in %s: %s", os.getcwd(), error)
 
 
 @final

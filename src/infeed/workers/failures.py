@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pickle
 import reprlib
-import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -52,6 +51,8 @@ class Failure:
         """The same, fit to travel to another process."""
         error = self.error
         assert error is not None
+        import traceback  # takes a while to import, and most workers never fail
+
         trace = "".join(traceback.format_exception(error))
         notes = tuple(map(str, getattr(error, "__notes__", ())))
         try:
