@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from infeed.batch.arrays import ArrayTable, table_of
+from infeed.batch.arrays import ArrayTable, as_rows, table_of
 from infeed.config import LoaderConfig
 from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
@@ -43,6 +43,12 @@ def table_for(config: LoaderConfig) -> ArrayTable | None:
     if config.collate_fn is not None or config.batch_size is None or config.is_stream:
         return None
     return table_of(config.dataset)
+
+
+def dataset_length(config: LoaderConfig) -> int:
+    """Samples in the dataset: rows, if it is made of arrays."""
+    table = table_for(config)
+    return table.length if table is not None else len(as_rows(config.dataset))
 
 
 def build_engine(config: LoaderConfig, seed: int) -> Engine:
@@ -87,7 +93,7 @@ def build_engine(config: LoaderConfig, seed: int) -> Engine:
         timeout_s=float(config.timeout),
         drop_last=config.drop_last,
         stream=stream,
-        make_feed=partial(_make_feed, config, table, seed, grain_size, stream),
+        make_feed=partial(_make_feed, config, seed, grain_size, stream),
         # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
         prefetches_epochs=(kind != "inline" and stream is None and config.sampler is None and config.batch_sampler is None),
     )
@@ -103,7 +109,7 @@ def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
         making = Making.COLLATED
     else:
         making = Making.ROWS
-    return Source(config.dataset, making, config.is_stream, config.collate_fn, config.worker_init_fn, table)
+    return Source(as_rows(config.dataset), making, config.is_stream, config.collate_fn, config.worker_init_fn, table)
 
 
 def _grain_size(config: LoaderConfig, source: Source) -> int:
@@ -145,26 +151,19 @@ def _crew(
     return ProcessCrew(parcel=parcel, store=store, specs=specs, start_method=config.start_method)
 
 
-def _make_feed(
-    config: LoaderConfig,
-    table: ArrayTable | None,
-    seed: int,
-    grain_size: int,
-    stream: StreamShares | None,
-    epoch: int,
-) -> Feed:
+def _make_feed(config: LoaderConfig, seed: int, grain_size: int, stream: StreamShares | None, epoch: int) -> Feed:
     if stream is not None:
         return StreamFeed(epoch, config.batch_size or 1, stream)
-    return IndexedFeed(epoch, _batches(config, table, seed, epoch), grain_size)
+    return IndexedFeed(epoch, _batches(config, seed, epoch), grain_size)
 
 
-def _batches(config: LoaderConfig, table: ArrayTable | None, seed: int, epoch: int) -> Iterator[BatchPlan]:
+def _batches(config: LoaderConfig, seed: int, epoch: int) -> Iterator[BatchPlan]:
     if config.batch_sampler is not None:
         return given_batches(config.batch_sampler)
     if config.sampler is not None:
         if config.batch_size is None:
             return single_samples(config.sampler)
         return sampled_batches(config.sampler, config.batch_size, drop_last=config.drop_last)
-    length = table.length if table is not None else len(config.dataset)
+    length = dataset_length(config)
     order: Order = ShuffledOrder(length, seed=seed, epoch=epoch) if config.shuffle else SequentialOrder(length)
     return ordered_batches(order, config.batch_size or 1, drop_last=config.drop_last)

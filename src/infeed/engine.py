@@ -37,6 +37,8 @@ from infeed.scheduler.messages import (
     Grow,
     GrowthRefused,
     Place,
+    PlaceRefused,
+    Reload,
     Send,
     SlotFreed,
     SlotId,
@@ -54,6 +56,7 @@ from infeed.scheduler.messages import (
     WorkerReady,
 )
 from infeed.workers.crew import Death
+from infeed.workers.failures import Failure
 from infeed.workers.messages import (
     DropTask,
     Emptied,
@@ -263,8 +266,8 @@ class Engine:
         assert self._setup.stream is not None
         if worker not in self._started:
             self._start(worker)
-        is_alone = self._setup.stream.is_known and self._setup.stream.is_alone
-        self._crew.send(worker, OpenStream(feed.epoch, feed.loaded_rows(worker), is_alone))
+        stream = self._setup.stream
+        self._crew.send(worker, OpenStream(feed.epoch, feed.loaded_rows(worker), stream.is_alone, stream.is_known))
 
     # --- what workers say
 
@@ -281,14 +284,14 @@ class Engine:
                 self._tell(TaskMismatched(worker, task))
             case Emptied(task, shards_itself):
                 self._on_empty(worker, task, shards_itself)
-            case LoadFailed(task, failure):
+            case LoadFailed(task, failure, row_count):
                 entry = self._tasks.pop(task, None)
                 record = None if entry is None else self._records.get(entry.batch)
                 if record is not None:
                     record.failures = (record.failures or {}) | {task: (worker, failure)}
                     if self._setup.stream is not None:
                         self._setup.stream.decide(shards_itself=False)
-                        self._stream_loaded(record, 0)
+                        self._stream_loaded(record, row_count)
                 self._tell(TaskFailed(worker, task))
             case StartFailed(failure):
                 # Nothing that this engine starts would fare better.
@@ -394,9 +397,7 @@ class Engine:
             case Deliver(batch, slot):
                 self._deliver(batch, slot)
             case Place(worker, task, batch, slot):
-                record = self._records[batch]
-                block = self._block(slot, record.needed_bytes)
-                self._crew.send(worker, PlaceTask(task, block, record.layout))
+                self._place(worker, task, self._records[batch], slot)
             case Drop(worker, task):
                 self._tasks.pop(task, None)
                 self._crew.send(worker, DropTask(task))
@@ -404,6 +405,8 @@ class Engine:
                 self._grow()
             case DeliverError(batch, task):
                 self._error = batch_error(self._records.pop(batch), task, self._worker_name)
+            case Reload(batch):
+                self._records[batch] = Record(self._records[batch].plan)
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
@@ -421,10 +424,6 @@ class Engine:
     def _send(self, action: Send) -> None:
         record = self._records[action.batch]
         plan = record.plan
-        if action.is_whole:
-            # Perhaps a second try: nothing of the first counts.
-            record.layout, record.row_count = None, 0
-            record.beside.clear()
         layout = record.layout or self._layout
         block = None
         if action.slot is not None:
@@ -452,12 +451,29 @@ class Engine:
             ),
         )  # fmt: skip
 
-    def _block(self, slot: SlotId, nbytes: int) -> Block:
+    def _place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
+        block = self._block(slot, record.needed_bytes)
+        if block is None:
+            self._tell(PlaceRefused(worker, task))
+        else:
+            self._crew.send(worker, PlaceTask(task, block, record.layout))
+
+    def _block(self, slot: SlotId, nbytes: int) -> Block | None:
+        """The slot's block, made large enough; ``None`` if there is no memory for it, even with that of all free slots."""
         block = self._arena.block(slot)
-        if block.size < nbytes:
-            block = self._arena.enlarge(slot, nbytes)
+        if block.size >= nbytes:
+            return block
+        try:
+            try:
+                return self._arena.enlarge(slot, nbytes)
+            except MemoryLimitError:
+                self._arena.reclaim(self._scheduler.free_slots)
+                return self._arena.enlarge(slot, nbytes)
+        except MemoryLimitError as error:
+            self._shortage = error
+            return None
+        finally:
             self._announce_segments()
-        return block
 
     def _announce_segments(self) -> None:
         for number in self._arena.gone_segments:
@@ -491,11 +507,16 @@ class Engine:
 
     def _deliver(self, batch: BatchId, slot: SlotId) -> None:
         record = self._records.pop(batch)
-        if record.packed is not None:
-            self._delivered.append(self._delivery.tree(slot, record.packed))
+        if record.packed is None:
+            assert record.layout is not None
+            self._delivered.append(self._delivery.rows(slot, record.layout, record.row_count, record.beside))
             return
-        assert record.layout is not None
-        self._delivered.append(self._delivery.rows(slot, record.layout, record.row_count, record.beside))
+        try:
+            self._delivered.append(self._delivery.tree(slot, record.packed))
+        except Exception as error:  # the user's objects are built again here, and may raise anything
+            place = f"position {record.plan.first_position} of epoch {record.plan.epoch}"
+            failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
+            self._error = failure.exception(place)
 
     def _worker_name(self, worker: WorkerId) -> str:
         return "inline" if self._setup.is_lazy else f"worker {worker}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, Final, final
 
-from infeed.assembly import build_engine
+from infeed.assembly import build_engine, dataset_length
 from infeed.config import LoaderConfig, StartMethod, WorkerKind
 from infeed.engine import Engine, EpochEnd
 from infeed.errors import LoaderClosedError
@@ -100,15 +100,14 @@ class DataLoader:
         self._seed = int.from_bytes(os.urandom(8)) >> 1 if seed is None else int(seed)
         # Counted when an epoch's first batch is asked for: `iter` alone, as frameworks call it to look, begins nothing.
         self._epochs = count()
-        self._is_closed = False
         self._garage = _Garage()
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
         self._finalizer = weakref.finalize(self, self._garage.close)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_closed:
+        if self._garage.is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
-        return _Epoch(self._config, self._seed, self._epochs, self._garage)
+        return _Epoch(self)
 
     def __len__(self) -> int:
         """Batches in an epoch.
@@ -118,8 +117,12 @@ class DataLoader:
         """
         config = self._config
         if config.batch_sampler is not None:
-            return len(_sized(config.batch_sampler, "batch_sampler"))
-        length = dataset_length(config) if config.sampler is None else len(_sized(config.sampler, "sampler"))
+            return _length(config.batch_sampler, "batch_sampler")
+        if config.sampler is not None:
+            length = _length(config.sampler, "sampler")
+        else:
+            _length(config.dataset, "dataset")
+            length = dataset_length(config)
         return length if config.batch_size is None else batch_count(length, config.batch_size, drop_last=config.drop_last)
 
     @property
@@ -137,7 +140,6 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
-        self._is_closed = True
         self._finalizer()
 
     def __enter__(self) -> DataLoader:
@@ -155,19 +157,10 @@ class DataLoader:
         )
 
 
-def dataset_length(config: LoaderConfig) -> int:
-    """Samples in the dataset: rows, if it is a table of arrays."""
-    from infeed.assembly import table_for
-
-    table = table_for(config)
-    return table.length if table is not None else len(_sized(config.dataset, "dataset"))
-
-
-def _sized(value: Any, name: str) -> Sized:
+def _length(value: Any, name: str) -> int:
     if not callable(getattr(type(value), "__len__", None)):
         raise TypeError(f"{name} of type {type(value).__qualname__} has no len(), so the loader has none; add __len__ to it")
-    sized: Sized = value
-    return sized
+    return len(value)
 
 
 @final
@@ -183,20 +176,31 @@ class _Garage:
         self._lock = threading.RLock()
         self._parked: Engine | None = None
         self._out: set[Engine] = set()
+        self.is_closed = False
 
     def take(self, make: Callable[[], Engine]) -> Engine:
+        """An engine for one epoch.
+
+        Raises:
+            LoaderClosedError: the loader was closed, before or while an engine was made.
+        """
         with self._lock:
+            if self.is_closed:
+                raise LoaderClosedError(_MSG_CLOSED)
             engine, self._parked = self._parked, None
         if engine is None or not engine.is_usable:
             engine = make()
         with self._lock:
-            self._out.add(engine)
-        return engine
+            if not self.is_closed:
+                self._out.add(engine)
+                return engine
+        engine.close()
+        raise LoaderClosedError(_MSG_CLOSED)
 
     def give_back(self, engine: Engine) -> None:
         with self._lock:
             self._out.discard(engine)
-            if self._parked is None and engine.is_usable:
+            if self._parked is None and engine.is_usable and not self.is_closed:
                 self._parked = engine
                 return
         if engine.is_usable:
@@ -204,6 +208,7 @@ class _Garage:
 
     def close(self) -> None:
         with self._lock:
+            self.is_closed = True
             engines = [engine for engine in (self._parked, *self._out) if engine is not None]
             self._parked = None
         for engine in engines:
@@ -215,11 +220,9 @@ class _Garage:
 class _Epoch(Iterator[Any]):
     """One iteration of a loader. Starts nothing before the first batch is asked for."""
 
-    def __init__(self, config: LoaderConfig, seed: int, epochs: Iterator[int], garage: _Garage) -> None:
-        self._config = config
-        self._seed = seed
-        self._epochs = epochs
-        self._garage = garage
+    def __init__(self, loader: DataLoader) -> None:
+        # Holds the loader: `for batch in DataLoader(...)` has no other reference to it.
+        self._loader = loader
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._engine: Engine | None = None
         self._is_over = False
@@ -244,10 +247,12 @@ class _Epoch(Iterator[Any]):
                 raise
 
     def _begin(self) -> Engine:
-        engine = self._engine = self._garage.take(lambda: build_engine(self._config, self._seed))
-        engine.begin_epoch(next(self._epochs))
+        loader = self._loader
+        garage = loader._garage
+        engine = self._engine = garage.take(lambda: build_engine(loader._config, loader._seed))
+        engine.begin_epoch(next(loader._epochs))
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, self._garage, engine)
+        self._finalizer = weakref.finalize(self, _leave, garage, engine)
         self._finalizer.atexit = False
         return engine
 

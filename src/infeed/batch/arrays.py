@@ -90,6 +90,37 @@ def table_of(dataset: Any) -> ArrayTable | None:
     return _tensor_table(dataset)
 
 
+@final
+class RowView:
+    """Columns of one length as a dataset of rows, for when they cannot be gathered: a ``collate_fn``, objects, a memory map."""
+
+    def __init__(self, columns: Any) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        columns = self._columns
+        return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
+
+    def __getitem__(self, index: Any) -> Any:
+        columns = self._columns
+        if isinstance(columns, dict):
+            return {key: column[index] for key, column in columns.items()}
+        row = [column[index] for column in columns]
+        return tuple(row) if type(columns) is tuple else type(columns)._make(row)
+
+
+def as_rows(dataset: Any) -> Any:
+    """A tuple, named tuple or dict of arrays of one length as the dataset of their rows; anything else as it is."""
+    if type(dataset) is dict:
+        columns = list(dataset.values())
+    elif isinstance(dataset, tuple):
+        columns = list(dataset)
+    else:
+        return dataset
+    are_columns = bool(columns) and all(isinstance(column, np.ndarray) and column.ndim > 0 for column in columns)
+    return RowView(dataset) if are_columns and len({len(column) for column in columns}) == 1 else dataset
+
+
 def _tensor_table(dataset: Any) -> ArrayTable | None:
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is None or type(dataset) is not torch_data.TensorDataset:

@@ -7,6 +7,7 @@ segment without used blocks goes back to the system.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Final, NamedTuple, final
@@ -31,6 +32,9 @@ class Block(NamedTuple):
     segment: int
     offset: int
     size: int
+
+
+_NO_BLOCK: Final = Block(-1, 0, 0)
 
 
 @dataclass(slots=True)
@@ -76,14 +80,29 @@ class Arena:
         return self._blocks[slot]
 
     def enlarge(self, slot: SlotId, size: int) -> Block:
-        """Give a slot that nobody looks into a block of at least ``size`` bytes; its contents are lost."""
+        """Give a slot that nobody looks into a block of at least ``size`` bytes; its contents are lost.
+
+        Raises:
+            MemoryLimitError: as ``add_slot``; the slot has no block then.
+        """
         block = self._blocks[slot]
         if block.size >= size:
             return block
-        self._free(block)
+        self._give_up(slot)
         # A little more than asked: where batches vary in size, one that is slightly larger than the last should fit.
         self._blocks[slot] = self._allocate(size + size // 8)
         return self._blocks[slot]
+
+    def reclaim(self, slots: Iterable[SlotId]) -> None:
+        """Take the blocks of slots that nobody uses: memory for a slot that needs a larger one than there is."""
+        for slot in slots:
+            self._give_up(slot)
+
+    def _give_up(self, slot: SlotId) -> None:
+        block = self._blocks[slot]
+        if block is not _NO_BLOCK:
+            self._blocks[slot] = _NO_BLOCK
+            self._free(block)
 
     def memory(self, segment: int) -> mmap:
         return self._extents[segment].segment.memory

@@ -38,6 +38,8 @@ from infeed.scheduler.messages import (
     Grow,
     GrowthRefused,
     Place,
+    PlaceRefused,
+    Reload,
     Send,
     SlotFreed,
     SlotId,
@@ -110,6 +112,7 @@ class Scheduler:
             TaskFailed: self._on_task_failed,
             SlotsAdded: self._on_slots_added,
             GrowthRefused: self._on_growth_refused,
+            PlaceRefused: self._on_place_refused,
             SlotFreed: self._on_slot_freed,
             WindowChanged: self._on_window_changed,
             Closed: self._on_closed,
@@ -138,6 +141,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a task is with a worker, so that waiting for one makes sense."""
         return bool(self._tasks)
+
+    @property
+    def free_slots(self) -> tuple[SlotId, ...]:
+        """Slots that nobody uses."""
+        return tuple(self._free)
 
     @property
     def held_slots(self) -> int:
@@ -317,6 +325,20 @@ class Scheduler:
     def _on_growth_refused(self, _event: GrowthRefused) -> None:
         self._is_growth_refused = True
 
+    def _on_place_refused(self, event: PlaceRefused) -> None:
+        task = self._tasks.get(event.task)
+        if task is None or task.worker != event.worker:
+            return
+        batch = task.batch
+        if batch.slot is not None:
+            self._release(batch.slot)
+            batch.slot = None
+        self._slotless.add(batch.batch)
+        task.is_unplaced = True
+        self._unplaced.append(event.task)
+        # Until the user lets go of something, asking again would give the same answer.
+        self._is_growth_refused = True
+
     def _on_slot_freed(self, event: SlotFreed) -> None:
         assert self._slots[event.slot] is SlotState.LEASED
         self._release(event.slot)
@@ -354,9 +376,7 @@ class Scheduler:
                 if batch.slot is not None:
                     self._release(batch.slot)
         elif batch.must_regroup and not batch.is_failed:
-            batch.must_regroup = False
-            batch.loaded_count = 0
-            self._wait_again(batch, 0, batch.grain_count)
+            self._begin_again(batch)
         elif batch.is_finished and batch.batch not in self._finished:
             self._finished[batch.batch] = None
 
@@ -400,8 +420,9 @@ class Scheduler:
         self._slotless.discard(batch.batch)
         return True
 
-    def _place(self) -> None:
-        for task_id in sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch):
+    def _place(self, *, only_oldest: bool = False) -> None:
+        waiting = sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch)
+        for task_id in waiting[:1] if only_oldest else waiting:
             task = self._tasks[task_id]
             if task.batch.slot is None and not self._take_slot(task.batch):
                 return
@@ -513,15 +534,42 @@ class Scheduler:
         return max(1, round(_TASK_NS / self._grain_ns))
 
     def _check_memory(self) -> None:
-        is_asking = any(isinstance(action, Grow) for action in self._actions)
-        if self._wanted is not None and not is_asking and self._is_stuck:
-            self._wanted = None
-            self._actions.append(FailMemory())
+        """There is no memory. If nothing will happen by itself, take some from a batch that is not wanted yet, or say so."""
+        is_asking = any(isinstance(action, Grow | Place) for action in self._actions)
+        if self._wanted is None or is_asking or not self._is_stuck or self._next_finished(self._wanted) is not None:
+            return
+        # The youngest: the oldest is what the loop waits for. A share of a stream cannot be read again.
+        for batch in reversed(self._batches.values()):
+            if batch.slot is not None and not batch.task_count and batch.worker is None:
+                self._evict(batch)
+                return
+        self._wanted = None
+        self._actions.append(FailMemory())
+
+    def _evict(self, batch: Batch) -> None:
+        assert batch.slot is not None
+        self._release(batch.slot)
+        batch.slot = None
+        if not batch.is_failed:
+            self._finished.pop(batch.batch, None)
+            self._begin_again(batch)
+        # The oldest may try again, and nobody else before the user has let go of something: whatever is begun now would take
+        # what was just gained, and be evicted in turn.
+        self._place(only_oldest=True)
+        self._is_growth_refused = True
+
+    def _begin_again(self, batch: Batch) -> None:
+        batch.must_regroup = False
+        batch.loaded_count = 0
+        batch.failed = None
+        self._stop_waiting(batch)
+        self._actions.append(Reload(batch.batch))
+        self._wait_again(batch, 0, batch.grain_count)
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether nothing will happen by itself: no batch is finished, and every task waits for a slot."""
-        return not self._finished and len(self._tasks) == len(self._unplaced)
+        """Whether no worker has anything to do: every task waits for a slot."""
+        return len(self._tasks) == len(self._unplaced)
 
     def validate(self) -> None:
         """Check the invariants; for tests."""

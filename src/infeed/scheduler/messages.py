@@ -88,6 +88,13 @@ class GrowthRefused(NamedTuple):
     """There is no memory for another slot."""
 
 
+class PlaceRefused(NamedTuple):
+    """There is no memory to make the batch's slot as large as it has to be. Nothing has been written into it."""
+
+    worker: WorkerId
+    task: TaskId
+
+
 class SlotFreed(NamedTuple):
     """The user let go of the last view of a delivered batch."""
 
@@ -117,6 +124,7 @@ Event: TypeAlias = (
     | TaskFailed
     | SlotsAdded
     | GrowthRefused
+    | PlaceRefused
     | SlotFreed
     | WindowChanged
     | Closed
@@ -180,6 +188,12 @@ class Forget(NamedTuple):
     batch: BatchId
 
 
+class Reload(NamedTuple):
+    """Forget what was loaded of the batch: all of it will be sent again."""
+
+    batch: BatchId
+
+
 class StartWorker(NamedTuple):
     """Start this worker again; it died."""
 
@@ -196,4 +210,6 @@ class FailMemory(NamedTuple):
     """Nothing is in flight, the user's loop waits, and there is no slot to load into."""
 
 
-Action: TypeAlias = Send | Place | Drop | Grow | Deliver | DeliverError | Forget | StartWorker | FailWorkers | FailMemory
+Action: TypeAlias = (
+    Send | Place | Drop | Grow | Deliver | DeliverError | Forget | Reload | StartWorker | FailWorkers | FailMemory
+)

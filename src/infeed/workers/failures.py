@@ -37,7 +37,7 @@ class Failure:
     text: str
     trace: str
     doing: str  # "loading sample", "collating", "worker_init_fn"
-    index: Any = None
+    index: str | None = None  # as it is shown; the index itself may be anything and need not travel
     position: int | None = None
     pickled: bytes | None = None  # the exception
     pickled_class: bytes | None = None
@@ -45,7 +45,9 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException, doing: str, *, index: Any = None, position: int | None = None) -> Failure:
-        return Failure(error, type(error).__name__, _text_of(error), "", doing, index, position)
+        # Short: the index may be a list of all the batch's.
+        shown = None if index is None else reprlib.repr(index)
+        return Failure(error, type(error).__name__, _text_of(error), "", doing, shown, position)
 
     def packed(self) -> Failure:
         """The same, fit to travel to another process."""
@@ -55,14 +57,9 @@ class Failure:
 
         trace = "".join(traceback.format_exception(error))
         notes = tuple(map(str, getattr(error, "__notes__", ())))
-        try:
-            pickle.dumps(self.index)
-            index = self.index
-        except Exception:  # the user's own index type may fail in any way
-            index = repr(self.index)
         pickled = _pickle_exception(error)
         pickled_class = None if pickled else _pickle_class(type(error))
-        return replace(self, error=None, trace=trace, pickled=pickled, pickled_class=pickled_class, notes=notes, index=index)
+        return replace(self, error=None, trace=trace, pickled=pickled, pickled_class=pickled_class, notes=notes)
 
     def exception(self, place: str) -> BaseException:
         """The exception to raise in the user's loop. ``place`` tells which batch and worker."""
@@ -73,14 +70,15 @@ class Failure:
             for note in self.notes:
                 if note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            # Raised in the user's loop it would end the epoch in silence.
+            ended, error = error, RuntimeError(f"{type(error).__name__} was raised while {self._what()}")
+            error.__cause__ = ended
         error.add_note(f"while {self._what()} ({place})")
         return error
 
     def _what(self) -> str:
-        if self.index is None:
-            return self.doing
-        # Short: the index may be a list of all the batch's.
-        return f"{self.doing} index={reprlib.repr(self.index)}"
+        return self.doing if self.index is None else f"{self.doing} index={self.index}"
 
     def _rebuilt(self) -> BaseException:
         if self.pickled is not None:

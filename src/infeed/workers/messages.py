@@ -49,6 +49,7 @@ class OpenStream(NamedTuple):
     epoch: int
     skip: int
     is_alone: bool  # no other worker reads: the dataset is told that it has one worker
+    is_known: bool  # whether that is decided; if not, it is by whether the dataset asks before its first batch is read
 
 
 class PlaceTask(NamedTuple):
@@ -130,6 +131,7 @@ class Emptied(NamedTuple):
 class LoadFailed(NamedTuple):
     task: TaskId
     failure: Failure
+    row_count: int = 0  # of a stream: elements that were read for it; fewer than asked for if the stream itself failed
 
 
 FromWorker: TypeAlias = Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed

@@ -21,7 +21,7 @@ from infeed.scheduler.messages import WorkerId
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import ignore_interrupts
+from infeed.workers.insides import child_environment, ignore_interrupts
 from infeed.workers.launch import start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
@@ -143,7 +143,7 @@ class ProcessCrew(Crew):
             list(self._segments.values()),
             list(sys.path),
             os.getcwd(),
-            dict(os.environ),
+            child_environment(),
         )
         self._members[worker] = _Member(link, process)
         self._worker_of[link] = worker

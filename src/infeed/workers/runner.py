@@ -63,6 +63,7 @@ class _LoadError(Exception):
     def __init__(self, doing: str, index: Any, position: int | None) -> None:
         super().__init__(doing, index, position)
         self.doing, self.index, self.position = doing, index, position
+        self.row_count = 0  # of a stream: elements that were read
 
 
 @final
@@ -92,6 +93,8 @@ class Runner:
             type(source.dataset).__getitem__.__get__(source.dataset) if not source.is_stream else _not_indexed
         )
         self._stream: Iterator[Sample] | None = None
+        self._stream_skip = 0
+        self._is_stream_known = True
         self._began = 0
         self._seeded_epoch = -1
         self._epoch_seed = 0
@@ -143,7 +146,7 @@ class Runner:
             cause = error.__cause__
             assert cause is not None
             failure = Failure.of(cause, error.doing, index=error.index, position=error.position)
-            return LoadFailed(message.task, failure)
+            return LoadFailed(message.task, failure, error.row_count)
 
     def _elapsed(self) -> int:
         return perf_counter_ns() - self._began
@@ -337,39 +340,52 @@ class Runner:
     def _open_stream(self, message: OpenStream) -> None:
         self._set_info(1 if message.is_alone else self._spec.worker_count)
         self._stream = None
-        self._stream_epoch = message.epoch
         self._stream_skip = message.skip
+        self._is_stream_known = message.is_known
         take_was_asked()
 
     def _load_next(self, message: LoadNext) -> FromWorker:
-        position = message.first_position
         samples: list[Sample] = []
         try:
             if self._stream is None:
                 self._seed(message.epoch, derive(self._spec.worker))
                 self._stream = iter(self._source.dataset)
-                for _ in islice(self._stream, self._stream_skip):
-                    pass
-            while len(samples) < message.row_count:
-                self._seed(message.epoch, derive(position + len(samples), self._spec.worker))
-                wanted = min(self._spec.grain_size, message.row_count - len(samples))
-                for sample in islice(self._stream, wanted):
-                    samples.append(sample)
-                    wanted -= 1
-                if wanted:
-                    break
+                # What was delivered before is read again as it was then, batch by batch: its random numbers must be drawn too.
+                for begin in range(0, self._stream_skip, message.row_count):
+                    self._read(message.epoch, begin, min(message.row_count, self._stream_skip - begin), [])
+            self._read(message.epoch, message.first_position, message.row_count, samples)
         except Exception as error:
             self._stream = iter(())  # as a generator that raised: it has ended
-            raise _LoadError("reading the stream", f"element {position + len(samples)}", None) from error
+            raise _LoadError("reading the stream", f"element {message.first_position + len(samples)}", None) from error
         asked = take_was_asked()
+        if not self._is_stream_known:
+            self._is_stream_known = True
+            if not asked:
+                self._set_info(1)  # nobody else will read: should it ask later, it must not leave anything out
         if not samples:
             return Emptied(message.task, asked)
-        answer = self._make_streamed(message, samples)
+        try:
+            answer = self._make_streamed(message, samples)
+        except _LoadError as error:
+            error.row_count = len(samples)
+            raise
         if isinstance(answer, RowsLoaded | PackedLoaded):
             return answer._replace(shards_itself=asked)
         if message.task in self._held:
             self._held[message.task].shards_itself = asked
         return answer
+
+    def _read(self, epoch: int, position: int, count: int, samples: list[Sample]) -> None:
+        """Append the next elements of the stream, each grain under its own seed, until there are ``count`` or it ends."""
+        assert self._stream is not None
+        while len(samples) < count:
+            wanted = min(len(samples) + self._spec.grain_size, count)
+            self._seed(epoch, derive(position + len(samples), self._spec.worker))
+            # Not extend: what came before an exception is to be counted.
+            for sample in islice(self._stream, wanted - len(samples)):
+                samples.append(sample)
+            if len(samples) < wanted:
+                return
 
     def _make_streamed(self, message: LoadNext, samples: list[Sample]) -> FromWorker:
         indices = list(range(message.first_position, message.first_position + len(samples)))

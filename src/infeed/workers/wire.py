@@ -14,10 +14,20 @@ import cloudpickle
 import numpy as np
 
 from infeed.batch.layout import Layout
-from infeed.errors import InternalError
 from infeed.memory.arena import Block
 from infeed.scheduler.messages import TaskId
-from infeed.workers.messages import FromWorker, LoadGrains, LoadNext, PlaceTask, RowsLoaded, ToWorker
+from infeed.workers.failures import Failure
+from infeed.workers.messages import (
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    PlaceTask,
+    RowsLoaded,
+    Started,
+    StartFailed,
+    ToWorker,
+)
 
 _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
@@ -108,21 +118,27 @@ def encode_answer(message: FromWorker) -> bytes:
         if message.layout is None and not message.beside:
             return _DONE.pack(_ROWS, *head)
         return _DONE.pack(_ROWS_PICKLED, *head) + dumps((message.layout, message.beside))
-    return bytes([_OTHER]) + dumps(message)
+    # The task stands in the head as well: if the rest cannot be read, it is known whose answer it was.
+    task = _NONE if isinstance(message, Started | StartFailed) else message.task
+    return _DONE.pack(_OTHER, task, 0, 0, 0) + dumps(message)
 
 
 def decode_answer(frame: bytes) -> FromWorker:
-    tag = frame[0]
-    if tag == _OTHER:
-        message: FromWorker = pickle.loads(memoryview(frame)[1:])
-        return message
-    if tag not in (_ROWS, _ROWS_PICKLED):
-        raise InternalError(f"a worker sent a frame with tag {tag}; this is a bug in infeed")
-    _, task, elapsed_ns, row_count, shards_itself = _DONE.unpack_from(frame)
+    """The message. What the user's objects raise when they are built again is told as a failure of their batch."""
+    tag, task, elapsed_ns, row_count, shards_itself = _DONE.unpack_from(frame)
     layout: Layout | None = None
     beside: list[list[Any]] = []
-    if tag == _ROWS_PICKLED:
-        layout, beside = pickle.loads(memoryview(frame)[_DONE.size :])
+    try:
+        if tag == _OTHER:
+            message: FromWorker = pickle.loads(memoryview(frame)[_DONE.size :])
+            return message
+        if tag == _ROWS_PICKLED:
+            layout, beside = pickle.loads(memoryview(frame)[_DONE.size :])
+    except Exception as error:  # the user's __setstate__ or __init__ may raise anything
+        if task == _NONE:
+            raise
+        doing = "receiving a batch (an object of it cannot be built again in this process)"
+        return LoadFailed(TaskId(task), Failure.of(error, doing), row_count)
     return RowsLoaded(TaskId(task), elapsed_ns, row_count, layout, beside, bool(shards_itself))
 
 
