@@ -16,8 +16,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.batch.layout import Layout
-from infeed.batch.leaves import Kind, Leaf, LeafMismatch, finish_beside
-from infeed.batch.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch
+from infeed.batch.leaves import Kind, Leaf, LeafMismatch, UnequalShapes, finish_beside, leaf_of
+from infeed.batch.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch, structure_of
 from infeed.memory.leases import Lease
 
 # Samples of a chunk are held in memory until they are written. More than this falls out of the second-level cache before it
@@ -166,6 +166,7 @@ class RowWriter:
             _CELLS[leaf.kind](leaf, memory, block_offset + offset, row_count) if leaf.is_in_slot else None
             for leaf, offset in zip(layout.leaves, offsets, strict=True)
         ]
+        self._beside_kinds = [leaf.kind for leaf in layout.leaves if not leaf.is_in_slot]
         self.chunk_rows = max(1, _CHUNK_BYTES // max(1, layout.row_bytes))
 
     def write(self, row: int, samples: Sequence[Sample], beside: list[list[Any]]) -> None:
@@ -180,7 +181,7 @@ class RowWriter:
             self._node.split(samples, columns)
             for cell, column in zip(self._cells, columns, strict=True):
                 if cell is None:
-                    _check_objects(column)
+                    _check_beside(self._beside_kinds[number], column)
                     beside[number].extend(column)
                     number += 1
                 else:
@@ -204,14 +205,27 @@ class RowWriter:
         return [[] for cell in self._cells if cell is None]
 
 
-_IN_SLOT_TYPES: Final = frozenset({bool, int, float, complex, np.ndarray, np.memmap})
+# Types found to be plain objects, so that a column of text costs one set operation; begun anew if it becomes large.
+_PLAIN_TYPES: Final[set[type[Any]]] = set()
+_PLAIN_TYPES_KEPT: Final = 256
 
 
-def _check_objects(column: Column) -> None:
-    # A column of objects must not take in what would have been an array: then the batch's type would depend on the cut.
+def _check_beside(kind: Kind, column: Column) -> None:
+    """Refuse what would have been something else had it come first: the batch's type must not depend on the one before."""
     types = set(map(type, column))
-    if types & _IN_SLOT_TYPES or any(issubclass(cls, np.generic) and not issubclass(cls, str | bytes) for cls in types):
+    if kind is Kind.OBJECT and types <= _PLAIN_TYPES:
+        return
+    if not all(isinstance(structure_of(value), LeafNode) for value in column):
         raise LeafMismatch
+    try:
+        found = leaf_of(column).kind
+    except UnequalShapes:
+        raise LeafMismatch from None
+    if found is not kind:
+        raise LeafMismatch
+    if len(_PLAIN_TYPES) > _PLAIN_TYPES_KEPT:
+        _PLAIN_TYPES.clear()
+    _PLAIN_TYPES.update(type(value) for value in column if leaf_of([value]).kind is Kind.OBJECT)
 
 
 @final
