@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
+from operator import index
 from typing import Any, Final, Literal, final, get_args
 
 from infeed.errors import ConfigError
@@ -41,6 +43,10 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        for name in ("batch_size", "num_workers", "seed", "prefetch", "grain_size"):
+            value = getattr(self, name)
+            if value is not None:  # NumPy's integers are taken, and are Python's from here on
+                object.__setattr__(self, name, index(value))
         self._check_choices()
         self._check_callables()
         self._check_dataset()
@@ -73,7 +79,7 @@ class LoaderConfig:
             _check_int("prefetch", self.prefetch, 1, "use num_workers=0 to load without prefetching")
         if self.grain_size is not None:
             _check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout >= 0:
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real) or not self.timeout >= 0:
             raise ConfigError(f"timeout={self.timeout!r} must be a number of seconds, 0 or more; 0 waits without limit")
         limit = self.memory_limit_bytes
         if limit is not None and limit < 1:

@@ -83,6 +83,7 @@ _TINY_WINDOW: Final = 64
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
+_MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 # Layouts kept so that equal ones are one object, by which workers know them.
 _LAYOUTS_KEPT: Final = 64
@@ -166,6 +167,8 @@ class Engine:
 
     def _next_batch(self) -> Any:
         feed = self._feed
+        if self.owner_pid != os.getpid():
+            raise LoaderClosedError(_MSG_FORKED)
         if feed is None or self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
         deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None

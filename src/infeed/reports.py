@@ -11,7 +11,7 @@ from infeed.plan.order import plain_indices
 from infeed.records import EngineSetup, Record
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import BatchId, TaskId, WorkerId
-from infeed.workers.failures import Failure
+from infeed.workers.failures import BUILDING, Failure
 
 
 def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[WorkerId], str]) -> BaseException:
@@ -34,7 +34,7 @@ def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[Work
 def start_error(worker: WorkerId, failure: Failure) -> BaseException:
     """A worker did not get as far as its first task. What ``worker_init_fn`` raised stays what it is."""
     error = failure.exception(f"worker {worker}")
-    if failure.kind not in ("ImportError", "ModuleNotFoundError", "AttributeError", "UnpicklingError"):
+    if failure.doing != BUILDING:
         return error
     start = WorkerStartError(
         f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; what the dataset needs must be "

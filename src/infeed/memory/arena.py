@@ -89,8 +89,11 @@ class Arena:
         if block.size >= size:
             return block
         self._give_up(slot)
-        # A little more than asked: where batches vary in size, one that is slightly larger than the last should fit.
-        self._blocks[slot] = self._allocate(size + size // 8)
+        try:
+            # A little more than asked: where batches vary in size, one that is slightly larger than the last should fit.
+            self._blocks[slot] = self._allocate(size + size // 8)
+        except MemoryLimitError:
+            self._blocks[slot] = self._allocate(size)
         return self._blocks[slot]
 
     def reclaim(self, slots: Iterable[SlotId]) -> None:

@@ -69,7 +69,10 @@ def _state_of(value: Any) -> dict[str, Any]:
     if callable(getattr(type(value), "__getstate__", None)) and "__getstate__" in {
         n for cls in type(value).__mro__[:-1] for n in vars(cls)
     }:
-        state = value.__getstate__()
+        try:
+            state = value.__getstate__()
+        except Exception:  # that is how a class says that it does not pickle: then it is the culprit itself
+            return {}
         return state if isinstance(state, dict) else {}
     state = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:

@@ -10,7 +10,7 @@ Invariants, checked by ``validate`` (in ``invariants``), which the tests call af
     I3  a slot is free, or filled by one batch, or leased to the user; it is given away again only when no task that may still
         write into it is left
     I4  batches of one epoch are delivered once each, in the order they were planned (``in_order``)
-    I5  no batch is begun, and none planned, while ``window`` batches are begun and not delivered
+    I5  no batch is planned while ``window`` batches are not delivered, and none begun while as many older ones are not
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ class Scheduler:
         self._handlers[type(event)](event)
         if self._is_growth_refused:
             self._check_memory()
+        elif self._unplaced and self._free:
+            self._place()
         actions, self._actions = self._actions, []
         return actions
 
@@ -172,7 +174,7 @@ class Scheduler:
             self._learn_away(event.away_ns)
         if self._finished:
             self._deliver()
-        elif self._is_growth_refused and self._is_stuck:
+        if self._is_growth_refused and self._wanted is not None and self._is_stuck:
             # There was no memory. Perhaps there is now: ask once more before saying so again.
             self._is_growth_refused = False
             self._place()
@@ -230,9 +232,10 @@ class Scheduler:
         worker.tasks.clear()
         # A worker that never got anything done is a broken environment, not a bad batch: dying on start, each in turn.
         if self._deaths_in_a_row > len(self._workers) + BATCH_DEATHS:
-            self._actions.append(FailWorkers(event.worker))
-        else:
-            self._actions.append(StartWorker(event.worker))
+            self._actions = [FailWorkers(event.worker)]
+            self._is_closed = True
+            return
+        self._actions.append(StartWorker(event.worker))
         self._deliver()
         self._assign()
 
@@ -409,7 +412,10 @@ class Scheduler:
         """
         if self._slotless and min(self._slotless) < batch.batch:
             return False
-        if not self._free:
+        older = 0
+        if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
+            older = sum(self._batches[other].slot is None for other in self._waiting if other < batch.batch)
+        if len(self._free) <= older:
             if not self._is_growth_refused:
                 self._actions.append(Grow())
                 # Until it is answered nobody asks again.
@@ -464,12 +470,10 @@ class Scheduler:
         """Give waiting grains to workers with room, oldest batch first."""
         if not self._waiting:
             return
-        waiting = tuple(self._waiting)
-        for number, batch_id in enumerate(waiting):
+        for batch_id in tuple(self._waiting):
             batch = self._batches[batch_id]
-            # All batches behind this one wait as well, so those begun are the rest. More than the window are planned only when
-            # it has become smaller.
-            if not batch.is_begun and len(self._batches) - (len(waiting) - number) >= self._window:
+            # More than the window are planned only when it has become smaller: then the oldest go on.
+            if len(self._batches) > self._window and sum(other < batch_id for other in self._batches) >= self._window:
                 return
             while batch.waiting:
                 if batch.worker is not None:
@@ -538,6 +542,8 @@ class Scheduler:
         is_asking = any(isinstance(action, Grow | Place) for action in self._actions)
         if self._wanted is None or is_asking or not self._is_stuck or self._next_finished(self._wanted) is not None:
             return
+        if not self.remaining(self._wanted):
+            return  # the epoch is over: there is nothing that memory is missing for
         # The youngest: the oldest is what the loop waits for. A share of a stream cannot be read again.
         for batch in reversed(self._batches.values()):
             if batch.slot is not None and not batch.task_count and batch.worker is None:
@@ -568,8 +574,12 @@ class Scheduler:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether no worker has anything to do: every task waits for a slot."""
-        return len(self._tasks) == len(self._unplaced)
+        """Whether nothing will happen by itself: every task waits for a slot, and what has one, or gets the next, for no worker."""
+        if len(self._tasks) != len(self._unplaced):
+            return False
+        if self._free and self._waiting and self._waiting[0] == next(iter(self._batches)):
+            return False
+        return all(self._batches[batch].slot is None for batch in self._waiting)
 
     def validate(self) -> None:
         """Check the invariants; for tests."""

@@ -45,11 +45,6 @@ class Batch:
         self.is_abandoned = False
 
     @property
-    def is_begun(self) -> bool:
-        """Whether any of it was given to a worker; from then on it takes memory."""
-        return self.slot is not None or self.task_count > 0 or self.loaded_count > 0
-
-    @property
     def is_finished(self) -> bool:
         return not self.task_count and (self.loaded_count == self.grain_count or self.is_failed)
 

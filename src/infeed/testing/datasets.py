@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Literal
@@ -96,13 +97,13 @@ class FaultyDataset(_Numbers):
 
 
 class CrashingDataset(_Numbers):
-    """Ends the process that loads an index in ``crash_at``, the first ``times`` times that one is asked for.
+    """Ends the process that loads an index in ``crash_at``, the first ``times`` times that this index is asked for.
 
     For process workers only: asked in the process that made it, it raises ``RuntimeError`` instead of ending it.
 
     Args:
-        count_file: deaths are counted in it, a byte each, because those who die cannot tell.
-        times: how many deaths in all; ``None`` for every time.
+        count_file: deaths are counted in it, because those who die cannot tell; made when the first dies.
+        times: how many deaths for each index; ``None`` for every time.
         how: ``"kill"`` as the out-of-memory killer does it, ``"exit"`` as ``os._exit`` in a library does.
     """
 
@@ -124,25 +125,27 @@ class CrashingDataset(_Numbers):
 
     @property
     def deaths(self) -> int:
-        """How many have been counted so far."""
+        """How many processes it has ended so far."""
         path = Path(self._count_file)
-        count = path.stat().st_size if path.exists() else 0
-        return count if self._times is None else min(count, self._times)
+        asked = Counter(path.read_text().split()) if path.exists() else Counter()
+        return sum(count if self._times is None else min(count, self._times) for count in asked.values())
 
     def __getitem__(self, index: int) -> int:
         sample = super().__getitem__(index)
         if sample in self._crash_at:
-            self._maybe_die()
+            self._maybe_die(sample)
         return sample
 
-    def _maybe_die(self) -> None:
+    def _maybe_die(self, index: int) -> None:
         if os.getpid() == self._owner_pid:
             raise RuntimeError("CrashingDataset would end the process that made it; use it with process workers")
-        # Appending is one step for the system: two workers that die at once get two different numbers.
-        fd = os.open(self._count_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(fd, b"x")
-        number = os.lseek(fd, 0, os.SEEK_CUR)
-        os.close(fd)
+        with open(self._count_file, "a+", encoding="ascii") as file:
+            # Appending is one step for the system: of two workers that write at once, each finds its own number.
+            file.write(f"{index}\n")
+            file.flush()
+            end = file.tell()
+            file.seek(0)
+            number = file.read(end).split().count(str(index))
         if self._times is not None and number > self._times:
             return
         if self._how == "kill" and sys.platform != "win32":

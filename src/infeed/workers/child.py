@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, NoReturn, final
 from infeed.memory.parcel import Parcel, receive
 from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
 from infeed.workers.channel import WorkerEnd
-from infeed.workers.failures import Failure
+from infeed.workers.failures import BUILDING, Failure
 from infeed.workers.insides import adopt_environment, calm_libraries, name_process
 from infeed.workers.messages import (
     FromWorker,
@@ -55,16 +55,21 @@ class _MappedSegments:
 
     def __init__(self, reader: SegmentReader) -> None:
         self._reader = reader
+        self._handles: dict[int, SegmentHandle] = {}
         self._memory: dict[int, mmap] = {}
 
     def memory(self, segment: int) -> mmap:
-        return self._memory[segment]
+        """Mapped when it is first written into: a segment that was only heard of may be gone again by now."""
+        memory = self._memory.get(segment)
+        if memory is None:
+            memory = self._memory[segment] = self._reader.attach(self._handles[segment])
+        return memory
 
     def add(self, handle: SegmentHandle) -> None:
-        if handle.number not in self._memory:
-            self._memory[handle.number] = self._reader.attach(handle)
+        self._handles[handle.number] = handle
 
     def remove(self, number: int) -> None:
+        self._handles.pop(number, None)
         self._memory.pop(number, None)
 
 
@@ -77,6 +82,7 @@ def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
     name_process(f"infeed:worker:{birth.spec.worker}")
     reader = open_reader(descriptor)
     segments = _MappedSegments(reader)
+    doing = BUILDING
     try:
         adopt_environment(birth.environ)
         sys.path[:] = birth.sys_path
@@ -86,11 +92,12 @@ def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
         source: Source = receive(birth.parcel, reader)
         calm_libraries()
         runner = Runner(birth.spec, source, segments)
+        doing = "running worker_init_fn"
         runner.start()
     except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
         # If the engine is gone as well, that is why, and nobody wants to know.
         with suppress(OSError):
-            end.send([_encoded(StartFailed(Failure.of(error, f"starting worker {birth.spec.worker}").packed()))])
+            end.send([_encoded(StartFailed(Failure.of(error, doing).packed()))])
         return
     # The dataset will live as long as the process: the collector need not look at it again.
     gc.freeze()

@@ -11,17 +11,18 @@ from __future__ import annotations
 import pickle
 import reprlib
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import cloudpickle
 
 from infeed.errors import SampleError
 
+# What a worker does before it is ready; what goes wrong then is about the dataset's way here, not about its samples.
+BUILDING: Final = "building the dataset in a worker"
+
 
 class WorkerTraceback(Exception):
     """The cause of an exception that was raised in a worker: the traceback there, as text."""
-
-    __module__ = "infeed"
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"

@@ -44,6 +44,9 @@ def get_worker_info() -> WorkerInfo | None:
     return _LOCAL.info
 
 
+get_worker_info.__module__ = "infeed"
+
+
 def set_worker_info(info: WorkerInfo | None) -> None:
     """Say which worker this thread is from now on."""
     _LOCAL.info = info

@@ -242,7 +242,8 @@ class Runner:
             raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
         if self._source.making is Making.GATHERED:
             return self._gather_into(task, held.samples, block, held.row_count)
-        if layout is not None and held.layout != layout:
+        is_whole = len(held.samples) == held.row_count
+        if layout is not None and held.layout != layout and not is_whole:
             return Mismatched(task)
         return self._write_held(task, held, block)
 

@@ -97,7 +97,7 @@ def _work(
         runner = make_runner(worker)
         runner.start()
     except BaseException as error:  # whatever worker_init_fn raises must be heard of
-        news.put((worker, StartFailed(Failure.of(error, f"starting worker {worker}"))))
+        news.put((worker, StartFailed(Failure.of(error, "running worker_init_fn"))))
         return
     news.put((worker, Started()))
     while (message := inbox.get()) is not _STOP:
