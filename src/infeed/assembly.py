@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -78,26 +79,33 @@ def build_engine(config: LoaderConfig, seed: int) -> Engine:
     }
     stream = StreamShares(count) if config.is_stream else None
     window, least_window = _windows(config, count, is_inline=kind == "inline")
-    setup = EngineSetup(
-        crew=_crew(config, kind, source, store, arena, specs),
-        store=store,
-        arena=arena,
-        workers=workers,
-        window=window,
-        least_window=least_window,
-        is_window_fixed=config.prefetch is not None or kind == "inline",
-        is_lazy=kind == "inline",
-        in_order=config.in_order,
-        whole_batches=count == 1 or source.making is not Making.ROWS or source.is_batched,
-        grain_size=grain_size,
-        timeout_s=float(config.timeout),
-        drop_last=config.drop_last,
-        stream=stream,
-        make_feed=partial(_make_feed, config, seed, grain_size, stream),
-        # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
-        prefetches_epochs=(kind != "inline" and stream is None and config.sampler is None and config.batch_sampler is None),
-    )
-    return Engine(setup)
+    undo = ExitStack()
+    undo.callback(store.close)
+    with undo:
+        crew = _crew(config, kind, source, store, arena, specs)
+        undo.callback(crew.close)
+        setup = EngineSetup(
+            crew=crew,
+            store=store,
+            arena=arena,
+            workers=workers,
+            window=window,
+            least_window=least_window,
+            is_window_fixed=config.prefetch is not None or kind == "inline",
+            is_lazy=kind == "inline",
+            in_order=config.in_order,
+            whole_batches=count == 1 or source.making is not Making.ROWS or source.is_batched,
+            grain_size=grain_size,
+            timeout_s=float(config.timeout),
+            drop_last=config.drop_last,
+            stream=stream,
+            make_feed=partial(_make_feed, config, seed, grain_size, stream),
+            # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
+            prefetches_epochs=(kind != "inline" and stream is None and config.sampler is None and config.batch_sampler is None),
+        )
+        engine = Engine(setup)
+        undo.pop_all()  # all is well: from here on the engine closes them
+    return engine
 
 
 def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:

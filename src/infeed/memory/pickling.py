@@ -10,7 +10,8 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
@@ -46,8 +47,30 @@ def dump_by_value(obj: object, modules: set[str]) -> tuple[bytes, list[memoryvie
     """
     stream = io.BytesIO()
     buffers: list[memoryview] = []
-    ByValuePickler(stream, lambda buffer: buffers.append(buffer.raw()), modules).dump(obj)
+    with main_by_value():
+        ByValuePickler(stream, lambda buffer: buffers.append(buffer.raw()), modules).dump(obj)
     return stream.getvalue(), buffers
+
+
+def dumps_by_value(obj: object) -> bytes:
+    """The same, in one piece: for small things that go to workers."""
+    with main_by_value():
+        data: bytes = cloudpickle.dumps(obj, _PROTOCOL)
+    return data
+
+
+@contextmanager
+def main_by_value() -> Iterator[None]:
+    """In a process that ``multiprocessing`` spawned, the user's script is the module ``__mp_main__``: no more importable."""
+    module = sys.modules.get("__mp_main__")
+    if module is None or module is sys.modules.get("__main__"):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def spans(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -66,6 +66,8 @@ _TASK_NS: Final = 1_000_000
 _QUEUE_NS: Final = 2_000_000
 # ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
 _AWAY_TIMES: Final = 2
+# Batches in a row, besides one for each worker, that may kill all their workers before it is given up.
+_BAD_BATCHES: Final = 3
 # Weight of the newest duration in the running means: follows a change within some ten, forgives one that stands out.
 _MEAN_WEIGHT: Final = 0.1
 _AWAY_WEIGHT: Final = 0.3
@@ -98,6 +100,7 @@ class Scheduler:
         self._is_growth_refused = False
         self._is_closed = False
         self._deaths_in_a_row = 0
+        self._idle_deaths_in_a_row = 0
         self._actions: list[Action] = []
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             BatchPlanned: self._on_batch_planned,
@@ -214,6 +217,8 @@ class Scheduler:
         worker.is_ready = False
         self._roomy.pop(event.worker, None)
         self._deaths_in_a_row += 1
+        if not worker.tasks:
+            self._idle_deaths_in_a_row += 1
         # A worker does its tasks in order: it died of the first, or it had done that and not said so yet. From the second death
         # on there is no doubt, because then the task goes to a worker that has nothing else.
         for number, task_id in enumerate(sorted(worker.tasks)):
@@ -230,8 +235,11 @@ class Scheduler:
                 self._stop_waiting(batch)
             self._settle(batch)
         worker.tasks.clear()
-        # A worker that never got anything done is a broken environment, not a bad batch: dying on start, each in turn.
-        if self._deaths_in_a_row > len(self._workers) + BATCH_DEATHS:
+        # Workers that die without a task, each in turn, are a broken environment and not a bad batch; so are several batches
+        # in a row of which nothing could be loaded.
+        if self._idle_deaths_in_a_row > len(self._workers) + BATCH_DEATHS or self._deaths_in_a_row > (
+            len(self._workers) + _BAD_BATCHES
+        ) * (BATCH_DEATHS + 1):
             self._actions = [FailWorkers(event.worker)]
             self._is_closed = True
             return
@@ -245,7 +253,7 @@ class Scheduler:
         task = self._finish(event.worker, event.task)
         if task is None:
             return
-        self._deaths_in_a_row = 0
+        self._deaths_in_a_row = self._idle_deaths_in_a_row = 0
         per_grain = event.elapsed_ns / task.grain_count
         mean = self._grain_ns
         self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
@@ -303,7 +311,7 @@ class Scheduler:
         task = self._finish(event.worker, event.task)
         if task is None:
             return
-        self._deaths_in_a_row = 0
+        self._deaths_in_a_row = self._idle_deaths_in_a_row = 0
         batch = task.batch
         if not batch.is_abandoned and not batch.must_regroup:
             # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
@@ -574,7 +582,7 @@ class Scheduler:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether nothing will happen by itself: every task waits for a slot, and what has one, or gets the next, for no worker."""
+        """Whether nothing will happen by itself: all tasks wait for a slot, and nothing that has one waits for a worker."""
         if len(self._tasks) != len(self._unplaced):
             return False
         if self._free and self._waiting and self._waiting[0] == next(iter(self._batches)):

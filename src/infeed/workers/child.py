@@ -31,7 +31,7 @@ from infeed.workers.messages import (
 )
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
-from infeed.workers.wire import TaskDecoder, encode_answer
+from infeed.workers.wire import DecodeError, TaskDecoder, encode_answer
 
 # How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
 # that tiny batches cost twice as much.
@@ -114,14 +114,18 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments) -> None:
     answers: list[bytes] = []
     flushed = perf_counter_ns()
     while True:
-        message = decoder.decode(end.receive())
-        if message is None:
-            continue
-        answer = _do(message, runner, segments)
+        answer: FromWorker | None
+        try:
+            message = decoder.decode(end.receive())
+            answer = None if message is None else _do(message, runner, segments)
+            del message  # nothing may hold on to a batch while this worker waits for the next
+        except DecodeError as error:
+            cause = error.__cause__
+            assert cause is not None
+            answer = LoadFailed(error.task, Failure.of(cause, "receiving a task"))
         if answer is not None:
             answers.append(_encoded(answer))
-        # Nothing may hold on to a batch while this worker waits for the next.
-        del message, answer
+        del answer
         # With more to do at hand, the answers of tiny tasks go together: each by itself would wake the engine.
         if answers and (not end.has_pending() or perf_counter_ns() - flushed > _ANSWER_NS):
             end.send(answers)
@@ -150,7 +154,7 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
 
 def _encoded(answer: FromWorker) -> bytes:
     if isinstance(answer, LoadFailed):
-        answer = LoadFailed(answer.task, answer.failure.packed())
+        answer = answer._replace(failure=answer.failure.packed())
     try:
         return encode_answer(answer)
     except Exception as error:  # an object in a sample that does not pickle

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, final
 
 from infeed.workers.channel import Link, Poller, WorkerEnd
 from infeed.workers.child import ThreadedEnd, leave, run_worker
-from infeed.workers.insides import ignore_interrupts
+from infeed.workers.insides import ignore_interrupts, watch_parent
 from infeed.workers.seeding import seed_lazily
 
 # Windows has a class of its own for it, with the same methods.
@@ -105,9 +105,10 @@ def open_pipe() -> tuple[ConnectionLink, Connection[Any, Any]]:
     return ConnectionLink(ours), theirs
 
 
-def spawned(handle: int, descriptor: int | None = None) -> NoReturn:
+def spawned(parent_pid: int, handle: int, descriptor: int | None = None) -> NoReturn:
     """Entry point of a spawned worker."""
     ignore_interrupts()
+    watch_parent(parent_pid, leave)
     seed_lazily()
     run_worker(ThreadedEnd(ConnectionEnd(Connection(handle))), descriptor)
     leave()

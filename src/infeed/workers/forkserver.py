@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final, final
 
 assert sys.platform == "linux"
@@ -18,13 +18,16 @@ from infeed.errors import WorkerStartError
 from infeed.workers.launch import start_interpreter
 from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
 
-_LOG: Final = logging.getLogger("infeed")
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
 
 
 class ForkRefusedError(WorkerStartError):
     """The server has threads, so it will not fork."""
+
+
+class ServerGoneError(WorkerStartError):
+    """The server ended before it answered."""
 
 
 @final
@@ -37,7 +40,9 @@ class ForkServer:
         self.owner_pid = os.getpid()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_interpreter("infeed.workers.server:main", [theirs.fileno()], pass_fds=(theirs.fileno(),))
+            self._process = start_interpreter(
+                "infeed.workers.server:main", [theirs.fileno(), os.getpid()], pass_fds=(theirs.fileno(),)
+            )
         self._sock = ours
         self._is_broken = False
 
@@ -50,16 +55,23 @@ class ForkServer:
         return self._process.pid
 
     def preload(self, modules: Iterable[str]) -> None:
-        """Let the server import these before it forks next."""
+        """Let the server import these before it forks next.
+
+        Raises:
+            ServerGoneError: there is no server at the other end.
+        """
         with self._lock:
-            send(self._sock, Preload(sorted(modules)))
+            try:
+                send(self._sock, Preload(sorted(modules)))
+            except OSError as error:
+                raise self._gone() from error
 
     def fork(self, fds: list[int]) -> int:
         """Fork a worker that is given these descriptors; its process number.
 
         Raises:
             ForkRefusedError: forking would not be safe; start it another way.
-            WorkerStartError: the server is gone.
+            ServerGoneError: there is no server at the other end.
         """
         with self._lock:
             try:
@@ -74,38 +86,55 @@ class ForkServer:
             except ForkRefusedError:
                 raise
             except (EOFError, OSError) as error:
-                self._is_broken = True
-                code = self._process.poll()
-                raise WorkerStartError(
-                    f"the fork server (pid {self._process.pid}) ended with exit code {code}; see its output above, "
-                    "or use start_method='spawn'"
-                ) from error
+                raise self._gone() from error
             except BaseException:
                 # Interrupted between question and answer: the next answer would be taken for another question's.
                 self._is_broken = True
                 raise
 
+    def _gone(self) -> ServerGoneError:
+        self._is_broken = True
+        return ServerGoneError(
+            f"the fork server (pid {self._process.pid}) ended with exit code {self._process.poll()}; see its output above, "
+            "or use start_method='spawn'"
+        )
+
     def kill(self, pid: int) -> None:
         """Kill a worker if it is still there."""
-        with self._lock:
-            try:
-                send(self._sock, Kill(pid))
-            except OSError as error:  # the server is gone, and its workers with it
-                _LOG.debug("fork server is gone: %s", error)
+        with self._exclusive(_EXIT_S) as is_ours:
+            if is_ours:
+                with suppress(OSError):  # the server is gone, and its workers with it
+                    send(self._sock, Kill(pid))
 
     def wait_exit(self, pid: int, timeout_s: float = _EXIT_S) -> int | None:
         """The exit code of a worker, negative for a signal; ``None`` if the server is gone or the time is up."""
-        with self._lock:
+        with self._exclusive(timeout_s) as is_ours:
+            if not is_ours:
+                return None
             try:
                 self._sock.settimeout(timeout_s)
                 while pid not in self._exits:
                     message, _ = receive(self._sock)
                     self._note(message)
-            except (EOFError, OSError):
-                return None
-            finally:
                 self._sock.settimeout(None)
+            except TimeoutError:
+                self._sock.settimeout(None)
+                return None
+            except (EOFError, OSError):  # the server is gone, and its workers with it
+                self._is_broken = True
+                return None
             return self._exits.pop(pid)
+
+    @contextmanager
+    def _exclusive(self, timeout_s: float) -> Iterator[bool]:
+        # With a limit, because these two are called when an engine is closed, and the garbage collector may do that anywhere:
+        # also in the thread that holds the lock. A worker that is not waited for ends with its pipe all the same.
+        is_ours = self._lock.acquire(timeout=timeout_s)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                self._lock.release()
 
     def close(self) -> None:
         """End the server and every worker that it forked."""

@@ -6,8 +6,11 @@ Thread counts are set in the environment of the fresh interpreter, before any li
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -21,6 +24,8 @@ THREAD_VARIABLES: Final = {
     "NUMEXPR_MAX_THREADS": "1",
 }
 
+# How often the parent is looked for where nothing tells of its end.
+_PARENT_LOOK_S: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -54,6 +59,35 @@ def name_process(name: str) -> None:
     if sys.platform == "linux":
         with suppress(OSError), open("/proc/self/comm", "w") as comm:
             comm.write(name[:15])
+
+
+def open_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when that process ends; ``None`` if the platform has no such thing."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return os.pidfd_open(pid)
+    return None
+
+
+def watch_parent(pid: int, on_gone: Callable[[], object]) -> None:
+    """Call ``on_gone`` when the process that started this one has ended, from a thread of its own.
+
+    The end of a pipe tells the same, unless the user's process had forked a child that lives on and holds the other end.
+    """
+    if sys.platform == "win32":
+        return  # no process inherits what it is not given
+    threading.Thread(target=_watch, args=(pid, on_gone), name="infeed:watch", daemon=True).start()
+
+
+def _watch(pid: int, on_gone: Callable[[], object]) -> None:
+    descriptor = open_process(pid)
+    if descriptor is not None:
+        select.select([descriptor], [], [])
+    else:
+        never = threading.Event()
+        while os.getppid() == pid:
+            never.wait(_PARENT_LOOK_S)
+    on_gone()
 
 
 def die_with_parent() -> None:

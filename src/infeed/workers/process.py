@@ -21,7 +21,7 @@ from infeed.scheduler.messages import WorkerId
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, ignore_interrupts
+from infeed.workers.insides import child_environment, ignore_interrupts, watch_parent
 from infeed.workers.launch import start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
@@ -30,7 +30,7 @@ from infeed.workers.sources import WorkerSpec
 from infeed.workers.wire import TaskEncoder, decode_answer
 
 if sys.platform == "linux":
-    from infeed.workers.forkserver import ForkRefusedError, ForkServer, fork_server
+    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, fork_server
 if sys.platform != "win32":
     from infeed.workers.pipes import PipeEnd, PipeLink
 
@@ -132,8 +132,6 @@ class ProcessCrew(Crew):
         self._segments: dict[int, SegmentHandle] = {}
         self._poller = open_poller()
         self._owner_pid = os.getpid()
-        if sys.platform == "linux" and self._uses_fork:
-            fork_server().preload(preloadable(parcel.modules))
 
     def start(self, worker: WorkerId) -> None:
         link, process = self._start_process()
@@ -222,6 +220,9 @@ class ProcessCrew(Crew):
         if sys.platform == "linux" and self._uses_fork:
             try:
                 return self._fork()
+            except ServerGoneError:
+                # It was killed, or ended by itself a moment ago; another will do. If that fails too, the user hears of it.
+                return self._fork()
             except ForkRefusedError as refused:
                 self._uses_fork = False
                 _LOG.warning(
@@ -238,6 +239,7 @@ class ProcessCrew(Crew):
             link = PipeLink(task_write, done_read)
             try:
                 server = fork_server()
+                server.preload(preloadable(self._parcel.modules))
                 descriptor = self._store.descriptor()
                 fds = [task_read, done_write] + ([] if descriptor is None else [descriptor])
                 return link, _ForkedProcess(server, server.fork(fds))
@@ -255,7 +257,7 @@ class ProcessCrew(Crew):
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
             try:
-                process = start_interpreter("infeed.workers.process:spawned", list(fds), pass_fds=fds)
+                process = start_interpreter("infeed.workers.process:spawned", [os.getpid(), *fds], pass_fds=fds)
             finally:
                 os.close(task_read)
                 os.close(done_write)
@@ -265,15 +267,16 @@ class ProcessCrew(Crew):
         link, theirs = open_pipe()
         with theirs:
             handles = (theirs.fileno(), *shared)
-            process = start_interpreter("infeed.workers.connections:spawned", list(handles), pass_fds=handles)
+            process = start_interpreter("infeed.workers.connections:spawned", [os.getpid(), *handles], pass_fds=handles)
         return link, _SpawnedProcess(process)
 
 
 if sys.platform != "win32":
 
-    def spawned(read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
+    def spawned(parent_pid: int, read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
         """Entry point of a spawned worker."""
         ignore_interrupts()
+        watch_parent(parent_pid, leave)
         seed_lazily()
         run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
         leave()

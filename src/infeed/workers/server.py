@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 assert sys.platform == "linux"
 
 from infeed.workers.child import leave, run_worker
-from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process
+from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process, open_process
 from infeed.workers.pipes import PipeEnd
 from infeed.workers.seeding import seed_lazily
 
@@ -95,20 +95,22 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
     return pickle.loads(body), list(fds)
 
 
-def main(fd: int) -> NoReturn:
+def main(fd: int, parent_pid: int) -> NoReturn:
     """Serve the process at the other end of socket ``fd``, until it is gone."""
     name_process("infeed:server")
     ignore_interrupts()
     seed_lazily()
     with socket.socket(fileno=fd) as sock:
-        _Server(sock).serve()
+        _Server(sock, open_process(parent_pid)).serve()
     leave()
 
 
 @final
 class _Server:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, parent: int | None) -> None:
         self._sock = sock
+        # Readable when the user's process has ended, also if a forked child of it holds the other end of the socket.
+        self._parent = parent
         self._children: set[int] = set()
         self._culprits: list[str] = []
         self._tried: set[str] = set()
@@ -124,11 +126,16 @@ class _Server:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
+        if self._parent is not None:
+            poll.register(self._parent, select.POLLIN)
         while True:
             events = poll.poll(None if self._children else _IDLE_S * 1000)
             if not events:
                 return
             ready = {fd for fd, _ in events}
+            if self._parent in ready:
+                self._kill_all()
+                return
             try:
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
@@ -188,6 +195,8 @@ class _Server:
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+            if self._parent is not None:
+                os.close(self._parent)
             read_fd, write_fd, *rest = fds
             run_worker(PipeEnd(read_fd, write_fd), rest[0] if rest else None)
             code = 0

@@ -15,6 +15,7 @@ import numpy as np
 
 from infeed.batch.layout import Layout
 from infeed.memory.arena import Block
+from infeed.memory.pickling import dumps_by_value
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
 from infeed.workers.messages import (
@@ -31,6 +32,7 @@ from infeed.workers.messages import (
 
 _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
+_NUMBER: Final = struct.Struct("<q")
 
 _GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED = range(6)
 _NONE: Final = -1
@@ -56,7 +58,7 @@ class TaskEncoder:
             if isinstance(indices, np.ndarray):
                 tag, body = _GRAINS, indices.tobytes()
             else:
-                tag, body = _GRAINS_PICKLED, dumps(indices)
+                tag, body = _GRAINS_PICKLED, dumps_by_value(indices)
             frames.append(
                 _TASK.pack(tag, task, epoch, position, row_count, first_row, segment, offset, size, number, is_whole) + body
             )
@@ -79,8 +81,16 @@ class TaskEncoder:
         number = len(self._alive)
         self._numbers[id(layout)] = number
         self._alive.append(layout)
-        frames.append(bytes([_LAYOUT]) + dumps((number, layout)))
+        frames.append(bytes([_LAYOUT]) + _NUMBER.pack(number) + dumps_by_value(layout))
         return number
+
+
+class DecodeError(Exception):
+    """A task cannot be read: a class of the user's cannot be built in the worker. The cause says why. Internal."""
+
+    def __init__(self, task: TaskId) -> None:
+        super().__init__(task)
+        self.task = task
 
 
 @final
@@ -88,28 +98,51 @@ class TaskDecoder:
     """The worker's end."""
 
     def __init__(self) -> None:
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, Layout | Exception] = {}
 
     def decode(self, frame: bytes) -> ToWorker | None:
-        """The message, or ``None`` if it was for this table."""
+        """The message, or ``None`` if it was for this table.
+
+        Raises:
+            DecodeError: something of the user's in it cannot be built here.
+        """
         tag = frame[0]
         if tag in (_GRAINS, _GRAINS_PICKLED):
-            _, task, epoch, position, row_count, first_row, segment, offset, size, number, whole = _TASK.unpack_from(frame)
+            _, number, epoch, position, row_count, first_row, *where, layout, whole = _TASK.unpack_from(frame)
+            task = TaskId(number)
             body = memoryview(frame)[_TASK.size :]
-            indices = np.frombuffer(body, dtype=np.int64) if tag == _GRAINS else pickle.loads(body)
-            block = None if segment == _NONE else Block(segment, offset, size)
-            layout = None if number == _NONE else self._layouts[number]
-            return LoadGrains(
-                TaskId(task), epoch, position, row_count, first_row, block, layout, bool(whole), indices
-            )  # fmt: skip
-        number, content = pickle.loads(memoryview(frame)[1:])
+            indices = np.frombuffer(body, dtype=np.int64) if tag == _GRAINS else _loaded(task, body)
+            block = None if where[0] == _NONE else Block(*where)
+            known = self._layout(task, layout)
+            return LoadGrains(task, epoch, position, row_count, first_row, block, known, bool(whole), indices)
         if tag == _LAYOUT:
-            self._layouts[number] = content
+            self._learn(frame)
             return None
+        number, content = pickle.loads(memoryview(frame)[1:])
         message: ToWorker = content
-        if number != _NONE and isinstance(message, LoadNext | PlaceTask):
-            return message._replace(layout=self._layouts[number])
+        if isinstance(message, LoadNext | PlaceTask):
+            return message._replace(layout=self._layout(message.task, number))
         return message
+
+    def _learn(self, frame: bytes) -> None:
+        (number,) = _NUMBER.unpack_from(frame, 1)
+        try:
+            self._layouts[number] = pickle.loads(memoryview(frame)[1 + _NUMBER.size :])
+        except Exception as error:  # a class of the user's in it; whoever needs the layout will hear of it
+            self._layouts[number] = error
+
+    def _layout(self, task: TaskId, number: int) -> Layout | None:
+        layout = None if number == _NONE else self._layouts[number]
+        if isinstance(layout, Exception):
+            raise DecodeError(task) from layout
+        return layout
+
+
+def _loaded(task: TaskId, body: memoryview) -> Any:
+    try:
+        return pickle.loads(body)
+    except Exception as error:  # an index of a class of the user's
+        raise DecodeError(task) from error
 
 
 def encode_answer(message: FromWorker) -> bytes:
@@ -143,7 +176,7 @@ def decode_answer(frame: bytes) -> FromWorker:
 
 
 def dumps(value: object) -> bytes:
-    """Pickle by reference where that works, else by value: classes of ``__main__`` are not importable on the other side."""
+    """Pickle in a worker: by reference where that works, else by value. In the user's process, for our own types only."""
     try:
         return pickle.dumps(value, 5)
     except (pickle.PicklingError, AttributeError, TypeError):
