@@ -1,0 +1,214 @@
+"""What is written about the code is true of the code."""
+
+import ast
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import infeed
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(infeed.__file__).resolve().parent
+PROSE = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# --- names
+
+
+def dotted_names() -> list[tuple[Path, str]]:
+    return sorted(
+        {
+            (path, match[1])
+            for path in PROSE
+            for match in re.finditer(r"`(infeed(?:\.\w+)+)(?:\([^`]*\))?`", path.read_text(encoding="utf-8"))
+        }
+    )
+
+
+def resolve(name: str) -> object:
+    """The module or attribute of this dotted name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("infeed"):
+            raise
+        parent, _, last = name.rpartition(".")
+        return getattr(resolve(parent), last)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), dotted_names(), ids=lambda value: value if isinstance(value, str) else relative(value)
+)
+def test_a_name_in_prose_exists(path: Path, name: str) -> None:
+    """Every back-quoted infeed.something can be imported or looked up."""
+    assert resolve(name) is not None
+
+
+def test_a_name_that_does_not_exist_is_noticed() -> None:
+    """The check above can fail."""
+    with pytest.raises(AttributeError):
+        resolve("infeed.workers.telepathy")
+
+
+def paths_in_prose() -> list[tuple[Path, str]]:
+    pattern = re.compile(
+        r"`((?:tests|benchmarks|docs|src|plan|scheduler|memory|batch|workers|delivery|cli|testing)/[\w/.*-]+)`"
+    )
+    return sorted({(path, match[1]) for path in PROSE for match in pattern.finditer(path.read_text(encoding="utf-8"))})
+
+
+@pytest.mark.parametrize(
+    ("path", "named"), paths_in_prose(), ids=lambda value: value if isinstance(value, str) else relative(value)
+)
+def test_a_file_in_prose_exists(path: Path, named: str) -> None:
+    """Files and folders that prose sends its readers to are there, in the repository or in the package."""
+    found = [root / named for root in (ROOT, SOURCE, path.parent) if (root / named).exists() or list(root.glob(named))]
+
+    assert found, f"{relative(path)} names {named}"
+
+
+# --- notes
+
+CITED = re.compile(r"NOTE \[([^\]]+)\]")
+# A definition stands alone on its line, in a comment or a docstring; what it says follows on the next lines.
+DEFINED = re.compile(r"^\s*(?:#\s*)?NOTE \[([^\]]+)\]\s*$", re.MULTILINE)
+
+
+def notes() -> tuple[list[str], list[str]]:
+    """Names of notes: where they are defined, and wherever else they are named."""
+    defined, cited = [], []
+    for path in [*SOURCE.rglob("*.py"), *PROSE]:
+        text = path.read_text(encoding="utf-8")
+        here = DEFINED.findall(text) if path.suffix == ".py" else []
+        defined += here
+        rest = CITED.findall(text)
+        for name in here:
+            rest.remove(name)
+        cited += [name for name in rest if path.name != "CONTRIBUTING.md"]  # which shows what a note looks like
+    return defined, cited
+
+
+def test_a_note_is_defined_once() -> None:
+    """Long reasoning stands in one place."""
+    defined, _ = notes()
+
+    assert defined
+    assert sorted(defined) == sorted(set(defined))
+
+
+def test_a_note_that_is_cited_is_defined_and_one_that_is_defined_is_cited() -> None:
+    """No reference leads nowhere, and no reasoning is lost in a corner."""
+    defined, cited = notes()
+
+    assert set(defined) == set(cited)
+
+
+# --- examples
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+README_BLOCKS = python_blocks(ROOT / "README.md")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
+def test_a_python_block_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+    """What a reader copies into a file of its own works as it stands, without a word on the terminal."""
+    code = README_BLOCKS[number]
+    if "torch" in code:
+        pytest.importorskip("torch")
+    script = tmp_path / "block.py"
+    script.write_text(code, encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), os.environ.get("PYTHONPATH", "")])}
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_all_python_blocks_of_prose_are_python() -> None:
+    """Blocks that are not run are at least free of typing errors."""
+    for path in PROSE:
+        for block in python_blocks(path):
+            ast.parse(block, filename=relative(path))
+
+
+# --- the tree
+
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+
+
+def tree_lines() -> list[str]:
+    if not ARCHITECTURE.is_file():
+        return []
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    block = re.search(r"^```\n(src/infeed/\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^  ([\w./]+)", block[1], re.MULTILINE) if block else []
+
+
+@pytest.mark.skipif(not ARCHITECTURE.is_file(), reason="there is no ARCHITECTURE.md yet")
+def test_the_tree_in_the_architecture_names_all_that_is_there() -> None:
+    """A folder or module is in the tree if, and only if, it exists."""
+    there = {f"{path.name}/" for path in SOURCE.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
+    there |= {path.name for path in SOURCE.glob("*.py")} - {"__main__.py"}
+
+    assert set(tree_lines()) - {"__main__.py"} == there
+
+
+@pytest.mark.skipif(not ARCHITECTURE.is_file(), reason="there is no ARCHITECTURE.md yet")
+def test_the_words_of_the_architecture_are_each_explained_once() -> None:
+    """One word, one meaning."""
+    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## 1. Words")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| (\w+) \|", section, re.MULTILINE)
+
+    assert len(words) > 10
+    assert sorted(words) == sorted(set(words))
+
+
+# --- doctests
+
+LINUX_ONLY = {"infeed.memory.memfd", "infeed.workers.forkserver", "infeed.workers.server"}
+
+
+def modules() -> list[str]:
+    names = [module.name for module in pkgutil.walk_packages([str(SOURCE)], "infeed.")]
+    return ["infeed", *(name for name in names if not name.endswith("__main__"))]
+
+
+def load(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except AssertionError:
+        pytest.skip(f"{name} is for another platform")
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("infeed"):
+            raise
+        pytest.skip(f"{name} needs {error.name}")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    """Every module can be imported, and what its docstrings show is what happens."""
+    assert doctest.testmod(load(name)).failed == 0
+
+
+def test_there_are_examples_in_docstrings() -> None:
+    """The test above has something to run."""
+    assert doctest.testmod(infeed).attempted > 0

@@ -1,0 +1,90 @@
+"""Arguments that cannot work are refused at the door, by name, with the rule and the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import infeed
+from tests.helpers import Squares, Stream
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": 0}, "batch_size=0 must be at least 1; use batch_size=None"),
+    ({"batch_size": -3}, "batch_size=-3 must be at least 1"),
+    ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
+    ({"batch_size": True}, "batch_size=True must be a whole number"),
+    ({"batch_size": "8"}, "batch_size='8' must be a whole number"),
+    ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
+    ({"num_workers": 5000}, "num_workers=5000 must be at most 1024"),
+    ({"num_workers": 1.0}, "num_workers=1.0 must be a whole number"),
+    ({"prefetch": 0}, "prefetch=0 must be at least 1"),
+    ({"grain_size": 0}, "grain_size=0 must be at least 1"),
+    ({"seed": "x"}, "seed='x' must be a whole number"),
+    ({"timeout": -1}, "timeout=-1 must be a number of seconds, 0 or more"),
+    ({"timeout": float("nan")}, "timeout=nan must be a number of seconds"),
+    ({"timeout": None}, "timeout=None must be a number of seconds"),
+    ({"memory_limit": 0}, "memory_limit=0 must be at least 1 byte"),
+    ({"memory_limit": "much"}, "memory_limit='much' is not a size"),
+    ({"worker": "fork"}, "worker='fork' is not one of 'process', 'thread', 'inline'"),
+    ({"worker": "inline", "num_workers": 2}, "num_workers=2 has no meaning with worker='inline'"),
+    ({"start_method": "fork"}, "start_method='fork' is not one of 'auto', 'forkserver', 'spawn'"),
+    ({"shuffle": 1}, "shuffle=1 must be True or False"),
+    ({"drop_last": None}, "drop_last=None must be True or False"),
+    ({"collate_fn": 3}, "collate_fn=3 must be callable"),
+    ({"worker_init_fn": "f"}, "worker_init_fn='f' must be callable"),
+    ({"sampler": 7}, "sampler=7 must be iterable"),
+    ({"batch_sampler": 7}, "batch_sampler=7 must be iterable"),
+    ({"sampler": [1], "shuffle": True}, "shuffle=True cannot go with sampler"),
+    ({"batch_sampler": [[1]], "batch_size": 4}, "batch_size=4 cannot go with batch_sampler"),
+    ({"batch_sampler": [[1]], "shuffle": True}, "shuffle=True cannot go with batch_sampler"),
+    ({"batch_sampler": [[1]], "sampler": [1]}, r"sampler=\[1\] cannot go with batch_sampler"),
+    ({"batch_sampler": [[1]], "drop_last": True}, "drop_last=True cannot go with batch_sampler"),
+    ({"batch_size": None, "drop_last": True}, "drop_last=True cannot go with batch_size=None"),
+    ({"dataset": 5}, "dataset=5 has neither __getitem__ nor __iter__"),
+    ({"dataset": Squares}, r"dataset=Squares is a class; pass an instance, Squares\(...\)"),
+    ({"dataset": NoLength()}, "has __getitem__ but no __len__"),
+    ({"dataset": Stream(3), "shuffle": True}, "shuffle cannot go with a stream"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), WRONG, ids=[", ".join(map(str, options)) + f" {n}" for n, (options, _) in enumerate(WRONG)]
+)
+def test_a_wrong_argument_is_named_with_its_value_and_a_cure(options: dict[str, Any], message: str) -> None:
+    """ConfigError, which is a ValueError, before anything is started."""
+    with pytest.raises(infeed.ConfigError, match=message) as caught:
+        infeed.DataLoader(**{"dataset": range(10), **options})
+    assert isinstance(caught.value, ValueError)
+    assert ";" in str(caught.value)
+
+
+def test_all_options_but_two_are_given_by_name() -> None:
+    """dataset and batch_size may be positional, the rest may not: an order of options is nothing to rely on."""
+    assert len(infeed.DataLoader(range(10), 4)) == 3
+    with pytest.raises(TypeError):
+        infeed.DataLoader(range(10), 4, True)  # type: ignore[misc]  # on purpose
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """What comes out of a calculation is taken as what it is."""
+    import numpy as np
+
+    loader = infeed.DataLoader(range(10), np.int64(4), seed=np.int32(3), num_workers=np.uint8(0))
+    assert [len(batch) for batch in loader] == [4, 4, 2]
+
+
+@pytest.mark.process
+def test_a_fork_server_is_refused_where_there_can_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """start_method='forkserver' without the calls it needs is a ConfigError that names the other ways."""
+    from tests.conftest import make_portable
+
+    make_portable(monkeypatch)
+    with pytest.raises(infeed.ConfigError, match="use 'auto' or 'spawn'"):
+        next(iter(infeed.DataLoader(range(4), num_workers=1, start_method="forkserver")))

@@ -1,0 +1,221 @@
+"""The end of a loader: explicit, twice, in the middle, from another thread, or by being forgotten. Nothing is left (P5)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infeed
+from infeed.testing import SlowDataset
+from tests.helpers import Blocking, Tree, assert_faster_than, collected, plain, wait_until, worker_processes
+
+# close() lets workers finish for half a second, threads for one; the rest is for a busy machine.
+CLOSE_S = 5.0
+
+
+def infeed_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infeed")]
+
+
+def assert_nothing_runs() -> None:
+    wait_until(lambda: not worker_processes() and not infeed_threads(), "the end of all workers", 10)
+
+
+def test_a_with_block_ends_the_workers(engine: dict[str, Any]) -> None:
+    """When the block is left there is no worker, whether or not the epoch was finished."""
+    with infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine) as loader:
+        next(iter(loader))
+    assert not worker_processes()
+    assert not infeed_threads()
+
+
+def test_a_closed_loader_says_so(engine: dict[str, Any]) -> None:
+    """Iterating it, and going on with any iterator of it, is a LoaderClosedError."""
+    loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine)
+    unused, begun = iter(loader), iter(loader)
+    next(begun)
+    loader.close()
+    for batches in (begun, unused):
+        with pytest.raises(infeed.LoaderClosedError, match="closed"):
+            next(batches)
+    with pytest.raises(infeed.LoaderClosedError, match="this loader is closed"):
+        iter(loader)
+
+
+def test_close_may_be_called_again_and_before_any_use(engine: dict[str, Any]) -> None:
+    """close() is idempotent, and needs nothing to have happened before."""
+    loader = infeed.DataLoader(Tree(20, lambda i: i), **engine)
+    loader.close()
+    loader.close()
+    used = infeed.DataLoader(Tree(20, lambda i: i), **engine)
+    collected(used)
+    for _ in range(3):
+        used.close()
+
+
+def test_an_iterator_at_its_end_stays_there_after_close(engine: dict[str, Any]) -> None:
+    """Closing does not turn a finished epoch into an error."""
+    loader = infeed.DataLoader(Tree(4, lambda i: i), **engine)
+    batches = iter(loader)
+    assert len(list(batches)) == 4
+    loader.close()
+    assert next(batches, "end") == "end"
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.process
+def test_close_during_a_slow_sample_is_quick_and_leaves_no_process(workers: int, tmp_path: Path) -> None:
+    """A worker in the middle of user code is not waited for: it is killed."""
+    dataset = Blocking(8, 5, tmp_path)
+    loader = infeed.DataLoader(dataset, batch_size=1, num_workers=workers)
+    next(iter(loader))
+    dataset.wait_blocked()
+    with assert_faster_than(CLOSE_S):
+        loader.close()
+    assert not worker_processes()
+
+
+def test_close_during_a_slow_sample_of_a_thread_is_quick(tmp_path: Path) -> None:
+    """A thread in user code cannot be killed: close() does not wait for it for ever, and it ends when its sample returns."""
+    dataset = Blocking(8, 5, tmp_path)
+    loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker="thread")
+    next(iter(loader))
+    dataset.wait_blocked()
+    with assert_faster_than(CLOSE_S):
+        loader.close()
+    dataset.let_go()
+    assert_nothing_runs()
+
+
+def wait_for_a_batch(loader: infeed.DataLoader, told: list[BaseException]) -> None:
+    """Note what the wait ends with, if not with a batch."""
+    try:
+        next(iter(loader))
+    except BaseException as error:
+        told.append(error)
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
+def test_close_from_another_thread_ends_the_wait(kind: Any, tmp_path: Path) -> None:
+    """Whoever waits for a batch is told that the loader was closed (P4), every time."""
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        dataset = Blocking(4, 0, folder)
+        loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker=kind, timeout=30)
+        told: list[BaseException] = []
+
+        waiting = threading.Thread(target=wait_for_a_batch, args=(loader, told))
+        waiting.start()
+        dataset.wait_blocked()
+        with assert_faster_than(CLOSE_S):
+            loader.close()
+            waiting.join()
+        dataset.let_go()
+        assert [type(error) for error in told] == [infeed.LoaderClosedError], told
+        del told[:]
+    assert_nothing_runs()
+
+
+def test_a_forgotten_loader_ends_its_workers(engine: dict[str, Any]) -> None:
+    """Without close(), workers end when the loader and its iterators are gone."""
+    loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine)
+    batches = iter(loader)
+    kept = next(batches)
+    del loader, batches
+    gc.collect()
+    assert_nothing_runs()
+    assert plain(kept) == [0, 1]
+
+
+def test_an_iterator_keeps_its_loader_alive(engine: dict[str, Any]) -> None:
+    """As long as someone iterates, the loader goes on, whoever else has forgotten it."""
+    batches = iter(infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine))
+    gc.collect()
+    assert len(list(batches)) == 10
+    del batches
+    assert_nothing_runs()
+
+
+def test_loaders_in_reference_cycles_are_found(engine: dict[str, Any]) -> None:
+    """A loader that belongs to an object with a cycle (a trainer) ends when the garbage collector finds it."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine)
+            self.batches = iter(self.loader)
+            self.me = self
+
+    trainer = Trainer()
+    next(trainer.batches)
+    del trainer
+    gc.collect()
+    assert_nothing_runs()
+
+
+def test_a_loop_left_by_an_exception_keeps_nothing(engine: dict[str, Any]) -> None:
+    """An exception that is caught, with its traceback gone, leaves no worker."""
+
+    def train() -> None:
+        for _ in infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine):
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        train()
+    gc.collect()
+    assert_nothing_runs()
+
+
+@pytest.mark.process
+def test_many_loaders_one_after_another_leave_nothing(forkserver: dict[str, Any]) -> None:
+    """A notebook cell that is run again and again: each loader ends with its cell."""
+    for number in range(12):
+        loader = infeed.DataLoader(Tree(8, lambda i: i), batch_size=2, **forkserver)
+        for batch in loader:
+            assert len(batch) == 2
+            if number % 2:
+                break
+    del loader, batch
+    assert_nothing_runs()
+
+
+@pytest.mark.process
+def test_close_in_the_middle_of_starting_is_quick() -> None:
+    """Workers that are still being started are ended as well."""
+    for method in ("forkserver", "spawn"):
+        loader = infeed.DataLoader(SlowDataset(100, 0.05), batch_size=1, num_workers=4, start_method=method)  # type: ignore[arg-type]  # one of the two
+        next(iter(loader))
+        with assert_faster_than(CLOSE_S):
+            loader.close()
+        assert not worker_processes()
+
+
+def test_close_while_other_loaders_run(engine: dict[str, Any]) -> None:
+    """Closing one loader does not touch another."""
+    first = infeed.DataLoader(Tree(40, lambda i: i), batch_size=4, **engine)
+    second = infeed.DataLoader(Tree(40, lambda i: i), batch_size=4, **engine)
+    one, other = iter(first), iter(second)
+    next(one)
+    next(other)
+    first.close()
+    assert len(list(other)) == 9
+    second.close()
+
+
+def test_a_generator_that_is_closed_ends_its_loop(engine: dict[str, Any]) -> None:
+    """generator.close() in the middle of a loop: with the generator its loader goes."""
+
+    def batches() -> Iterator[Any]:
+        with infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine) as loader:
+            yield from loader
+
+    generator = batches()
+    next(generator)
+    generator.close()
+    assert not worker_processes()
+    assert not infeed_threads()

@@ -1,0 +1,227 @@
+"""Workers are killed: each sample still comes once, in order, or the error says which sample kills (P1, P4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.testing import CrashingDataset
+from infeed.workers.forkserver import close_fork_server
+from tests.helpers import Blocking, Journal, Pids, Tree, assert_faster_than, collected, flat, is_fork_server, plain, wait_until
+from tests.helpers import worker_processes as live_workers
+
+pytestmark = [pytest.mark.process, pytest.mark.linux]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def server_pid() -> int:
+    import psutil
+
+    (pid,) = [process.pid for process in psutil.Process().children() if is_fork_server(process)]
+    return pid
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("options", [{}, {"collate_fn": list}, {"batch_size": None}], ids=["rows", "collated", "single"])
+def test_a_worker_that_dies_once_is_replaced(
+    process_engine: dict[str, Any], tmp_path: Path, how: Any, options: dict[str, Any]
+) -> None:
+    """Killed in the middle of a sample: another loads it again, and every sample comes once, in order."""
+    dataset = CrashingDataset(40, [13], tmp_path / "deaths", how=how)
+    with infeed.DataLoader(dataset, **{"batch_size": 4, **options}, **process_engine) as loader:
+        for _ in range(2):
+            got = collected(loader)
+            assert (flat(got) if "batch_size" not in options else got) == list(range(40))
+    assert dataset.deaths == 1
+
+
+def test_many_deaths_lose_nothing(tmp_path: Path) -> None:
+    """Different samples kill different workers, again and again; the epoch is as if nothing had happened."""
+    dataset = CrashingDataset(200, range(5, 200, 20), tmp_path / "deaths")
+    with infeed.DataLoader(dataset, batch_size=4, num_workers=3, shuffle=True, seed=6, timeout=60) as loader:
+        got = collected(loader)
+    assert got == collected(infeed.DataLoader(range(200), batch_size=4, shuffle=True, seed=6))
+    assert dataset.deaths == 10
+
+
+def test_random_draws_are_the_same_after_a_death(tmp_path: Path) -> None:
+    """A grain that is loaded again draws the same numbers (P2)."""
+    import random
+
+    class Drawing(CrashingDataset):
+        def __getitem__(self, index: int) -> float:  # type: ignore[override]  # a sample of another kind
+            return super().__getitem__(index) + random.random() / 2
+
+    deadly = Drawing(40, [7, 21], tmp_path / "deaths")
+    harmless = Drawing(40, [], tmp_path / "none")
+    with infeed.DataLoader(deadly, batch_size=8, num_workers=3, seed=1, timeout=60) as loader:
+        got = collected(loader)
+    assert got == collected(infeed.DataLoader(harmless, batch_size=8, seed=1))
+    assert deadly.deaths == 2
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp_path: Path, how: Any) -> None:
+    """After some tries the batch is given up with an error that names it and how the worker went; the rest still comes."""
+    dataset = CrashingDataset(24, [9], tmp_path / "deaths", times=None, how=how)
+    got: list[Any] = []
+    with infeed.DataLoader(dataset, batch_size=4, **process_engine) as loader:
+        batches = iter(loader)
+        with assert_faster_than(20):
+            while len(got) < 6:
+                try:
+                    got.append(plain(next(batches)))
+                except infeed.WorkerDiedError as error:
+                    got.append(str(error))
+        assert list(batches) == []
+    assert [part for part in got if isinstance(part, list)] == [[i, i + 1, i + 2, i + 3] for i in (0, 4, 12, 16, 20)]
+    text = got[2]
+    assert "position 8 of epoch 0" in text
+    assert "indices [8, 9, 10, 11]" in text
+    assert ("was killed by SIGKILL" if how == "kill" else "exit code 86") in text
+    assert "num_workers=0" in text
+
+
+def test_all_workers_killed_between_epochs_are_replaced(process_engine: dict[str, Any]) -> None:
+    """Nobody was loading for the user: the next epoch starts with new workers."""
+    with infeed.DataLoader(Pids(16), batch_size=2, **process_engine) as loader:
+        first = set(flat(collected(loader)))
+        victims = live_workers()
+        assert first <= {process.pid for process in victims}
+        for process in victims:
+            kill(process.pid)
+        second = flat(collected(loader))
+        assert len(second) == 16
+        for _ in range(3):
+            third = flat(collected(loader))
+        assert first.isdisjoint(third)
+
+
+def test_all_workers_killed_in_an_epoch_are_replaced(process_engine: dict[str, Any]) -> None:
+    """In the middle of an epoch, with batches in flight: each sample still comes once."""
+    with infeed.DataLoader(Tree(400, lambda i: i), batch_size=2, **process_engine) as loader:
+        batches = iter(loader)
+        got = [plain(next(batches)) for _ in range(20)]
+        for process in live_workers():
+            kill(process.pid)
+        got += collected(batches)
+    assert flat(got) == list(range(400))
+
+
+def test_a_batch_that_is_kept_survives_the_death_of_its_worker(process_engine: dict[str, Any]) -> None:
+    """What was delivered is the user's, whoever dies (P3)."""
+    with infeed.DataLoader(Tree(100, lambda i: np.full(1000, i)), batch_size=2, **process_engine) as loader:
+        batches = iter(loader)
+        kept = [next(batches) for _ in range(5)]
+        for process in live_workers():
+            kill(process.pid)
+        rest = [batch[:, 0].tolist() for batch in batches]
+    assert rest == [[2 * i, 2 * i + 1] for i in range(5, 50)]
+    for number, batch in enumerate(kept):
+        assert (batch[0] == 2 * number).all()
+        assert (batch[1] == 2 * number + 1).all()
+
+
+def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
+    """The next loader starts another."""
+    for _ in range(2):
+        with infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30) as loader:
+            assert flat(collected(loader)) == list(range(8))
+        kill(server_pid())
+    close_fork_server()
+
+
+def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
+    """Its workers die with it; new ones come from a new server, and each sample comes once."""
+    with infeed.DataLoader(Tree(400, lambda i: i), batch_size=2, num_workers=2, timeout=30) as loader:
+        for _ in range(3):
+            batches = iter(loader)
+            got = [plain(next(batches)) for _ in range(20)]
+            kill(server_pid())
+            got += collected(batches)
+            assert flat(got) == list(range(400))
+    close_fork_server()
+
+
+def test_the_fork_server_killed_while_a_loader_is_idle_does_not_disturb_its_end() -> None:
+    """close() of a loader whose workers are gone is quick and silent."""
+    loader = infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30)
+    collected(loader)
+    kill(server_pid())
+    with assert_faster_than(5):
+        loader.close()
+    close_fork_server()
+
+
+def test_workers_that_die_at_start_again_and_again_are_an_error_soon(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """No storm of processes: a few tries, then an error that says how the last one went."""
+    journal = Journal(tmp_path / "starts")
+
+    def die(number: int) -> None:
+        journal.write(number)
+        os._exit(3)
+
+    loader = infeed.DataLoader(range(100), worker_init_fn=die, **process_engine)
+    with loader, assert_faster_than(20), pytest.raises(infeed.WorkerDiedError, match="exit code 3"):
+        list(loader)
+    assert 2 <= len(journal.lines()) <= 12
+
+
+def test_the_time_out_does_not_count_against_a_replacement(tmp_path: Path) -> None:
+    """A worker that hangs and is killed from outside is replaced like any other."""
+    dataset = Blocking(16, 5, tmp_path)
+    with infeed.DataLoader(dataset, batch_size=1, num_workers=2, timeout=30) as loader:
+        batches = iter(loader)
+        got = [plain(next(batches))]
+        dataset.wait_blocked()
+        dataset.let_go()
+        for process in live_workers():
+            kill(process.pid)
+        got += collected(batches)
+    assert flat(got) == list(range(16))
+
+
+def test_a_crash_in_native_code_is_a_death_like_any_other(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """SIGSEGV in a library ends the worker, not the user's process; the error names the signal."""
+
+    def load(index: int) -> int:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return index
+
+    loader = infeed.DataLoader(Tree(4, load), batch_size=4, **process_engine)
+    with loader, pytest.raises(infeed.WorkerDiedError, match="SIGSEGV"):
+        next(iter(loader))
+
+
+def test_a_worker_killed_while_it_starts_is_replaced(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """Before it has loaded anything, once: the loader goes on."""
+    journal = Journal(tmp_path / "starts")
+
+    def die_once(number: int) -> None:
+        journal.write(os.getpid())
+        if journal.lines()[0] == str(os.getpid()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with infeed.DataLoader(range(20), batch_size=2, worker_init_fn=die_once, **process_engine) as loader:
+        assert flat(collected(loader)) == list(range(20))
+        wait_until(lambda: len(journal.lines()) >= 3, "a third start")
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_deaths_with_many_workers_and_both_orders(tmp_path: Path, in_order: bool) -> None:
+    """Every sample once with six workers, whichever order was asked for (P1)."""
+    dataset = CrashingDataset(120, [3, 50, 90], tmp_path / "deaths")
+    with infeed.DataLoader(dataset, batch_size=3, num_workers=6, in_order=in_order, timeout=60) as loader:
+        got = flat(collected(loader))
+    assert (got if in_order else sorted(got)) == list(range(120))
+    assert dataset.deaths == 3

@@ -1,0 +1,444 @@
+"""The user's error is the user's error (P7); ours say what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.testing import FaultyDataset
+from tests.helpers import Blocking, Journal, Tree, assert_faster_than, collected, plain
+
+
+class NeedsThree(Exception):
+    """An exception that cannot be made from its text alone."""
+
+    def __init__(self, code: int, *, reason: str, where: str) -> None:
+        super().__init__(f"{code}: {reason} in {where}")
+        self.code, self.reason, self.where = code, reason, where
+
+
+class HoldsALock(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def outcomes(loader: infeed.DataLoader) -> list[Any]:
+    """Everything that iterating gives, errors in their place."""
+    got: list[Any] = []
+    batches = iter(loader)
+    while True:
+        try:
+            got.append(plain(next(batches)))
+        except StopIteration:
+            return got
+        except infeed.LoadTimeoutError:
+            raise
+        except Exception as error:
+            got.append(error)
+        assert len(got) < 1000
+
+
+def raising(error: Callable[[], BaseException], at: int = 3, length: int = 8) -> Tree:
+    def load(index: int) -> int:
+        if index == at:
+            raise error()
+        return index
+
+    return Tree(length, load)
+
+
+def test_an_error_arrives_as_it_is_with_its_place(engine: dict[str, Any]) -> None:
+    """Same type and text as without workers; notes tell index, position and worker; the traceback shows the user's line."""
+    dataset = raising(lambda: KeyError("image_17.jpg"), at=5)
+    with infeed.DataLoader(dataset, batch_size=2, sampler=[1, 2, 3, 5, 0, 6], **engine) as loader:
+        batches = iter(loader)
+        assert plain(next(batches)) == [1, 2]
+        with pytest.raises(KeyError, match=r"image_17\.jpg") as caught:
+            next(batches)
+        assert type(caught.value) is KeyError
+        (note,) = caught.value.__notes__
+        assert "index=5" in note
+        assert "position 3 of epoch 0" in note
+        assert ("inline" if engine["num_workers"] == 0 else "worker ") in note
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "raise error()" in shown
+        assert "in load" in shown
+
+
+def test_one_bad_batch_does_not_end_the_iteration(engine: dict[str, Any]) -> None:
+    """All batches but the bad one arrive, in order, and the error comes in its place; epoch after epoch."""
+    with infeed.DataLoader(FaultyDataset(12, bad=[4]), batch_size=2, **engine) as loader:
+        for _ in range(2):
+            got = outcomes(loader)
+            assert [part if isinstance(part, list) else str(part) for part in got] == [
+                [0, 1], [2, 3], "sample 4 is bad", [6, 7], [8, 9], [10, 11],
+            ]  # fmt: skip
+
+
+def test_every_bad_batch_is_reported_once(engine: dict[str, Any]) -> None:
+    """41 bad samples in batches of 2: 21 errors, then the end (torch hangs or dies here)."""
+    with infeed.DataLoader(
+        FaultyDataset(41, bad=range(41)), batch_size=2, **{**engine, "num_workers": 4 * bool(engine["num_workers"])}
+    ) as loader:
+        got = outcomes(loader)
+    assert [str(error) for error in got] == [f"sample {index} is bad" for index in range(0, 41, 2)]
+
+
+def test_of_several_bad_samples_in_a_batch_the_first_is_reported(engine: dict[str, Any]) -> None:
+    """Which error comes does not depend on which worker was quicker: it is the one that a plain loop meets first (P2)."""
+    with infeed.DataLoader(FaultyDataset(16, bad=[9, 11, 15]), batch_size=16, grain_size=1, **engine) as loader:
+        for _ in range(5):
+            assert [str(error) for error in outcomes(loader)] == ["sample 9 is bad"]
+
+
+# What a dataset may raise: how it is made, and the type and text that must arrive.
+EXCEPTIONS: list[tuple[str, Callable[[], BaseException], type[BaseException], str]] = [
+    ("plain", lambda: ValueError("text"), ValueError, "text"),
+    ("without text", lambda: ValueError(), ValueError, ""),
+    ("several arguments", lambda: OSError(2, "No such file", "a.jpg"), FileNotFoundError, "[Errno 2] No such file: 'a.jpg'"),
+    ("required keywords", lambda: NeedsThree(7, reason="bad", where="x"), NeedsThree, "7: bad in x"),
+    ("not picklable", lambda: HoldsALock("locked"), HoldsALock, "locked"),
+    ("unicode", lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "'utf-8' codec"),
+    ("json", lambda: json.JSONDecodeError("bad", "{", 1), json.JSONDecodeError, "bad: line 1"),
+    ("of NumPy", lambda: np.linalg.LinAlgError("singular"), np.linalg.LinAlgError, "singular"),
+    ("stop iteration", lambda: StopIteration("early"), RuntimeError, "StopIteration"),
+    ("of infeed", lambda: infeed.ConfigError("x=1 is wrong; y"), infeed.ConfigError, "x=1 is wrong"),
+    ("group", lambda: ExceptionGroup("two", [ValueError("a"), KeyError("b")]), ExceptionGroup, "two"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), [case[1:] for case in EXCEPTIONS], ids=[case[0] for case in EXCEPTIONS])
+@pytest.mark.parametrize("kind_of_worker", ["inline", "thread", pytest.param("process", marks=pytest.mark.process)])
+def test_every_exception_can_be_caught_by_its_class(
+    kind_of_worker: str, make: Callable[[], BaseException], kind: type[BaseException], text: str
+) -> None:
+    """Whatever its constructor wants and whether or not it can be pickled, ``except`` works as without workers."""
+    options: dict[str, Any] = {} if kind_of_worker == "inline" else {"num_workers": 1, "worker": kind_of_worker, "timeout": 30}
+    with infeed.DataLoader(raising(make), batch_size=8, **options) as loader:
+        with pytest.raises(kind) as caught:
+            next(iter(loader))
+        assert text in str(caught.value)
+        assert "index=3" in "".join(caught.value.__notes__)
+
+
+def test_an_exception_class_of_a_local_scope_is_caught_by_the_very_class(engine: dict[str, Any]) -> None:
+    """A class that no worker can import travels there and back and is still the user's own."""
+
+    class Corrupt(Exception):
+        def __init__(self, path: str, *, size: int) -> None:
+            super().__init__(path)
+            self.path, self.size = path, size
+
+    loader = infeed.DataLoader(raising(lambda: Corrupt("a.jpg", size=3)), batch_size=8, **engine)
+    with loader, pytest.raises(Corrupt, match=r"a\.jpg"):
+        next(iter(loader))
+
+
+def test_the_cause_of_an_error_is_shown(engine: dict[str, Any]) -> None:
+    """``raise ... from ...`` in the dataset: both are in what the user sees."""
+
+    def load(index: int) -> int:
+        try:
+            return {}[index]
+        except KeyError as error:
+            raise RuntimeError("no such sample") from error
+
+    with infeed.DataLoader(Tree(4, load), **engine) as loader:
+        with pytest.raises(RuntimeError, match="no such sample") as caught:
+            next(iter(loader))
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "KeyError: 0" in shown
+        assert "direct cause" in shown
+
+
+def test_notes_of_the_users_are_kept(engine: dict[str, Any]) -> None:
+    """What user code added with add_note arrives, before ours."""
+
+    def make() -> ValueError:
+        error = ValueError("bad")
+        error.add_note("file 17 of 20")
+        return error
+
+    with infeed.DataLoader(raising(make, at=0), **engine) as loader:
+        with pytest.raises(ValueError, match="bad") as caught:
+            next(iter(loader))
+        assert caught.value.__notes__[0] == "file 17 of 20"
+        assert "index=0" in caught.value.__notes__[1]
+
+
+# Ways for user code to raise StopIteration, which must never look like the end of the epoch.
+def stop(*_: Any) -> Any:
+    return next(iter([]))
+
+
+class StopsTogether:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dataset": Tree(4, stop)}, id="__getitem__"),
+        pytest.param({"dataset": StopsTogether()}, id="__getitems__"),
+        pytest.param({"dataset": range(4), "collate_fn": stop}, id="collate_fn"),
+        pytest.param({"dataset": range(4), "worker_init_fn": stop}, id="worker_init_fn"),
+        pytest.param({"dataset": Tree(4, stop), "batch_size": None}, id="single samples"),
+    ],
+)
+def test_stop_iteration_of_user_code_is_an_error_and_not_the_end(engine: dict[str, Any], options: dict[str, Any]) -> None:
+    """As in a generator (PEP 479) it becomes a RuntimeError: an epoch never ends early in silence."""
+    if "worker_init_fn" in options and engine["num_workers"] == 0:
+        pytest.skip("there is no worker to initialise")
+    loader = infeed.DataLoader(**{"batch_size": 2, **options}, **engine)
+    with loader, pytest.raises(RuntimeError, match="StopIteration"):
+        list(loader)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit], ids=lambda cls: cls.__name__)
+def test_what_ends_a_plain_loop_reaches_the_users_loop(engine: dict[str, Any], error: type[BaseException]) -> None:
+    """sys.exit() and its like in a dataset are not swallowed by a worker."""
+    with infeed.DataLoader(raising(lambda: error("over")), batch_size=2, **engine) as loader, pytest.raises(error):
+        list(loader)
+
+
+def test_an_error_in_collate_fn_names_the_indices(engine: dict[str, Any]) -> None:
+    """The user's own exception, with the batch that it was raised on."""
+
+    def collate(samples: list[int]) -> list[int]:
+        if 5 in samples:
+            raise TypeError("cannot collate five")
+        return samples
+
+    with infeed.DataLoader(range(8), batch_size=2, collate_fn=collate, **engine) as loader:
+        got = outcomes(loader)
+    assert [part for part in got if isinstance(part, list)] == [[0, 1], [2, 3], [6, 7]]
+    assert type(got[2]) is TypeError
+    assert "collate_fn" in got[2].__notes__[-1]
+    assert "[4, 5]" in got[2].__notes__[-1]
+
+
+def test_a_wrong_number_of_samples_from_getitems_is_an_error(engine: dict[str, Any]) -> None:
+    """A batch is never silently shorter or longer than asked."""
+
+    class Short:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices[1:]
+
+    loader = infeed.DataLoader(Short(), batch_size=4, **engine)
+    with loader, pytest.raises(RuntimeError, match="returned 3 samples for 4 indices"):
+        list(loader)
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError, ImportError], ids=lambda cls: cls.__name__)
+def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], error: type[Exception]) -> None:
+    """It arrives with its own type, says that it came from starting a worker, and blames nothing else."""
+    if engine["num_workers"] == 0:
+        pytest.skip("there is no worker to initialise")
+
+    def fail(number: int) -> None:
+        raise error("no database")
+
+    with infeed.DataLoader(range(4), worker_init_fn=fail, **engine) as loader:
+        with pytest.raises((error, infeed.WorkerStartError), match="no database") as caught:
+            next(iter(loader))
+        assert "build the dataset" not in str(caught.value)
+        assert "worker" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.process
+def test_a_dataset_that_cannot_be_built_in_a_worker_is_a_start_error(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """It pickles here but does not unpickle there: WorkerStartError with the reason, and no second try without end."""
+    journal = Journal(tmp_path / "tries")
+
+    def rebuild() -> Any:
+        journal.write("try")
+        raise ImportError("libmissing.so: cannot open shared object file")
+
+    class Unbuildable:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __reduce__(self) -> Any:
+            return rebuild, ()
+
+    loader = infeed.DataLoader(Unbuildable(), **process_engine)
+    with loader, pytest.raises(infeed.WorkerStartError, match=r"could not build the dataset: ImportError: libmissing\.so"):
+        next(iter(loader))
+    assert len(journal.lines()) <= 2
+
+
+class Holder:
+    """A dataset with something deep inside."""
+
+    def __init__(self, thing: Any) -> None:
+        self.reader = Inner(thing)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Inner:
+    def __init__(self, thing: Any) -> None:
+        self.options = {"handle": thing}
+
+
+def _open_file(mode: str) -> Any:
+    return open(__file__, mode)  # the test closes it
+
+
+def _open_socket() -> Any:
+    import socket
+
+    return socket.socket()
+
+
+# What cannot leave a process, and how the message calls it.
+UNSENDABLE: list[tuple[str, Callable[[], Any], str]] = [
+    ("lock", threading.Lock, "_thread.lock"),
+    ("open file", lambda: _open_file("rb"), "BufferedReader"),
+    ("open text file", lambda: _open_file("r"), "TextIOWrapper"),
+    ("database", lambda: sqlite3.connect(":memory:"), "sqlite3.Connection"),
+    ("generator", lambda: (i for i in range(3)), "generator"),
+    ("socket", _open_socket, "socket"),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("make", "kind"), [case[1:] for case in UNSENDABLE], ids=[case[0] for case in UNSENDABLE])
+def test_what_cannot_be_sent_is_named_with_its_place(make: Callable[[], Any], kind: str) -> None:
+    """WorkerStartError names the very attribute, what it is, and the cures; a thread worker takes it as it is."""
+    thing = make()
+    try:
+        with infeed.DataLoader(Holder(thing), num_workers=2) as loader:
+            with pytest.raises(infeed.WorkerStartError) as caught:
+                next(iter(loader))
+            text = str(caught.value)
+            assert "dataset.reader.options['handle']" in text
+            assert kind in text
+            assert "worker_init_fn" in text
+            assert "__getstate__" in text
+            assert "worker='thread'" in text
+        with infeed.DataLoader(Holder(thing), batch_size=4, num_workers=2, worker="thread") as loader:
+            assert collected(loader) == [[0, 1, 2, 3]]
+    finally:
+        getattr(thing, "close", lambda: None)()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("option", ["collate_fn", "worker_init_fn"])
+def test_what_cannot_be_sent_in_a_function_is_named(option: str) -> None:
+    """A lock that a function closes over is found as well."""
+    lock = threading.Lock()
+
+    def function(argument: Any) -> Any:
+        with lock:
+            return argument
+
+    options: dict[str, Any] = {option: function}
+    loader = infeed.DataLoader(range(4), num_workers=1, **options)
+    with loader, pytest.raises(infeed.WorkerStartError, match=rf"{option} -> lock \(closed over\) is a _thread\.lock"):
+        next(iter(loader))
+
+
+def test_a_sample_that_cannot_be_sent_is_an_error_of_its_batch(process_engine: dict[str, Any]) -> None:
+    """An object in a sample that does not pickle: that batch fails and says so, the others come."""
+    dataset = Tree(8, lambda i: threading.Lock() if i == 3 else str(i))
+    with infeed.DataLoader(dataset, batch_size=2, **process_engine) as loader:
+        got = outcomes(loader)
+    assert [part for part in got if isinstance(part, list)] == [["0", "1"], ["4", "5"], ["6", "7"]]
+    assert isinstance(got[1], TypeError)
+    assert "pickle" in str(got[1]) + "".join(got[1].__notes__)
+
+
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["rows", "collated"])
+def test_a_sample_that_cannot_be_built_again_is_an_error_of_its_batch(process_engine: dict[str, Any], collate_fn: Any) -> None:
+    """An object that pickles in the worker and fails here: that batch fails, the others come, nothing hangs (P4)."""
+
+    def explode() -> Any:
+        raise ArithmeticError("cannot be built")
+
+    class OneWay:
+        def __reduce__(self) -> Any:
+            return explode, ()
+
+    dataset = Tree(24, lambda i: OneWay() if i == 3 else str(i))
+    with infeed.DataLoader(dataset, batch_size=2, collate_fn=collate_fn, **process_engine) as loader:
+        for _ in range(2):
+            got = outcomes(loader)
+            assert [part for part in got if isinstance(part, list)] == [[str(i), str(i + 1)] for i in range(0, 24, 2) if i != 2]
+            assert isinstance(got[1], ArithmeticError)
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
+def test_a_timeout_names_the_worker_and_the_position(kind: Any, tmp_path: Path) -> None:
+    """LoadTimeoutError after the given time, with who is busy with what; it is a TimeoutError, and the epoch can go on."""
+    dataset = Blocking(8, 2, tmp_path)
+    with infeed.DataLoader(dataset, batch_size=2, num_workers=2, worker=kind, timeout=1.0) as loader:
+        batches = iter(loader)
+        with assert_faster_than(20):
+            assert plain(next(batches)) == [0, 1]
+            with pytest.raises(infeed.LoadTimeoutError, match=r"timeout=1\.0 .*\n.*worker \d at position 2") as caught:
+                next(batches)
+        assert isinstance(caught.value, TimeoutError)
+        dataset.let_go()
+        for _ in range(20):
+            try:
+                assert plain(next(batches)) == [2, 3]
+                break
+            except infeed.LoadTimeoutError:  # the worker needs a moment to see the file
+                continue
+        assert [plain(batch) for batch in batches] == [[4, 5], [6, 7]]
+
+
+def test_an_index_outside_of_the_dataset_is_the_datasets_own_error(engine: dict[str, Any]) -> None:
+    """A sampler that goes too far gets the IndexError of the dataset, also when arrays are gathered."""
+    for dataset in ([1, 2, 3], np.arange(3), (np.arange(3), np.arange(3))):
+        with infeed.DataLoader(dataset, batch_size=2, sampler=[0, 1, 3], **engine) as loader, pytest.raises(IndexError):
+            list(loader)
+
+
+@pytest.mark.process
+def test_a_failed_start_leaves_the_loader_to_be_tried_again(tmp_path: Path) -> None:
+    """After an error at the start, the next iteration starts workers anew: what was missing may be there now."""
+    flag = tmp_path / "ready"
+
+    def init(number: int) -> None:
+        if not flag.exists():
+            raise OSError("not ready")
+
+    with infeed.DataLoader(range(4), batch_size=2, num_workers=2, worker_init_fn=init, timeout=30) as loader:
+        with pytest.raises(OSError, match="not ready"):
+            list(loader)
+        flag.touch()
+        assert collected(loader) == [[0, 1], [2, 3]]

@@ -1,0 +1,250 @@
+"""The end of a process that uses a loader: exit, Ctrl+C, kill -9. Soon, in silence, and nothing is left (P5)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.helpers import (
+    PORTABLE,
+    Journal,
+    assert_clean,
+    assert_faster_than,
+    assert_no_shm,
+    kill_group,
+    run_script,
+    start_script,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+
+METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn", "portable", "thread", "inline"])
+PROCESS_METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+
+# Arguments: way of starting workers, journal, seconds per sample, what to do after the first batch.
+SCRIPT = """
+import sys, time, os
+{head}
+import numpy as np
+import infeed
+from pathlib import Path
+from tests.helpers import Journal
+
+method, path, seconds, ending = sys.argv[1:]
+journal = Journal(Path(path))
+
+class Data:
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        journal.write("loading")
+        time.sleep(float(seconds))
+        return np.full(1000, index)
+
+options = {{"thread": {{"num_workers": 2, "worker": "thread"}}, "inline": {{"num_workers": 0}},
+           "portable": {{"num_workers": 2}}}}.get(method) or {{"num_workers": 2, "start_method": method}}
+loader = infeed.DataLoader(Data(), batch_size=2, **options)
+for batch in loader:
+    journal.write("first batch")
+    {body}
+{tail}
+"""
+
+
+def script(method: str, body: str, *, head: str = "", tail: str = "") -> str:
+    if method == "portable":
+        head = f"import multiprocessing.connection\n{PORTABLE}\n{head}"
+    return SCRIPT.format(head=head, body=body, tail=tail)
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("body", "tail", "code"),
+    [
+        pytest.param("break", "", 0, id="break"),
+        pytest.param("if batch[0, 0] == 4: break", "del loader", 0, id="break and del"),
+        pytest.param("sys.exit(3)", "", 3, id="sys.exit"),
+        pytest.param("kept = batch; break", "iterator = iter(loader); next(iterator)", 0, id="iterator and batch kept"),
+    ],
+)
+def test_the_interpreter_ends_soon_and_in_silence(tmp_path: Path, method: str, body: str, tail: str, code: int) -> None:
+    """Without close(), in the middle of an epoch, with work in flight."""
+    with assert_faster_than(20):
+        result = run_script(tmp_path, script(method, body, tail=tail), method, str(tmp_path / "journal"), "0.01", "")
+    assert result.code == code, result.err
+    assert result.err == ""
+    assert_no_shm()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+def test_finalizers_that_were_there_before_are_no_trouble(tmp_path: Path, method: str) -> None:
+    """Another library's weakref.finalize (tempfile has one) changes the order in which things end; still in silence."""
+    head = "import tempfile; folder = tempfile.TemporaryDirectory()"
+    result = run_script(tmp_path, script(method, "break", head=head), method, str(tmp_path / "journal"), "0.01", "")
+    assert_clean(result)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_an_error_in_the_loop_is_the_only_traceback(tmp_path: Path, method: str) -> None:
+    """The user's exception ends the script with its own traceback and nothing else."""
+    result = run_script(tmp_path, script(method, "1 / 0"), method, str(tmp_path / "journal"), "0.01", "")
+    assert result.code == 1
+    assert result.err.count("Traceback") == 1
+    assert result.err.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+@METHODS
+@pytest.mark.parametrize("seconds", ["0.01", "60"], ids=["quick samples", "slow samples"])
+def test_ctrl_c_ends_it_with_one_traceback(tmp_path: Path, method: str, seconds: str) -> None:
+    """SIGINT to the process group, as a terminal sends it: one KeyboardInterrupt, in the user's process, and soon."""
+    journal = Journal(tmp_path / "journal")
+    running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "")
+    running.wait_line(journal, "loading" if seconds == "60" else "first batch")
+    kill_group(running)
+    with assert_faster_than(15):
+        result = running.finish()
+    assert result.code != 0
+    assert result.err.count("Traceback (most recent call last)") == 1, result.err
+    assert result.err.rstrip().endswith("KeyboardInterrupt")
+    assert_no_shm()
+
+
+@METHODS
+@pytest.mark.parametrize("seconds", ["0.01", "60"], ids=["quick samples", "slow samples"])
+def test_kill_9_of_the_user_s_process_takes_all_of_ours_along(tmp_path: Path, method: str, seconds: str) -> None:
+    """Nothing outlives it, not even a worker in the middle of a sample that takes a minute, and no shared memory either."""
+    journal = Journal(tmp_path / "journal")
+    running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "")
+    running.wait_line(journal, "loading" if seconds == "60" else "first batch")
+    os.kill(running.pid, signal.SIGKILL)
+    with assert_faster_than(15):
+        result = running.finish()
+    assert result.code == -signal.SIGKILL
+    assert "Traceback" not in result.err
+    assert_no_shm()
+
+
+@PROCESS_METHODS
+def test_kill_9_also_if_the_user_s_process_has_forked_children(tmp_path: Path, method: str) -> None:
+    """A forked child inherits all descriptors and may live on: our processes must not live on with it."""
+    head = "import os, signal\n"
+    body = "\n    ".join([
+        "pass",
+        "if not globals().get('child'):",
+        "    child = os.fork()",
+        "    if child == 0:",
+        "        journal.write(f'child {os.getpid()}')",
+        "        time.sleep(60)",
+        "        os._exit(0)",
+    ])  # fmt: skip
+    journal = Journal(tmp_path / "journal")
+    running = start_script(tmp_path, script(method, body, head=head), method, str(journal.path), "0.01", "")
+    try:
+        running.wait_line(journal, "first batch")
+
+        def child() -> str:
+            return next((line.split()[1] for line in journal.lines() if line.startswith("child")), "")
+
+        pid = wait_until(child, "the forked child")
+        os.kill(running.pid, signal.SIGKILL)
+        wait_until(
+            lambda: [process for process in running.survivors() if not process.endswith(f" {pid}")] == [],
+            f"the end of all but the child {pid}",
+            15,
+        )
+    finally:
+        running.kill_all()
+    assert_no_shm()
+
+
+def test_sigterm_ends_it_as_it_ends_any_process(tmp_path: Path) -> None:
+    """The default of SIGTERM is left as it is: the process is gone at once, and so is all of ours."""
+    journal = Journal(tmp_path / "journal")
+    running = start_script(tmp_path, script("forkserver", "pass"), "forkserver", str(journal.path), "0.01", "")
+    running.wait_line(journal, "first batch")
+    os.kill(running.pid, signal.SIGTERM)
+    result = running.finish()
+    assert result.code == -signal.SIGTERM
+    assert "Traceback" not in result.err
+
+
+def test_a_handler_of_the_users_for_ctrl_c_goes_on_with_the_loop(tmp_path: Path) -> None:
+    """A handler that does not raise (save a checkpoint, then go on) does not disturb the loader."""
+    code = """
+    import os, signal, time
+    import infeed
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    class Data:
+        def __len__(self): return 40
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return i
+    for method in ({"worker": "thread"}, {"start_method": "forkserver"}, {"start_method": "spawn"}):
+        got = []
+        for batch in infeed.DataLoader(Data(), batch_size=2, num_workers=2, timeout=30, **method):
+            got += batch.tolist()
+            if len(got) == 10:
+                os.killpg(0, signal.SIGINT)
+        print(got == list(range(40)), len(asked))
+    """
+    result = run_script(tmp_path, dedent(code))
+    assert_clean(result)
+    assert result.out == "True 1\nTrue 2\nTrue 3\n"
+
+
+def test_an_interrupted_loader_can_be_used_again(tmp_path: Path) -> None:
+    """In a notebook Ctrl+C ends a cell and not the process: the next cell iterates the same loader."""
+    code = """
+    import os, signal, threading, time
+    import infeed
+    class Data:
+        def __len__(self): return 8
+        def __getitem__(self, i):
+            if not os.path.exists("go"):
+                open("here", "w").close()
+                time.sleep(60)
+            return i
+    loader = infeed.DataLoader(Data(), batch_size=2, num_workers=2)
+    def interrupt():
+        while not os.path.exists("here"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    batches = iter(loader)
+    try:
+        for batch in batches:
+            print("not reached")
+    except KeyboardInterrupt:
+        print("interrupted")
+    open("go", "w").close()
+    print([batch.tolist() for batch in loader])
+    """
+    result = run_script(tmp_path, dedent(code))
+    assert_clean(result)
+    assert result.out == "interrupted\n[[0, 1], [2, 3], [4, 5], [6, 7]]\n"
+
+
+def test_a_loader_in_a_daemon_thread_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """A background thread that iterates for ever is cut off when the main thread is done, in silence."""
+    code = """
+    import threading
+    import infeed
+    from infeed.testing import SlowDataset
+    began = threading.Event()
+    def run():
+        while True:
+            for batch in infeed.DataLoader(SlowDataset(1000, 0.005), batch_size=2, num_workers=2):
+                began.set()
+    threading.Thread(target=run, daemon=True).start()
+    began.wait()
+    """
+    with assert_faster_than(20):
+        result = run_script(tmp_path, dedent(code))
+    assert result.code == 0, result.err
+    assert "Fatal" not in result.err

@@ -1,0 +1,315 @@
+"""Real scripts in fresh interpreters: no main guard, no importable module, strange places to start workers from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.helpers import PORTABLE, Journal, assert_clean, assert_no_shm, run_script, start_python
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+
+# Everything in it lives in `__main__`: dataset, sample class, exception, closure, lambda. There is no guard.
+EVERYTHING_IN_MAIN = """
+import sys
+from dataclasses import dataclass
+from tests.helpers import Journal
+from pathlib import Path
+import numpy as np
+import infeed
+
+Journal(Path(sys.argv[1])).write("top level")
+method = sys.argv[2]
+OFFSET = 100
+
+def helper(x):
+    return x + OFFSET
+
+@dataclass
+class Sample:
+    x: np.ndarray
+    name: str
+
+class Bad(Exception):
+    def __init__(self, code, *, why):
+        super().__init__(f"{code} {why}")
+
+class Data:
+    def __init__(self, n):
+        self.n = n
+    def __len__(self):
+        return self.n
+    def __getitem__(self, i):
+        if i == 99:
+            raise Bad(7, why="it is bad")
+        return Sample(np.full(2, helper(i)), str(i))
+
+class Boxed:
+    def __init__(self, samples):
+        self.total = sum(int(s.x[0]) for s in samples)
+
+options = {"num_workers": 2, "start_method": method, "timeout": 30}
+for batch in infeed.DataLoader(Data(4), batch_size=2, **options):
+    assert type(batch) is Sample, type(batch)
+    print(batch.x[:, 0].tolist(), batch.name)
+
+factor = 2
+scaled = infeed.DataLoader(range(4), batch_size=2, collate_fn=lambda s: [factor * x for x in s], **options)
+print(list(scaled))
+print([(type(b) is Boxed, b.total) for b in infeed.DataLoader(Data(4), batch_size=2, collate_fn=Boxed, **options)])
+
+def gen():
+    class Stream:
+        def __iter__(self):
+            return (helper(i) for i in range(4))
+    return Stream()
+
+print([b.tolist() for b in infeed.DataLoader(gen(), batch_size=3, **options)])
+try:
+    list(infeed.DataLoader(Data(4), sampler=[99], **options))
+except Bad as error:
+    print("caught", type(error).__name__, error)
+"""
+EVERYTHING_SAYS = """\
+[100, 101] ['0', '1']
+[102, 103] ['2', '3']
+[[0, 2], [4, 6]]
+[(True, 201), (True, 205)]
+[[100, 101, 102], [103]]
+caught Bad 7 it is bad
+"""
+
+
+def prepared(method: str, code: str) -> tuple[str, str]:
+    """The script for a way of starting workers, and the start method to pass to it."""
+    return (PORTABLE + code, "auto") if method == "portable" else (code, method)
+
+
+@METHODS
+def test_a_script_without_guard_runs_once(tmp_path: Path, method: str) -> None:
+    """Classes, functions, lambdas and closures of __main__ travel by value; its top level is run by nobody but Python."""
+    journal = Journal(tmp_path / "journal")
+    code, start_method = prepared(method, EVERYTHING_IN_MAIN)
+    result = run_script(tmp_path, code, str(journal.path), start_method)
+    assert_clean(result)
+    assert result.out == EVERYTHING_SAYS
+    assert journal.lines() == ["top level"]
+    assert_no_shm()
+
+
+@METHODS
+def test_code_given_on_the_command_line_runs_once(tmp_path: Path, method: str) -> None:
+    """``python -c``: there is not even a file that could be imported."""
+    journal = Journal(tmp_path / "journal")
+    code, start_method = prepared(method, EVERYTHING_IN_MAIN)
+    result = start_python(["-c", code, str(journal.path), start_method], cwd=tmp_path).finish()
+    assert_clean(result)
+    assert result.out == EVERYTHING_SAYS
+    assert journal.lines() == ["top level"]
+
+
+def test_code_from_the_standard_input_runs_once(tmp_path: Path) -> None:
+    """``python - < script``: the same, and workers do not read what is left of the input."""
+    journal = Journal(tmp_path / "journal")
+    result = start_python(["-", str(journal.path), "auto"], cwd=tmp_path, stdin=EVERYTHING_IN_MAIN).finish()
+    assert_clean(result)
+    assert result.out == EVERYTHING_SAYS
+    assert journal.lines() == ["top level"]
+
+
+def test_a_package_run_as_a_module_runs_once(tmp_path: Path) -> None:
+    """``python -m package``: classes of its __main__ and of its other modules both arrive."""
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text("def negate(x):\n    return -x\n")
+    (package / "__main__.py").write_text(EVERYTHING_IN_MAIN.replace("return x + OFFSET", "return -negate(x) + OFFSET").replace(
+        "import infeed\n", "import infeed\nfrom pkg.parts import negate\n", 1
+    ))  # fmt: skip
+    journal = Journal(tmp_path / "journal")
+    result = start_python(["-m", "pkg", str(journal.path), "auto"], cwd=tmp_path).finish()
+    assert_clean(result)
+    assert result.out == EVERYTHING_SAYS
+    assert journal.lines() == ["top level"]
+
+
+def test_cells_of_a_notebook_can_redefine_the_dataset(tmp_path: Path) -> None:
+    """Code that is executed in the namespace of __main__ without a file, cell by cell, as IPython does it."""
+    code = """
+    import sys, types
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    cells = ['''
+    import infeed
+    class Data:
+        def __len__(self): return 3
+        def __getitem__(self, i): return i
+    ''', '''
+    print([b.tolist() for b in infeed.DataLoader(Data(), batch_size=3, num_workers=2, timeout=30)])
+    ''', '''
+    class Data(Data):
+        def __getitem__(self, i): return super().__getitem__(i) * 10
+    for batch in infeed.DataLoader(Data(), batch_size=3, num_workers=2, timeout=30):
+        print(batch.tolist())
+        break
+    ''']
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"<cell {number}>", "exec"), main.__dict__)
+    """
+    result = run_script(tmp_path, dedent(code))
+    assert_clean(result)
+    assert result.out == "[[0, 1, 2]]\n[0, 10, 20]\n"
+
+
+# A loader that is used in a process of somebody else's pool. `load` is what runs there.
+IN_A_POOL = """
+import multiprocessing, sys
+import concurrent.futures
+import infeed
+
+class Data:
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i): return i * 2
+
+def load(n):
+    with infeed.DataLoader(Data(n), batch_size=2, num_workers=2, timeout=30) as loader:
+        return [batch.tolist() for batch in loader]
+
+if __name__ == "__main__":
+    how, method = sys.argv[1:]
+    context = multiprocessing.get_context(method)
+    if method == "fork":
+        load(2)  # a fork server of the parent must not be used by its children
+    if how == "daemon":
+        queue = context.SimpleQueue()
+        process = context.Process(target=lambda: queue.put(load(4)), daemon=True)
+        process.start()
+        print(queue.get())
+        process.join()
+    elif how == "pool":
+        with context.Pool(2) as pool:
+            print(pool.map(load, [4, 4])[0])
+            pool.close()
+            pool.join()
+    else:
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+            print(list(pool.map(load, [4, 4]))[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [("daemon", "fork"), ("pool", "fork"), ("pool", "spawn"), ("executor", "fork"), ("executor", "spawn")],
+)
+@pytest.mark.linux
+def test_a_loader_works_in_a_process_of_another_pool(tmp_path: Path, how: str, method: str) -> None:
+    """Daemonic processes may not have children of multiprocessing; ours are none, and end with them."""
+    result = run_script(tmp_path, IN_A_POOL, how, method)
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+    assert result.out == "[[0, 2], [4, 6]]\n"
+
+
+@METHODS
+@pytest.mark.torch
+def test_a_worker_does_not_import_torch_unless_the_dataset_does(tmp_path: Path, method: str) -> None:
+    """torch in the user's process costs workers nothing: neither its second nor its memory."""
+    code = """
+    import sys
+    import torch
+    import numpy as np
+    import infeed
+    class Data:
+        def __len__(self): return 4
+        def __getitem__(self, i): return ("torch" in sys.modules, np.zeros(2))
+    print([b[0].tolist() for b in infeed.DataLoader(Data(), batch_size=2, num_workers=2, start_method=sys.argv[1], timeout=30)])
+    """
+    pytest.importorskip("torch")
+    code, start_method = prepared(method, dedent(code))
+    result = run_script(tmp_path, code, start_method)
+    assert_clean(result)
+    assert result.out == "[[False, False], [False, False]]\n"
+
+
+def test_importing_infeed_does_not_import_torch(tmp_path: Path) -> None:
+    """Neither does loading arrays with it."""
+    result = run_script(tmp_path, dedent("""
+        import sys, infeed, numpy as np
+        list(infeed.DataLoader(np.arange(10), batch_size=2, num_workers=2))
+        list(infeed.DataLoader(range(10), batch_size=2))
+        print("torch" in sys.modules, "multiprocessing.pool" in sys.modules)
+    """))  # fmt: skip
+    assert_clean(result)
+    assert result.out == "False False\n"
+
+
+@METHODS
+def test_what_workers_print_appears(tmp_path: Path, method: str) -> None:
+    """print in a dataset is seen, each line whole, also if it is the last thing before the end."""
+    code = """
+    import sys
+    import infeed
+    class Data:
+        def __len__(self): return 6
+        def __getitem__(self, i):
+            print("loading", i)
+            print("warning", i, file=sys.stderr)
+            return i
+    with infeed.DataLoader(Data(), batch_size=1, num_workers=2, start_method=sys.argv[1], prefetch=1, timeout=30) as loader:
+        for epoch in range(1):
+            batches = iter(loader)
+            for _ in range(6):
+                next(batches)
+    """
+    code, start_method = prepared(method, dedent(code))
+    result = run_script(tmp_path, code, start_method)
+    assert result.code == 0, result.err
+    assert {f"loading {i}" for i in range(6)} <= set(result.out.splitlines())
+    assert {f"warning {i}" for i in range(6)} <= set(result.err.splitlines())
+
+
+@pytest.mark.parametrize("flags", [["-I"], ["-W", "error"], ["-X", "dev"], ["-OO"]], ids=" ".join)
+def test_flags_of_the_interpreter_are_no_trouble(tmp_path: Path, flags: list[str]) -> None:
+    """Isolated, with warnings as errors, in development mode, optimised: workers start and say nothing."""
+    code = f"import sys; sys.path[:] = {[path for path in sys.path if path]!r}\n" + dedent("""
+        import infeed
+        class Data:
+            def __len__(self): return 4
+            def __getitem__(self, i): return i
+        for method in ("forkserver", "spawn"):
+            with infeed.DataLoader(Data(), batch_size=2, num_workers=2, start_method=method, timeout=30) as loader:
+                print([b.tolist() for b in loader])
+    """)
+    (tmp_path / "script.py").write_text(code)
+    result = start_python([*flags, str(tmp_path / "script.py")], cwd=tmp_path).finish()
+    assert_clean(result)
+    assert result.out == "[[0, 1], [2, 3]]\n" * 2
+
+
+def test_a_module_beside_the_script_is_found_by_workers(tmp_path: Path) -> None:
+    """What the script imports from its own folder, and from folders that it adds to sys.path, workers import too."""
+    (tmp_path / "beside.py").write_text(dedent("""
+        class Data:
+            def __len__(self): return 2
+            def __getitem__(self, i): return i + 1
+    """))  # fmt: skip
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "added.py").write_text("def double(samples):\n    return [2 * s for s in samples]\n")
+    result = run_script(tmp_path, dedent("""
+        import os, sys
+        sys.path.append(os.path.join(os.path.dirname(__file__), "extra"))
+        import infeed
+        from beside import Data
+        from added import double
+        for method in ("forkserver", "spawn"):
+            options = {"num_workers": 1, "start_method": method, "timeout": 30}
+            print(list(infeed.DataLoader(Data(), batch_size=2, collate_fn=double, **options)))
+    """))  # fmt: skip
+    assert_clean(result)
+    assert result.out == "[[2, 4]]\n[[2, 4]]\n"

@@ -1,0 +1,348 @@
+"""What several tests need: datasets, comparisons, waits with a deadline, scripts in fresh interpreters.
+
+Imported in workers too, which load datasets from here: so nothing but the standard library and NumPy at the top.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+# Nothing here takes a tenth of it on an idle machine: whoever waits this long has found a hang.
+DEADLINE_S = 30.0
+
+
+# --- waiting
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> Any:
+    """Return the condition's value as soon as it is true; fail if it is not within the time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds} seconds in vain for: {what}")
+        time.sleep(0.005)
+    return value
+
+
+@contextmanager
+def assert_faster_than(seconds: float) -> Iterator[None]:
+    """Fail if the block takes longer. For deadlines, not for measuring."""
+    start = time.monotonic()
+    yield
+    elapsed = time.monotonic() - start
+    assert elapsed < seconds, f"took {elapsed:.2f} s, allowed are {seconds} s"
+
+
+# --- datasets
+
+
+class Squares:
+    """Sample ``i`` is a tuple of an array that tells ``i``, and ``i`` squared."""
+
+    def __init__(self, length: int, width: int = 3) -> None:
+        self.length, self.width = length, width
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return np.full(self.width, index, dtype=np.float32), index * index
+
+
+class Tree:
+    """Sample ``i`` is what a function makes of ``i``."""
+
+    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+        self.length, self.make = length, make
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Pids:
+    """Sample ``i`` is the number of the process that loads it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+class Stream:
+    """Yields ``0`` to ``count``; has neither length nor index."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Blocking:
+    """Sample ``at`` does not return before a file appears; another file tells that it is being loaded."""
+
+    def __init__(self, length: int, at: int, folder: Path) -> None:
+        self.length, self.at, self.folder = length, at, folder
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            (self.folder / "blocked").touch()
+            wait_until((self.folder / "go").exists, "the test's permission to go on", 2 * DEADLINE_S)
+        return index
+
+    def wait_blocked(self) -> None:
+        wait_until((self.folder / "blocked").exists, "a worker at the blocking sample")
+
+    def let_go(self) -> None:
+        (self.folder / "go").touch()
+
+
+class Journal:
+    """A file to which processes append lines; each line arrives whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, line: object) -> None:
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(fd, f"{line}\n".encode())
+        os.close(fd)
+
+    def lines(self) -> list[str]:
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+
+# --- comparing
+
+
+def plain(value: Any) -> Any:
+    """A batch as plain Python values, arrays and tensors as nested lists."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
+
+
+def collected(loader: Any) -> list[Any]:
+    """One epoch as plain values; no batch is kept."""
+    return [plain(batch) for batch in loader]
+
+
+def flat(batches: list[Any]) -> list[Any]:
+    """All elements of batches that are lists of numbers."""
+    return [element for batch in batches for element in batch]
+
+
+def assert_same(left: Any, right: Any, path: str = "batch") -> None:
+    """Fail unless both have the same types all the way down, dtypes and shapes, and the same values."""
+    assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype, f"{path}: {left.dtype} and {right.dtype}"
+        assert left.shape == right.shape, f"{path}: {left.shape} and {right.shape}"
+        np.testing.assert_array_equal(left, right, err_msg=path)
+    elif type(left).__module__.partition(".")[0] == "torch" or hasattr(left, "is_sparse"):
+        assert left.dtype == right.dtype, f"{path}: {left.dtype} and {right.dtype}"
+        assert left.shape == right.shape, f"{path}: {left.shape} and {right.shape}"
+        dense, other = (left.to_dense(), right.to_dense()) if left.is_sparse else (left, right)
+        assert bool((dense == other).all()), path
+    elif isinstance(left, dict):
+        assert list(left) == list(right), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}[{key!r}]")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for number, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_same(one, other, f"{path}[{number}]")
+    elif is_dataclass(left):
+        for field in fields(left):
+            assert_same(getattr(left, field.name), getattr(right, field.name), f"{path}.{field.name}")
+    else:
+        assert left == right, path
+
+
+# --- processes
+
+
+def worker_processes() -> list[Any]:
+    """All live processes below this one except the fork server: the workers of loaders, and whatever else there is."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and not is_fork_server(process):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def is_fork_server(process: Any) -> bool:
+    """Whether this is the fork server of this very process."""
+    return process.ppid() == os.getpid() and any("infeed.workers.server" in word for word in process.cmdline())
+
+
+def shm_names() -> set[str]:
+    """Names of ours in the system's shared memory, without those that a process outside of this test run is using."""
+    folder = Path("/dev/shm")
+    names = {path.name for path in folder.glob("infeed*")} if folder.is_dir() else set()
+    return {name for name in names if not _is_foreign(name)} if names else names
+
+
+def _is_foreign(name: str) -> bool:
+    import psutil
+
+    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    users = set()
+    for pid in psutil.pids():
+        try:
+            if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
+                users.add(pid)
+        except OSError:  # it has just ended
+            continue
+    return bool(users) and not users & ours
+
+
+def assert_no_shm() -> None:
+    """Fail if shared memory with a name of ours stays behind."""
+    wait_until(lambda: not shm_names(), f"the end of {shm_names()} in /dev/shm", 5)
+
+
+class ScriptResult(NamedTuple):
+    """How a script ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Script:
+    """A script running in a fresh interpreter, whose processes can all be found: they share the id that setsid() gave."""
+
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_line(self, journal: Journal, line: str) -> None:
+        """Wait until the script has noted this line."""
+
+        def arrived() -> bool:
+            assert self.process.poll() is None or line in journal.lines(), f"the script ended: {self.process.communicate()}"
+            return line in journal.lines()
+
+        wait_until(arrived, f"{line!r} from the script")
+
+    def finish(self, seconds: float = DEADLINE_S) -> ScriptResult:
+        """Wait for its end; fail if it does not come, or if a process of its lives on."""
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            stacks = self.kill_all()
+            raise AssertionError(f"the script has not ended within {seconds} s\n{stacks}") from None
+        wait_until(lambda: not self.survivors(), f"the end of the script's processes {self.survivors()}", 10)
+        return ScriptResult(self.process.returncode, out, err)
+
+    def survivors(self) -> list[str]:
+        """Its processes that are still there, wherever they were moved in the tree."""
+        return [f"{process.name()} {process.pid}" for process in self._processes()]
+
+    def kill_all(self) -> str:
+        """End everything; what it had printed."""
+        for process in self._processes():
+            process.kill()
+        out, err = self.process.communicate()
+        return f"stdout:\n{out}\nstderr:\n{err}"
+
+    def _processes(self) -> list[Any]:
+        import psutil
+
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+
+def start_python(arguments: list[str], *, cwd: Path, stdin: str | None = None, env: dict[str, str] | None = None) -> Script:
+    """Start a fresh interpreter that can import infeed and the tests' helpers."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), **(env or {})}
+    environ.pop("PYTHONWARNINGS", None)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environ,
+        stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    if stdin is not None:
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        process.stdin = None
+    return Script(process)
+
+
+def start_script(folder: Path, code: str, *arguments: str, env: dict[str, str] | None = None) -> Script:
+    """Write a script into a folder and start it."""
+    path = folder / "script.py"
+    path.write_text(code)
+    return start_python([str(path), *arguments], cwd=folder, env=env)
+
+
+def run_script(folder: Path, code: str, *arguments: str, seconds: float = DEADLINE_S) -> ScriptResult:
+    """Run a script to its end; fail if it hangs or leaves a process behind."""
+    return start_script(folder, code, *arguments).finish(seconds)
+
+
+def assert_clean(result: ScriptResult) -> None:
+    """Fail unless the script ended well and had nothing to complain about."""
+    assert result.code == 0, result.err
+    assert result.err == ""
+
+
+def kill_group(script: Script, number: int = signal.SIGINT) -> None:
+    """What a terminal does on Ctrl+C: the signal goes to the foreground process group."""
+    os.killpg(script.pid, number)
+
+
+# For scripts: the calls that only Linux has are gone, so that the portable ways are taken.
+PORTABLE = """
+import os, select, socket
+del os.memfd_create, socket.send_fds, socket.recv_fds, select.poll
+"""

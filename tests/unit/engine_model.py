@@ -1,0 +1,534 @@
+"""An engine that is not there: plays workers, memory and the user's loop against a scheduler, and checks what it asks for.
+
+What is right is told from the events and actions alone, by books of its own. It never looks into the scheduler, except to call
+``validate`` and to compare its public properties with the books.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from infeed.scheduler.machine import Scheduler
+from infeed.scheduler.messages import (
+    Action,
+    BatchId,
+    BatchPlanned,
+    BatchWanted,
+    Closed,
+    Deliver,
+    DeliverError,
+    Drop,
+    EpochAbandoned,
+    Event,
+    FailMemory,
+    FailWorkers,
+    Forget,
+    Grow,
+    GrowthRefused,
+    Place,
+    PlaceRefused,
+    Reload,
+    Send,
+    SlotFreed,
+    SlotId,
+    SlotsAdded,
+    StartWorker,
+    TaskEmpty,
+    TaskFailed,
+    TaskId,
+    TaskLoaded,
+    TaskMismatched,
+    TaskUnplaced,
+    WindowChanged,
+    WorkerDied,
+    WorkerId,
+    WorkerReady,
+)
+
+DEATHS_FORGIVEN = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is set up."""
+
+    workers: int = 2
+    window: int = 4
+    in_order: bool = True
+    whole_batches: bool = False
+    is_stream: bool = False
+    slots: int = 8  # how many the memory has room for
+
+
+@dataclass
+class Task:
+    """A task as the worker that has it sees it."""
+
+    task: TaskId
+    worker: WorkerId
+    batch: "Batch"
+    first_grain: int
+    grain_count: int
+    slot: SlotId | None
+    is_whole: bool
+    is_unplaced: bool = False
+
+    @property
+    def grains(self) -> set[int]:
+        return set(range(self.first_grain, self.first_grain + self.grain_count))
+
+
+@dataclass
+class Batch:
+    """A batch as the plan and the user's loop see it."""
+
+    batch: BatchId
+    epoch: int
+    grain_count: int
+    worker: WorkerId | None
+    slot: SlotId | None = None
+    loaded: set[int] = field(default_factory=set)
+    failures: dict[TaskId, int] = field(default_factory=dict)  # by first grain
+    deaths: int = 0
+    is_begun: bool = False
+    is_mismatched: bool = False
+    must_go_whole: bool = False
+    outcome: str = ""  # "delivered", "error", "empty", "abandoned", or nothing yet
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it has gone wrong for good, and only its error is still to be delivered."""
+        return bool(self.failures) or self.deaths > DEATHS_FORGIVEN
+
+
+class EngineModel:
+    """One run of a scheduler. Events are methods; each checks everything that can be known from outside."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.window = options.window
+        self.limit = options.slots
+        self.workers = [WorkerId(number) for number in range(options.workers)]
+        self.scheduler = Scheduler(
+            workers=tuple(self.workers),
+            window=options.window,
+            in_order=options.in_order,
+            whole_batches=options.whole_batches,
+        )
+        self.starting = set(self.workers)
+        self.ready: set[WorkerId] = set()
+        self.tasks: dict[TaskId, Task] = {}  # with live workers
+        self.lost: list[Task] = []  # with workers that died
+        self.seen_tasks: set[TaskId] = set()
+        self.batches: dict[BatchId, Batch] = {}
+        self.leased: dict[SlotId, Batch] = {}
+        self.slot_count = 0
+        self.is_growth_refused = False
+        self.is_short = False
+        self.was_short = False
+        self.epoch = 0
+        self.is_prefetching = False  # batches of the next epoch are planned: this one gets no more
+        self.wanted: int | None = None
+        self.has_failed_memory = False
+        self.has_failed_workers = False
+        self.is_closed = False
+        self.delivered: list[BatchId] = []
+
+    # --- events
+
+    def tell(self, event: Event) -> list[Action]:
+        """One event, what it leads to, and all checks."""
+        actions = self._tell(event)
+        if not self.is_closed:
+            self._compare()
+        return actions
+
+    def _tell(self, event: Event) -> list[Action]:
+        actions = self.scheduler.handle(event)
+        self.scheduler.validate()
+        for action in actions:
+            assert not self.is_closed, f"{action} after close, or after the workers were given up"
+            self._do(action)
+        return actions
+
+    def plan(self, grain_count: int = 4, *, of_next_epoch: bool = False, worker: WorkerId | None = None) -> BatchId:
+        batch = BatchId(len(self.batches))
+        self.is_prefetching |= of_next_epoch
+        epoch = self.epoch + of_next_epoch
+        if self.options.is_stream and worker is None:
+            worker = self.workers[batch % len(self.workers)]
+        self.batches[batch] = Batch(batch, epoch, grain_count, worker)
+        self.tell(BatchPlanned(batch, epoch, grain_count, worker))
+        return batch
+
+    def want(self, away_ns: int = 0) -> list[Action]:
+        self.wanted, self.has_failed_memory = self.epoch, False
+        return self.tell(BatchWanted(self.epoch, away_ns))
+
+    def abandon(self, *, keep_prefetched: bool = True) -> None:
+        """The user's loop leaves the epoch; the next begins."""
+        self._abandon(self.epoch)
+        if self.is_prefetching and not keep_prefetched:
+            self._abandon(self.epoch + 1)
+            self.epoch += 1
+        self.begin_next_epoch()
+
+    def _abandon(self, epoch: int) -> None:
+        for batch in self.live(epoch):
+            batch.outcome = "abandoned"
+        if self.wanted == epoch:
+            self.wanted = None
+        self.tell(EpochAbandoned(epoch))
+
+    def begin_next_epoch(self) -> None:
+        self.epoch += 1
+        self.is_prefetching = False
+        self.has_failed_memory = False
+
+    def make_ready(self, worker: WorkerId) -> list[Action]:
+        self.starting.remove(worker)
+        self.ready.add(worker)
+        return self.tell(WorkerReady(worker))
+
+    def kill(self, worker: WorkerId) -> list[Action]:
+        self.starting.discard(worker)
+        self.ready.discard(worker)
+        lost = [task for task in self.tasks.values() if task.worker == worker]
+        for task in lost:
+            del self.tasks[task.task]
+        if lost:  # workers do their tasks in order: it died of the first
+            min(lost, key=lambda task: task.task).batch.deaths += 1
+        self.lost += lost
+        return self.tell(WorkerDied(worker))
+
+    def load(self, task: Task, elapsed_ns: int = 1_000_000) -> list[Action]:
+        assert task.slot is not None
+        assert not task.is_unplaced
+        del self.tasks[task.task]
+        if not task.batch.is_mismatched:
+            assert not task.batch.loaded & task.grains, "a grain is loaded twice"
+            task.batch.loaded |= task.grains
+        return self.tell(TaskLoaded(task.worker, task.task, elapsed_ns))
+
+    def fail(self, task: Task) -> list[Action]:
+        del self.tasks[task.task]
+        if not task.batch.is_mismatched:
+            task.batch.failures[task.task] = task.first_grain
+        return self.tell(TaskFailed(task.worker, task.task))
+
+    def unplace(self, task: Task) -> list[Action]:
+        task.is_unplaced = True
+        task.slot = None  # it was too small: nothing is written into it
+        return self.tell(TaskUnplaced(task.worker, task.task))
+
+    def mismatch(self, task: Task) -> list[Action]:
+        assert not task.is_whole
+        del self.tasks[task.task]
+        if not task.batch.is_given_up:
+            task.batch.is_mismatched = task.batch.must_go_whole = True
+        return self.tell(TaskMismatched(task.worker, task.task))
+
+    def empty(self, task: Task) -> list[Action]:
+        assert task.is_whole
+        del self.tasks[task.task]
+        if not task.batch.outcome:
+            task.batch.outcome = "empty"
+        return self.tell(TaskEmpty(task.worker, task.task))
+
+    def free(self, slot: SlotId) -> list[Action]:
+        del self.leased[slot]
+        self.has_failed_memory = False
+        return self.tell(SlotFreed(slot))
+
+    def change_window(self, window: int) -> None:
+        self.window = window
+        self.tell(WindowChanged(window))
+
+    def be_short(self, is_short: bool) -> None:
+        """Whether slots that are too small can be made larger."""
+        if self.is_short and not is_short:
+            self.has_failed_memory = False
+        self.is_short = is_short
+        self.was_short |= is_short
+
+    def close(self) -> None:
+        self.tell(Closed())
+        self.is_closed = True
+
+    # --- what the scheduler asks
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._on_send(action)
+            case Place(worker, task_id, batch_id, slot):
+                task = self.tasks[task_id]
+                assert task.worker == worker, f"{action}: the task is not with this worker"
+                assert task.is_unplaced, f"{action}: the worker does not hold it"
+                assert task.batch.batch == batch_id
+                self._place(task, slot)
+            case Drop(worker, task_id):
+                task = self.tasks.pop(task_id)
+                assert task.worker == worker
+                assert task.is_unplaced, f"{action}: the worker does not hold it"
+                batch = task.batch
+                assert batch.outcome or batch.is_given_up or batch.is_mismatched, f"{action}: the samples are still wanted"
+            case Grow():
+                self.is_growth_refused = self.slot_count >= self.limit
+                if not self.is_growth_refused:
+                    self.slot_count += 1
+                    self._tell(SlotsAdded((SlotId(self.slot_count - 1),)))
+                else:
+                    self._tell(GrowthRefused())
+            case Deliver(batch_id, slot):
+                batch = self._take_delivered(batch_id, "delivered")
+                assert batch.loaded == set(range(batch.grain_count)), f"{action}: grains are missing"
+                assert not batch.failures, f"{action}: it has failed"
+                assert batch.slot == slot, f"{action}: it was written into slot {batch.slot}"
+                self.leased[slot] = batch
+            case DeliverError(batch_id, failed):
+                batch = self._take_delivered(batch_id, "error")
+                if failed is None:
+                    assert not batch.failures
+                    assert batch.deaths > DEATHS_FORGIVEN, f"{action}: after {batch.deaths} deaths"
+                else:
+                    assert batch.failures[failed] == min(batch.failures.values()), f"{action}: a lower grain failed too"
+            case Forget(batch_id):
+                assert self.batches[batch_id].outcome in ("abandoned", "empty"), f"{action}: it is still wanted"
+            case Reload(batch_id):
+                batch = self.batches[batch_id]
+                assert not batch.outcome, f"{action}: the batch is {batch.outcome}"
+                assert not batch.is_given_up, f"{action}: its error is known"
+                assert not self._is_with_a_worker(batch), f"{action}: a worker has some of it"
+                batch.loaded, batch.is_mismatched, batch.slot = set(), False, None
+            case StartWorker(worker):
+                assert worker not in self.starting | self.ready, f"{action}: it is alive"
+                self.starting.add(worker)
+            case FailWorkers():
+                self.has_failed_workers = True
+                self.is_closed = True
+                self._tell(Closed())
+            case FailMemory():
+                assert self.wanted is not None, "nobody waits"
+                assert self.live(self.wanted), "the epoch is over: there is nothing to wait for"
+                assert self.is_growth_refused, "it was not asked for memory"
+                running = [task for task in self.tasks.values() if not task.is_unplaced]
+                assert not running, f"{running} may still free a slot"
+                placed = [b.batch for b in self.live(self.wanted) if b.slot is not None and not b.is_given_up]
+                assert not placed or self.was_short, f"batches {placed} have a slot, and will be loaded when a worker is there"
+                self.has_failed_memory = True
+                self.wanted = None
+            case _:
+                assert_never(action)
+
+    def _on_send(self, action: Send) -> None:
+        assert action.task not in self.seen_tasks, f"{action}: the number was used"
+        assert action.worker in self.ready, f"{action}: the worker is not there"
+        batch = self.batches[action.batch]
+        assert not batch.outcome, f"{action}: the batch is {batch.outcome}"
+        task = Task(action.task, action.worker, batch, *action[3:])
+        running = [other for other in self.tasks.values() if other.batch is batch]
+        assert not batch.is_mismatched, f"{action}: what was loaded of it is not forgotten yet"
+        assert task.is_whole or not batch.must_go_whole, f"{action}: the batch must go whole"
+        begun = [other.batch for other in self.live() if other.is_begun]
+        if max(begun, default=-1) < batch.batch:
+            assert len(begun) < self.window, f"{action}: {len(begun)} batches are in flight, {self.window} may be"
+        batch.is_begun = True
+        assert task.grain_count > 0
+        assert task.grains <= set(range(batch.grain_count)), f"{action}: no such grains"
+        assert task.is_whole == (task.grain_count == batch.grain_count)
+        taken = set[int]().union(batch.loaded, *(other.grains for other in running))
+        assert not task.grains & taken, f"{action}: grains are loaded, or with another worker"
+        if batch.worker is not None:
+            assert batch.worker == task.worker, f"{action}: the share of another worker"
+            for other in self.batches.values():
+                if other.batch < batch.batch and other.worker == batch.worker and not other.outcome:
+                    is_sent = self._is_with_a_worker(other) or other.loaded or other.is_given_up
+                    assert is_sent, f"{action}: batch {other.batch} comes before it in the same share"
+        self.seen_tasks.add(task.task)
+        self.tasks[task.task] = task
+        if task.slot is not None:
+            self._give_slot(batch, task.slot)
+            if self._is_too_small(task):
+                task.slot = None
+
+    def _is_too_small(self, task: Task) -> bool:
+        """Whether the slot's block is too small and there is no memory for a larger one: not if it is written into already."""
+        tasks = [other for other in self.tasks.values() if other.batch is task.batch and other is not task]
+        return self.is_short and not task.batch.loaded and all(other.slot is None for other in tasks)
+
+    def _place(self, task: Task, slot: SlotId) -> None:
+        batch = task.batch
+        self._give_slot(batch, slot)
+        if self._is_too_small(task):
+            batch.slot = None
+            self.is_growth_refused = True
+            self._tell(PlaceRefused(task.worker, task.task))
+            return
+        task.is_unplaced = False
+        task.slot = slot
+
+    def _give_slot(self, batch: Batch, slot: SlotId) -> None:
+        assert slot < self.slot_count, f"slot {slot} does not exist"
+        assert batch.slot in (None, slot), f"batch {batch.batch} has a slot already"
+        assert slot not in self.leased, f"slot {slot} is given to batch {batch.batch} while the user looks into it"
+        for task in self.tasks.values():
+            assert task.batch is batch or task.slot != slot, f"slot {slot} is given away while {task} may write into it"
+        for other in self.batches.values():
+            if other is not batch and not other.outcome and not other.is_given_up:
+                assert other.slot != slot, f"slot {slot} of batch {other.batch} is given to batch {batch.batch}"
+        batch.slot = slot
+
+    def _take_delivered(self, batch_id: BatchId, outcome: str) -> Batch:
+        batch = self.batches[batch_id]
+        assert not batch.outcome, f"batch {batch_id} is delivered, and is {batch.outcome}"
+        assert self.wanted == batch.epoch, f"batch {batch_id} of epoch {batch.epoch} is delivered, wanted is {self.wanted}"
+        assert not self._is_with_a_worker(batch), f"batch {batch_id} is delivered while a worker may write"
+        if self.options.in_order:
+            assert self.live(batch.epoch)[0] is batch, f"batch {batch_id} overtakes another"
+        batch.outcome = outcome
+        self.wanted = None
+        self.delivered.append(batch_id)
+        return batch
+
+    # --- the books
+
+    def _is_with_a_worker(self, batch: Batch) -> bool:
+        return any(task.batch is batch for task in self.tasks.values())
+
+    def live(self, epoch: int | None = None) -> list[Batch]:
+        """Batches that are planned and neither delivered nor given up."""
+        return [batch for batch in self.batches.values() if not batch.outcome and epoch in (None, batch.epoch)]
+
+    @property
+    def room(self) -> int:
+        return max(0, self.window - len(self.live()))
+
+    @property
+    def running(self) -> list[Task]:
+        """Tasks that a worker is busy with: not those that only wait for a slot."""
+        return [task for task in self.tasks.values() if not task.is_unplaced]
+
+    def _compare(self) -> None:
+        scheduler = self.scheduler
+        assert max(0, scheduler.room) == self.room
+        assert scheduler.held_slots == len(self.leased)
+        assert scheduler.has_work == bool(self.tasks)
+        for epoch in (self.epoch, self.epoch + 1):
+            assert scheduler.remaining(epoch) == len(self.live(epoch))
+        for worker in self.workers:
+            told = scheduler.worker_tasks(worker)
+            books = [(t.batch.batch, t.first_grain, t.grain_count) for t in self.tasks.values() if t.worker == worker]
+            assert sorted(told) == sorted(books)
+
+    # --- the end of a run
+
+    def drain(self) -> None:
+        """Let workers do all that is left, and the user take it, letting go of batches only when memory is short."""
+        self.be_short(False)
+        for _ in range(1000):
+            if self.is_closed or self._step():
+                return
+        raise AssertionError("the run does not end")
+
+    def _step(self) -> bool:
+        """One step towards the end; whether it is reached."""
+        if self.starting:
+            self.make_ready(min(self.starting))
+        elif self.running:
+            task = self.running[0]
+            self.unplace(task) if task.slot is None else self.load(task)
+        elif self.wanted == self.epoch:
+            assert not self.live(self.epoch), "the user waits, nothing is in flight, and nobody says so"
+            self.wanted = None  # the last batch was empty
+        elif self.has_failed_memory:
+            if self.leased:
+                self.free(min(self.leased))
+            elif self.was_short:
+                self.was_short = False  # there is memory again, and it is asked for once more
+            elif self.slot_count == self.limit:
+                assert self.limit == 0, "the user holds nothing, and yet there is no slot for the batch that they wait for"
+                self.limit = 1
+            self.want()
+        elif self.live(self.epoch):
+            self.want()
+        elif self.live():
+            self.begin_next_epoch()
+        else:
+            return True
+        return False
+
+
+Choice = Callable[[], object]
+
+
+def play(options: Options, script: bytes) -> EngineModel:
+    """Play a run: at each step, the next byte chooses among all that may happen."""
+    model = EngineModel(options)
+    numbers = iter(script)
+    for number in numbers:
+        if model.is_closed:
+            assert model.scheduler.handle(BatchWanted(model.epoch)) == []
+            return model
+        choices = list(_choices(model, numbers))
+        choices[number % len(choices)]()
+    model.drain()
+    return model
+
+
+def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
+    """What may happen next. Frequent things are named more than once."""
+
+    def following(count: int) -> int:
+        return next(numbers, 0) % count
+
+    for task in model.tasks.values():
+        yield from _answers(model, task, following)
+    if model.wanted != model.epoch:
+        yield from [lambda: model.want((0, 10_000_000)[following(2)])] * 2
+    if model.room:
+        if not model.is_prefetching:
+            yield from [lambda: model.plan(1 if model.options.is_stream else 1 + following(5))] * 3
+        if not model.options.is_stream:
+            yield lambda: model.plan(1 + following(5), of_next_epoch=True)
+    for worker in model.workers:
+        if worker in model.starting:
+            yield from [lambda worker=worker: model.make_ready(worker)] * 3
+        yield lambda worker=worker: model.kill(worker)
+    for slot in model.leased:
+        yield lambda slot=slot: model.free(slot)
+    for task in model.lost[-3:]:
+        yield lambda task=task: _late_word(model, task, following(4))
+    if not model.live(model.epoch):
+        yield model.begin_next_epoch
+    else:
+        yield lambda: model.abandon(keep_prefetched=following(2) == 0)
+    yield lambda: model.change_window(1 + following(8))
+    yield lambda: setattr(model, "limit", model.limit + 1)
+    yield lambda: model.be_short(not model.is_short)
+    if following(32) == 31:
+        yield model.close
+
+
+def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) -> Iterator[Choice]:
+    if task.is_unplaced:
+        return
+    if task.slot is not None:
+        yield from [lambda: model.load(task, (1, 100_000, 50_000_000)[following(3)])] * 4
+    yield lambda: model.unplace(task)
+    yield lambda: model.fail(task)
+    if not task.is_whole:
+        yield lambda: model.mismatch(task)
+    if model.options.is_stream:
+        yield lambda: model.empty(task)
+
+
+def _late_word(model: EngineModel, task: Task, kind: int) -> None:
+    """What a worker that was declared dead had said before: nothing may come of it."""
+    events: list[Event] = [
+        TaskLoaded(task.worker, task.task, 1000),
+        TaskFailed(task.worker, task.task),
+        TaskUnplaced(task.worker, task.task),
+        TaskMismatched(task.worker, task.task),
+    ]
+    assert model.tell(events[kind]) == []

@@ -1,0 +1,26 @@
+"""Fresh interpreters, for what can only be seen in one: imports, and generators that a whole process shares."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import infeed
+
+SOURCE = Path(infeed.__file__).resolve().parent
+
+
+def run_fresh(code: str) -> str:
+    """What a fresh interpreter prints; fails with its error if it does not end well."""
+    paths = [str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

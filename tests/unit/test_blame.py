@@ -1,0 +1,135 @@
+"""Finding the one thing deep inside that cannot be pickled."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infeed.memory.blame import find_culprit
+
+LOCK = threading.Lock()
+
+
+class Plain:
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+    def method(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ("fine", "lock")
+
+    def __init__(self) -> None:
+        self.fine, self.lock = 1, LOCK
+
+
+class SlottedBelow(Slotted):
+    __slots__ = ("more",)
+
+
+@dataclass
+class Record:
+    lock: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenRecord:
+    fine: int
+    lock: Any
+
+
+class WithState:
+    """Chooses what is pickled, and chooses badly."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": LOCK}
+
+
+def closing_over() -> Callable[[], Any]:
+    lock = LOCK
+    return lambda: lock
+
+
+def with_default(value: int = 3, lock: Any = LOCK) -> Any:
+    return value, lock
+
+
+def with_keyword_default(*, lock: Any = LOCK) -> Any:
+    return lock
+
+
+def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one of a script, which travels by value."""
+    function.__module__ = "__main__"
+    return function
+
+
+PATHS: dict[str, tuple[Callable[[], Any], str]] = {
+    "itself": (lambda: LOCK, "dataset"),
+    "attribute": (lambda: Plain(x=1, lock=LOCK), "dataset.lock"),
+    "attribute of an attribute": (lambda: Plain(cache=Plain(lock=LOCK)), "dataset.cache.lock"),
+    "dict": (lambda: {"fine": 1, "bad": LOCK}, "dataset['bad']"),
+    "list": (lambda: [1, 2, LOCK], "dataset[2]"),
+    "tuple": (lambda: (1, (LOCK,)), "dataset[1][0]"),
+    "tree": (lambda: Plain(files={"a": [1, Plain(lock=LOCK)]}), "dataset.files['a'][1].lock"),
+    "closure": (closing_over, "dataset -> lock (closed over)"),
+    "default": (lambda: by_value(with_default), "dataset -> default 1"),
+    "keyword default": (lambda: by_value(with_keyword_default), "dataset -> default lock"),
+    "global": (lambda: by_value(lambda: LOCK), "dataset -> LOCK (global)"),
+    "slots": (Slotted, "dataset.lock"),
+    "slots of a base class": (SlottedBelow, "dataset.lock"),
+    "dataclass": (lambda: Record(LOCK), "dataset.lock"),
+    "frozen dataclass with slots": (lambda: FrozenRecord(1, LOCK), "dataset.lock"),
+    "__getstate__": (WithState, "dataset.kept"),
+    "partial, argument": (lambda: partial(print, 1, LOCK), "dataset.args[1]"),
+    "partial, keyword": (lambda: partial(print, file=LOCK), "dataset.keywords['file']"),
+    "partial, function": (lambda: partial(closing_over()), "dataset.func -> lock (closed over)"),
+    "bound method": (lambda: Plain(lock=LOCK).method, "dataset.__self__.lock"),
+    "array of objects": (lambda: np.array([1, LOCK], dtype=object), "dataset[1]"),
+}
+
+
+@pytest.mark.parametrize(("make", "path"), PATHS.values(), ids=PATHS)
+def test_the_culprit_is_found_and_its_path_can_be_read(make: Callable[[], Any], path: str) -> None:
+    """The path is written as one would write it in Python, or says how the function holds it."""
+    found = find_culprit(make(), "dataset")
+
+    assert found is not None
+    assert found == (path, LOCK)
+
+
+def test_what_pickles_has_no_culprit() -> None:
+    """Nothing is wrong, so nothing is named."""
+    assert find_culprit({"a": [1, np.zeros(3), len]}, "dataset") is None
+
+
+def test_a_cycle_does_not_lead_in_circles() -> None:
+    """An object that refers to itself is looked at once."""
+    loop = Plain()
+    loop.me = loop
+    loop.again = {"loop": loop, "lock": LOCK}
+
+    found = find_culprit(loop, "dataset")
+
+    assert found is not None
+    assert found[1] is LOCK
+
+
+def test_a_large_list_is_not_looked_through_to_its_end() -> None:
+    """The list is named, if not the element: an error must not take longer than the work."""
+    found = find_culprit([0] * 5000 + [LOCK], "dataset")
+
+    assert found is not None
+    assert found[0] == "dataset"
+
+
+def test_the_first_of_several_is_named() -> None:
+    """One at a time; the next try finds the next."""
+    found = find_culprit(Plain(a=LOCK, b=LOCK), "dataset")
+
+    assert found == ("dataset.a", LOCK)

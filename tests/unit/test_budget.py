@@ -1,0 +1,70 @@
+"""Sizes: read from what users write, written for people, measured."""
+
+from typing import Any
+
+import pytest
+
+from infeed.errors import ConfigError
+from infeed.memory.budget import available_bytes, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (0, 0),
+        (12345, 12345),
+        (-1, -1),
+        ("7", 7),
+        ("512B", 512),
+        ("1k", 1024),
+        ("1KB", 1024),
+        ("1KiB", 1024),
+        ("512MB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        (" 2 g ", 2 << 30),
+        ("3TiB", 3 << 40),
+        ("0.5t", 1 << 39),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(value: Any, count: int) -> None:
+    """Units of 1024 with or without i, any case, spaces as one likes."""
+    assert parse_bytes(value) == count
+
+
+@pytest.mark.parametrize("value", ["", "GB", "1e3", "-1", "1.GB", "1 000", "1GiBs", "0x10", True, None, "1,5GB"])
+def test_what_is_no_size_is_refused(value: Any) -> None:
+    """The message shows what was given and what would do."""
+    with pytest.raises(ConfigError, match="is not a size; give bytes, or text such as '2GiB'") as caught:
+        parse_bytes(value)
+    assert f"memory_limit={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (2 << 40, "2.0 TiB"),
+        (5000 << 40, "5000.0 TiB"),
+    ],
+)
+def test_sizes_are_written_for_people(count: int, text: str) -> None:
+    """One digit behind the point, in the unit that makes it short."""
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("count", [1 << 10, 1 << 20, 1 << 30, 1 << 40, 7 << 33])
+def test_what_is_written_can_be_read(count: int) -> None:
+    """A figure from a message can be given back as an option."""
+    assert parse_bytes(format_bytes(count)) == count
+
+
+def test_there_is_memory_but_not_without_end() -> None:
+    """More than nothing and less than the machine has."""
+    import psutil
+
+    assert 0 < available_bytes() <= psutil.virtual_memory().total

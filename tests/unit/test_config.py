@@ -1,0 +1,278 @@
+"""Options: what is refused, with which words, and what must be accepted."""
+
+import re
+from collections import UserDict
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infeed.config import LoaderConfig, is_stream
+from infeed.errors import ConfigError
+
+DEFAULTS: dict[str, Any] = {
+    "batch_size": 1,
+    "shuffle": False,
+    "sampler": None,
+    "batch_sampler": None,
+    "num_workers": 0,
+    "worker": "process",
+    "collate_fn": None,
+    "drop_last": False,
+    "seed": None,
+    "in_order": True,
+    "prefetch": None,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "memory_limit": None,
+    "grain_size": None,
+    "start_method": "auto",
+}
+
+
+class Unsized:
+    """Can be asked for an index, and does not know how many there are."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __repr__(self) -> str:
+        return "Unsized()"
+
+
+class Stream:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Wordy:
+    """Neither indexed nor a stream, with a long repr."""
+
+    def __repr__(self) -> str:
+        return "w" * 1000
+
+
+def config(dataset: Any = range(10), **options: Any) -> LoaderConfig:
+    return LoaderConfig(**{"dataset": dataset, **DEFAULTS, **options})
+
+
+def case(options: dict[str, Any], text: str, *, dataset: Any = range(10), name: str = "") -> Any:
+    return pytest.param(dataset, options, text, id=name or ",".join(f"{key}={value!r}" for key, value in options.items()))
+
+
+REFUSED = [
+    case({"batch_size": 0}, "batch_size=0 must be at least 1; use batch_size=None to yield single samples"),
+    case({"batch_size": -3}, "batch_size=-3 must be at least 1; use batch_size=None to yield single samples"),
+    case({"batch_size": 2.0}, "batch_size=2.0 must be a whole number; use batch_size=None to yield single samples"),
+    case({"batch_size": True}, "batch_size=True must be a whole number; use batch_size=None to yield single samples"),
+    case({"batch_size": "4"}, "batch_size='4' must be a whole number; use batch_size=None to yield single samples"),
+    case({"num_workers": -1}, "num_workers=-1 must be at least 0; use 0 to load in this process"),
+    case({"num_workers": 1.5}, "num_workers=1.5 must be a whole number; use 0 to load in this process"),
+    case({"num_workers": "auto"}, "num_workers='auto' must be a whole number; give the number of workers, or 0"),
+    case({"num_workers": 4096}, "num_workers=4096 must be at most 1024; did you mean batch_size?"),
+    case({"seed": 1.0}, "seed=1.0 must be a whole number; use seed=None to draw one"),
+    case({"seed": "a"}, "seed='a' must be a whole number; use seed=None to draw one"),
+    case({"prefetch": 0}, "prefetch=0 must be at least 1; use num_workers=0 to load without prefetching"),
+    case({"prefetch": 2.5}, "prefetch=2.5 must be a whole number; use num_workers=0 to load without prefetching"),
+    case({"grain_size": 0}, "grain_size=0 must be at least 1; use grain_size=1 for one seed per sample"),
+    case({"timeout": -1}, "timeout=-1 must be a number of seconds, 0 or more; 0 waits without limit"),
+    case({"timeout": "5"}, "timeout='5' must be a number of seconds, 0 or more; 0 waits without limit"),
+    case({"timeout": True}, "timeout=True must be a number of seconds, 0 or more; 0 waits without limit"),
+    case({"timeout": float("nan")}, "timeout=nan must be a number of seconds, 0 or more; 0 waits without limit"),
+    case({"memory_limit": "lots"}, "memory_limit='lots' is not a size; give bytes, or text such as '2GiB'"),
+    case({"memory_limit": True}, "memory_limit=True is not a size; give bytes, or text such as '2GiB'"),
+    case({"memory_limit": "-1GB"}, "memory_limit='-1GB' is not a size; give bytes, or text such as '2GiB'"),
+    case({"memory_limit": 0}, "memory_limit=0 must be at least 1 byte; use None for the default"),
+    case({"memory_limit": -5}, "memory_limit=-5 must be at least 1 byte; use None for the default"),
+    case({"worker": "fork"}, "worker='fork' is not one of 'process', 'thread', 'inline'; choose one of these"),
+    case({"start_method": "fork"}, "start_method='fork' is not one of 'auto', 'forkserver', 'spawn'; choose one of these"),
+    case({"shuffle": 1}, "shuffle=1 must be True or False; it is a switch"),
+    case({"drop_last": None}, "drop_last=None must be True or False; it is a switch"),
+    case({"in_order": "yes"}, "in_order='yes' must be True or False; it is a switch"),
+    case({"collate_fn": 3}, "collate_fn=3 must be callable; pass a function, or leave it out"),
+    case({"worker_init_fn": "f"}, "worker_init_fn='f' must be callable; pass a function, or leave it out"),
+    case({"sampler": 5}, "sampler=5 must be iterable; pass an iterable of indices"),
+    case({"batch_sampler": 5}, "batch_sampler=5 must be iterable; pass an iterable of indices"),
+    case({}, "dataset=Stream is a class; pass an instance, Stream(...)", dataset=Stream, name="a class"),
+    case(
+        {},
+        "dataset=None has neither __getitem__ nor __iter__; give it one: __getitem__ and __len__ for samples that are asked "
+        "for by index, __iter__ for a stream",
+        dataset=None,
+        name="no dataset",
+    ),
+    case({}, "dataset=Wordy object has neither __getitem__ nor __iter__; ", dataset=Wordy(), name="long repr"),
+    case(
+        {},
+        "dataset=Unsized() has __getitem__ but no __len__; add it, or pass sampler= or batch_sampler=",
+        dataset=Unsized(),
+        name="no length",
+    ),
+    case(
+        {"sampler": [1], "shuffle": True},
+        "shuffle=True cannot go with sampler; the sampler decides the order, so leave shuffle out",
+    ),
+    case(
+        {"batch_sampler": [[1]], "batch_size": 4},
+        "batch_size=4 cannot go with batch_sampler; the batch sampler decides it, so leave it out",
+    ),
+    case(
+        {"batch_sampler": [[1]], "batch_size": None},
+        "batch_size=None cannot go with batch_sampler; the batch sampler decides it, so leave it out",
+    ),
+    case(
+        {"batch_sampler": [[1]], "shuffle": True},
+        "shuffle=True cannot go with batch_sampler; the batch sampler decides it, so leave it out",
+    ),
+    case(
+        {"batch_sampler": [[1]], "sampler": [1]},
+        "sampler=[1] cannot go with batch_sampler; the batch sampler decides it, so leave it out",
+    ),
+    case(
+        {"batch_sampler": [[1]], "drop_last": True},
+        "drop_last=True cannot go with batch_sampler; the batch sampler decides it, so leave it out",
+    ),
+    case(
+        {"batch_size": None, "drop_last": True},
+        "drop_last=True cannot go with batch_size=None; there are no batches to drop",
+    ),
+    case(
+        {"shuffle": True},
+        "shuffle cannot go with a stream; a dataset without __getitem__ decides its own order",
+        dataset=Stream(),
+        name="shuffled stream",
+    ),
+    case(
+        {"sampler": [1]},
+        "sampler cannot go with a stream; a dataset without __getitem__ decides its own order",
+        dataset=Stream(),
+        name="sampled stream",
+    ),
+    case(
+        {"batch_sampler": [[1]]},
+        "batch_sampler cannot go with a stream; a dataset without __getitem__ decides its own order",
+        dataset=Stream(),
+        name="batch-sampled stream",
+    ),
+    case(
+        {"worker": "inline", "num_workers": 2},
+        "num_workers=2 has no meaning with worker='inline'; use num_workers=0, or worker='process'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dataset", "options", "text"), REFUSED)
+def test_what_cannot_work_is_refused_with_name_value_rule_and_cure(dataset: Any, options: dict[str, Any], text: str) -> None:
+    """Every refusal has its text: the option as typed, its value, the broken rule, the cure."""
+    with pytest.raises(ConfigError, match="^" + re.escape(text)):
+        config(dataset, **options)
+
+
+@pytest.mark.parametrize("text", [row.values[2] for row in REFUSED], ids=[row.id for row in REFUSED])
+def test_every_text_has_the_form_of_a_refusal(text: str) -> None:
+    """Starts with the name of an option, has a cure behind a semicolon, and neither shouts nor begs."""
+    assert re.match(r"[a-z_]+(=| cannot)", text)
+    assert ";" in text
+    assert not re.search(r"!|please|invalid", text, re.IGNORECASE)
+
+
+ACCEPTED = {
+    "numpy batch size": {"batch_size": np.int64(4)},
+    "numpy 0-d array": {"batch_size": np.array(4)},
+    "single samples": {"batch_size": None},
+    "numpy workers": {"num_workers": np.int32(2)},
+    "the most workers": {"num_workers": 1024},
+    "negative seed": {"seed": -1},
+    "huge seed": {"seed": 1 << 100},
+    "fractional timeout": {"timeout": 0.5},
+    "numpy timeout": {"timeout": np.float64(3)},
+    "memory as text": {"memory_limit": "1.5 GiB"},
+    "memory as number": {"memory_limit": 1 << 30},
+    "list sampler": {"sampler": [3, 1]},
+    "range sampler": {"sampler": range(5)},
+    "array sampler": {"sampler": np.arange(3)},
+    "generator sampler": {"sampler": (index for index in range(3))},
+    "old-style sampler": {"sampler": Unsized()},
+    "batch sampler": {"batch_sampler": [[1, 2], (3,)]},
+    "collate_fn": {"collate_fn": list},
+    "threads": {"worker": "thread", "num_workers": 2},
+    "inline by name": {"worker": "inline"},
+}
+
+
+@pytest.mark.parametrize("options", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_can_work_is_accepted(options: dict[str, Any]) -> None:
+    """Numbers of NumPy, and any iterable as sampler, are as good as Python's own."""
+    made = config(**options)
+
+    assert made.kind == ("inline" if not options.get("num_workers") else options.get("worker", "process"))
+
+
+@pytest.mark.parametrize("number", [np.int64(5), np.float32(5)], ids=["int64", "float32"])
+def test_a_timeout_may_be_any_number_of_numpy(number: Any) -> None:
+    """As with the other numeric options, NumPy's scalars are numbers."""
+    assert config(timeout=number).timeout == 5
+
+
+DATASETS: dict[str, tuple[Any, bool]] = {
+    "list": ([1, 2], False),
+    "range": (range(3), False),
+    "dict": ({0: "a"}, False),
+    "array": (np.zeros(3), False),
+    "custom mapping": (UserDict({0: 1}), False),
+    "text": ("abc", False),
+    "stream": (Stream(), True),
+    "generator": ((n for n in range(3)), True),
+    "set": ({1, 2}, True),
+    "iterator": (iter([1]), True),
+}
+
+
+@pytest.mark.parametrize(("dataset", "streams"), DATASETS.values(), ids=DATASETS)
+def test_any_iterable_is_a_dataset_and_those_without_getitem_are_streams(dataset: Any, streams: bool) -> None:
+    """What can be asked for an index is; what cannot is read from front to back."""
+    assert config(dataset).is_stream is streams
+
+
+def test_a_dataset_without_length_goes_with_a_sampler() -> None:
+    """The sampler knows how many there are."""
+    assert not config(Unsized(), sampler=[1]).is_stream
+    assert not config(Unsized(), batch_sampler=[[1]]).is_stream
+
+
+def test_memory_is_given_in_bytes() -> None:
+    """Text is understood once, at the door."""
+    assert config(memory_limit="2KiB").memory_limit_bytes == 2048
+    assert config(memory_limit=100).memory_limit_bytes == 100
+    assert config().memory_limit_bytes is None
+
+
+def test_no_workers_means_inline_whatever_kind_was_named() -> None:
+    """num_workers=0 loads in this process."""
+    assert config(worker="thread", num_workers=0).kind == "inline"
+
+
+def test_options_cannot_be_changed() -> None:
+    """What was checked stays as it was checked."""
+    with pytest.raises(AttributeError):
+        config().batch_size = 0  # type: ignore[misc]
+
+
+@pytest.mark.torch
+def test_datasets_and_samplers_of_torch_are_known(torch: ModuleType) -> None:
+    """An IterableDataset inherits a __getitem__ that is not meant, and samplers are iterables like any other."""
+    from torch.utils import data
+
+    class Numbers(data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    table = data.TensorDataset(torch.zeros(4))
+    assert is_stream(Numbers())
+    assert not is_stream(table)
+    assert not is_stream(data.Subset(table, [0]))
+    assert config(table, sampler=data.RandomSampler(table)).sampler is not None
+    assert config(table, batch_sampler=data.BatchSampler(range(4), 2, drop_last=False)).batch_sampler is not None
+    assert config(table, batch_size=torch.tensor(4)).batch_size == 4

@@ -1,0 +1,48 @@
+"""The exception tree: who catches what."""
+
+import pickle
+
+import pytest
+
+from infeed import errors
+
+TREE = {
+    "InfeedError": (Exception,),
+    "ConfigError": (errors.InfeedError, ValueError),
+    "LoaderClosedError": (errors.InfeedError, RuntimeError),
+    "SampleError": (errors.InfeedError,),
+    "CollateError": (errors.SampleError, ValueError),
+    "WorkerError": (errors.InfeedError, RuntimeError),
+    "WorkerStartError": (errors.WorkerError,),
+    "WorkerDiedError": (errors.WorkerError,),
+    "LoadTimeoutError": (errors.WorkerError, TimeoutError),
+    "MemoryLimitError": (errors.InfeedError, MemoryError),
+    "InternalError": (errors.InfeedError, RuntimeError),
+}
+
+
+def test_the_tree_has_these_errors_and_no_other() -> None:
+    """A new error is added here, and in the documentation, on purpose."""
+    found = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, BaseException)}
+
+    assert found == set(TREE)
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_has_its_place_in_the_tree(name: str) -> None:
+    """Each can be caught as infeed's, and as the built-in error that it is a case of."""
+    assert vars(errors)[name].__bases__ == TREE[name]
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_travels_between_processes(name: str) -> None:
+    """It is pickled by its public name, and keeps text and notes."""
+    error = vars(errors)[name]("what happened")
+    error.add_note("where")
+
+    again = pickle.loads(pickle.dumps(error))
+
+    assert type(again) is type(error)
+    assert type(again).__module__ == "infeed"
+    assert str(again) == "what happened"
+    assert again.__notes__ == ["where"]

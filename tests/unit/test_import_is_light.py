@@ -1,0 +1,30 @@
+"""What is not needed is not imported."""
+
+import pytest
+
+from tests.unit.fresh import run_fresh
+
+pytestmark = pytest.mark.process
+
+
+def imported_after(statement: str, *names: str) -> list[str]:
+    """Which of these modules a fresh interpreter has after a statement."""
+    return run_fresh(f"import sys\n{statement}\nprint(*[name for name in {names!r} if name in sys.modules])").split()
+
+
+def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
+    """A script that only might load data pays nothing for it."""
+    assert imported_after("import infeed", "torch", "numpy", "psutil", "cloudpickle", "multiprocessing", "infeed.loader") == []
+
+
+def test_using_the_loader_inline_does_not_import_torch() -> None:
+    """Nor does loading, if the dataset does not."""
+    code = "import infeed; list(infeed.DataLoader([1.0, 2.0], batch_size=2))"
+
+    assert imported_after(code, "numpy", "torch", "multiprocessing", "tqdm", "rich", "PIL") == ["numpy"]
+
+
+@pytest.mark.linux
+def test_the_fork_server_imports_only_what_workers_need() -> None:
+    """Every module it has is time to the first batch."""
+    assert imported_after("import infeed.workers.server", "torch", "psutil", "multiprocessing", "subprocess", "asyncio") == []

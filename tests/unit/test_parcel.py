@@ -1,0 +1,117 @@
+"""The dataset's way to the workers: once, shared, each with a copy of its own to write to."""
+
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infeed.errors import WorkerStartError
+from infeed.memory.parcel import receive, send
+from infeed.memory.segments import SegmentStore, open_reader, open_store
+
+
+@pytest.fixture
+def store() -> Iterator[SegmentStore]:
+    made = open_store()
+    yield made
+    made.close()
+
+
+def delivered(obj: Any, store: SegmentStore) -> Any:
+    return receive(send({"dataset": obj}, obj, store), open_reader(store.descriptor()))
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [None, 5, [1, "a", {"k": (1.5, None)}], b"", {"x": b"bytes"}, range(10)],
+    ids=["None", "int", "tree", "empty bytes", "bytes", "range"],
+)
+def test_plain_objects_arrive_with_their_own_types(obj: Any, store: SegmentStore) -> None:
+    """A list stays a list."""
+    again = delivered(obj, store)
+
+    assert again == obj
+    assert type(again) is type(obj)
+
+
+def test_arrays_arrive_with_their_contents(store: SegmentStore) -> None:
+    """Of all sizes together, each at its place."""
+    arrays = [np.arange(n, dtype=dtype) for n in (0, 1, 63, 64, 65, 5000) for dtype in ("i1", "f8", ">i4")]
+
+    for found, expected in zip(delivered(arrays, store), arrays, strict=True):
+        assert found.dtype == expected.dtype
+        assert np.array_equal(found, expected)
+
+
+def test_a_worker_that_writes_to_its_dataset_hurts_nobody(store: SegmentStore) -> None:
+    """Pages are shared until one writes, which then is its own affair, as with a copy."""
+    original = {"x": np.zeros(10_000)}
+    parcel = send({}, original, store)
+    reader = open_reader(store.descriptor())
+    one, other = receive(parcel, reader), receive(parcel, reader)
+
+    one["x"][:] = 7
+    original["x"][0] = 3
+
+    assert one["x"].sum() == 70_000
+    assert other["x"].sum() == 0
+
+
+def test_modules_are_named_for_the_fork_server(store: SegmentStore) -> None:
+    """What the dataset is made of is imported ahead."""
+    import fractions
+
+    assert "fractions" in send({}, [fractions.Fraction(1, 3)], store).modules
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class WithCache:
+    def __init__(self) -> None:
+        self.cache = Cache()
+
+
+def test_what_cannot_be_sent_is_named_by_its_path_with_a_cure(store: SegmentStore) -> None:
+    """The user reads which attribute of which argument it is, of what type, and what to do."""
+    dataset = WithCache()
+    text = (
+        "dataset cannot be sent to workers: dataset.cache.lock is a _thread.lock, which cannot be pickled; open it where it is "
+        "used (on first use, or in worker_init_fn), leave it out with __getstate__, or use worker='thread'\n"
+        "  the pickler says: "
+    )
+
+    with pytest.raises(WorkerStartError, match="^" + re.escape(text)) as caught:
+        send({"dataset": dataset, "collate_fn": None}, (dataset, None), store)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_the_argument_at_fault_is_named(store: SegmentStore) -> None:
+    """Not always the dataset."""
+    lock = threading.Lock()
+
+    def collate(samples: Any) -> Any:
+        with lock:
+            return samples
+
+    with pytest.raises(
+        WorkerStartError, match=r"^collate_fn cannot be sent to workers: collate_fn -> lock \(closed over\) is a"
+    ):
+        send({"dataset": [1], "collate_fn": collate}, ([1], collate), store)
+
+
+class Refusing:
+    def __reduce__(self) -> Any:
+        raise ValueError("not today")
+
+
+def test_an_object_that_refuses_is_named_itself(store: SegmentStore) -> None:
+    """Whatever its own __reduce__ raises."""
+    with pytest.raises(WorkerStartError, match=r"dataset\[1\] is a .*Refusing, which cannot be pickled") as caught:
+        send({"dataset": [1, Refusing()]}, [1, Refusing()], store)
+    assert "not today" in str(caught.value)

@@ -1,0 +1,350 @@
+"""Pickling with the bytes of arrays and tensors outside."""
+
+import io
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, load, spans
+
+Dump = Callable[[object], tuple[bytes, list[memoryview]]]
+
+WAYS: dict[str, Dump] = {"result": dump, "by value": lambda obj: dump_by_value(obj, set())}
+way = pytest.mark.parametrize("dumped", WAYS.values(), ids=WAYS)
+
+STRUCTURED = np.dtype([("a", "<i4"), ("b", ">f8", (2,))])
+ARRAYS: dict[str, np.ndarray[Any, Any]] = {
+    "contiguous": np.arange(1000.0).reshape(10, 100),
+    "strided": np.arange(1000.0)[::3],
+    "reversed": np.arange(1000.0)[::-1],
+    "transposed part": np.arange(1000.0).reshape(10, 100).T[5:50],
+    "Fortran": np.asfortranarray(np.arange(1000.0).reshape(10, 100)),
+    "broadcast": np.broadcast_to(np.arange(300.0), (3, 300)),
+    "big-endian": np.arange(500, dtype=">i4"),
+    "bool": np.arange(1000) % 3 == 0,
+    "complex": np.arange(300) * 1j,
+    "datetime": np.arange(300).astype("datetime64[ms]"),
+    "text": np.array(["abc", "de"] * 200),
+    "structured": np.zeros(100, STRUCTURED),
+    "float16": np.arange(1000, dtype=np.float16),
+    "read-only": np.arange(1000.0),
+}
+ARRAYS["read-only"].flags.writeable = False
+SMALL: dict[str, np.ndarray[Any, Any]] = {
+    "zero size": np.zeros((0, 5), np.float32),
+    "zero size inside": np.zeros((3, 0, 5)),
+    "0-d": np.array(3.5),
+    "0-d structured": np.zeros((), STRUCTURED),
+    "object": np.array([1, "a", None], dtype=object),
+    "object, strided": np.array([1, "a", None, 3], dtype=object)[::2],
+    "structured with objects": np.array([(1, "x")], dtype=[("a", int), ("o", object)]),
+}
+
+
+def assert_same(found: Any, expected: np.ndarray[Any, Any]) -> None:
+    assert type(found) is np.ndarray
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert np.array_equal(found, expected)
+
+
+@way
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_the_bytes_of_an_array_stay_outside(dumped: Dump, array: np.ndarray[Any, Any]) -> None:
+    """The pickle is short whatever the array's size and strides, and the array comes back equal."""
+    data, buffers = dumped({"x": array})
+
+    assert len(data) < 900
+    assert sum(buffer.nbytes for buffer in buffers) == array.size * array.itemsize
+    assert_same(load(data, buffers)["x"], array)
+
+
+@way
+@pytest.mark.parametrize("array", SMALL.values(), ids=SMALL)
+def test_arrays_without_bytes_of_their_own_come_back_too(dumped: Dump, array: np.ndarray[Any, Any]) -> None:
+    """Nothing to put outside, or nothing that could be put there."""
+    assert_same(load(*dumped(array)), array)
+
+
+@way
+def test_an_array_is_built_over_the_buffers_it_is_given(dumped: Dump) -> None:
+    """Wherever the bytes were put, they are looked into and not copied."""
+    data, buffers = dumped([np.arange(10), np.asfortranarray(np.ones((3, 4)))])
+    places = [bytearray(buffer) for buffer in buffers]
+
+    numbers, ones = load(data, places)
+    places[0][0] = 77
+    assert numbers[0] == 77
+    assert ones.flags.f_contiguous
+
+    numbers[1] = 88
+    assert places[0][8] == 88
+
+
+@way
+def test_two_views_of_one_array_are_two_arrays(dumped: Dump) -> None:
+    """An array that occurs twice is sent once; views are arrays of their own."""
+    whole = np.arange(100.0)
+    again = load(*dumped([whole, whole, whole[10:20]]))
+
+    assert again[0] is again[1]
+    assert_same(again[2], whole[10:20])
+
+
+def tensors(torch: Any) -> dict[str, Any]:
+    base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
+    return {
+        "contiguous": base,
+        "transposed": base.t(),
+        "strided": base[::2, ::3],
+        "expanded": base[:1].expand(5, 30),
+        "0-d": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "empty inside": torch.empty(3, 0, 2),
+        "bfloat16": base.to(torch.bfloat16),
+        "float16": base.to(torch.float16),
+        "bool": base > 100,
+        "complex": base.to(torch.complex64),
+        "int8": base.to(torch.int8),
+        "uint16": torch.arange(10).to(torch.uint16),
+        "float8": base.to(torch.float8_e4m3fn),
+        "conjugated": base.to(torch.complex64).conj(),
+        "negative view": base.to(torch.complex64).conj().imag,
+        "requires grad": base.clone().requires_grad_(),
+        "result of a graph, detached": (base.clone().requires_grad_() * 2).detach(),
+        "sparse": base.to_sparse(),
+        "quantised": torch.quantize_per_tensor(base, 0.1, 0, torch.qint8),
+        "parameter": torch.nn.Parameter(base.clone()),
+    }
+
+
+def comparable(tensor: Any) -> Any:
+    """The same values in a form that torch.equal takes."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor.to_dense() if tensor.is_sparse else tensor.float() if tensor.itemsize == 1 else tensor
+
+
+TENSORS = [
+    "contiguous", "transposed", "strided", "expanded", "0-d", "empty", "empty inside", "bfloat16", "float16", "bool", "complex",
+    "int8", "uint16", "float8", "conjugated", "negative view", "requires grad", "result of a graph, detached", "sparse",
+    "quantised", "parameter",
+]  # fmt: skip
+OUTSIDE = {"contiguous", "transposed", "strided", "bfloat16", "float16", "bool", "complex", "int8", "float8"}
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own quantisation
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@way
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_comes_back_as_it_was(torch: ModuleType, dumped: Dump, name: str) -> None:
+    """Dtype, shape, values, class and whether it requires grad; plain ones with their bytes outside."""
+    tensor = tensors(torch)[name]
+
+    data, buffers = dumped([tensor])
+    (again,) = load(data, [bytearray(buffer) for buffer in buffers])
+
+    assert type(again) is type(tensor)
+    assert (again.dtype, again.shape, again.layout, again.requires_grad) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.layout,
+        tensor.requires_grad,
+    )
+    assert torch.equal(comparable(again), comparable(tensor))
+    if name in OUTSIDE:
+        assert len(data) < 300
+        assert sum(buffer.nbytes for buffer in buffers) == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.torch
+def test_a_tensor_is_built_over_the_buffers_it_is_given(torch: ModuleType) -> None:
+    """No copy: what changes in the buffer changes in the tensor."""
+    data, buffers = dump(torch.arange(4, dtype=torch.uint8))
+    place = bytearray(buffers[0])
+    tensor = load(data, [place])
+    place[2] = 99
+
+    assert tensor.tolist() == [0, 1, 99, 3]
+
+
+@pytest.mark.torch
+def test_a_tensor_with_attributes_keeps_them(torch: ModuleType) -> None:
+    """What the user hung on it is not lost for speed."""
+    tensor = torch.zeros(3)
+    tensor.source = "camera 1"
+
+    assert load(*dump(tensor)).source == "camera 1"
+
+
+@way
+def test_what_is_not_importable_travels_by_value(dumped: Dump) -> None:
+    """Classes of a local scope, lambdas and closures."""
+    base = 10
+
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    again = load(*dumped([Local(3), lambda x: x + base, np.arange(3)]))
+
+    assert again[0].value == 3
+    assert again[1](5) == 15
+    assert again[2].tolist() == [0, 1, 2]
+
+
+def test_modules_that_are_needed_are_named() -> None:
+    """The fork server imports them ahead."""
+    import json
+
+    modules: set[str] = set()
+    dump_by_value([json.dumps, json.JSONDecoder, lambda: json.loads("1")], modules)
+
+    assert {"json", "json.decoder"} <= modules
+
+
+@pytest.mark.parametrize("mode", ["r", "rb", "w"])
+def test_an_open_file_is_refused(tmp_path: Path, mode: str) -> None:
+    """Sent along, it would be another file, or its text; here it is an error that names what it is."""
+    path = tmp_path / "f"
+    path.write_text("text")
+    with open(path, mode) as file, pytest.raises(TypeError, match=r"cannot pickle '\w+' object: it is an open file"):
+        dump_by_value({"file": file}, set())
+
+
+def test_text_and_bytes_in_memory_are_no_open_files() -> None:
+    """StringIO and BytesIO hold their contents themselves."""
+    text, data = load(*dump_by_value([io.StringIO("abc"), io.BytesIO(b"de")], set()))
+
+    assert (text.getvalue(), data.getvalue()) == ("abc", b"de")
+
+
+# --- random functions
+
+
+@pytest.mark.parametrize(
+    "function", [random.choice, random.random, random.shuffle, random.gauss, random.getrandbits, random.seed]
+)
+def test_a_function_of_random_arrives_as_the_one_that_is_there(function: Callable[..., Any]) -> None:
+    """Not as a method of a copy of this process's generator, from which all workers would draw the same numbers."""
+    data, _ = dump_by_value(function, set())
+
+    assert pickle.loads(data) == function
+    assert len(data) < 200
+
+
+@pytest.mark.parametrize("name", ["rand", "randn", "randint", "choice", "shuffle", "random_sample", "normal", "permutation"])
+def test_a_function_of_numpy_random_arrives_as_the_one_that_is_there(name: str) -> None:
+    """Likewise for the legacy generator of NumPy."""
+    data, _ = dump_by_value(getattr(np.random, name), set())
+
+    assert pickle.loads(data).__self__ is getattr(np.random, name).__self__
+    assert len(data) < 200
+
+
+def test_a_generator_of_the_users_own_travels_with_its_state() -> None:
+    """Only the global ones are special."""
+    own = random.Random(5)
+    draw, generator = load(*dump_by_value([own.random, np.random.RandomState(5)], set()))
+
+    assert draw() == random.Random(5).random()
+    assert generator.rand() == np.random.RandomState(5).rand()
+
+
+# --- memory maps
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    """A file of ten thousand integers. The path only: a fixture that held the map would hold its descriptor too long."""
+    path = tmp_path / "numbers.bin"
+    np.arange(10_000, dtype=np.int32).tofile(path)
+    return path
+
+
+def opened(path: Path, mode: Any = "r") -> Any:
+    return np.memmap(path, dtype=np.int32, mode=mode)
+
+
+SLICES: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda m: m,
+    "slice": lambda m: m[100:200],
+    "slice of a slice": lambda m: m[1000:][50:60],
+    "reshaped": lambda m: m.reshape(100, 100),
+    "rows": lambda m: m.reshape(100, 100)[7:9],
+    "other dtype": lambda m: m[3:].view(np.uint8),
+    "one element": lambda m: m[5:6],
+}
+
+
+@pytest.mark.parametrize("cut", SLICES.values(), ids=SLICES)
+def test_a_memory_map_is_opened_again_where_it_arrives(numbers: Path, cut: Callable[[Any], Any]) -> None:
+    """By its path: nothing of its contents is read or sent, also of a slice."""
+    part = cut(opened(numbers))
+    data, buffers = dump_by_value(part, set())
+    again = load(data, buffers)
+
+    assert buffers == []
+    assert len(data) < 500
+    assert isinstance(again, np.memmap)
+    assert again.dtype == part.dtype
+    assert np.array_equal(again, part)
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda m: m[::2], lambda m: m.reshape(100, 100).T, lambda m: m[5:5]], ids=["strided", "T", "empty"]
+)
+def test_a_part_of_a_memory_map_that_cannot_be_opened_again_is_sent(numbers: Path, cut: Callable[[Any], Any]) -> None:
+    """Correct before cheap."""
+    part = cut(opened(numbers))
+
+    assert np.array_equal(load(*dump_by_value(part, set())), part)
+
+
+def test_a_memory_map_with_a_header_is_opened_behind_it(tmp_path: Path) -> None:
+    """As np.load(mmap_mode="r") gives them: data begins at an offset that is no multiple of a page."""
+    np.save(tmp_path / "a.npy", np.arange(5000).reshape(50, 100))
+    part = np.load(tmp_path / "a.npy", mmap_mode="r")[10:20]
+
+    again = load(*dump_by_value(part, set()))
+
+    assert isinstance(again, np.memmap)
+    assert np.array_equal(again, part)
+
+
+def test_what_was_computed_from_a_memory_map_is_an_array(numbers: Path) -> None:
+    """A copy has no file behind it, and must not be read from one."""
+    mapped = opened(numbers)
+    copy = mapped.copy()
+    copy[0] = -5
+
+    assert load(*dump_by_value(copy, set()))[0] == -5
+    assert load(*dump_by_value(mapped + 1, set()))[0] == 1
+
+
+def test_changes_in_a_copy_on_write_map_are_not_lost(numbers: Path) -> None:
+    """They are in memory only, so the file must not be opened in their place."""
+    private = opened(numbers, "c")
+    private[0] = -5
+
+    assert load(*dump_by_value(private, set()))[0] == -5
+
+
+@given(st.lists(st.integers(0, 10_000)))
+def test_spans_are_aligned_and_apart(sizes: list[int]) -> None:
+    """Buffers lie one behind the other on cache lines, and the total holds them."""
+    offsets, total = spans(sizes)
+
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(offset % BUFFER_ALIGN == 0 for offset in offsets)
+    assert all(end <= begin for end, begin in zip(ends, offsets[1:], strict=False))
+    assert total == (ends[-1] if ends else 0)

@@ -1,0 +1,982 @@
+"""The scheduler: each rule by hand, then all of them under random orders of events."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infeed.scheduler.messages import (
+    BatchId,
+    BatchWanted,
+    Closed,
+    Deliver,
+    DeliverError,
+    Drop,
+    EpochAbandoned,
+    FailWorkers,
+    Forget,
+    Grow,
+    Place,
+    Send,
+    SlotFreed,
+    SlotId,
+    StartWorker,
+    TaskLoaded,
+    WorkerDied,
+    WorkerId,
+    WorkerReady,
+)
+from tests.unit.engine_model import EngineModel, Options, Task, play
+
+W0, W1 = map(WorkerId, range(2))
+SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sent ahead
+
+
+def ready_model(**options: object) -> EngineModel:
+    """A run whose workers are all there."""
+    model = EngineModel(Options(**options))  # type: ignore[arg-type]
+    for worker in model.workers:
+        model.make_ready(worker)
+    return model
+
+
+def place(model: EngineModel, task: Task) -> None:
+    """Bring a task that was sent without a slot to where it can be written."""
+    if task.slot is None:
+        model.unplace(task)
+    assert task.slot is not None
+
+
+def load_all(model: EngineModel) -> None:
+    """Let workers finish all they have, and all they are given for it."""
+    while model.running:
+        task = model.running[0]
+        if task.slot is None:
+            model.unplace(task)
+        else:
+            model.load(task, SLOW_NS)
+
+
+def ready_model_with_slots(**options: object) -> EngineModel:
+    """The same, after a first batch: grains are known to be slow, so they go out one by one, each with a slot."""
+    model = ready_model(**options)
+    model.plan(1)
+    load_all(model)
+    model.want()
+    model.free(SlotId(0))
+    return model
+
+
+def sent(model: EngineModel, worker: WorkerId) -> list[Task]:
+    return [task for task in model.tasks.values() if task.worker == worker]
+
+
+# --- who loads what
+
+
+def test_the_first_batch_is_shared_by_all_workers() -> None:
+    """Nothing is known of the cost yet: the first batch comes soonest if each takes its part of it."""
+    model = ready_model(workers=4, window=1)
+    model.plan(8)
+
+    assert sorted((task.worker, task.first_grain, task.grain_count) for task in model.tasks.values()) == [
+        (0, 0, 2),
+        (1, 2, 2),
+        (2, 4, 2),
+        (3, 6, 2),
+    ]
+
+
+def test_grains_wait_for_a_worker_that_is_ready() -> None:
+    """Batches may be planned before any worker is there."""
+    model = EngineModel(Options(workers=1))
+    model.plan(4)
+    assert model.tasks == {}
+
+    actions = model.make_ready(W0)
+
+    assert [type(action) for action in actions] == [Send]
+
+
+def test_tiny_grains_go_together_and_ahead() -> None:
+    """Where grains cost a microsecond, a task takes all of a batch and several are sent to a busy worker."""
+    model = ready_model(workers=1, window=8)
+    model.plan(4)
+    place(model, sent(model, W0)[0])
+    model.load(sent(model, W0)[0], elapsed_ns=4000)
+
+    for _ in range(4):
+        model.plan(4)
+
+    assert [(task.first_grain, task.grain_count) for task in sent(model, W0)] == [(0, 4)] * 4
+
+
+def test_slow_grains_go_one_by_one() -> None:
+    """Where grains take milliseconds, a worker gets one at a time and no other is stuck behind it."""
+    model = ready_model(workers=2, window=8)
+    model.plan(2)
+    for task in list(model.tasks.values()):
+        place(model, task)
+        model.load(task, elapsed_ns=50_000_000)
+
+    model.plan(4)
+
+    assert [(task.worker, task.first_grain, task.grain_count) for task in model.tasks.values()] == [(0, 0, 1), (1, 1, 1)]
+
+
+def test_whole_batches_are_never_cut() -> None:
+    """Where the user's collate_fn needs all samples, one task is one batch."""
+    model = ready_model(workers=4, whole_batches=True)
+    model.plan(8)
+
+    assert [(task.first_grain, task.grain_count, task.is_whole) for task in model.tasks.values()] == [(0, 8, True)]
+
+
+def test_the_oldest_batch_is_worked_on_first() -> None:
+    """What the user waits for comes before what is prefetched."""
+    model = ready_model(workers=1, window=3)
+    for _ in range(3):
+        model.plan(1)
+
+    order = []
+    while model.running:
+        task = model.running[0]
+        order.append(task.batch.batch)
+        place(model, task)
+        model.load(task, elapsed_ns=50_000_000)
+
+    assert order == [0, 1, 2]
+
+
+def test_a_share_of_a_stream_stays_with_its_worker() -> None:
+    """A batch that is bound to a worker waits for it, while others go on."""
+    model = ready_model(workers=2, is_stream=True)
+    model.kill(W1)
+    model.plan(1, worker=W0)
+    model.plan(1, worker=W1)
+
+    assert [task.worker for task in model.tasks.values()] == [W0]
+    model.make_ready(W1)
+    assert [task.worker for task in model.tasks.values()] == [W0, W1]
+
+
+# --- what is delivered when
+
+
+def test_a_batch_is_delivered_only_when_it_is_wanted() -> None:
+    """Loading ahead hands nothing out; asking does."""
+    model = ready_model(workers=1)
+    model.plan(1)
+    load_all(model)
+    assert model.delivered == []
+
+    assert model.want() == [Deliver(BatchId(0), SlotId(0))]
+
+
+def test_a_wait_ends_with_the_batch_that_arrives() -> None:
+    """Who waits already gets the batch with the last of its tasks."""
+    model = ready_model(workers=2)
+    model.plan(2)
+    model.want()
+    first, second = model.tasks.values()
+    place(model, first)
+    place(model, second)
+    assert model.load(second) == []
+
+    assert Deliver(BatchId(0), SlotId(0)) in model.load(first)
+
+
+def test_in_order_a_batch_does_not_overtake() -> None:
+    """A later batch that is ready waits for the earlier one."""
+    model = ready_model(workers=2, whole_batches=True)
+    model.plan(1)
+    model.plan(1)
+    model.want()
+    slow, quick = model.tasks.values()
+    place(model, slow)
+    place(model, quick)
+    model.load(quick)
+    assert model.delivered == []
+
+    model.load(slow)
+    model.want()
+
+    assert model.delivered == [0, 1]
+
+
+def test_out_of_order_the_batch_that_is_ready_first_comes_first() -> None:
+    """With in_order=False nobody waits for a slow batch while another is there."""
+    model = ready_model(workers=2, whole_batches=True, in_order=False)
+    model.plan(1)
+    model.plan(1)
+    model.want()
+    slow, quick = model.tasks.values()
+    place(model, slow)
+    place(model, quick)
+    model.load(quick)
+    assert model.delivered == [1]
+
+
+def test_a_batch_of_the_next_epoch_is_not_delivered_in_this_one() -> None:
+    """Prefetching across the end of an epoch does not mix epochs, in order or not."""
+    model = ready_model(workers=2, whole_batches=True, in_order=False)
+    model.plan(1)
+    model.plan(1, of_next_epoch=True)
+    now, later = model.tasks.values()
+    place(model, now)
+    place(model, later)
+    model.load(later)
+
+    model.want()
+    assert model.delivered == []
+
+    model.load(now)
+    model.begin_next_epoch()
+    model.want()
+    assert model.delivered == [0, 1]
+
+
+def test_each_want_is_answered_once() -> None:
+    """Two batches that are ready are not both handed to a loop that asked once."""
+    model = ready_model(workers=1, whole_batches=True)
+    model.plan(1)
+    model.plan(1)
+    load_all(model)
+
+    model.want()
+
+    assert model.delivered == [0]
+
+
+# --- deaths
+
+
+def test_a_batch_finished_before_a_death_is_still_delivered() -> None:
+    """Death after the result must neither lose nor repeat the batch."""
+    model = ready_model(workers=1, whole_batches=True)
+    model.plan(1)
+    load_all(model)
+
+    actions = model.kill(W0) + model.want()
+
+    assert Deliver(BatchId(0), SlotId(0)) in actions
+    assert not any(isinstance(action, Send) for action in actions)
+
+
+def test_what_a_dead_worker_had_is_loaded_by_another() -> None:
+    """The grains go to whoever is there, and the dead one is started again."""
+    model = ready_model(workers=2)
+    model.plan(2)
+    (lost,) = sent(model, W0)
+    (kept,) = sent(model, W1)
+    place(model, kept)
+    model.load(kept)
+
+    actions = model.kill(W0)
+
+    assert StartWorker(W0) in actions
+    (again,) = sent(model, W1)
+    assert again.grains == lost.grains
+    assert again.task != lost.task
+
+
+def test_the_last_word_of_a_dead_worker_counts_for_nothing() -> None:
+    """A result that arrives after the task was given to another is not taken for the other's."""
+    model = ready_model(workers=2, whole_batches=True)
+    model.plan(1)
+    model.want()
+    (lost,) = model.tasks.values()
+    place(model, lost)
+    model.kill(lost.worker)
+
+    assert model.tell(TaskLoaded(lost.worker, lost.task, 1000)) == []
+    assert model.delivered == []
+
+    load_all(model)
+    assert model.delivered == [0]
+
+
+def test_a_word_about_the_task_of_another_worker_counts_for_nothing() -> None:
+    """A task is reported by the worker that has it, or not at all."""
+    model = ready_model(workers=2, whole_batches=True)
+    model.plan(1)
+    model.want()
+    (task,) = model.tasks.values()
+    place(model, task)
+
+    assert model.tell(TaskLoaded(W1 if task.worker == W0 else W0, task.task, 1000)) == []
+
+
+def test_a_batch_that_kills_its_workers_is_given_up_after_four_deaths() -> None:
+    """Three deaths are forgiven; then it is the batch, and the user is told in its turn."""
+    model = ready_model(workers=2, whole_batches=True, window=1)
+    model.plan(1)
+    model.want()
+    actions = []
+    for _ in range(4):
+        assert model.delivered == []
+        (task,) = model.tasks.values()
+        actions = model.kill(task.worker)
+        model.make_ready(task.worker)
+
+    assert DeliverError(BatchId(0), None) in actions
+    model.plan(1)
+    model.want()
+    load_all(model)
+    assert model.delivered == [0, 1]
+
+
+def test_a_death_is_blamed_on_the_task_that_was_being_done_and_on_no_other() -> None:
+    """A batch whose tasks merely waited behind the one that kills is not given up with it."""
+    model = ready_model(workers=1, window=8, whole_batches=True)
+    model.plan(1)
+    load_all(model)
+    model.plan(1)
+    model.want(away_ns=10 * SLOW_NS)
+    model.plan(1)
+    assert [task.batch.batch for task in sent(model, W0)] == [1, 2]
+    model.want()
+
+    for _ in range(4):
+        model.kill(W0)
+        model.make_ready(W0)
+    load_all(model)
+    model.want()
+
+    assert [batch.outcome for batch in model.batches.values()] == ["delivered", "error", "delivered"]
+
+
+def test_one_death_counts_once_for_a_batch_however_many_tasks_it_had() -> None:
+    """A worker with several tasks of one batch dies once."""
+    model = ready_model(workers=1, window=8)
+    model.plan(1)
+    place(model, sent(model, W0)[0])
+    model.load(sent(model, W0)[0], elapsed_ns=600_000)
+    model.plan(8)
+    assert len(sent(model, W0)) > 1
+
+    for _ in range(3):
+        model.kill(W0)
+        model.make_ready(W0)
+    load_all(model)
+    model.want()
+    model.want()
+
+    assert model.delivered == [0, 1]
+    assert [batch.outcome for batch in model.batches.values()] == ["delivered", "delivered"]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_that_die_without_getting_anything_done_are_given_up(workers: int) -> None:
+    """Dying on start, each in turn, is a broken environment: it ends after three more deaths than there are workers."""
+    model = EngineModel(Options(workers=workers))
+    model.plan(1)
+
+    for death in range(workers + 3):
+        assert StartWorker(WorkerId(death % workers)) in model.kill(WorkerId(death % workers))
+
+    assert model.kill(W0) == [FailWorkers(W0)]
+
+
+def test_work_that_gets_done_excuses_deaths() -> None:
+    """A hundred deaths are no reason to give up if something is loaded between them."""
+    model = ready_model(workers=1, whole_batches=True, window=1)
+    for _ in range(100):
+        model.plan(1)
+        model.kill(W0)
+        model.make_ready(W0)
+        load_all(model)
+        model.want()
+        model.free(SlotId(0))
+
+    assert len(model.delivered) == 100
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_nothing_is_asked_for_after_workers_are_given_up(workers: int) -> None:
+    """Batch after batch kills its workers until the run is over: what would come behind that meets a closed engine."""
+    model = ready_model(workers=workers, whole_batches=True, window=3)
+    actions = []
+    for _ in range(1000):
+        if model.has_failed_workers:
+            break
+        while model.room:
+            model.plan(1)
+        if model.wanted is None:
+            model.want()
+        task = next(iter(model.tasks.values()))
+        actions = model.kill(task.worker)
+        if not model.has_failed_workers:
+            model.make_ready(task.worker)
+
+    assert [type(action) for action in actions] == [FailWorkers]
+    assert model.delivered, "a batch that kills its workers is given up before they are"
+
+
+def test_samples_held_behind_a_batch_that_fails_are_placed() -> None:
+    """A later batch waits for the slot of an earlier one to be settled; an earlier one that fails needs none."""
+    model = ready_model(workers=2, whole_batches=True)
+    model.plan(1)
+    model.plan(1)
+    first, second = model.tasks.values()
+    model.unplace(second)
+
+    model.fail(first)
+    model.drain()
+
+    assert [batch.outcome for batch in model.batches.values()] == ["error", "delivered"]
+
+
+# --- failures and mismatches
+
+
+def test_the_failure_of_the_lowest_grain_is_what_is_reported() -> None:
+    """Whichever worker fails first, the user meets the error that a plain loop meets."""
+    model = ready_model_with_slots(workers=4)
+    batch = model.plan(4)
+    model.want()
+    first, second, third, fourth = model.tasks.values()
+    model.fail(third)
+    model.fail(second)
+    model.load(first)
+    assert model.delivered == [0]
+
+    assert DeliverError(batch, second.task) in model.fail(fourth)
+
+
+def test_a_failure_is_raised_in_its_turn() -> None:
+    """Batches before it are delivered first, and those behind it still come."""
+    model = ready_model(workers=3, whole_batches=True)
+    for _ in range(3):
+        model.plan(1)
+    first, second, third = model.tasks.values()
+    model.fail(second)
+    for task in (first, third):
+        place(model, task)
+        model.load(task)
+
+    for _ in range(3):
+        model.want()
+
+    assert [batch.outcome for batch in model.batches.values()] == ["delivered", "error", "delivered"]
+
+
+def test_after_a_failure_no_more_of_the_batch_is_loaded() -> None:
+    """Grains that wait are not sent any more, and the slot is free when the error is delivered."""
+    model = ready_model_with_slots(workers=1, window=2, slots=1)
+    model.plan(4)
+    (task,) = model.tasks.values()
+    assert not task.is_whole
+
+    model.fail(task)
+    assert model.tasks == {}
+    model.want()
+    model.plan(1)
+
+    assert [task.slot for task in model.tasks.values()] == [SlotId(0)]
+
+
+def test_a_mismatch_regroups_the_batch_when_all_its_tasks_are_in() -> None:
+    """One worker must see all samples of the batch; nothing of the first try counts."""
+    model = ready_model(workers=2)
+    model.plan(4)
+    first, second = model.tasks.values()
+    place(model, first)
+    place(model, second)
+    model.mismatch(first)
+    assert list(model.tasks) == [second.task]
+
+    model.load(second)
+
+    (whole,) = model.tasks.values()
+    assert whole.is_whole
+    assert whole.grains == {0, 1, 2, 3}
+
+
+def test_after_a_mismatch_later_batches_go_whole() -> None:
+    """What is uneven once will be again."""
+    model = ready_model(workers=2)
+    model.plan(4)
+    model.mismatch(next(iter(model.tasks.values())))
+    load_all(model)
+    model.plan(4)
+
+    assert [task.is_whole for task in model.tasks.values()] == [True]
+
+
+def test_a_failure_in_a_batch_that_is_regrouped_is_forgotten() -> None:
+    """It is loaded again, and fails again if it must."""
+    model = ready_model(workers=2)
+    model.plan(4)
+    model.want()
+    first, second = model.tasks.values()
+    model.mismatch(first)
+    model.fail(second)
+    load_all(model)
+
+    assert [batch.outcome for batch in model.batches.values()] == ["delivered"]
+
+
+def test_samples_that_wait_for_a_place_are_dropped_when_their_batch_fails() -> None:
+    """A worker does not hold on to what nobody wants."""
+    model = ready_model(workers=2, slots=0)
+    model.plan(2)
+    held, failing = model.tasks.values()
+    model.unplace(held)
+
+    assert Drop(held.worker, held.task) in model.fail(failing)
+
+
+def test_an_empty_end_of_a_stream_is_no_batch() -> None:
+    """The batch is forgotten, its slot is free, and the next one takes its turn."""
+    model = ready_model(workers=1, is_stream=True, whole_batches=True)
+    model.plan(1)
+    model.plan(1)
+    model.want()
+    task = next(iter(model.tasks.values()))
+
+    assert Forget(BatchId(0)) in model.empty(task)
+    load_all(model)
+    assert model.delivered == [1]
+
+
+# --- slots
+
+
+def test_samples_without_a_slot_are_held_until_there_is_one() -> None:
+    """Before the size of a batch is known no slot exists: the worker reports, memory grows, the samples are placed."""
+    model = ready_model(workers=1)
+    model.plan(1)
+    (task,) = model.tasks.values()
+    assert task.slot is None
+
+    assert [type(action) for action in model.unplace(task)] == [Grow]
+    assert task.slot == SlotId(0)
+    assert not task.is_unplaced
+
+
+def test_a_slot_that_the_user_let_go_of_is_used_again() -> None:
+    """Memory grows only while the user hoards."""
+    model = ready_model(workers=1, window=1, slots=1)
+    for number in range(5):
+        model.plan(1)
+        load_all(model)
+        model.want()
+        assert model.delivered[-1] == number
+        model.free(SlotId(0))
+
+    assert model.slot_count == 1
+
+
+def test_memory_grows_while_the_user_hoards() -> None:
+    """A batch that is kept is never written to again, so each further batch takes another slot."""
+    model = ready_model(workers=1, window=1, slots=5)
+    for _ in range(5):
+        model.plan(1)
+        load_all(model)
+        model.want()
+
+    assert sorted(model.leased) == [0, 1, 2, 3, 4]
+
+
+def test_a_slot_that_was_freed_places_who_waits() -> None:
+    """A worker that holds samples goes on as soon as the user lets go."""
+    model = ready_model(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1)
+    first, second = model.tasks.values()
+    model.unplace(first)
+    model.unplace(second)
+    assert second.is_unplaced
+    model.load(first)
+    model.want()
+
+    assert Place(second.worker, second.task, BatchId(1), SlotId(0)) in model.free(SlotId(0))
+
+
+def test_the_slot_of_an_abandoned_batch_waits_for_the_workers_that_may_write_into_it() -> None:
+    """A worker in the middle of user code writes when that returns: until then nobody else gets the slot."""
+    model = ready_model_with_slots(workers=2, window=2, slots=1, whole_batches=True)
+    model.plan(1)
+    (old,) = model.tasks.values()
+    assert old.slot == SlotId(0)
+
+    model.abandon()
+    model.plan(1)
+    assert list(model.tasks.values()) == [old]
+    model.load(old)
+
+    (new,) = model.tasks.values()
+    assert (new.batch.batch, new.slot) == (BatchId(2), SlotId(0))
+
+
+def test_the_slot_of_an_abandoned_batch_is_free_when_its_worker_dies() -> None:
+    """The dead write no more."""
+    model = ready_model_with_slots(workers=2, window=2, slots=1, whole_batches=True)
+    model.plan(1)
+    (old,) = model.tasks.values()
+    model.abandon()
+    model.plan(1)
+    model.kill(old.worker)
+
+    assert [task.slot for task in model.tasks.values()] == [SlotId(0)]
+
+
+def test_memory_is_given_up_when_nothing_is_in_flight_and_the_loop_waits() -> None:
+    """The user holds every slot and asks for more: only then is there nothing left to wait for."""
+    model = ready_model(workers=1, window=2, slots=1)
+    model.plan(1)
+    load_all(model)
+    model.want()
+    model.plan(1)
+    assert not model.has_failed_memory
+
+    model.want()
+    assert model.has_failed_memory
+    model.free(SlotId(0))
+    load_all(model)
+    model.want()
+    assert model.delivered == [0, 1]
+
+
+def test_memory_is_not_given_up_while_a_batch_is_in_flight() -> None:
+    """What is in flight is delivered first; the user may let go of it."""
+    model = ready_model(workers=2, whole_batches=True, window=3, slots=1)
+    model.plan(1)
+    (task,) = model.tasks.values()
+    place(model, task)
+    model.plan(1)
+
+    model.want()
+
+    assert not model.has_failed_memory
+
+
+def test_memory_is_given_up_when_workers_only_wait_for_a_slot() -> None:
+    """Samples that are loaded and have no place are not in flight: with every slot held by the user, nothing moves."""
+    model = ready_model(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1)
+    first, second = model.tasks.values()
+    model.unplace(first)
+    model.unplace(second)
+    model.load(first)
+    model.want()
+
+    model.want()
+
+    assert model.has_failed_memory
+
+
+def test_a_task_whose_batch_has_a_slot_is_not_held_up_by_one_whose_batch_has_none() -> None:
+    """Else the batch that the user waits for would stand behind a later one for which there is no memory."""
+    model = ready_model(workers=3, slots=1)
+    model.plan(4)
+    model.plan(4)
+    first, second, later = model.tasks.values()
+    assert [first.batch.batch, second.batch.batch, later.batch.batch] == [0, 0, 1]
+    model.unplace(first)
+    model.unplace(later)
+
+    model.unplace(second)
+
+    assert not second.is_unplaced
+
+
+def test_with_memory_for_one_batch_the_first_gets_it() -> None:
+    """A later batch that is loaded sooner must not take the only slot from the one that is to be delivered first."""
+    model = ready_model(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1)
+    model.want()
+    slow, quick = model.tasks.values()
+    model.unplace(quick)
+    if not quick.is_unplaced:
+        model.load(quick)
+    model.unplace(slow)
+
+    model.drain()
+
+    assert model.delivered == [0, 1]
+
+
+def test_with_memory_for_one_batch_a_death_does_not_give_it_to_a_later_one() -> None:
+    """A batch that must be loaded again still comes before those behind it."""
+    model = ready_model(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1)
+    first, second = model.tasks.values()
+    model.kill(first.worker)
+    model.unplace(second)
+
+    model.drain()
+
+    assert model.delivered == [0, 1]
+
+
+def test_with_memory_for_one_batch_shares_of_a_stream_come_in_turn() -> None:
+    """A worker that is ready must not take the only slot from the share that is delivered before its own."""
+    model = ready_model_with_slots(workers=2, is_stream=True, whole_batches=True, slots=1)
+    model.kill(W1)
+    model.plan(1, worker=W1)
+    model.plan(1, worker=W0)
+
+    model.drain()
+
+    assert model.delivered == [0, 1, 2]
+
+
+def test_the_slot_of_a_failed_batch_places_who_waits() -> None:
+    """Samples that are held get the slot as soon as the error is delivered."""
+    model = ready_model(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1)
+    failing, held = model.tasks.values()
+    model.unplace(failing)
+    model.unplace(held)
+    model.fail(failing)
+    assert held.is_unplaced
+
+    model.want()
+
+    assert not held.is_unplaced
+
+
+@pytest.mark.parametrize("ends", ["at once", "with its last task"])
+def test_the_slot_of_an_abandoned_batch_places_who_waits(ends: str) -> None:
+    """Samples of the new epoch get the slot when nothing of the old one can write into it any more."""
+    model = ready_model(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1, of_next_epoch=True)
+    old, held = model.tasks.values()
+    model.unplace(old)
+    if ends == "at once":
+        model.load(old)
+    model.unplace(held)
+    assert held.is_unplaced
+
+    model.abandon()
+    if ends != "at once":
+        model.load(old)
+
+    assert not held.is_unplaced
+
+
+def test_an_epoch_that_fits_into_memory_can_be_kept_whole() -> None:
+    """There is no memory to prefetch the next epoch into, and that is no reason to fail at the end of this one."""
+    model = ready_model(workers=1, whole_batches=True, slots=1)
+    model.plan(1)
+    load_all(model)
+    model.want()
+    model.plan(1, of_next_epoch=True)
+
+    model.want()
+
+    assert not model.has_failed_memory
+
+
+def test_memory_is_given_up_although_a_later_batch_has_failed() -> None:
+    """An error that waits for its turn takes no slot and gives none."""
+    model = ready_model(workers=2, whole_batches=True, slots=0)
+    model.plan(1)
+    model.plan(1)
+    held, failing = model.tasks.values()
+    model.fail(failing)
+    model.want()
+
+    model.unplace(held)
+
+    assert model.has_failed_memory
+
+
+def test_memory_is_asked_for_again_when_the_user_comes_back() -> None:
+    """What was short a moment ago may be there now, also while the error of a later batch waits."""
+    model = ready_model(workers=2, whole_batches=True, slots=0)
+    model.plan(1)
+    model.plan(1)
+    held, failing = model.tasks.values()
+    model.fail(failing)
+    model.unplace(held)
+    model.limit = 1
+
+    model.want()
+
+    assert not held.is_unplaced
+
+
+def test_memory_is_not_given_up_while_a_batch_with_a_slot_waits_for_a_worker() -> None:
+    """Workers that died are started again; the batch they had keeps its slot and will be loaded."""
+    model = ready_model_with_slots(workers=2, whole_batches=True, slots=1)
+    model.plan(1)
+    model.plan(1)
+    for worker in (W0, W1):
+        model.kill(worker)
+
+    model.want()
+    assert not model.has_failed_memory
+
+    model.drain()
+    assert model.delivered == [0, 1, 2]
+
+
+# --- the window, epochs, close
+
+
+def test_the_window_is_how_many_may_be_planned() -> None:
+    """Each delivery makes room for one more."""
+    model = ready_model(workers=1, window=2)
+    model.plan(1)
+    model.plan(1)
+    assert model.scheduler.room == 0
+    load_all(model)
+
+    model.want()
+
+    assert model.scheduler.room == 1
+
+
+def test_a_smaller_window_takes_nothing_back() -> None:
+    """Batches in flight when larger ones are met are delivered all the same; only then is there room again."""
+    model = ready_model(workers=1, window=4)
+    for _ in range(4):
+        model.plan(1)
+
+    model.change_window(2)
+    assert model.scheduler.room <= 0
+    for _ in range(4):
+        load_all(model)
+        model.want()
+
+    assert model.delivered == [0, 1, 2, 3]
+    assert model.scheduler.room == 2
+
+
+def test_a_smaller_window_begins_nothing_new_until_there_is_room() -> None:
+    """What was planned under the larger window and not begun waits: memory in flight is bounded by the smaller one."""
+    model = ready_model_with_slots(workers=2, window=3, whole_batches=True)
+    model.kill(W1)
+    for _ in range(3):
+        model.plan(1)
+    assert len(model.tasks) == 1
+
+    model.change_window(1)
+    model.make_ready(W1)
+
+    assert len(model.tasks) == 1
+
+
+def test_a_smaller_window_does_not_hold_up_a_batch_that_must_be_loaded_again() -> None:
+    """The oldest batch goes out whatever else is in flight: all others wait for it."""
+    model = ready_model(workers=2, whole_batches=True, window=2)
+    model.plan(1)
+    model.plan(1)
+    first, second = model.tasks.values()
+    model.fail(second)
+    model.change_window(1)
+
+    model.kill(first.worker)
+    model.drain()
+
+    assert model.delivered == [0, 1]
+
+
+def test_an_abandoned_epoch_leaves_room_at_once() -> None:
+    """What is left of it is forgotten, whether it was loaded or not, and the next epoch begins with the whole window."""
+    model = ready_model(workers=1, window=2, whole_batches=True)
+    model.plan(1)
+    model.plan(1)
+    load_all(model)
+
+    assert model.tell(EpochAbandoned(1)) == []
+    model.abandon()
+
+    assert model.scheduler.room == 2
+    model.drain()
+    assert model.delivered == []
+
+
+def test_an_abandoned_epoch_does_not_touch_what_is_prefetched_of_the_next() -> None:
+    """Leaving by break keeps the work that was done ahead."""
+    model = ready_model(workers=1, whole_batches=True)
+    model.plan(1)
+    model.plan(1, of_next_epoch=True)
+    load_all(model)
+    model.abandon()
+
+    model.want()
+
+    assert model.delivered == [1]
+
+
+def test_a_worker_that_has_work_of_an_abandoned_epoch_goes_on_with_the_next() -> None:
+    """Nothing of the old epoch is sent, and the worker is not lost."""
+    model = ready_model(workers=1, whole_batches=True)
+    model.plan(1)
+    (old,) = model.tasks.values()
+    model.abandon()
+    model.plan(1)
+    place_actions = model.unplace(old)
+    assert Drop(W0, old.task) in place_actions
+    model.want()
+
+    load_all(model)
+
+    assert model.delivered == [1]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [WorkerReady(W0), WorkerDied(W0), BatchWanted(0), SlotFreed(SlotId(0)), EpochAbandoned(0), Closed()],
+    ids=lambda event: type(event).__name__,
+)
+def test_a_closed_scheduler_asks_for_nothing(event: object) -> None:
+    """Whatever still happens after close is heard and left alone."""
+    model = ready_model(workers=1)
+    model.plan(1)
+    load_all(model)
+    model.close()
+
+    assert model.scheduler.handle(event) == []  # type: ignore[arg-type]
+
+
+# --- any order of events
+
+RUNS = st.builds(
+    Options,
+    workers=st.integers(1, 4),
+    window=st.integers(1, 6),
+    in_order=st.booleans(),
+    whole_batches=st.booleans(),
+    slots=st.sampled_from([0, 1, 2, 3, 20]),
+)
+STREAMS = st.builds(
+    Options,
+    workers=st.integers(1, 4),
+    window=st.integers(1, 6),
+    in_order=st.booleans(),
+    whole_batches=st.just(True),
+    is_stream=st.just(True),
+    slots=st.sampled_from([0, 1, 2, 3, 20]),
+)
+SCRIPTS = st.binary(max_size=40) | st.binary(min_size=100, max_size=300)
+
+
+@pytest.mark.slow
+@given(options=RUNS, script=SCRIPTS)
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_promises_hold_under_any_order_of_events(options: Options, script: bytes) -> None:
+    """Nothing twice, nothing lost, nothing out of order, no slot in two hands, whatever dies or fails on the way."""
+    assert_all_accounted_for(play(options, script))
+
+
+@pytest.mark.slow
+@given(options=STREAMS, script=SCRIPTS)
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_promises_hold_for_streams_under_any_order_of_events(options: Options, script: bytes) -> None:
+    """The same where each batch is the share of one worker, and where a share may end."""
+    assert_all_accounted_for(play(options, script))
+
+
+def assert_all_accounted_for(model: EngineModel) -> None:
+    if not model.is_closed:
+        assert [batch.batch for batch in model.batches.values() if not batch.outcome] == []
+    assert len(set(model.delivered)) == len(model.delivered)
