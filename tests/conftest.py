@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers import DEADLINE_S, is_fork_server, shm_names
+pytest.register_assert_rewrite("tests.helpers")
+
+from tests.helpers import DEADLINE_S, is_fork_server, shm_names  # noqa: E402  # after the line that is about it
 
 # Processes that were told to end take a moment to be gone.
 _VANISH_S = 5.0
@@ -112,6 +114,12 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     """Arguments of ``DataLoader`` for each kind of worker."""
     if request.param == "portable":
         make_portable(monkeypatch)
+    return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
+
+
+@pytest.fixture(params=engine_params("inline", "thread", "forkserver"))
+def light_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The kinds of workers that start quickly, for what does not depend on how they are started."""
     return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
 
 

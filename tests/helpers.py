@@ -333,7 +333,7 @@ def run_script(folder: Path, code: str, *arguments: str, seconds: float = DEADLI
 def assert_clean(result: ScriptResult) -> None:
     """Fail unless the script ended well and had nothing to complain about."""
     assert result.code == 0, result.err
-    assert result.err == ""
+    assert result.err == "", result.err
 
 
 def kill_group(script: Script, number: int = signal.SIGINT) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import infeed
-from tests.helpers import Tree, assert_same, plain
+from tests.helpers import Tree, assert_same
 
 torch = pytest.importorskip("torch")
 
@@ -169,45 +169,13 @@ def test_every_kind_of_sample_is_the_same_from_every_worker(engine: dict[str, An
 
 
 @pytest.mark.torch
-def test_a_tensor_of_a_class_of_the_users_keeps_its_class(engine: dict[str, Any]) -> None:
+def test_a_tensor_of_a_class_of_the_users_keeps_its_class(light_engine: dict[str, Any]) -> None:
     """Tensors of a subclass become a batch of that subclass."""
 
-    with infeed.DataLoader(Tree(4, lambda i: torch.full((2,), i).as_subclass(Tagged)), batch_size=2, **engine) as loader:
+    with infeed.DataLoader(Tree(4, lambda i: torch.full((2,), i).as_subclass(Tagged)), batch_size=2, **light_engine) as loader:
         for got, first in zip(loader, (0, 2), strict=True):
             assert type(got) is Tagged
             assert got.tolist() == [[first] * 2, [first + 1] * 2]
-
-
-def test_classes_of_a_local_scope_can_be_samples(engine: dict[str, Any]) -> None:
-    """Named tuples and dataclasses made in a function travel by value and come back as the very class."""
-
-    class Pair(NamedTuple):
-        left: Any
-        right: Any
-
-    @dataclass
-    class Box:
-        content: Any
-
-    with infeed.DataLoader(Tree(4, lambda i: Pair(Box(i), Box(str(i)))), batch_size=2, **engine) as loader:
-        for got, first in zip(loader, (0, 2), strict=True):
-            assert type(got) is Pair
-            assert type(got.left) is Box
-            assert plain(got.left.content) == [first, first + 1]
-            assert got.right.content == [str(first), str(first + 1)]
-
-
-def test_objects_of_a_local_class_can_be_in_samples(engine: dict[str, Any]) -> None:
-    """What is not a container is listed as it is, whatever its class."""
-
-    class Token:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-    with infeed.DataLoader(Tree(4, Token), batch_size=2, **engine) as loader:
-        for got, first in zip(loader, (0, 2), strict=True):
-            assert [type(token) for token in got] == [Token, Token]
-            assert [token.number for token in got] == [first, first + 1]
 
 
 def test_the_layout_may_change_from_batch_to_batch(engine: dict[str, Any]) -> None:
@@ -303,13 +271,13 @@ def test_batches_can_be_written_to(engine: dict[str, Any]) -> None:
 
 
 @pytest.mark.torch
-def test_collated_tensors_and_arrays_can_be_written_to(engine: dict[str, Any]) -> None:
+def test_collated_tensors_and_arrays_can_be_written_to(light_engine: dict[str, Any]) -> None:
     """Also what the user's own collate_fn returned."""
 
     def collate(samples: list[int]) -> Any:
         return torch.tensor(samples), np.array(samples)
 
-    with infeed.DataLoader(range(8), batch_size=2, collate_fn=collate, **engine) as loader:
+    with infeed.DataLoader(range(8), batch_size=2, collate_fn=collate, **light_engine) as loader:
         for number, (tensor, numbers) in enumerate(loader):
             assert tensor.tolist() == numbers.tolist() == [2 * number, 2 * number + 1]
             tensor += 1000

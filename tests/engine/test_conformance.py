@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import infeed
-from tests.helpers import Squares, assert_same, collected, flat, plain
+from tests.helpers import Squares, Tree, assert_same, collected, flat, plain
 
 
 class Batched:
@@ -336,6 +337,38 @@ def test_a_collate_fn_may_return_an_object_of_a_local_class(engine: dict[str, An
             assert type(batch) is Padded
             assert batch.values.tolist() == [first, first + 1]
             assert batch.lengths == [1, 1]
+
+
+def test_classes_of_a_local_scope_can_be_samples(engine: dict[str, Any]) -> None:
+    """Named tuples and dataclasses made in a function travel by value and come back as the very class."""
+
+    class Pair(NamedTuple):
+        left: Any
+        right: Any
+
+    @dataclass
+    class Box:
+        content: Any
+
+    with infeed.DataLoader(Tree(4, lambda i: Pair(Box(i), Box(str(i)))), batch_size=2, **engine) as loader:
+        for got, first in zip(loader, (0, 2), strict=True):
+            assert type(got) is Pair
+            assert type(got.left) is Box
+            assert plain(got.left.content) == [first, first + 1]
+            assert got.right.content == [str(first), str(first + 1)]
+
+
+def test_objects_of_a_local_class_can_be_in_samples(engine: dict[str, Any]) -> None:
+    """What is not a container is listed as it is, whatever its class."""
+
+    class Token:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    with infeed.DataLoader(Tree(4, Token), batch_size=2, **engine) as loader:
+        for got, first in zip(loader, (0, 2), strict=True):
+            assert [type(token) for token in got] == [Token, Token]
+            assert [token.number for token in got] == [first, first + 1]
 
 
 @pytest.mark.parametrize("value", [None, 5, "text", [], {}], ids=repr)

@@ -204,11 +204,11 @@ class StopsTogether:
         pytest.param({"dataset": Tree(4, stop), "batch_size": None}, id="single samples"),
     ],
 )
-def test_stop_iteration_of_user_code_is_an_error_and_not_the_end(engine: dict[str, Any], options: dict[str, Any]) -> None:
+def test_stop_iteration_of_user_code_is_an_error_and_not_the_end(light_engine: dict[str, Any], options: dict[str, Any]) -> None:
     """As in a generator (PEP 479) it becomes a RuntimeError: an epoch never ends early in silence."""
-    if "worker_init_fn" in options and engine["num_workers"] == 0:
+    if "worker_init_fn" in options and light_engine["num_workers"] == 0:
         pytest.skip("there is no worker to initialise")
-    loader = infeed.DataLoader(**{"batch_size": 2, **options}, **engine)
+    loader = infeed.DataLoader(**{"batch_size": 2, **options}, **light_engine)
     with loader, pytest.raises(RuntimeError, match="StopIteration"):
         list(loader)
 

@@ -37,9 +37,9 @@ def test_a_dataset_of_torch_gives_tensors(engine: dict[str, Any]) -> None:
     assert [tensor[:, 0].tolist() for tensor, _ in batches] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
 
-def test_an_iterable_dataset_of_torch_is_a_stream(engine: dict[str, Any]) -> None:
+def test_an_iterable_dataset_of_torch_is_a_stream(light_engine: dict[str, Any]) -> None:
     """It inherits a __getitem__ that is not meant: it is read by __iter__, every element once."""
-    with infeed.DataLoader(Streamed(), batch_size=3, **engine) as loader:
+    with infeed.DataLoader(Streamed(), batch_size=3, **light_engine) as loader:
         for _ in range(2):
             assert collected(loader) == [[0, 1, 2], [3, 4, 5], [6]]
         with pytest.raises(TypeError, match="has no len"):
@@ -62,11 +62,11 @@ def test_a_tensor_dataset_is_gathered(shuffle: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Subset", "ConcatDataset"])
-def test_datasets_made_of_others_work(engine: dict[str, Any], kind: str) -> None:
+def test_datasets_made_of_others_work(light_engine: dict[str, Any], kind: str) -> None:
     """Subset (which has __getitems__) and ConcatDataset are datasets like any other."""
     made = data.Subset(Indexed(), [5, 3, 1]) if kind == "Subset" else data.ConcatDataset([Indexed(), Indexed()])
     expected = [5, 3, 1] if kind == "Subset" else [*range(7), *range(7)]
-    with infeed.DataLoader(made, batch_size=4, **engine) as loader:
+    with infeed.DataLoader(made, batch_size=4, **light_engine) as loader:
         assert flat([batch[1] for batch in collected(loader)]) == expected
 
 
@@ -82,16 +82,16 @@ def test_datasets_made_of_others_work(engine: dict[str, Any], kind: str) -> None
         pytest.param(lambda: {"sampler": data.DistributedSampler(range(7), 2, 1, shuffle=False)}, [1, 3, 5, 0], id="Ranks"),
     ],
 )  # fmt: skip
-def test_samplers_of_torch_decide_the_order(engine: dict[str, Any], make: Any, expected: list[int]) -> None:
+def test_samplers_of_torch_decide_the_order(light_engine: dict[str, Any], make: Any, expected: list[int]) -> None:
     """They are iterables of indices, and that is all that is asked."""
     options = {"batch_size": 2} if "sampler" in make() else {}
-    with infeed.DataLoader(range(7), **options, **make(), **engine) as loader:
+    with infeed.DataLoader(range(7), **options, **make(), **light_engine) as loader:
         assert flat(collected(loader)) == expected
 
 
-def test_a_random_sampler_of_torch_follows_torchs_seed(engine: dict[str, Any]) -> None:
+def test_a_random_sampler_of_torch_follows_torchs_seed(light_engine: dict[str, Any]) -> None:
     """It draws in this process from torch's generator, as it does with torch's loader."""
-    loader = infeed.DataLoader(range(20), batch_size=20, sampler=data.RandomSampler(range(20)), **engine)
+    loader = infeed.DataLoader(range(20), batch_size=20, sampler=data.RandomSampler(range(20)), **light_engine)
     with loader, torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         expected = list(data.RandomSampler(range(20)))
@@ -100,9 +100,9 @@ def test_a_random_sampler_of_torch_follows_torchs_seed(engine: dict[str, Any]) -
     assert got == expected
 
 
-def test_torchs_default_collate_can_be_given(engine: dict[str, Any]) -> None:
+def test_torchs_default_collate_can_be_given(light_engine: dict[str, Any]) -> None:
     """Whoever wants torch's own batches passes torch's function."""
-    with infeed.DataLoader(range(4), batch_size=2, collate_fn=data.default_collate, **engine) as loader:
+    with infeed.DataLoader(range(4), batch_size=2, collate_fn=data.default_collate, **light_engine) as loader:
         batches = list(loader)
     assert all(torch.is_tensor(batch) for batch in batches)
     assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]

@@ -27,7 +27,7 @@ from infeed.scheduler.messages import (
 )
 from tests.unit.engine_model import EngineModel, Options, Task, play
 
-W0, W1 = map(WorkerId, range(2))
+W0, W1, W2 = map(WorkerId, range(3))
 SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sent ahead
 
 
@@ -157,6 +157,26 @@ def test_a_share_of_a_stream_stays_with_its_worker() -> None:
     assert [task.worker for task in model.tasks.values()] == [W0]
     model.make_ready(W1)
     assert [task.worker for task in model.tasks.values()] == [W0, W1]
+
+
+def test_shares_are_sent_in_order_although_memory_grows_in_between() -> None:
+    """Growing is answered at once, before what stands behind it in the list is done: no later batch may slip in there."""
+    model = EngineModel(Options(workers=3, window=6, is_stream=True, whole_batches=True, slots=1))
+    model.make_ready(W1)
+    model.make_ready(W2)
+    for worker in (W2, W0, W1, W0):
+        model.plan(1, worker=worker)
+    first, held = model.tasks.values()
+    model.unplace(first)
+    model.load(first, elapsed_ns=1)
+    model.unplace(held)
+    model.want()
+    model.make_ready(W0)
+    model.limit = 20
+
+    model.free(SlotId(0))
+
+    assert [task.batch.batch for task in sent(model, W0)] == [1, 3]
 
 
 # --- what is delivered when

@@ -38,18 +38,25 @@ class ArrayTable:
             IndexError: an index is outside the table.
         """
         offsets, _ = self.layout.offsets(row_count)
-        where = _checked(np.asarray(indices, dtype=np.int64), self.length)
+        where = _checked(indices, self.length)
         for column, leaf, offset in zip(self._columns, self.layout.leaves, offsets, strict=True):
             begin = block_offset + offset
             if leaf.kind is Kind.ARRAY:
                 rows = np.ndarray((row_count, *leaf.shape), leaf.dtype, memory, begin)
-                # The bounds are checked already; mode="raise" would check again and go through a buffer of its own.
-                column.take(where, axis=0, out=rows, mode="wrap")
+                if column.flags.c_contiguous:
+                    # The bounds are checked already; mode="raise" would check again and go through a buffer of its own.
+                    column.take(where, axis=0, out=rows, mode="wrap")
+                else:
+                    rows[...] = column[where]  # `take` would make a contiguous copy of the whole column first
             else:
                 _gather_tensor(column, where, leaf, memory, begin, row_count)
 
 
-def _checked(where: Indices, length: int) -> Indices:
+def _checked(indices: Indices | list[Any], length: int) -> Indices:
+    where = np.asarray(indices)
+    if where.dtype.kind not in "iu" and where.size:
+        raise IndexError(f"indices of a dataset of arrays must be whole numbers, not {where.dtype}")
+    where = where.astype(np.int64, copy=False)
     if where.size and (where.min() < -length or where.max() >= length):
         bad = int(where[(where < -length) | (where >= length)][0])
         raise IndexError(f"index {bad} is out of bounds for a dataset of length {length}")

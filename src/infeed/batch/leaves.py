@@ -78,7 +78,7 @@ def leaf_of(column: Column) -> Leaf:
     types = set(map(type, column))
     if types <= _NUMBERS.keys():
         return _number_leaf(column, types)
-    if all(issubclass(cls, np.generic) and not issubclass(cls, str | bytes) for cls in types) or types <= _ARRAY_TYPES:
+    if all(issubclass(cls, np.generic) and not issubclass(cls, str | bytes) for cls in types) or types <= ARRAY_TYPES:
         return _array_leaf(column)
     torch = sys.modules.get("torch")
     if torch is not None and all(issubclass(cls, torch.Tensor) for cls in types):
@@ -86,7 +86,7 @@ def leaf_of(column: Column) -> Leaf:
     return Leaf(Kind.OBJECT)
 
 
-_ARRAY_TYPES: Final[set[type[Any]]] = {np.ndarray, np.memmap}
+ARRAY_TYPES: Final[set[type[Any]]] = {np.ndarray, np.memmap}
 
 
 def _number_leaf(column: Column, types: set[type[Any]]) -> Leaf:

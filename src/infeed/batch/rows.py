@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.batch.layout import Layout
-from infeed.batch.leaves import Kind, Leaf, LeafMismatch, UnequalShapes, finish_beside, leaf_of
+from infeed.batch.leaves import ARRAY_TYPES, Kind, Leaf, LeafMismatch, UnequalShapes, finish_beside, leaf_of
 from infeed.batch.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch, structure_of
 from infeed.memory.leases import Lease
 
@@ -60,12 +60,10 @@ class _ArrayCell(_Cell):
 
     def write(self, row: int, column: Column) -> None:
         types = set(map(type, column))
-        if not self._shape:
-            if types == {self._dtype.type}:  # NumPy scalars
-                self._rows[row : row + len(column)] = column
-                return
-            raise LeafMismatch
-        if types != {np.ndarray}:
+        if types == {self._dtype.type} or not self._shape:
+            self._write_scalars(row, column, types)
+            return
+        if not types <= ARRAY_TYPES:
             raise LeafMismatch
         if len(column) == 1:
             array = column[0]
@@ -80,6 +78,16 @@ class _ArrayCell(_Cell):
             np.concatenate(column, out=self._flat[begin : begin + len(column) * self._length], casting="no")
         except TypeError:  # another dtype
             raise LeafMismatch from None
+
+    def _write_scalars(self, row: int, column: Column, types: set[type[Any]]) -> None:
+        if self._shape or not (types == {self._dtype.type} or types <= ARRAY_TYPES):
+            raise LeafMismatch
+        if {(value.dtype, value.shape) for value in column} != {(self._dtype, ())}:
+            raise LeafMismatch
+        if self._dtype.kind == "V":
+            self.write_any(row, column)  # a list of records would be taken for a list of their fields
+        else:
+            self._rows[row : row + len(column)] = column
 
     def write_any(self, row: int, column: Column) -> None:
         for offset, value in enumerate(column):
@@ -225,7 +233,8 @@ def _check_beside(kind: Kind, column: Column) -> None:
         raise LeafMismatch
     if len(_PLAIN_TYPES) > _PLAIN_TYPES_KEPT:
         _PLAIN_TYPES.clear()
-    _PLAIN_TYPES.update(type(value) for value in column if leaf_of([value]).kind is Kind.OBJECT)
+    # Not int: whether that is an object depends on its size.
+    _PLAIN_TYPES.update(type(value) for value in column if type(value) is not int and leaf_of([value]).kind is Kind.OBJECT)
 
 
 @final

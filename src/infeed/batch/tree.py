@@ -97,6 +97,9 @@ class MappingNode(Node):
     def split(self, samples: Column, columns: list[Column]) -> None:
         if set(map(type, samples)) != {self.sample_cls} or set(map(len, samples)) != {len(self.keys)}:
             _explain(self.path, samples, lambda sample: type(sample) is self.sample_cls and sample.keys() == set(self.keys))
+        if self.sample_cls is not dict and not all(sample.keys() == set(self.keys) for sample in samples):
+            # A mapping of another kind may make up what it is asked for, as a defaultdict does.
+            _explain(self.path, samples, lambda sample: sample.keys() == set(self.keys))
         for key, child in zip(self.keys, self.children, strict=True):
             try:
                 column = list(map(itemgetter(key), samples))

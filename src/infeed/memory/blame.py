@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, Final
+
+import numpy as np
 
 from infeed.memory.pickling import ByValuePickler
 
@@ -47,12 +50,20 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f" -> {name} (closed over)", _contents(cell)
         for number, default in enumerate(value.__defaults__ or ()):
             yield f" -> default {number}", default
+        for name, default in (value.__kwdefaults__ or {}).items():
+            yield f" -> default {name}", default
         for name in value.__code__.co_names:
             if name in value.__globals__:
                 yield f" -> {name} (global)", value.__globals__[name]
     elif isinstance(value, dict):
         for key in list(value)[:_ELEMENTS]:
             yield f"[{key!r}]", value[key]
+    elif isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
+        for name in getattr(value, "_fields", ()):
+            yield f".{name}", getattr(value, name)
+    elif isinstance(value, np.ndarray):
+        for place in list(np.ndindex(value.shape))[:_ELEMENTS]:
+            yield f"[{', '.join(map(str, place))}]", value[place]
     elif isinstance(value, list | tuple | set | frozenset):
         for number, element in enumerate(list(value)[:_ELEMENTS]):
             yield f"[{number}]", element
@@ -66,6 +77,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     if callable(getattr(type(value), "__getstate__", None)) and "__getstate__" in {
         n for cls in type(value).__mro__[:-1] for n in vars(cls)
     }:

@@ -98,6 +98,9 @@ def _dump(pickler: type[Any], obj: object) -> tuple[bytes, list[memoryview]]:
 def _reduce_arrays(obj: Any) -> Any:
     """Reduction of arrays and tensors to their raw bytes, or ``NotImplemented`` to go on as usual."""
     if type(obj) is np.ndarray:
+        if obj.dtype.kind in "mM":
+            # Dates have no buffer of their own; as integers they have.
+            return _rebuild_dates, (np.ascontiguousarray(obj).view(np.int64), obj.dtype)
         # A view with strides would be copied into the pickle; made contiguous, its bytes stay outside.
         if obj.flags.forc or obj.dtype.hasobject:
             return NotImplemented
@@ -119,6 +122,10 @@ def _is_plain_tensor(torch: Any, tensor: Any) -> bool:
         and not tensor.is_neg()
         and not getattr(tensor, "__dict__", None)
     )
+
+
+def _rebuild_dates(numbers: Any, dtype: np.dtype[Any]) -> Any:
+    return numbers.view(dtype)
 
 
 def _rebuild_tensor(buffer: Any, dtype_name: str, shape: tuple[int, ...]) -> Any:
@@ -182,8 +189,8 @@ def _reduce_memmap(array: Any) -> Any:
     """A memory-mapped file is mapped again where it arrives; pickled as an array, all of it would be read and sent."""
     if type(array) is not np.memmap or array.filename is None or not array.flags.c_contiguous:
         return NotImplemented
-    if array.mode not in ("r", "r+", "c"):
-        return NotImplemented
+    if array.mode not in ("r", "r+"):
+        return NotImplemented  # a private map ("c") may have been written to, and the file does not know of it
     begin = array.__array_interface__["data"][0]
     whole = array
     while isinstance(whole.base, np.memmap):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Final, final
 
 from infeed.scheduler.invariants import check
@@ -128,7 +129,7 @@ class Scheduler:
         self._handlers[type(event)](event)
         if self._is_growth_refused:
             self._check_memory()
-        elif self._unplaced and self._free:
+        elif self._unplaced:
             self._place()
         actions, self._actions = self._actions, []
         return actions
@@ -587,7 +588,9 @@ class Scheduler:
             return False
         if self._free and self._waiting and self._waiting[0] == next(iter(self._batches)):
             return False
-        return all(self._batches[batch].slot is None for batch in self._waiting)
+        # Beyond the window nothing is begun, also not again.
+        first = islice(self._batches.values(), self._window)
+        return not any(batch.slot is not None and batch.waiting for batch in first)
 
     def validate(self) -> None:
         """Check the invariants; for tests."""

@@ -16,6 +16,7 @@ assert sys.platform != "win32"
 
 _HEAD: Final = struct.Struct("<I")
 _READ_BYTES: Final = 1 << 16
+_LONGEST_S: Final = 1e6
 
 
 def _joined(frames: Iterable[bytes]) -> bytes:
@@ -163,7 +164,9 @@ class PipePoller(Poller):
 
     def wait(self, timeout_s: float | None) -> list[Any]:
         ready = []
-        for fd, _ in self._poll.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))):
+        # Beyond what poll() can count, some days, it is woken in vain; the caller looks at the clock and waits again.
+        limit_ms = None if timeout_s is None else max(0, int(min(timeout_s, _LONGEST_S) * 1000))
+        for fd, _ in self._poll.poll(limit_ms):
             if fd == self._wake_read:
                 os.read(fd, 64)
                 continue

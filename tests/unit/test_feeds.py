@@ -1,0 +1,163 @@
+"""One epoch's batches as they are planned: by index, or from the shares of a stream."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from infeed.feeds import IndexedFeed, StreamFeed, StreamShares
+from infeed.plan.batches import BatchPlan, sampled_batches
+from infeed.scheduler.messages import WorkerId
+
+W0, W1, W2 = map(WorkerId, range(3))
+
+
+def test_an_indexed_feed_gives_the_batches_of_the_plan() -> None:
+    """With their position and their cut into grains, and then nothing for ever."""
+    feed = IndexedFeed(3, sampled_batches(range(5), 2, drop_last=False), grain_size=1)
+
+    taken = [feed.take(), feed.take(), feed.take()]
+
+    assert [(b.epoch, b.first_position, b.row_count, b.grain_count) for b in taken if b] == [
+        (3, 0, 2, 2),
+        (3, 2, 2, 2),
+        (3, 4, 1, 1),
+    ]
+    assert not feed.is_exhausted
+    assert feed.take() is None
+    assert feed.is_exhausted
+    assert feed.take() is None
+    assert feed.error is None
+
+
+def test_what_the_sampler_raises_is_kept_until_the_batches_before_it_are_delivered() -> None:
+    """Prefetching asks the sampler early; its error must not come early."""
+
+    def broken() -> Iterator[BatchPlan]:
+        yield BatchPlan([1], 0)
+        raise KeyError("sampler")
+
+    feed = IndexedFeed(0, broken(), grain_size=1)
+
+    assert feed.take() is not None
+    assert feed.take() is None
+    assert feed.is_exhausted
+    assert isinstance(feed.error, KeyError)
+
+
+def workers_of(feed: StreamFeed, count: int) -> list[WorkerId | None]:
+    return [planned.worker if (planned := feed.take()) else None for _ in range(count)]
+
+
+def test_a_stream_with_one_worker_is_read_by_it() -> None:
+    """There is nothing to decide."""
+    feed = StreamFeed(0, 4, StreamShares(1))
+    first, second = feed.take(), feed.take()
+
+    assert first is not None
+    assert second is not None
+    assert [(b.worker, b.first_position, b.row_count, b.grain_count, b.indices) for b in (first, second)] == [
+        (W0, 0, 4, 1, None),
+        (W0, 4, 4, 1, None),
+    ]
+
+
+def test_until_the_first_batch_is_there_only_it_is_asked_for() -> None:
+    """Nobody knows yet who else will read."""
+    feed = StreamFeed(0, 4, StreamShares(3))
+
+    assert workers_of(feed, 3) == [W0, None, None]
+    assert not feed.is_exhausted
+
+
+def test_a_stream_that_does_not_shard_itself_is_read_by_one() -> None:
+    """Else each element would come as often as there are workers."""
+    shares = StreamShares(3)
+    feed = StreamFeed(0, 4, shares)
+    feed.take()
+
+    shares.decide(shards_itself=False)
+
+    assert workers_of(feed, 3) == [W0, W0, W0]
+
+
+def test_a_stream_that_shards_itself_is_read_by_all_in_turn() -> None:
+    """0, 1, 2, 0, 1, 2, each share with positions of its own."""
+    shares = StreamShares(3)
+    feed = StreamFeed(0, 4, shares)
+    feed.take()
+    shares.decide(shards_itself=True)
+
+    assert workers_of(feed, 5) == [W1, W2, W0, W1, W2]
+    planned = feed.take()
+    assert planned is not None
+    assert (planned.worker, planned.first_position) == (W0, 8)
+
+
+def test_what_was_decided_stays_decided() -> None:
+    """By the first batch of the first epoch, for this loader."""
+    shares = StreamShares(2)
+    shares.decide(shards_itself=True)
+    shares.decide(shards_itself=False)
+
+    assert shares.is_known
+    assert not shares.is_alone
+    assert workers_of(StreamFeed(1, 4, shares), 3) == [W0, W1, W0]
+
+
+def test_a_share_that_has_ended_is_passed_over() -> None:
+    """The others go on in turn, and the epoch ends with the last."""
+    shares = StreamShares(3)
+    shares.decide(shards_itself=True)
+    feed = StreamFeed(0, 4, shares)
+    assert workers_of(feed, 3) == [W0, W1, W2]
+
+    feed.loaded(W1, 2, 4)
+    assert workers_of(feed, 4) == [W0, W2, W0, W2]
+
+    feed.loaded(W0, 0, 4)
+    feed.loaded(W2, 3, 4)
+    assert workers_of(feed, 1) == [None]
+    assert feed.is_exhausted
+
+
+def test_a_full_batch_does_not_end_a_share() -> None:
+    """Only one that came short does."""
+    feed = StreamFeed(0, 4, StreamShares(1))
+    feed.take()
+    feed.loaded(W0, 4, 4)
+
+    assert feed.take() is not None
+
+
+def test_rows_that_were_loaded_are_counted_per_share() -> None:
+    """A worker that takes over the share of a dead one skips them."""
+    shares = StreamShares(2)
+    shares.decide(shards_itself=True)
+    feed = StreamFeed(0, 4, shares)
+    feed.take()
+    feed.take()
+    feed.loaded(W1, 4, 4)
+
+    assert (feed.loaded_rows(W0), feed.loaded_rows(W1)) == (0, 4)
+    assert feed.loaded_rows(W2) == 0
+
+
+def test_a_share_is_opened_once_in_an_epoch() -> None:
+    """The worker begins to iterate when its first batch is planned."""
+    feed = StreamFeed(0, 4, StreamShares(1))
+    feed.take()
+
+    assert [feed.opening(W0), feed.opening(W0)] == [True, False]
+
+
+@pytest.mark.parametrize("rows", [0, 3], ids=["empty", "short"])
+def test_a_stream_that_ends_with_its_first_batch_is_over_for_all(rows: int) -> None:
+    """If it does not shard itself nobody else is asked."""
+    shares = StreamShares(2)
+    feed = StreamFeed(0, 4, shares)
+    feed.take()
+    shares.decide(shards_itself=False)
+    feed.loaded(W0, rows, 4)
+
+    assert feed.take() is None
+    assert feed.is_exhausted

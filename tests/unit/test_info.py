@@ -1,0 +1,67 @@
+"""Which worker is this: told to each thread by itself."""
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+from infeed.workers.info import WorkerInfo, get_worker_info, set_worker_info, take_was_asked
+
+INFO = WorkerInfo(1, 4, 99, ["dataset"])
+
+
+@pytest.fixture(autouse=True)
+def _no_worker() -> Any:
+    """This thread is no worker, before and after."""
+    take_was_asked()
+    yield
+    set_worker_info(None)
+    take_was_asked()
+
+
+def in_thread(function: Any) -> Any:
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(function()))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+def test_outside_of_a_worker_there_is_none() -> None:
+    """As in torch."""
+    assert get_worker_info() is None
+
+
+def test_a_thread_is_told_what_it_is_and_others_are_not() -> None:
+    """Thread workers share a process and are told apart all the same."""
+    set_worker_info(INFO)
+
+    assert get_worker_info() is INFO
+    assert in_thread(get_worker_info) is None
+
+
+def test_having_asked_is_noted_once() -> None:
+    """A stream that asks shards itself."""
+    assert not take_was_asked()
+    get_worker_info()
+    get_worker_info()
+
+    assert take_was_asked()
+    assert not take_was_asked()
+
+
+def test_asking_in_another_thread_is_not_asking_here() -> None:
+    """A stream of another loader in another thread decides for itself."""
+    in_thread(get_worker_info)
+
+    assert not take_was_asked()
+
+
+def test_an_info_is_frozen_and_travels() -> None:
+    """User code may keep it, and cannot change it."""
+    with pytest.raises(AttributeError):
+        INFO.id = 5  # type: ignore[misc]
+
+    again = pickle.loads(pickle.dumps(INFO))
+    assert (again.id, again.num_workers, again.seed, again.dataset) == (1, 4, 99, ["dataset"])

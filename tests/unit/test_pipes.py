@@ -1,0 +1,267 @@
+"""Frames over pipes: whole, in order, however the bytes are cut, without ever blocking the engine."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if sys.platform == "win32":
+    pytest.skip("pipes are for Linux and macOS", allow_module_level=True)
+
+from infeed.workers.pipes import PipeEnd, PipeLink, PipePoller
+
+MIB = 1 << 20
+
+
+@dataclass
+class Channel:
+    """A link with the worker's end of it, and the worker's raw descriptors."""
+
+    link: PipeLink
+    end: PipeEnd
+    worker_read: int
+    worker_write: int
+
+    def close_worker(self) -> None:
+        for fd in (self.worker_read, self.worker_write):
+            if fd >= 0:
+                os.close(fd)
+        self.worker_read = self.worker_write = -1
+
+
+def open_channel() -> Channel:
+    (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
+    return Channel(PipeLink(to_write, from_read), PipeEnd(to_read, from_write), to_read, from_write)
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    made = open_channel()
+    yield made
+    made.link.close()
+    made.close_worker()
+
+
+@pytest.fixture
+def poller() -> Iterator[PipePoller]:
+    made = PipePoller()
+    yield made
+    made.close()
+
+
+def joined(frames: list[bytes]) -> bytes:
+    return b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
+
+
+FRAMES = [b"", b"a", b"x" * 5000, b"\0\0\0\0"]
+
+
+def test_frames_arrive_whole_and_in_order_in_both_directions(channel: Channel) -> None:
+    """Empty ones too."""
+    channel.link.send(FRAMES)
+    assert [channel.end.receive() for _ in FRAMES] == FRAMES
+
+    channel.end.send(FRAMES)
+    assert channel.link.receive() == FRAMES
+
+
+@given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=8), cuts=st.lists(st.integers(0, 2500), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_frames_may_be_cut_anywhere(frames: list[bytes], cuts: list[int]) -> None:
+    """In the middle of a length, of a frame or between two: what is cut here is put together there."""
+    data = joined(frames)
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    channel = open_channel()
+    received: list[bytes] = []
+    try:
+        for begin, stop in pairwise(edges):
+            os.write(channel.worker_write, data[begin:stop])
+            received += channel.link.receive()
+    finally:
+        channel.link.close()
+        channel.close_worker()
+
+    assert received == frames
+
+
+def test_a_worker_puts_cut_frames_together_as_well(channel: Channel) -> None:
+    """Its end blocks until a frame is whole."""
+    data = joined([b"abc", b"defg"])
+    reader = threading.Thread(target=lambda: received.extend([channel.end.receive(), channel.end.receive()]))
+    received: list[bytes] = []
+    reader.start()
+    for number in range(len(data)):
+        os.write(channel.link.write_fd, data[number : number + 1])
+    reader.join()
+
+    assert received == [b"abc", b"defg"]
+
+
+def test_a_worker_knows_of_frames_that_came_together(channel: Channel) -> None:
+    """Answers of tiny tasks are held back while there is more to do at hand."""
+    assert not channel.end.has_pending()
+    channel.link.send([b"1", b"2"])
+    channel.end.receive()
+    assert channel.end.has_pending()
+    channel.end.receive()
+
+    assert not channel.end.has_pending()
+
+
+def test_nothing_to_receive_is_nothing_received(channel: Channel) -> None:
+    """The engine's end never waits."""
+    assert channel.link.receive() == []
+
+
+def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipePoller) -> None:
+    """A worker that does not read holds up nobody, and gets everything, in order, once it does."""
+    poller.add(channel.link)
+    frames = [bytes([number % 256]) * 10_000 for number in range(100)]
+    for frame in frames:
+        channel.link.send([frame])
+    assert channel.link.has_outgoing
+
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.extend(channel.end.receive() for _ in frames))
+    reader.start()
+    while channel.link.has_outgoing:
+        poller.wait(1)
+    reader.join()
+
+    assert received == frames
+    assert poller.wait(0) == []
+
+
+@pytest.mark.parametrize("size", [1 << 16, MIB, 5 * MIB], ids=["64 KiB", "1 MiB", "5 MiB"])
+def test_a_large_frame_arrives_whole(channel: Channel, poller: PipePoller, size: int) -> None:
+    """Many times the size of a pipe, while both sides are at work."""
+    frame = os.urandom(1024) * (size // 1024)
+    poller.add(channel.link)
+    writer = threading.Thread(target=channel.end.send, args=([frame, b"end"],))
+    writer.start()
+    received: list[bytes] = []
+    while len(received) < 2:
+        for link in poller.wait(1):
+            received += link.receive()
+    writer.join()
+
+    assert received == [frame, b"end"]
+
+
+def test_the_end_of_a_worker_is_heard_after_its_last_word(channel: Channel, poller: PipePoller) -> None:
+    """Results come before deaths."""
+    poller.add(channel.link)
+    channel.end.send([b"last"])
+    channel.close_worker()
+
+    assert poller.wait(1) == [channel.link]
+    assert channel.link.receive() == [b"last"]
+    assert poller.wait(1) == [channel.link]
+    with pytest.raises(EOFError):
+        channel.link.receive()
+    poller.remove(channel.link)
+
+
+def test_a_frame_that_was_begun_and_never_ended_is_an_end(channel: Channel) -> None:
+    """A worker that is killed in the middle of a word has not said it."""
+    os.write(channel.worker_write, joined([b"whole", b"half"])[:-2])
+    channel.close_worker()
+
+    assert channel.link.receive() == [b"whole"]
+    with pytest.raises(EOFError):
+        channel.link.receive()
+
+
+def test_the_end_of_the_engine_is_heard_by_the_worker(channel: Channel) -> None:
+    """After what was sent before."""
+    channel.link.send([b"last"])
+    channel.link.close()
+
+    assert channel.end.receive() == b"last"
+    with pytest.raises(EOFError):
+        channel.end.receive()
+
+
+def test_sending_to_a_worker_that_is_gone_is_silent(channel: Channel, poller: PipePoller) -> None:
+    """Its end is heard by receiving; nothing is kept for it."""
+    poller.add(channel.link)
+    channel.close_worker()
+
+    channel.link.send([b"x" * 100_000])
+    channel.link.send([b"y"])
+
+    assert not channel.link.has_outgoing
+    assert poller.wait(1) == [channel.link]
+    poller.remove(channel.link)
+
+
+def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, poller: PipePoller) -> None:
+    """The wait does not turn in circles over a pipe that nobody reads."""
+    poller.add(channel.link)
+    channel.link.send([b"x" * MIB])
+    assert channel.link.has_outgoing
+    channel.close_worker()
+    while channel.link.has_outgoing:
+        poller.wait(1)
+
+    assert poller.wait(0) == [channel.link]
+    poller.remove(channel.link)
+
+
+def test_a_wait_ends_by_a_wake_up(poller: PipePoller) -> None:
+    """From another thread or from before; each wake-up ends one wait, and many are as good as one."""
+    for _ in range(3):
+        poller.wake()
+    assert poller.wait(None) == []
+
+    thread = threading.Thread(target=poller.wake)
+    thread.start()
+    assert poller.wait(None) == []
+    thread.join()
+
+
+def test_a_wait_ends_with_its_time(poller: PipePoller, channel: Channel) -> None:
+    """Nothing happened, nothing is told."""
+    poller.add(channel.link)
+
+    assert poller.wait(0) == []
+    poller.remove(channel.link)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e9], ids=["for ever", "thirty years"])
+def test_a_very_long_time_is_no_error(poller: PipePoller, timeout_s: float) -> None:
+    """As an option, such a timeout means what it says; poll takes 32 bits of milliseconds."""
+    poller.wake()
+
+    assert poller.wait(timeout_s) == []
+
+
+def test_waking_and_closing_after_close_are_silent(poller: PipePoller) -> None:
+    """A loader may be closed from another thread at any time."""
+    poller.close()
+    poller.wake()
+    poller.close()
+
+
+def test_all_links_with_news_are_told(poller: PipePoller) -> None:
+    """And those without are not."""
+    channels = [open_channel() for _ in range(3)]
+    try:
+        for channel in channels:
+            poller.add(channel.link)
+        channels[0].end.send([b"a"])
+        channels[2].end.send([b"c"])
+
+        assert set(poller.wait(1)) == {channels[0].link, channels[2].link}
+        poller.remove(channels[0].link)
+        assert poller.wait(0) == [channels[2].link]
+    finally:
+        for channel in channels:
+            channel.link.close()
+            channel.close_worker()

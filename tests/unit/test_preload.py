@@ -1,0 +1,57 @@
+"""Which modules the fork server imports ahead: installed ones, and those that the user's own have imported."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+
+from infeed.workers.preload import preloadable
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the user's: one that imports another, and what they import."""
+    (tmp_path / "mine_for_preload.py").write_text("import json\nfrom fractions import Fraction\nimport other_for_preload\n")
+    (tmp_path / "other_for_preload.py").write_text("import mine_for_preload\nimport csv\nimport numpy as np\nNAME = 'x'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("mine_for_preload")
+    yield
+    for name in ("mine_for_preload", "other_for_preload"):
+        sys.modules.pop(name, None)
+
+
+def test_installed_modules_are_preloaded() -> None:
+    """Of the standard library and of site-packages."""
+    assert preloadable([json.__name__, numpy.__name__]) == ["json", "numpy"]
+
+
+def test_the_users_modules_are_looked_through_but_not_listed(own_modules: None) -> None:
+    """They may do anything when they are imported; what they import is what takes the time."""
+    found = preloadable(["mine_for_preload"])
+
+    assert {"json", "fractions", "csv", "numpy"} <= set(found)
+    assert "mine_for_preload" not in found
+    assert "other_for_preload" not in found
+
+
+def test_modules_that_import_each_other_do_not_lead_in_circles(own_modules: None) -> None:
+    """Each is looked through once."""
+    assert preloadable(["mine_for_preload", "other_for_preload"]) == preloadable(["other_for_preload", "mine_for_preload"])
+
+
+@pytest.mark.parametrize(
+    "name", ["__main__", "sys", "builtins", "no_such_module", "infeed", "infeed.loader"],
+    ids=["the script", "built in", "builtins", "unknown", "infeed itself", "a part of infeed"],
+)  # fmt: skip
+def test_these_are_left_out(name: str) -> None:
+    """Nothing to gain, nothing to import, or nothing that may be imported."""
+    assert name not in preloadable([name])
+
+
+def test_nothing_gives_nothing() -> None:
+    """A dataset of plain lists needs no module."""
+    assert preloadable([]) == []

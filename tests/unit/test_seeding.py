@@ -1,0 +1,188 @@
+"""Seeding, at once and lazily: the same numbers, whoever draws them and however they got hold of the function.
+
+Generators are a whole process's, and being lazy replaces functions of modules: each case runs in a fresh interpreter.
+"""
+
+import random
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from infeed.workers.seeding import lent_generators, seed_generators
+from tests.unit.fresh import run_fresh
+
+# Each is run after seeding with 7, once lazily and once not. "before" runs before lazy seeding begins.
+DRAWS = {
+    "random": "random.random(), random.randint(0, 99), random.choice('abcdef')",
+    "shuffle": "(lambda x: (random.shuffle(x), x))(list(range(9)))",
+    "gauss": "random.gauss(), random.gauss()",
+    "getstate": "random.getstate()[1][:4], random.getstate()[2]",
+    "numpy": "np.random.rand(3).tolist(), np.random.randint(0, 9, 4).tolist(), np.random.permutation(5).tolist()",
+    "numpy normal": "np.random.normal(), np.random.randn(2).tolist()",
+    "numpy generator": "np.random.mtrand._rand.rand(2).tolist()",
+    "numpy generator's state": "np.random.mtrand._rand.get_state()[1][:4].tolist()",
+    "numpy state": "np.random.get_state()[1][:4].tolist()",
+    "numpy seeded by the user": "(np.random.seed(3), np.random.rand())[1]",
+    "seeded by the user": "(random.seed(3), random.random())[1]",
+    "state set by the user": "(random.setstate(random.Random(4).getstate()), random.random())[1]",
+    "numpy state set by the user": "(np.random.set_state(np.random.RandomState(4).get_state()), np.random.rand())[1]",
+    "user's own generator": "random.Random(5).random(), np.random.RandomState(5).rand()",
+    "both": "random.random(), np.random.rand(), random.random(), np.random.rand()",
+    "sklearn's way": "isinstance(np.random.mtrand._rand, np.random.RandomState), np.random.mtrand._rand.choice(9, 3).tolist()",
+}
+BEFORE = {
+    "held from before": ("from random import random as draw", "draw(), draw(), random.random()"),
+    "numpy held from before": ("from numpy.random import rand as draw", "draw(), np.random.rand()"),
+    "generator held from before": ("generator = np.random.mtrand._rand", "generator.rand(), np.random.rand()"),
+}
+SETUP = """
+import random
+import numpy as np
+from infeed.workers.seeding import seed_generators, seed_lazily
+"""
+
+
+def drawn(expression: str, *, is_lazy: bool, before: str = "", after: str = "") -> str:
+    return run_fresh(
+        f"{SETUP}\n{before}\n{'seed_lazily()' if is_lazy else ''}\n{after}\n"
+        "random.random(); random.gauss(); np.random.rand(); np.random.randn()\n"
+        f"seed_generators(7)\nprint({expression})\nseed_generators(7)\nprint({expression})\n"
+    )
+
+
+@pytest.mark.process
+def test_lazy_and_eager_seeding_give_the_same_numbers() -> None:
+    """Whatever is drawn, and also on the second time under the same seed: gauss keeps nothing back."""
+    everything = "{" + ", ".join(f"{name!r}: ({draw})" for name, draw in DRAWS.items() if "user" not in name) + "}"
+
+    lazy, eager = drawn(everything, is_lazy=True), drawn(everything, is_lazy=False)
+
+    assert lazy == eager
+    first, second = lazy.splitlines()
+    assert first == second
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", [name for name in DRAWS if "user" in name])
+def test_the_users_own_seed_wins(name: str) -> None:
+    """What they set is what they draw from, as without infeed."""
+    lazy = drawn(DRAWS[name], is_lazy=True)
+
+    assert lazy == drawn(DRAWS[name], is_lazy=False)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["numpy seeded by the user", "seeded by the user"])
+def test_a_seed_of_the_users_is_not_overwritten_by_ours(name: str) -> None:
+    """Ours is spent the moment they set their own, even if nothing was drawn before."""
+    plain = run_fresh(f"import random\nimport numpy as np\nprint({DRAWS[name]})\nprint({DRAWS[name]})")
+
+    assert drawn(DRAWS[name], is_lazy=True) == plain
+
+
+@pytest.mark.process
+def test_functions_that_were_imported_by_name_are_seeded_too() -> None:
+    """``from random import random`` holds on to a trap, and draws the same numbers, grain after grain."""
+    after = "from random import random as draw, shuffle\nfrom numpy.random import rand, randint"
+    expression = "draw(), random.random(), draw(), rand(), np.random.rand(), int(randint(99))"
+
+    lazy = drawn(expression, is_lazy=True, after=after)
+
+    assert lazy == drawn(expression, is_lazy=False, after=after)
+    assert len(set(lazy.splitlines())) == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_was_held_before_draws_from_the_same_generator(name: str) -> None:
+    """Modules that were imported before the process became lazy see generators that are seeded by the first lazy draw."""
+    before, expression = BEFORE[name]
+    lazy = drawn(f"random.random(), np.random.rand(), {expression}", is_lazy=True, before=before)
+
+    assert lazy == drawn(f"random.random(), np.random.rand(), {expression}", is_lazy=False, before=before)
+
+
+@pytest.mark.process
+def test_grains_without_draws_cost_nothing_and_change_nothing() -> None:
+    """Only the last seed counts, and it is set when something is drawn."""
+    code = f"""{SETUP}
+seed_lazily()
+for seed in range(100):
+    seed_generators(seed)
+print(random.random(), np.random.rand())
+"""
+    random_numbers = random.Random(99).random(), np.random.RandomState(99).rand()
+
+    assert run_fresh(code) == f"{random_numbers[0]} {random_numbers[1]}"
+
+
+@pytest.mark.process
+@pytest.mark.torch
+def test_torch_is_seeded_with_the_others() -> None:
+    """As torch.manual_seed would, for the whole range of seeds."""
+    pytest.importorskip("torch")
+    code = f"""{SETUP}
+import torch
+for seed in (0, 7, (1 << 64) - 1):
+    seed_generators(seed)
+    found = torch.rand(2).tolist()
+    torch.manual_seed(seed)
+    assert found == torch.rand(2).tolist(), seed
+"""
+    run_fresh(code)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1 << 32, (1 << 64) - 1], ids=["0", "1", "33 bits", "64 bits"])
+def test_any_seed_is_taken_and_gives_numbers_of_its_own(seed: int) -> None:
+    """The legacy generator of NumPy takes 32 bits only; that is no error for a longer seed."""
+    with lent_generators():
+        seed_generators(seed)
+        first = random.random(), float(np.random.rand())
+        seed_generators(seed)
+        again = random.random(), float(np.random.rand())
+        seed_generators(seed ^ 1)
+        other = random.random(), float(np.random.rand())
+
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+
+
+def test_seeds_are_those_that_python_and_numpy_would_set() -> None:
+    """A user who seeds their own generators with the number finds the same sequence."""
+    with lent_generators():
+        seed_generators(1234)
+
+        assert random.random() == random.Random(1234).random()
+        assert np.random.rand() == np.random.RandomState(1234).rand()
+
+
+def test_lent_generators_come_back_as_they_were() -> None:
+    """Also what gauss keeps back, and after an exception: the user's process stays theirs."""
+    random.gauss()
+    np.random.randn()
+    before = random.getstate(), repr(np.random.get_state())
+
+    def draw_and_fail() -> None:
+        with lent_generators():
+            seed_generators(5)
+            random.gauss()
+            np.random.randn(3)
+            raise KeyError("user code")
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+
+    assert (random.getstate(), repr(np.random.get_state())) == before
+
+
+@pytest.mark.torch
+def test_the_generator_of_torch_is_lent_too(torch: ModuleType) -> None:
+    """Its state is a tensor; equal before and after."""
+    before = torch.default_generator.get_state()
+    with lent_generators():
+        seed_generators(5)
+        torch.rand(10)
+
+    assert torch.equal(torch.default_generator.get_state(), before)
