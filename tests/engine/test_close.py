@@ -73,7 +73,8 @@ def test_close_during_a_slow_sample_is_quick_and_leaves_no_process(workers: int,
     """A worker in the middle of user code is not waited for: it is killed."""
     dataset = Blocking(8, 5, tmp_path)
     loader = infeed.DataLoader(dataset, batch_size=1, num_workers=workers)
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     dataset.wait_blocked()
     with assert_faster_than(CLOSE_S):
         loader.close()
@@ -84,7 +85,8 @@ def test_close_during_a_slow_sample_of_a_thread_is_quick(tmp_path: Path) -> None
     """A thread in user code cannot be killed: close() does not wait for it for ever, and it ends when its sample returns."""
     dataset = Blocking(8, 5, tmp_path)
     loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker="thread")
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     dataset.wait_blocked()
     with assert_faster_than(CLOSE_S):
         loader.close()

@@ -148,7 +148,7 @@ def test_growing_batches_meet_the_limit_and_go_on_after_letting_go(engine: dict[
                     number = int(batch[0, 0])
                     assert batch.shape == (1, sizes[number])
                     assert (batch == number).all()
-                del kept[: len(kept) // 2 + 1]
+                del batch, kept[: len(kept) // 2 + 1]
     assert seen == list(range(60))
     assert errors > 0
 

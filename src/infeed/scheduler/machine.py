@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from typing import Any, Final, final
 
 from infeed.scheduler.invariants import check
@@ -99,6 +98,8 @@ class Scheduler:
         self._queue_ns = float(_QUEUE_NS)
         self._wanted: int | None = None
         self._is_growth_refused = False
+        self._has_asked_again = False
+        self._asks_for_growth = False
         self._is_closed = False
         self._deaths_in_a_row = 0
         self._idle_deaths_in_a_row = 0
@@ -127,11 +128,15 @@ class Scheduler:
         if self._is_closed:
             return []
         self._handlers[type(event)](event)
-        if self._is_growth_refused:
-            self._check_memory()
-        elif self._unplaced:
+        if self._unplaced and not self._is_growth_refused:
             self._place()
+        if self._wanted is not None and self._is_stuck:
+            self._unstick()
         actions, self._actions = self._actions, []
+        if self._asks_for_growth:
+            # Last: it is answered at once, and what follows from the answer must not come before what was decided without it.
+            self._asks_for_growth = False
+            actions.append(Grow())
         return actions
 
     @property
@@ -176,12 +181,9 @@ class Scheduler:
         self._wanted = event.epoch
         if event.away_ns > _QUEUE_NS or self._away_ns > _QUEUE_NS:
             self._learn_away(event.away_ns)
+        self._has_asked_again = False
         if self._finished:
             self._deliver()
-        if self._is_growth_refused and self._wanted is not None and self._is_stuck:
-            # There was no memory. Perhaps there is now: ask once more before saying so again.
-            self._is_growth_refused = False
-            self._place()
         if self._waiting:
             self._assign()
 
@@ -242,6 +244,7 @@ class Scheduler:
             len(self._workers) + _BAD_BATCHES
         ) * (BATCH_DEATHS + 1):
             self._actions = [FailWorkers(event.worker)]
+            self._asks_for_growth = False
             self._is_closed = True
             return
         self._actions.append(StartWorker(event.worker))
@@ -341,14 +344,10 @@ class Scheduler:
         task = self._tasks.get(event.task)
         if task is None or task.worker != event.worker:
             return
-        batch = task.batch
-        if batch.slot is not None:
-            self._release(batch.slot)
-            batch.slot = None
-        self._slotless.add(batch.batch)
+        # The batch keeps its slot, which is only a number: other tasks of it may be on their way with it. Until the user lets
+        # go of something, asking again would give the same answer.
         task.is_unplaced = True
         self._unplaced.append(event.task)
-        # Until the user lets go of something, asking again would give the same answer.
         self._is_growth_refused = True
 
     def _on_slot_freed(self, event: SlotFreed) -> None:
@@ -426,7 +425,7 @@ class Scheduler:
             older = sum(self._batches[other].slot is None for other in self._waiting if other < batch.batch)
         if len(self._free) <= older:
             if not self._is_growth_refused:
-                self._actions.append(Grow())
+                self._asks_for_growth = True
                 # Until it is answered nobody asks again.
                 self._is_growth_refused = True
             return False
@@ -475,11 +474,11 @@ class Scheduler:
                 return self._batches[batch_id]
         return None
 
-    def _assign(self) -> None:
+    def _assign(self, *, only_oldest: bool = False) -> None:
         """Give waiting grains to workers with room, oldest batch first."""
         if not self._waiting:
             return
-        for batch_id in tuple(self._waiting):
+        for batch_id in tuple(self._waiting[:1] if only_oldest else self._waiting):
             batch = self._batches[batch_id]
             # More than the window are planned only when it has become smaller: then the oldest go on.
             if len(self._batches) > self._window and sum(other < batch_id for other in self._batches) >= self._window:
@@ -546,32 +545,63 @@ class Scheduler:
             return -(-batch.grain_count // len(self._workers))
         return max(1, round(_TASK_NS / self._grain_ns))
 
-    def _check_memory(self) -> None:
-        """There is no memory. If nothing will happen by itself, take some from a batch that is not wanted yet, or say so."""
-        is_asking = any(isinstance(action, Grow | Place) for action in self._actions)
-        if self._wanted is None or is_asking or not self._is_stuck or self._next_finished(self._wanted) is not None:
-            return
-        if not self.remaining(self._wanted):
-            return  # the epoch is over: there is nothing that memory is missing for
-        # The youngest: the oldest is what the loop waits for. A share of a stream cannot be read again.
-        for batch in reversed(self._batches.values()):
-            if batch.slot is not None and not batch.task_count and batch.worker is None:
-                self._evict(batch)
-                return
-        self._wanted = None
-        self._actions.append(FailMemory())
+    # --- shortage
 
-    def _evict(self, batch: Batch) -> None:
-        assert batch.slot is not None
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the user's loop waits and nothing will happen by itself."""
+        if len(self._tasks) != len(self._unplaced) or self._is_moving or self._wanted is None:
+            return False
+        if not self.remaining(self._wanted) or self._next_finished(self._wanted) is not None:
+            return False
+        # A worker that is being started takes what waits for it, and then this is asked again.
+        bound = [batch.worker for batch in self._batches.values() if batch.worker is not None and batch.waiting]
+        awaited = bound or (self._workers if not any(batch.worker is not None for batch in self._batches.values()) else ())
+        return all(self._workers[worker].is_ready for worker in awaited)
+
+    @property
+    def _is_moving(self) -> bool:
+        return self._asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
+
+    def _unstick(self) -> None:
+        """There is no memory for what the loop waits for: ask once more, take it from younger batches, or say so."""
+        for worker, record in self._workers.items():
+            if record.is_ready:  # and has nothing to do, because nobody has
+                self._roomy.setdefault(worker)
+        if not self._has_asked_again:
+            self._has_asked_again = True
+            self._is_growth_refused = False
+            self._serve_oldest()
+        for batch in reversed(tuple(self._batches.values())):
+            if self._is_moving:
+                return
+            if self._evict(batch):
+                self._serve_oldest()
+        if not self._is_moving:
+            self._wanted = None
+            self._actions.append(FailMemory())
+
+    def _serve_oldest(self) -> None:
+        # And nobody else before the user has let go of something: whatever is begun now would take what was just gained, and
+        # be evicted in turn.
+        self._place(only_oldest=True)
+        if self._waiting and self._waiting[0] == next(iter(self._batches)):
+            self._assign(only_oldest=True)
+
+    def _evict(self, batch: Batch) -> bool:
+        """Take back what a batch has, if anything, unless it is the oldest; it will be loaded again.
+
+        A share of a stream cannot be, so it is left alone.
+        """
+        if batch.worker is not None or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
+            return False
         self._release(batch.slot)
+        self._is_growth_refused = True
         batch.slot = None
         if not batch.is_failed:
             self._finished.pop(batch.batch, None)
             self._begin_again(batch)
-        # The oldest may try again, and nobody else before the user has let go of something: whatever is begun now would take
-        # what was just gained, and be evicted in turn.
-        self._place(only_oldest=True)
-        self._is_growth_refused = True
+        return True
 
     def _begin_again(self, batch: Batch) -> None:
         batch.must_regroup = False
@@ -580,17 +610,6 @@ class Scheduler:
         self._stop_waiting(batch)
         self._actions.append(Reload(batch.batch))
         self._wait_again(batch, 0, batch.grain_count)
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether nothing will happen by itself: all tasks wait for a slot, and nothing that has one waits for a worker."""
-        if len(self._tasks) != len(self._unplaced):
-            return False
-        if self._free and self._waiting and self._waiting[0] == next(iter(self._batches)):
-            return False
-        # Beyond the window nothing is begun, also not again.
-        first = islice(self._batches.values(), self._window)
-        return not any(batch.slot is not None and batch.waiting for batch in first)
 
     def validate(self) -> None:
         """Check the invariants; for tests."""
