@@ -572,6 +572,7 @@ class Scheduler:
             self._has_asked_again = True
             self._is_growth_refused = False
             self._serve_oldest()
+            self._is_growth_refused = True
         for batch in reversed(tuple(self._batches.values())):
             if self._is_moving:
                 return
