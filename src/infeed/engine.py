@@ -306,6 +306,8 @@ class Engine:
                         record = self._records[batch]
                         record.deaths = [*(record.deaths or ()), f"worker {worker} {text}"]
                 self._last_death = f"worker {worker} {text}"
+                for task in [task for task, entry in self._tasks.items() if entry.worker == worker]:
+                    del self._tasks[task]
                 self._tell(WorkerDied(worker))
             case _:
                 assert_never(message)
@@ -409,7 +411,9 @@ class Engine:
             case DeliverError(batch, task):
                 self._error = batch_error(self._records.pop(batch), task, self._worker_name)
             case Reload(batch):
+                deaths = self._records[batch].deaths
                 self._records[batch] = Record(self._records[batch].plan)
+                self._records[batch].deaths = deaths
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
@@ -433,7 +437,7 @@ class Engine:
             needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
             block = self._block(action.slot, needed)
         if plan.indices is None:
-            self._tasks[action.task] = Task(action.batch, 0, layout)
+            self._tasks[action.task] = Task(action.worker, action.batch, 0, layout)
             self._crew.send(
                 action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
             )
@@ -445,7 +449,7 @@ class Engine:
         indices = plan.indices
         if not action.is_whole:
             indices = indices[first_row : first_row + action.grain_count * grain_size]
-        self._tasks[action.task] = Task(action.batch, first_row, layout)
+        self._tasks[action.task] = Task(action.worker, action.batch, first_row, layout)
         self._crew.send(
             action.worker,
             LoadGrains(

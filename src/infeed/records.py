@@ -57,6 +57,7 @@ class Record:
 
 
 class Task(NamedTuple):
+    worker: WorkerId
     batch: BatchId
     first_row: int
     layout: Layout | None

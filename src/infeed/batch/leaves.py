@@ -78,6 +78,10 @@ def leaf_of(column: Column) -> Leaf:
     types = set(map(type, column))
     if types <= _NUMBERS.keys():
         return _number_leaf(column, types)
+    if all(cls in _NUMBERS or issubclass(cls, np.number | np.bool_) for cls in types) and not types.isdisjoint(_NUMBERS):
+        # A label that is sometimes 0 and sometimes what argmax gave.
+        dtype = np.result_type(*(_NUMBERS.get(type(value)) or value.dtype for value in column))
+        return Leaf(Kind.ARRAY, dtype, (), dtype.itemsize)
     if all(issubclass(cls, np.generic) and not issubclass(cls, str | bytes) for cls in types) or types <= ARRAY_TYPES:
         return _array_leaf(column)
     torch = sys.modules.get("torch")

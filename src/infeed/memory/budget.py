@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 from typing import Final
 
 from infeed.errors import ConfigError
@@ -21,9 +22,10 @@ def parse_bytes(value: int | str) -> int:
     >>> parse_bytes("1.5 GiB")
     1610612736
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", str(value).lower())
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    text = value.lower() if isinstance(value, str) else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text)
     if match is None:
         raise ConfigError(f"memory_limit={value!r} is not a size; give bytes, or text such as '2GiB'")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -63,7 +63,7 @@ def dumps_by_value(obj: object) -> bytes:
 def main_by_value() -> Iterator[None]:
     """In a process that ``multiprocessing`` spawned, the user's script is the module ``__mp_main__``: no more importable."""
     module = sys.modules.get("__mp_main__")
-    if module is None or module is sys.modules.get("__main__"):
+    if module is None:
         yield
         return
     cloudpickle.register_pickle_by_value(module)

@@ -56,21 +56,11 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
+from infeed.scheduler.pace import Pace
 from infeed.scheduler.records import BATCH_DEATHS, Batch, SlotState, Task, Worker
 
-# A task should take at least this long, so that its two messages (some 30 microseconds of both sides) are cheap beside it.
-# Longer would leave workers idle at the end of a batch that others could have helped with.
-_TASK_NS: Final = 1_000_000
-# Work that is sent ahead to a busy worker, so that it never waits for the next message. What is sent cannot be taken back
-# from behind a slow sample, so no more than this...
-_QUEUE_NS: Final = 2_000_000
-# ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
-_AWAY_TIMES: Final = 2
 # Batches in a row, besides one for each worker, that may kill all their workers before it is given up.
 _BAD_BATCHES: Final = 3
-# Weight of the newest duration in the running means: follows a change within some ten, forgives one that stands out.
-_MEAN_WEIGHT: Final = 0.1
-_AWAY_WEIGHT: Final = 0.3
 
 
 @final
@@ -93,9 +83,7 @@ class Scheduler:
         self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
         self._slotless: set[BatchId] = set()  # begun without a slot, because there was none yet
         self._next_task = 0
-        self._grain_ns = 0.0
-        self._away_ns = 0.0
-        self._queue_ns = float(_QUEUE_NS)
+        self._pace = Pace()
         self._wanted: int | None = None
         self._is_growth_refused = False
         self._has_asked_again = False
@@ -179,8 +167,10 @@ class Scheduler:
 
     def _on_batch_wanted(self, event: BatchWanted) -> None:
         self._wanted = event.epoch
-        if event.away_ns > _QUEUE_NS or self._away_ns > _QUEUE_NS:
-            self._learn_away(event.away_ns)
+        if self._pace.learn_away(event.away_ns):
+            for worker, record in self._workers.items():
+                if record.is_ready and self._pace.has_room(len(record.tasks), 1):
+                    self._roomy.setdefault(worker)
         self._has_asked_again = False
         if self._finished:
             self._deliver()
@@ -258,9 +248,7 @@ class Scheduler:
         if task is None:
             return
         self._deaths_in_a_row = self._idle_deaths_in_a_row = 0
-        per_grain = event.elapsed_ns / task.grain_count
-        mean = self._grain_ns
-        self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
+        self._pace.learn_task(event.elapsed_ns, task.grain_count)
         task.batch.loaded_count += task.grain_count
         self._settle(task.batch)
         if self._wanted is not None:
@@ -436,8 +424,10 @@ class Scheduler:
 
     def _place(self, *, only_oldest: bool = False) -> None:
         waiting = sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch)
-        for task_id in waiting[:1] if only_oldest else waiting:
+        for task_id in waiting:
             task = self._tasks[task_id]
+            if only_oldest and task.batch is not self._tasks[waiting[0]].batch:
+                return
             if task.batch.slot is None and not self._take_slot(task.batch):
                 return
             self._unplaced.remove(task_id)
@@ -520,30 +510,13 @@ class Scheduler:
         record = self._workers[worker]
         record.tasks.add(task_id)
         del self._roomy[worker]
-        if self._has_room(record, count) and not batch.death_count:
+        if self._pace.has_room(len(record.tasks), count) and not batch.death_count:
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
         self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
 
-    def _has_room(self, worker: Worker, grain_count: int) -> bool:
-        return bool(self._grain_ns) and len(worker.tasks) * grain_count * self._grain_ns < self._queue_ns
-
-    def _learn_away(self, away_ns: int) -> None:
-        self._away_ns += _AWAY_WEIGHT * (away_ns - self._away_ns)
-        queue_ns = max(float(_QUEUE_NS), _AWAY_TIMES * self._away_ns)
-        has_grown, self._queue_ns = queue_ns > self._queue_ns, queue_ns
-        if has_grown:
-            for worker, record in self._workers.items():
-                if record.is_ready and self._has_room(record, 1):
-                    self._roomy.setdefault(worker)
-
     def _task_grains(self, batch: Batch) -> int:
-        if self._whole_batches:
-            return batch.grain_count
-        if not self._grain_ns:
-            # Nothing is known yet: the first batch comes soonest if every worker takes its part of it.
-            return -(-batch.grain_count // len(self._workers))
-        return max(1, round(_TASK_NS / self._grain_ns))
+        return batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, len(self._workers))
 
     # --- shortage
 

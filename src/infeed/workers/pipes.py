@@ -27,24 +27,33 @@ class _Frames:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()  # of a frame in progress; appended to, so that a large one is not copied with every piece
+        self._needed = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        data = self._rest + data if self._rest else data
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
         frames = []
         begin, end = 0, len(data)
-        while end - begin >= 4:
+        self._needed = _HEAD.size
+        while end - begin >= _HEAD.size:
             (size,) = _HEAD.unpack_from(data, begin)
-            if end - begin - 4 < size:
+            if end - begin - _HEAD.size < size:
+                self._needed = _HEAD.size + size
                 break
-            frames.append(data[begin + 4 : begin + 4 + size])
-            begin += 4 + size
-        self._rest = data[begin:]
+            begin += _HEAD.size
+            frames.append(data[begin : begin + size])
+            begin += size
+        self._rest += data[begin:]
         return frames
 
     def missing(self) -> int:
         """Bytes that complete the frame in progress, as far as is known."""
-        return _HEAD.unpack_from(self._rest)[0] + 4 - len(self._rest) if len(self._rest) >= 4 else 0
+        return self._needed - len(self._rest) if self._rest else 0
 
 
 @final

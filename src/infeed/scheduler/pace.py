@@ -1,0 +1,52 @@
+"""How much a worker is given at once, and how much ahead: from the durations that workers and the user's loop report."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+# A task should take at least this long, so that its two messages (some 30 microseconds of both sides) are cheap beside it.
+# Longer would leave workers idle at the end of a batch that others could have helped with.
+_TASK_NS: Final = 1_000_000
+# Work that is sent ahead to a busy worker, so that it never waits for the next message. What is sent cannot be taken back
+# from behind a slow sample, so no more than this...
+_QUEUE_NS: Final = 2_000_000
+# ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
+_AWAY_TIMES: Final = 2
+# Weight of the newest duration in the running means: follows a change within some ten, forgives one that stands out.
+_MEAN_WEIGHT: Final = 0.1
+_AWAY_WEIGHT: Final = 0.3
+
+
+@final
+class Pace:
+    """Running means of what a grain takes and of how long the user's loop is away. Zero until something is known."""
+
+    def __init__(self) -> None:
+        self._grain_ns = 0.0
+        self._away_ns = 0.0
+        self._queue_ns = float(_QUEUE_NS)
+
+    def learn_task(self, elapsed_ns: int, grain_count: int) -> None:
+        per_grain = elapsed_ns / grain_count
+        mean = self._grain_ns
+        self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
+
+    def learn_away(self, away_ns: int) -> bool:
+        """Take in how long the loop was away; whether workers may be sent more ahead than before."""
+        if away_ns <= _QUEUE_NS and self._away_ns <= _QUEUE_NS:
+            return False  # the usual case, and nothing to be gained
+        self._away_ns += _AWAY_WEIGHT * (away_ns - self._away_ns)
+        queue_ns = max(float(_QUEUE_NS), _AWAY_TIMES * self._away_ns)
+        has_grown, self._queue_ns = queue_ns > self._queue_ns, queue_ns
+        return has_grown
+
+    def has_room(self, task_count: int, grain_count: int) -> bool:
+        """Whether a worker with this many tasks of this many grains may be sent another."""
+        return bool(self._grain_ns) and task_count * grain_count * self._grain_ns < self._queue_ns
+
+    def task_grains(self, grain_count: int, worker_count: int) -> int:
+        """Grains to put into one task of a batch of ``grain_count``."""
+        if not self._grain_ns:
+            # Nothing is known yet: the first batch comes soonest if every worker takes its part of it.
+            return -(-grain_count // worker_count)
+        return max(1, round(_TASK_NS / self._grain_ns))
