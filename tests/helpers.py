@@ -114,8 +114,12 @@ class Blocking:
             wait_until((self.folder / "go").exists, "the test's permission to go on", 2 * DEADLINE_S)
         return index
 
+    @property
+    def is_blocked(self) -> bool:
+        return (self.folder / "blocked").exists()
+
     def wait_blocked(self) -> None:
-        wait_until((self.folder / "blocked").exists, "a worker at the blocking sample")
+        wait_until(lambda: self.is_blocked, "a worker at the blocking sample")
 
     def let_go(self) -> None:
         (self.folder / "go").touch()
@@ -228,11 +232,6 @@ def _is_foreign(name: str) -> bool:
         except OSError:  # it has just ended
             continue
     return bool(users) and not users & ours
-
-
-def assert_no_shm() -> None:
-    """Fail if shared memory with a name of ours stays behind."""
-    wait_until(lambda: not shm_names(), f"the end of {shm_names()} in /dev/shm", 5)
 
 
 class ScriptResult(NamedTuple):

@@ -67,29 +67,42 @@ def test_an_iterator_at_its_end_stays_there_after_close(engine: dict[str, Any]) 
     assert next(batches, "end") == "end"
 
 
+def drive_until_blocked(loader: infeed.DataLoader, dataset: Blocking) -> Iterator[Any]:
+    """Ask for the first batch, which does not come, until a worker is in the middle of it."""
+    batches = iter(loader)
+
+    def is_blocked() -> bool:
+        with pytest.raises(infeed.LoadTimeoutError):
+            next(batches)
+        return dataset.is_blocked
+
+    wait_until(is_blocked, "a worker at the blocking sample")
+    return batches
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.process
 def test_close_during_a_slow_sample_is_quick_and_leaves_no_process(workers: int, tmp_path: Path) -> None:
     """A worker in the middle of user code is not waited for: it is killed."""
-    dataset = Blocking(8, 5, tmp_path)
-    loader = infeed.DataLoader(dataset, batch_size=1, num_workers=workers)
-    batches = iter(loader)
-    next(batches)
-    dataset.wait_blocked()
+    dataset = Blocking(8, 0, tmp_path)
+    loader = infeed.DataLoader(dataset, batch_size=1, num_workers=workers, timeout=0.2)
+    batches = drive_until_blocked(loader, dataset)
     with assert_faster_than(CLOSE_S):
         loader.close()
+    with pytest.raises(infeed.LoaderClosedError):
+        next(batches)
     assert not worker_processes()
 
 
 def test_close_during_a_slow_sample_of_a_thread_is_quick(tmp_path: Path) -> None:
     """A thread in user code cannot be killed: close() does not wait for it for ever, and it ends when its sample returns."""
-    dataset = Blocking(8, 5, tmp_path)
-    loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker="thread")
-    batches = iter(loader)
-    next(batches)
-    dataset.wait_blocked()
+    dataset = Blocking(8, 0, tmp_path)
+    loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker="thread", timeout=0.2)
+    batches = drive_until_blocked(loader, dataset)
     with assert_faster_than(CLOSE_S):
         loader.close()
+    with pytest.raises(infeed.LoaderClosedError):
+        next(batches)
     dataset.let_go()
     assert_nothing_runs()
 

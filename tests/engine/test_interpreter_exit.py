@@ -14,7 +14,6 @@ from tests.helpers import (
     Journal,
     assert_clean,
     assert_faster_than,
-    assert_no_shm,
     kill_group,
     run_script,
     start_script,
@@ -78,7 +77,6 @@ def test_the_interpreter_ends_soon_and_in_silence(tmp_path: Path, method: str, b
         result = run_script(tmp_path, script(method, body, tail=tail), method, str(tmp_path / "journal"), "0.01", "")
     assert result.code == code, result.err
     assert result.err == ""
-    assert_no_shm()
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
@@ -111,7 +109,6 @@ def test_ctrl_c_ends_it_with_one_traceback(tmp_path: Path, method: str, seconds:
     assert result.code != 0
     assert result.err.count("Traceback (most recent call last)") == 1, result.err
     assert result.err.rstrip().endswith("KeyboardInterrupt")
-    assert_no_shm()
 
 
 @METHODS
@@ -126,7 +123,6 @@ def test_kill_9_of_the_user_s_process_takes_all_of_ours_along(tmp_path: Path, me
         result = running.finish()
     assert result.code == -signal.SIGKILL
     assert "Traceback" not in result.err
-    assert_no_shm()
 
 
 @PROCESS_METHODS
@@ -159,7 +155,6 @@ def test_kill_9_also_if_the_user_s_process_has_forked_children(tmp_path: Path, m
         )
     finally:
         running.kill_all()
-    assert_no_shm()
 
 
 def test_sigterm_ends_it_as_it_ends_any_process(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import infeed
-from tests.helpers import Tree, assert_no_shm, plain, shm_names, worker_processes
+from tests.helpers import Tree, plain, shm_names, worker_processes
 
 MIB = 1 << 20
 
@@ -128,11 +128,11 @@ def test_whoever_hoards_is_told_and_goes_on_after_letting_go(engine: dict[str, A
 
 def test_growing_batches_meet_the_limit_and_go_on_after_letting_go(engine: dict[str, Any]) -> None:
     """A batch that outgrows its slot at the limit is refused or placed, never put where another one lies (P3, P6)."""
-    sizes = [(i % 10 + 1) << 17 for i in range(60)]
+    sizes = [(i % 10 + 1) << 17 for i in range(30)]
     kept: list[Any] = []
     seen, errors = [], 0
     with infeed.DataLoader(
-        Tree(60, lambda i: np.full(sizes[i], i, np.uint8)), batch_size=1, memory_limit=9 * MIB // 2, **engine
+        Tree(30, lambda i: np.full(sizes[i], i, np.uint8)), batch_size=1, memory_limit=9 * MIB // 2, **engine
     ) as loader:
         batches = iter(loader)
         while errors < 100:
@@ -149,7 +149,7 @@ def test_growing_batches_meet_the_limit_and_go_on_after_letting_go(engine: dict[
                     assert batch.shape == (1, sizes[number])
                     assert (batch == number).all()
                 del batch, kept[: len(kept) // 2 + 1]
-    assert seen == list(range(60))
+    assert seen == list(range(30))
     assert errors > 0
 
 
@@ -259,9 +259,11 @@ def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: p
     from tests.conftest import make_portable
 
     make_portable(monkeypatch)
+    before = shm_names()
     with infeed.DataLoader(megabytes(1, 8), batch_size=2, num_workers=2, timeout=30) as loader:
         batches = iter(loader)
         kept = next(batches)
-        assert shm_names()
-    assert_no_shm()
+        names = shm_names() - before
+        assert names
+    assert not names & shm_names()
     assert plain(kept[:, 0]) == [0, 1]

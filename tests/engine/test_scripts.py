@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.helpers import PORTABLE, Journal, assert_clean, assert_no_shm, run_script, start_python
+from tests.helpers import PORTABLE, Journal, assert_clean, run_script, start_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -99,7 +99,6 @@ def test_a_script_without_guard_runs_once(tmp_path: Path, method: str) -> None:
     assert_clean(result)
     assert result.out == EVERYTHING_SAYS
     assert journal.lines() == ["top level"]
-    assert_no_shm()
 
 
 @METHODS
