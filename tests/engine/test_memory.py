@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import infeed
-from tests.helpers import Tree, plain, shm_names, worker_processes
+from tests.helpers import Journal, Tree, plain, shm_names, wait_until, worker_processes
 
 MIB = 1 << 20
 
@@ -229,8 +229,9 @@ def test_arrays_of_the_dataset_are_shared_by_workers() -> None:
 
 
 @pytest.mark.process
-def test_what_one_worker_writes_into_the_dataset_no_other_sees(process_engine: dict[str, Any]) -> None:
+def test_what_one_worker_writes_into_the_dataset_no_other_sees(process_engine: dict[str, Any], tmp_path: Path) -> None:
     """Each worker's dataset is its own, as with a copy, although the arrays are shared: so is the user's."""
+    journal = Journal(tmp_path / "present")
 
     class Writing:
         def __init__(self) -> None:
@@ -240,6 +241,9 @@ def test_what_one_worker_writes_into_the_dataset_no_other_sees(process_engine: d
             return 40
 
         def __getitem__(self, index: int) -> tuple[int, float]:
+            if str(os.getpid()) not in journal.lines():
+                journal.write(os.getpid())
+                wait_until(lambda: len(journal.lines()) == 2, "the other worker")
             self.array += 1
             return os.getpid(), self.array[0]
 
@@ -249,6 +253,7 @@ def test_what_one_worker_writes_into_the_dataset_no_other_sees(process_engine: d
         for pid, value in loader:
             highest.setdefault(int(pid[0]), []).append(float(value[0]))
     assert dataset.array.sum() == 0
+    assert len(highest) == 2
     for values in highest.values():
         assert sorted(values) == list(range(1, len(values) + 1))
 
