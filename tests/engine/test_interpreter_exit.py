@@ -243,3 +243,28 @@ def test_a_loader_in_a_daemon_thread_does_not_hold_up_the_end(tmp_path: Path) ->
         result = run_script(tmp_path, dedent(code))
     assert result.code == 0, result.err
     assert "Fatal" not in result.err
+
+
+def test_a_loader_may_end_in_the_middle_of_anything_another_does(tmp_path: Path) -> None:
+    """A finalizer runs where the garbage collector or a signal strikes, also inside another loader: no deadlock (P4)."""
+    code = """
+    import signal
+    import infeed
+    class Data:
+        def __len__(self): return 4
+        def __getitem__(self, i): return i
+    victims = []
+    signal.signal(signal.SIGALRM, lambda *_: victims.clear())  # the last references go here
+    for turn in range(60):
+        victims.append(infeed.DataLoader(Data(), batch_size=2, num_workers=2))
+        next(iter(victims[0]))
+        signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.0002 * turn)
+        with infeed.DataLoader(Data(), batch_size=2, num_workers=2, timeout=30) as loader:
+            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        victims.clear()
+    print("done")
+    """
+    result = run_script(tmp_path, dedent(code))
+    assert_clean(result)
+    assert result.out == "done\n"

@@ -36,6 +36,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the socket: one request and its answer at a time
+        self._holder = 0  # the thread that has it
         self._exits: dict[int, int] = {}
         self.owner_pid = os.getpid()
         ours, theirs = socket.socketpair()
@@ -60,7 +61,7 @@ class ForkServer:
         Raises:
             ServerGoneError: there is no server at the other end.
         """
-        with self._lock:
+        with self._exclusive():
             try:
                 send(self._sock, Preload(sorted(modules)))
             except OSError as error:
@@ -73,7 +74,7 @@ class ForkServer:
             ForkRefusedError: forking would not be safe; start it another way.
             ServerGoneError: there is no server at the other end.
         """
-        with self._lock:
+        with self._exclusive():
             try:
                 send(self._sock, Fork(), fds)
                 while True:
@@ -126,14 +127,20 @@ class ForkServer:
             return self._exits.pop(pid)
 
     @contextmanager
-    def _exclusive(self, timeout_s: float) -> Iterator[bool]:
-        # With a limit, because these two are called when an engine is closed, and the garbage collector may do that anywhere:
-        # also in the thread that holds the lock. A worker that is not waited for ends with its pipe all the same.
-        is_ours = self._lock.acquire(timeout=timeout_s)
+    def _exclusive(self, timeout_s: float = -1) -> Iterator[bool]:
+        """Hold the socket; yields whether it could be had.
+
+        An engine may be closed by the garbage collector or a signal handler anywhere, also in the thread that is talking to the
+        server already. Then nothing is said: a worker that is not waited for ends with its pipe all the same.
+        """
+        is_ours = self._holder != threading.get_ident() and self._lock.acquire(timeout=timeout_s)
+        if is_ours:
+            self._holder = threading.get_ident()
         try:
             yield is_ours
         finally:
             if is_ours:
+                self._holder = 0
                 self._lock.release()
 
     def close(self) -> None:
