@@ -203,6 +203,9 @@ def prepare(library: str) -> None:
     if family == "torch":
         importlib.import_module("torch.utils.data")
         module.set_num_threads(1)
+    if family_of(library) == "infeed":
+        importlib.import_module("infeed.loader")  # `import infeed` alone imports nothing
+
 
 
 def build(library: str, spec: LoaderSpec) -> Loader:

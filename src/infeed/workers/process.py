@@ -132,6 +132,8 @@ class ProcessCrew(Crew):
         self._segments: dict[int, SegmentHandle] = {}
         self._poller = open_poller()
         self._owner_pid = os.getpid()
+        # Looked for once: it goes through everything that the user's modules have imported.
+        self._preload = preloadable(parcel.modules) if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
         link, process = self._start_process()
@@ -239,7 +241,7 @@ class ProcessCrew(Crew):
             link = PipeLink(task_write, done_read)
             try:
                 server = fork_server()
-                server.preload(preloadable(self._parcel.modules))
+                server.preload(self._preload)
                 descriptor = self._store.descriptor()
                 fds = [task_read, done_write] + ([] if descriptor is None else [descriptor])
                 return link, _ForkedProcess(server, server.fork(fds))
