@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.helpers")
 
@@ -30,6 +31,11 @@ _ENGINES = {
 }
 # With these, a hang is an error of one test and not the end of all.
 _NO_HANG: dict[str, Any] = {"timeout": DEADLINE_S}
+
+# The same examples every time, so that a red run means a change; INFEED_FUZZ=1 looks for new ones.
+settings.register_profile("steady", derandomize=True)
+if not os.environ.get("INFEED_FUZZ"):
+    settings.load_profile("steady")
 
 
 def engine_params(*names: str) -> list[Any]:
