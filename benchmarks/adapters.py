@@ -207,6 +207,5 @@ def prepare(library: str) -> None:
         importlib.import_module("infeed.loader")  # `import infeed` alone imports nothing
 
 
-
 def build(library: str, spec: LoaderSpec) -> Loader:
     return _BUILDERS[library](spec)
