@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Public names are imported when they are first used. A worker runs this file too and needs only part of the package; importing
-# all of it would take a tenth of the time to its first batch.
+# all of it took its start from 0.12 to 0.13 s.
 _HOMES: Final = {
     "DataLoader": "infeed.loader",
     "WorkerInfo": "infeed.workers.info",

@@ -74,6 +74,6 @@ class MemfdReader(SegmentReader):
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
         if private:
             return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=mmap.ACCESS_COPY)
-        # The pages exist already. Mapping them all now costs a fifth of meeting them one by one, in the middle of a copy.
+        # The pages exist already. Mapping them all now spares meeting them one by one, in the middle of a copy.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return mmap.mmap(self._fd, handle.size, flags=flags, offset=handle.offset)
