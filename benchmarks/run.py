@@ -136,8 +136,9 @@ def main(arguments: list[str]) -> int:
     if options.versions:
         print(json.dumps(described, indent=2))
         return 0
-    # As an installed package is, and as the other libraries are: compiled.
-    compileall.compile_dir(ROOT / "src", quiet=1)
+    # As an installed package is, as the other libraries are, and as a module of the user's is after its first import: compiled.
+    for folder in ("src", "benchmarks"):
+        compileall.compile_dir(ROOT / folder, quiet=1)
     size = "quick" if options.quick else "full"
     chosen = [cases.load(name) for name in options.cases]
     records: list[report.Record] = []

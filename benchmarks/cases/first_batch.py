@@ -4,24 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from benchmarks.drive import Run
+from benchmarks.rows import Rows
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
-
-
-class Rows:
-    """A dataset that needs NumPy and nothing else."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._rows = np.random.default_rng(0).random((1000, 16), dtype=np.float32)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self._rows[index % 1000], index
 
 
 def _spec(parameters: Parameters) -> LoaderSpec:
