@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from infeed.errors import LoadTimeoutError as LoadTimeoutError
     from infeed.errors import MemoryLimitError as MemoryLimitError
     from infeed.errors import SampleError as SampleError
+    from infeed.errors import StateError as StateError
     from infeed.errors import WorkerDiedError as WorkerDiedError
     from infeed.errors import WorkerError as WorkerError
     from infeed.errors import WorkerStartError as WorkerStartError
+    from infeed.lineage import Lineage as Lineage
     from infeed.loader import DataLoader as DataLoader
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
+    from infeed.workers.places import get_rng as get_rng
 
 __version__ = "0.1.0"
 
@@ -33,7 +36,9 @@ __version__ = "0.1.0"
 # all of it took its start from 0.12 to 0.13 s.
 _HOMES: Final = {
     "DataLoader": "infeed.loader",
+    "Lineage": "infeed.lineage",
     "WorkerInfo": "infeed.workers.info",
+    "get_rng": "infeed.workers.places",
     "get_worker_info": "infeed.workers.info",
 }
 
@@ -43,14 +48,17 @@ __all__ = [
     "DataLoader",
     "InfeedError",
     "InternalError",
+    "Lineage",
     "LoadTimeoutError",
     "LoaderClosedError",
     "MemoryLimitError",
     "SampleError",
+    "StateError",
     "WorkerDiedError",
     "WorkerError",
     "WorkerInfo",
     "WorkerStartError",
+    "get_rng",
     "get_worker_info",
 ]
 

@@ -8,8 +8,12 @@ from numbers import Real
 from operator import index
 from typing import Any, Final, Literal, final, get_args
 
+import numpy as np
+
 from infeed.errors import ConfigError
 from infeed.memory.budget import parse_bytes
+from infeed.plan.shards import ALONE, Shard
+from infeed.ranks import find_shard
 
 WorkerKind = Literal["process", "thread", "inline"]
 StartMethod = Literal["auto", "forkserver", "spawn"]
@@ -40,10 +44,15 @@ class LoaderConfig:
     memory_limit: int | str | None
     grain_size: int | None
     start_method: StartMethod
+    shard: Shard | tuple[int, int] | Literal["auto"] | None = None
+    pad: bool = True
+    replacement: bool = False
+    weights: Any = None
+    num_samples: int | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("batch_size", "num_workers", "seed", "prefetch", "grain_size"):
+        for name in ("batch_size", "num_workers", "seed", "prefetch", "grain_size", "num_samples"):
             value = getattr(self, name)
             if value is not None:  # NumPy's integers are taken, and are Python's from here on
                 object.__setattr__(self, name, index(value))
@@ -51,6 +60,9 @@ class LoaderConfig:
         self._check_callables()
         self._check_dataset()
         self._check_together()
+        object.__setattr__(self, "shard", _checked_shard(self.shard))
+        if self.weights is not None:
+            object.__setattr__(self, "weights", self._checked_weights())
 
     @property
     def is_stream(self) -> bool:
@@ -79,6 +91,8 @@ class LoaderConfig:
             _check_int("prefetch", self.prefetch, 1, "use num_workers=0 to load without prefetching")
         if self.grain_size is not None:
             _check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
+        if self.num_samples is not None:
+            _check_int("num_samples", self.num_samples, 1, "use None for as many as the dataset has")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real) or not self.timeout >= 0:
             raise ConfigError(f"timeout={self.timeout!r} must be a number of seconds, 0 or more; 0 waits without limit")
         limit = self.memory_limit_bytes
@@ -88,7 +102,7 @@ class LoaderConfig:
     def _check_choices(self) -> None:
         _check_choice("worker", self.worker, get_args(WorkerKind))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
-        for name in ("shuffle", "drop_last", "in_order"):
+        for name in ("shuffle", "drop_last", "in_order", "pad", "replacement"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False; it is a switch")
@@ -116,6 +130,7 @@ class LoaderConfig:
     def _check_together(self) -> None:
         if self.sampler is not None and self.shuffle:
             raise ConfigError("shuffle=True cannot go with sampler; the sampler decides the order, so leave shuffle out")
+        self._check_sampling()
         if self.batch_sampler is not None:
             for name, value, default in (
                 ("batch_size", self.batch_size, 1),
@@ -141,10 +156,64 @@ class LoaderConfig:
             raise ConfigError(
                 f"dataset={_short(self.dataset)} has __getitem__ but no __len__; add it, or pass sampler= or batch_sampler="
             )
+        if self.batch_sampler is not None and not self.pad:
+            raise ConfigError("pad=False cannot go with batch_sampler; whole batches are shared out, so leave pad out")
         if self.worker == "inline" and self.num_workers > 0:
             raise ConfigError(
                 f"num_workers={self.num_workers} has no meaning with worker='inline'; use num_workers=0, or worker='process'"
             )
+
+    def _check_sampling(self) -> None:
+        """What decides which samples an epoch has."""
+        chosen = [
+            f"{name}={value!r}" if name != "weights" else "weights"
+            for name, value, default in (
+                ("replacement", self.replacement, False),
+                ("weights", self.weights, None),
+                ("num_samples", self.num_samples, None),
+            )
+            if value is not default
+        ]
+        if not chosen:
+            return
+        for name, given in (
+            ("sampler", self.sampler is not None),
+            ("batch_sampler", self.batch_sampler is not None),
+            ("a stream", self.is_stream),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{chosen[0]} cannot go with {name}; that decides which samples come, so leave one of them out"
+                )
+
+    def _checked_weights(self) -> np.ndarray[Any, np.dtype[Any]]:
+        try:
+            weights = np.asarray(self.weights)
+        except Exception as error:  # a ragged list, an object that refuses
+            raise ConfigError("weights cannot be made an array; pass one number for each sample") from error
+        if weights.ndim != 1 or weights.dtype.kind not in "fiub":
+            raise ConfigError(
+                f"weights of shape {weights.shape} and dtype {weights.dtype} must be one number for each sample; pass a "
+                "sequence of numbers"
+            )
+        total = float(weights.sum(dtype=np.float64))
+        if not bool((weights >= 0).all()) or not 0 < total < float("inf"):
+            raise ConfigError("weights must be 0 or more, finite, and not all 0; a sample with weight 0 never comes")
+        return weights
+
+
+def _checked_shard(shard: Any) -> Shard:
+    if shard is None:
+        return ALONE
+    if isinstance(shard, str) and shard == "auto":
+        return find_shard()
+    rule = "must be (rank, world_size) with 0 <= rank < world_size; or 'auto' to find it, or None"
+    if not isinstance(shard, tuple | list) or len(shard) != 2 or not all(_is_int(part) for part in shard):
+        raise ConfigError(f"shard={_short(shard)} {rule}")
+    rank, world_size = (index(part) for part in shard)
+    if any(isinstance(part, bool) for part in shard) or not 0 <= rank < world_size:
+        raise ConfigError(f"shard={_short(shard)} {rule}")
+    return Shard(rank, world_size)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -17,7 +17,8 @@ from infeed.delivery.host import HostDelivery
 from infeed.errors import LoaderClosedError, MemoryLimitError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.memory.arena import Block
-from infeed.records import EngineSetup, Record, Task
+from infeed.plan.cursor import Cursor
+from infeed.records import EngineSetup, Part, Record, Task
 from infeed.reports import batch_error, memory_error, start_error, timeout_error, workers_error
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
@@ -55,6 +56,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
+from infeed.trail import Trail
 from infeed.workers.crew import Death
 from infeed.workers.failures import Failure
 from infeed.workers.messages import (
@@ -65,7 +67,6 @@ from infeed.workers.messages import (
     LoadGrains,
     LoadNext,
     Mismatched,
-    OpenStream,
     PackedLoaded,
     PlaceTask,
     RowsLoaded,
@@ -111,6 +112,7 @@ class Engine:
         self._slot_bytes = 0
         self._refill = max(1, setup.window // _REFILL_SHARE)
         self._batch_count = 0
+        self._trail: Trail | None = None
         self._feed: Feed | None = None
         self._next_feed: Feed | None = None
         self._started: set[WorkerId] = set()
@@ -132,16 +134,17 @@ class Engine:
 
     # --- the user's side
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that ``next_batch`` gives."""
+    def begin_epoch(self, trail: Trail) -> None:
+        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
+        self._trail = trail
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
-        if prefetched is not None and prefetched.epoch == epoch:
+        if prefetched is not None and trail.start == Cursor(prefetched.epoch):
             self._feed = prefetched
             return
         if prefetched is not None:
             self._tell(EpochAbandoned(prefetched.epoch))
-        self._feed = self._setup.make_feed(epoch)
+        self._feed = self._setup.make_feed(trail.start)
 
     def leave_epoch(self) -> None:
         """Forget what is left of the epoch; the next may begin."""
@@ -255,7 +258,7 @@ class Engine:
             if not (feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs):
                 return None
             if self._next_feed is None:
-                self._next_feed = self._setup.make_feed(feed.epoch + 1)
+                self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1))
             return self._next_feed.take()
         if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
             self._open_share(planned.worker, feed)
@@ -266,11 +269,9 @@ class Engine:
         self._crew.start(worker)
 
     def _open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
-        assert self._setup.stream is not None
         if worker not in self._started:
             self._start(worker)
-        stream = self._setup.stream
-        self._crew.send(worker, OpenStream(feed.epoch, feed.loaded_rows(worker), stream.is_alone, stream.is_known))
+        self._crew.send(worker, feed.open_message(worker))
 
     # --- what workers say
 
@@ -294,7 +295,7 @@ class Engine:
                     record.failures = (record.failures or {}) | {task: (worker, failure)}
                     if self._setup.stream is not None:
                         self._setup.stream.decide(shards_itself=False)
-                        self._stream_loaded(record, row_count)
+                        self._stream_loaded(record, row_count, None)
                 self._tell(TaskFailed(worker, task))
             case StartFailed(failure):
                 # Nothing that this engine starts would fare better.
@@ -317,6 +318,7 @@ class Engine:
         record = None if entry is None else self._records.get(entry.batch)
         if entry is not None and record is not None:
             record.row_count += message.row_count
+            record.parts.append(Part(worker, entry.first_row, message.row_count, message.elapsed_ns))
             if isinstance(message, PackedLoaded):
                 record.packed = message.packed
                 self._learn_size(record.needed_bytes)
@@ -331,7 +333,8 @@ class Engine:
             if self._setup.stream is not None:
                 self._setup.stream.decide(shards_itself=message.shards_itself)
                 is_short = message.row_count < record.plan.row_count
-                self._stream_loaded(record, message.row_count)
+                record.stream_state = message.stream_state
+                self._stream_loaded(record, message.row_count, message.stream_state)
                 if is_short and self._setup.drop_last:
                     self._tell(TaskEmpty(worker, message.task))
                     return
@@ -343,13 +346,13 @@ class Engine:
         if self._setup.stream is not None:
             self._setup.stream.decide(shards_itself=shards_itself)
         if record is not None:
-            self._stream_loaded(record, 0)
+            self._stream_loaded(record, 0, None)
         self._tell(TaskEmpty(worker, task))
 
-    def _stream_loaded(self, record: Record, row_count: int) -> None:
+    def _stream_loaded(self, record: Record, row_count: int, state: Any) -> None:
         if isinstance(self._feed, StreamFeed) and self._feed.epoch == record.plan.epoch:
             assert record.plan.worker is not None
-            self._feed.loaded(record.plan.worker, row_count, record.plan.row_count)
+            self._feed.loaded(record.plan.worker, row_count, record.plan.row_count, state)
 
     def _on_unplaced(self, worker: WorkerId, task: TaskId, nbytes: int, layout: Layout | None) -> None:
         entry = self._tasks.get(task)
@@ -409,7 +412,9 @@ class Engine:
             case Grow():
                 self._grow()
             case DeliverError(batch, task):
-                self._error = batch_error(self._records.pop(batch), task, self._worker_name)
+                record = self._records.pop(batch)
+                self._note_failed(record)
+                self._error = batch_error(record, task, self._worker_name)
             case Reload(batch):
                 deaths = self._records[batch].deaths
                 self._records[batch] = Record(self._records[batch].plan)
@@ -516,14 +521,23 @@ class Engine:
         record = self._records.pop(batch)
         if record.packed is None:
             assert record.layout is not None
-            self._delivered.append(self._delivery.rows(slot, record.layout, record.row_count, record.beside))
-            return
-        try:
-            self._delivered.append(self._delivery.tree(slot, record.packed))
-        except Exception as error:  # the user's objects are built again here, and may raise anything
-            place = f"position {record.plan.first_position} of epoch {record.plan.epoch}"
-            failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
-            self._error = failure.exception(place)
+            value = self._delivery.rows(slot, record.layout, record.row_count, record.beside)
+        else:
+            try:
+                value = self._delivery.tree(slot, record.packed)
+            except Exception as error:  # the user's objects are built again here, and may raise anything
+                self._note_failed(record)
+                place = f"position {record.plan.first_position} of epoch {record.plan.epoch}"
+                failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
+                self._error = failure.exception(place)
+                return
+        if self._trail is not None:
+            self._trail.delivered(record, 0 if self._feed is None else self._feed.share_count)
+        self._delivered.append(value)
+
+    def _note_failed(self, record: Record) -> None:
+        if self._trail is not None:
+            self._trail.failed(record)
 
     def _worker_name(self, worker: WorkerId) -> str:
         return "inline" if self._setup.is_lazy else f"worker {worker}"

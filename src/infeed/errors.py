@@ -19,6 +19,12 @@ class ConfigError(InfeedError, ValueError):
     __module__ = "infeed"
 
 
+class StateError(InfeedError, ValueError):
+    """A state cannot be loaded: it is damaged, of another version, or of another dataset or other options."""
+
+    __module__ = "infeed"
+
+
 class LoaderClosedError(InfeedError, RuntimeError):
     """The loader, or the epoch being iterated, was used after it was closed."""
 

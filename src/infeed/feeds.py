@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from infeed.plan.batches import BatchPlan, grain_count
+from infeed.plan.cursor import Cursor, StreamCursor
 from infeed.plan.order import Indices
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.messages import OpenStream
 
 
 class PlannedBatch(NamedTuple):
@@ -19,6 +21,8 @@ class PlannedBatch(NamedTuple):
     first_position: int
     row_count: int
     grain_count: int
+    step: int
+    stop: int  # the position that all ranks have come to with it
     indices: Indices | list[Any] | None = None
     worker: WorkerId | None = None
 
@@ -26,11 +30,17 @@ class PlannedBatch(NamedTuple):
 class Feed(ABC):
     """The source of an epoch's batches. Taken from no earlier than there is room in flight."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, cursor: Cursor) -> None:
+        self.epoch = cursor.epoch
+        self._step = cursor.step
         self.is_exhausted = False
         # What the user's sampler raised; kept until the batches before it are delivered, as without prefetching.
         self.error: Exception | None = None
+
+    @property
+    def share_count(self) -> int:
+        """Into how many shares a stream is cut; 0 if this is none."""
+        return 0
 
     @abstractmethod
     def take(self) -> PlannedBatch | None:
@@ -39,8 +49,9 @@ class Feed(ABC):
 
 @final
 class IndexedFeed(Feed):
-    def __init__(self, epoch: int, batches: Iterator[BatchPlan], grain_size: int) -> None:
-        super().__init__(epoch)
+    def __init__(self, cursor: Cursor, batches: Iterator[BatchPlan], grain_size: int) -> None:
+        super().__init__(cursor)
+        self._ahead = set(cursor.ahead)
         self._batches = batches
         self._grain_size = grain_size
 
@@ -49,6 +60,9 @@ class IndexedFeed(Feed):
             return None
         try:
             plan = next(self._batches)
+            while self._step in self._ahead:  # the user had it before the ones that were still missing
+                self._step += 1
+                plan = next(self._batches)
         except StopIteration:
             self.is_exhausted = True
             return None
@@ -56,8 +70,11 @@ class IndexedFeed(Feed):
             self.is_exhausted = True
             self.error = error
             return None
-        rows = len(plan.indices)
-        return PlannedBatch(self.epoch, plan.first_position, rows, grain_count(rows, self._grain_size), plan.indices)
+        indices, first_position, stop = plan
+        rows = len(indices)
+        step = self._step
+        self._step += 1
+        return PlannedBatch(self.epoch, first_position, rows, grain_count(rows, self._grain_size), step, stop, indices)
 
 
 @final
@@ -67,6 +84,8 @@ class _Share:
     loaded_rows: int = 0
     is_open: bool = False
     is_ended: bool = False
+    state: Any = None  # the dataset's own, when it had given ``state_rows``
+    state_rows: int = 0
 
 
 @final
@@ -92,21 +111,47 @@ class StreamShares:
 class StreamFeed(Feed):
     """Batches of each share in turn: 0, 1, ..., 0, 1, ...; a share that has ended is passed over."""
 
-    def __init__(self, epoch: int, batch_size: int, shares: StreamShares) -> None:
-        super().__init__(epoch)
+    def __init__(self, cursor: Cursor, batch_size: int, shares: StreamShares) -> None:
+        super().__init__(cursor)
         self._batch_size = batch_size
         self._shares = shares
         self._by_worker = {WorkerId(0): _Share()}
         self._turn = 0
         self._has_asked = False
+        self._was_alone = False  # this epoch is read by one worker to its end, whatever is known of the dataset
+        if cursor.stream is not None:
+            self._resume(cursor.stream)
+
+    def _resume(self, stream: StreamCursor) -> None:
+        self._turn = stream.turn
+        self._was_alone = stream.is_alone
+        for number, share in enumerate(stream.shares):
+            state_rows = share.rows if share.state is not None else 0
+            self._by_worker[WorkerId(number)] = _Share(
+                share.rows, share.rows, is_ended=share.is_ended, state=share.state, state_rows=state_rows
+            )
+        if not stream.is_alone:
+            self._shares.decide(shards_itself=True)
+
+    @property
+    def share_count(self) -> int:
+        return 1 if self.is_alone else self._shares.worker_count
+
+    @property
+    def is_alone(self) -> bool:
+        return self._was_alone or self._shares.is_alone
+
+    @property
+    def is_known(self) -> bool:
+        return self._was_alone or self._shares.is_known
 
     def take(self) -> PlannedBatch | None:
-        if not self._shares.is_known:
+        if not self.is_known:
             # Until the first batch is here it is not known who else will read.
             if self._has_asked:
                 return None
             self._has_asked = True
-        elif not self._shares.is_alone:
+        elif not self.is_alone:
             for number in range(self._shares.worker_count):
                 self._by_worker.setdefault(WorkerId(number), _Share())
         count = len(self._by_worker)
@@ -117,8 +162,10 @@ class StreamFeed(Feed):
             if not share.is_ended:
                 position = share.planned_rows
                 share.planned_rows += self._batch_size
-                return PlannedBatch(self.epoch, position, self._batch_size, 1, worker=worker)
-        self.is_exhausted = self._shares.is_known
+                step = self._step
+                self._step += 1
+                return PlannedBatch(self.epoch, position, self._batch_size, 1, step, 0, worker=worker)
+        self.is_exhausted = self.is_known
         return None
 
     def opening(self, worker: WorkerId) -> bool:
@@ -127,12 +174,17 @@ class StreamFeed(Feed):
         is_first, share.is_open = not share.is_open, True
         return is_first
 
-    def loaded(self, worker: WorkerId, row_count: int, planned_count: int) -> None:
+    def open_message(self, worker: WorkerId) -> OpenStream:
+        """What a worker is told that begins to read this share, or goes on where another has died."""
+        share = self._by_worker.get(worker) or _Share()
+        return OpenStream(
+            self.epoch, share.state_rows, share.loaded_rows - share.state_rows, share.state, self.is_alone, self.is_known
+        )
+
+    def loaded(self, worker: WorkerId, row_count: int, planned_count: int, state: Any = None) -> None:
         share = self._by_worker[worker]
         share.loaded_rows += row_count
+        if state is not None:
+            share.state, share.state_rows = state, share.loaded_rows
         if row_count < planned_count:
             share.is_ended = True
-
-    def loaded_rows(self, worker: WorkerId) -> int:
-        share = self._by_worker.get(worker)
-        return share.loaded_rows if share is not None else 0

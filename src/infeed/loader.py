@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
-from typing import Any, Final, final
+from dataclasses import replace
+from typing import Any, Literal, final
 
-from infeed.assembly import build_engine, dataset_length
+from infeed.assembly import build_engine
 from infeed.config import LoaderConfig, StartMethod, WorkerKind
 from infeed.engine import Engine, EpochEnd
-from infeed.errors import LoaderClosedError
-from infeed.plan.batches import batch_count
-
-_MSG_CLOSED: Final = "this loader is closed; make another, or do not close the one you iterate"
+from infeed.errors import ConfigError, LoaderClosedError
+from infeed.garage import MSG_CLOSED, Garage
+from infeed.lineage import Lineage, lineage_of
+from infeed.plan.batches import BatchPlan
+from infeed.plan.cursor import Cursor, read_state, write_state
+from infeed.plan.shards import Shard
+from infeed.planning import Planner, seed_grain
+from infeed.trail import Past, Trail
 
 
 @final
@@ -50,6 +55,13 @@ class DataLoader:
             random about a sample does not depend on the batch size.
         start_method: how processes are made: ``"forkserver"`` from a clean process of our own, ``"spawn"`` each afresh,
             ``"auto"`` the first where it is safe.
+        shard: ``(rank, world_size)`` if several processes share each epoch; ``"auto"`` asks ``torch.distributed`` and the
+            launcher's environment. All ranks need the same seed: without one it is 0. ``batch_size`` is that of each rank.
+        pad: whether ranks that would have a row less than others at the end of an epoch repeat a sample, so that all have
+            equal batches. With ``False`` every sample comes exactly once, and the last batches may differ by a row.
+        replacement: draw every sample anew from the whole dataset, so that one may come several times in an epoch.
+        weights: one number for each sample: how likely it is to be drawn, with replacement.
+        num_samples: samples in an epoch; by default as many as the dataset has.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -77,6 +89,11 @@ class DataLoader:
         memory_limit: int | str | None = None,
         grain_size: int | None = None,
         start_method: StartMethod = "auto",
+        shard: tuple[int, int] | Literal["auto"] | None = None,
+        pad: bool = True,
+        replacement: bool = False,
+        weights: Any = None,
+        num_samples: int | None = None,
     ) -> None:
         self._config = LoaderConfig(
             dataset=dataset,
@@ -96,17 +113,25 @@ class DataLoader:
             memory_limit=memory_limit,
             grain_size=grain_size,
             start_method=start_method,
+            shard=shard,
+            pad=pad,
+            replacement=replacement,
+            weights=weights,
+            num_samples=num_samples,
         )
-        self._seed = int.from_bytes(os.urandom(8)) >> 1 if seed is None else int(seed)
-        # Counted when an epoch's first batch is asked for: `iter` alone, as frameworks call it to look, begins nothing.
-        self._epochs = count()
-        self._garage = _Garage()
+        self._planner = Planner(self._config, _drawn_seed(self._config) if seed is None else int(seed))
+        # Where the next epoch begins. Taken when its first batch is asked for: `iter` alone, as frameworks call it to look,
+        # begins nothing.
+        self._next = Cursor()
+        self._trail: Trail | None = None  # of the epoch that was begun last
+        self._lock = threading.Lock()  # guards both while an epoch begins
+        self._garage = Garage()
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
         self._finalizer = weakref.finalize(self, self._garage.close)
 
     def __iter__(self) -> Iterator[Any]:
         if self._garage.is_closed:
-            raise LoaderClosedError(_MSG_CLOSED)
+            raise LoaderClosedError(MSG_CLOSED)
         return _Epoch(self)
 
     def __len__(self) -> int:
@@ -115,15 +140,7 @@ class DataLoader:
         Raises:
             TypeError: the dataset, sampler or batch sampler has no length.
         """
-        config = self._config
-        if config.batch_sampler is not None:
-            return _length(config.batch_sampler, "batch_sampler")
-        if config.sampler is not None:
-            length = _length(config.sampler, "sampler")
-        else:
-            _length(config.dataset, "dataset")
-            length = dataset_length(config)
-        return length if config.batch_size is None else batch_count(length, config.batch_size, drop_last=config.drop_last)
+        return self._planner.batch_count()
 
     @property
     def dataset(self) -> Any:
@@ -136,7 +153,133 @@ class DataLoader:
     @property
     def seed(self) -> int:
         """What the order and the dataset's random numbers are made from: as given, or as drawn."""
-        return self._seed
+        return self._planner.seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being iterated, or the next one if there is none."""
+        return self._cursor().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch; later ones follow by themselves.
+
+        A sampler that has ``set_epoch`` is told. The dataset, its transforms and ``collate_fn`` are told in every worker when
+        an epoch begins, also without this call. If a state of this very epoch was loaded, the epoch goes on where that says.
+        """
+        try:
+            epoch = operator.index(epoch)
+        except TypeError:
+            raise ConfigError(f"epoch={epoch!r} must be a whole number; pass the number of the epoch, from 0") from None
+        if not 0 <= epoch < 1 << 62:
+            raise ConfigError(f"epoch={epoch!r} must be 0 or more; pass the number of the epoch, from 0")
+        sampler = self._config.batch_sampler if self._config.sampler is None else self._config.sampler
+        for one in (sampler, getattr(sampler, "sampler", None)):
+            hear = getattr(one, "set_epoch", None)
+            if callable(hear):
+                hear(epoch)
+        if not (self._next.epoch == epoch and self._trail is None):
+            self._next = Cursor(epoch)
+            self._trail = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
+
+        It can be loaded with another number or kind of workers, another batch size, another number of ranks.
+        """
+        return write_state(self._cursor(), self._planner.identity(is_fresh=False))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a state says, with the next iteration. Nothing is loaded again; ``{}`` changes nothing.
+
+        Samplers are asked anew and what they yielded before is passed over, so they must yield the same again. Streams go on by
+        their own ``load_state_dict`` if they have one, else they are read from the beginning and what was had is forgotten.
+
+        Raises:
+            StateError: it is damaged, or of another dataset or other options. The loader is as it was.
+        """
+        if isinstance(state_dict, dict) and not state_dict:
+            return
+        cursor, seed = read_state(state_dict, self._planner.identity())
+        if seed != self._planner.seed:
+            self._planner.seed = seed
+            self._garage.clear()  # its workers were born with the other seed
+        self._next = cursor
+        self._trail = None
+
+    def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
+        """Where batch ``step`` (from 0) of an epoch comes from: its indices and seeds, and who loaded it, how long, how often.
+
+        Args:
+            epoch: by default the one that was begun last. Of others, and of batches that are still to come, what is planned
+                is known and nothing else.
+
+        Raises:
+            IndexError: there is no such batch, or it came from a sampler or a stream and is no longer remembered.
+        """
+        epoch, plan, past = self._look_up(epoch, step)
+        return lineage_of(
+            epoch,
+            step,
+            plan,
+            past,
+            seed=self._planner.seed,
+            grain_size=seed_grain(self._config),
+            rank=self._planner.shard.rank,
+        )
+
+    def replay(self, step: int, *, epoch: int | None = None) -> Any:
+        """Load batch ``step`` of an epoch again, the very same, here and now: in this thread, so that a debugger can follow.
+
+        Raises:
+            IndexError: as ``explain``.
+        """
+        if self._config.is_stream:
+            raise ConfigError("replay needs a dataset with __getitem__; a stream can only be read from its beginning")
+        epoch, plan, past = self._look_up(epoch, step)
+        if past is not None:
+            assert past.plan.indices is not None
+            plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
+        engine = build_engine(replace(self._config, num_workers=0, worker="process"), self._planner, only=plan)
+        try:
+            engine.begin_epoch(Trail(Cursor(epoch, step)))
+            return engine.next_batch()
+        finally:
+            engine.close()
+
+    def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, Past | None]:
+        """The epoch that is meant, and of its batch ``step`` either what is planned or what is remembered."""
+        trail = self._trail
+        if epoch is None:
+            epoch = self.epoch if trail is None else trail.epoch
+        if trail is not None and trail.epoch != epoch:
+            trail = None
+        past = trail.find(step) if trail is not None else None
+        if past is not None:
+            return epoch, None, past
+        if self._planner.is_given:
+            raise IndexError(
+                f"batch {step} of epoch {epoch} is not remembered; of samplers and streams only the latest batches are, of the "
+                "epoch that was begun last"
+            )
+        start = trail.start if trail is not None and step >= trail.start.step else Cursor(epoch)
+        plan = self._planner.batch(start, step)
+        if plan is None:
+            raise IndexError(f"epoch {epoch} has no batch {step}; it has {len(self)} batches, counted from 0")
+        return epoch, plan, None
+
+    def _cursor(self) -> Cursor:
+        return self._next if self._trail is None else self._trail.cursor()
+
+    def _begin(self, offered: Cursor) -> Trail:
+        """Begin an epoch for an iteration that was made when ``offered`` was the next."""
+        with self._lock:
+            if self._next is not offered and self._trail is None:
+                # A state was loaded, or an epoch set, after `iter`: that is for the next one.
+                return Trail(offered)
+            start = self._next
+            self._trail = Trail(start)
+            self._next = Cursor(start.epoch + 1)
+            return self._trail
 
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
@@ -151,69 +294,18 @@ class DataLoader:
     def __repr__(self) -> str:
         config = self._config
         dataset = type(config.dataset).__qualname__
+        rank, world_size = self._planner.shard
+        shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
         return (
             f"DataLoader({dataset}, batch_size={config.batch_size}, shuffle={config.shuffle}, "
-            f"num_workers={config.num_workers}, worker={config.kind!r}, seed={self._seed})"
+            f"num_workers={config.num_workers}, worker={config.kind!r}, seed={self.seed}{shard})"
         )
 
 
-def _length(value: Any, name: str) -> int:
-    if not callable(getattr(type(value), "__len__", None)):
-        raise TypeError(f"{name} of type {type(value).__qualname__} has no len(), so the loader has none; add __len__ to it")
-    return len(value)
-
-
-@final
-class _Garage:
-    """Where a loader's engines are between epochs.
-
-    One stays, with its workers warm. An epoch that begins while another of the same loader is still being iterated (nested
-    loops, ``zip(loader, loader)``) gets an engine of its own, which is closed when both are not needed.
-    """
-
-    def __init__(self) -> None:
-        # Guards both. Reentrant, because an epoch that the garbage collector finds is given back from wherever it runs.
-        self._lock = threading.RLock()
-        self._parked: Engine | None = None
-        self._out: set[Engine] = set()
-        self.is_closed = False
-
-    def take(self, make: Callable[[], Engine]) -> Engine:
-        """An engine for one epoch.
-
-        Raises:
-            LoaderClosedError: the loader was closed, before or while an engine was made.
-        """
-        with self._lock:
-            if self.is_closed:
-                raise LoaderClosedError(_MSG_CLOSED)
-            engine, self._parked = self._parked, None
-        if engine is None or not engine.is_usable:
-            engine = make()
-        with self._lock:
-            if not self.is_closed:
-                self._out.add(engine)
-                return engine
-        engine.close()
-        raise LoaderClosedError(_MSG_CLOSED)
-
-    def give_back(self, engine: Engine) -> None:
-        with self._lock:
-            self._out.discard(engine)
-            if self._parked is None and engine.is_usable and not self.is_closed:
-                self._parked = engine
-                return
-        if engine.is_usable:
-            engine.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self.is_closed = True
-            engines = [engine for engine in (self._parked, *self._out) if engine is not None]
-            self._parked = None
-        for engine in engines:
-            if engine.is_usable:
-                engine.close()
+def _drawn_seed(config: LoaderConfig) -> int:
+    # All ranks must have the same, and they do not talk to each other: so it is no secret.
+    is_shared = isinstance(config.shard, Shard) and config.shard.world_size > 1
+    return 0 if is_shared else int.from_bytes(os.urandom(8)) >> 1
 
 
 @final
@@ -223,10 +315,12 @@ class _Epoch(Iterator[Any]):
     def __init__(self, loader: DataLoader) -> None:
         # Holds the loader: `for batch in DataLoader(...)` has no other reference to it.
         self._loader = loader
+        self._offered = loader._next
+        self._trail: Trail | None = None
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._engine: Engine | None = None
         self._is_over = False
-        self._finalizer: weakref.finalize[[_Garage, Engine], _Epoch] | None = None
+        self._finalizer: weakref.finalize[[Garage, Engine], _Epoch] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -239,6 +333,8 @@ class _Epoch(Iterator[Any]):
             try:
                 return engine.next_batch()
             except EpochEnd:
+                if self._trail is not None:
+                    self._trail.end()
                 self._end()
                 raise StopIteration from None
             except BaseException:
@@ -249,8 +345,9 @@ class _Epoch(Iterator[Any]):
     def _begin(self) -> Engine:
         loader = self._loader
         garage = loader._garage
-        engine = self._engine = garage.take(lambda: build_engine(loader._config, loader._seed))
-        engine.begin_epoch(next(loader._epochs))
+        engine = self._engine = garage.take(lambda: build_engine(loader._config, loader._planner))
+        self._trail = loader._begin(self._offered)
+        engine.begin_epoch(self._trail)
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
         self._finalizer = weakref.finalize(self, _leave, garage, engine)
         self._finalizer.atexit = False
@@ -263,7 +360,7 @@ class _Epoch(Iterator[Any]):
         self._engine = None
 
 
-def _leave(garage: _Garage, engine: Engine) -> None:
+def _leave(garage: Garage, engine: Engine) -> None:
     if engine.is_usable:
         engine.leave_epoch()
     garage.give_back(engine)

@@ -11,6 +11,7 @@ from infeed.batch.packing import Packed
 from infeed.feeds import Feed, PlannedBatch, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.segments import SegmentStore
+from infeed.plan.cursor import Cursor
 from infeed.scheduler.messages import BatchId, TaskId, WorkerId
 from infeed.workers.crew import Crew
 from infeed.workers.failures import Failure
@@ -35,15 +36,26 @@ class EngineSetup:
     timeout_s: float
     drop_last: bool
     stream: StreamShares | None
-    make_feed: Callable[[int], Feed]
+    make_feed: Callable[[Cursor], Feed]
     prefetches_epochs: bool
+
+
+class Part(NamedTuple):
+    """What one worker did for a batch."""
+
+    worker: WorkerId
+    first_row: int
+    row_count: int
+    elapsed_ns: int
 
 
 @final
 class Record:
     """A batch between plan and delivery. One is made for every batch, so what few need is made when it is."""
 
-    __slots__ = ("beside", "deaths", "failures", "layout", "needed_bytes", "packed", "plan", "row_count")
+    __slots__ = (
+        "beside", "deaths", "failures", "layout", "needed_bytes", "packed", "parts", "plan", "row_count", "stream_state",
+    )  # fmt: skip
 
     def __init__(self, plan: PlannedBatch) -> None:
         self.plan = plan
@@ -51,6 +63,8 @@ class Record:
         self.row_count = 0
         self.needed_bytes = 0
         self.packed: Packed | None = None
+        self.parts: list[Part] = []
+        self.stream_state: Any = None
         self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task
         self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
         self.deaths: list[str] | None = None

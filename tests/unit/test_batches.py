@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from infeed.plan.batches import (
     BatchPlan,
-    batch_count,
     default_grain_size,
     given_batches,
     grain_count,
     ordered_batches,
     sampled_batches,
-    single_samples,
 )
 from infeed.plan.order import SequentialOrder, ShuffledOrder
+from infeed.plan.shards import Cut, Steps
 
 
 def listed(batches: Iterator[BatchPlan]) -> list[tuple[list[Any], int]]:
@@ -29,20 +28,20 @@ def listed(batches: Iterator[BatchPlan]) -> list[tuple[list[Any], int]]:
 def test_batches_of_an_order_are_its_positions_one_after_another(length: int, batch_size: int, drop_last: bool) -> None:
     """Nothing is left out but an incomplete last batch if that is asked for, and len() says how many come."""
     order = ShuffledOrder(length, seed=1, epoch=0)
-    plans = listed(ordered_batches(order, batch_size, drop_last=drop_last))
+    plans = listed(ordered_batches(order, Cut(batch_size, drop_last)))
 
     kept = length - length % batch_size if drop_last else length
     assert [index for indices, _ in plans for index in indices] == order.take(0, kept).tolist()
     assert [position for _, position in plans] == list(range(0, kept, batch_size))
-    assert len(plans) == batch_count(length, batch_size, drop_last=drop_last)
+    assert len(plans) == Steps(0, length, Cut(batch_size, drop_last)).count
 
 
 @given(length=st.integers(0, 200), batch_size=st.integers(1, 50), drop_last=st.booleans())
 def test_a_sampler_is_cut_like_an_order(length: int, batch_size: int, drop_last: bool) -> None:
     """The same indices from a sampler and from an order make the same batches."""
-    from_sampler = listed(sampled_batches(iter(range(length)), batch_size, drop_last=drop_last))
+    from_sampler = listed(sampled_batches(iter(range(length)), Cut(batch_size, drop_last)))
 
-    assert from_sampler == listed(ordered_batches(SequentialOrder(length), batch_size, drop_last=drop_last))
+    assert from_sampler == listed(ordered_batches(SequentialOrder(length), Cut(batch_size, drop_last)))
 
 
 def test_a_sampler_is_asked_no_earlier_than_a_batch_needs_it() -> None:
@@ -54,7 +53,7 @@ def test_a_sampler_is_asked_no_earlier_than_a_batch_needs_it() -> None:
             asked.append(index)
             yield index
 
-    batches = sampled_batches(sampler(), 3, drop_last=False)
+    batches = sampled_batches(sampler(), Cut(3))
     assert asked == []
     next(batches)
     assert asked == [0, 1, 2]
@@ -72,7 +71,7 @@ def test_other_generators_are_as_lazy(kind: str) -> None:
             asked.append(number)
             yield [number] if kind == "batch_sampler" else number
 
-    plans = given_batches(source()) if kind == "batch_sampler" else single_samples(source())
+    plans = given_batches(source(), Cut(1)) if kind == "batch_sampler" else sampled_batches(source(), Cut(1))
     next(plans)
 
     assert asked == [0]
@@ -80,7 +79,7 @@ def test_other_generators_are_as_lazy(kind: str) -> None:
 
 def test_a_batch_sampler_decides_batches_of_any_size() -> None:
     """Positions count samples, whatever the sizes."""
-    assert listed(given_batches([[5], (3, 1), iter([2]), np.array([9, 8, 7])])) == [
+    assert listed(given_batches([[5], (3, 1), iter([2]), np.array([9, 8, 7])], Cut(1))) == [
         ([5], 0),
         ([3, 1], 1),
         ([2], 3),
@@ -90,17 +89,17 @@ def test_a_batch_sampler_decides_batches_of_any_size() -> None:
 
 def test_an_empty_batch_of_a_batch_sampler_is_left_out() -> None:
     """A batch of no rows is no batch, and takes no position."""
-    assert listed(given_batches([[], [1], [], [2, 3], []])) == [([1], 0), ([2, 3], 1)]
+    assert listed(given_batches([[], [1], [], [2, 3], []], Cut(1))) == [([1], 0), ([2, 3], 1)]
 
 
 def test_single_samples_are_batches_of_one() -> None:
     """With batch_size=None each index is asked for by itself."""
-    assert listed(single_samples([4, 2])) == [([4], 0), ([2], 1)]
+    assert listed(sampled_batches([4, 2], Cut(1))) == [([4], 0), ([2], 1)]
 
 
 def test_a_list_as_an_index_goes_whole_to_the_dataset() -> None:
     """With batch_size=None an index may be a list of indices: the dataset's affair."""
-    (plan,) = single_samples([[1, 2, 3]])
+    (plan,) = sampled_batches([[1, 2, 3]], Cut(1))
 
     assert plan.indices == [[1, 2, 3]]
 
@@ -121,7 +120,7 @@ def test_a_list_as_an_index_goes_whole_to_the_dataset() -> None:
 )
 def test_indices_that_are_not_plain_integers_arrive_as_they_are(indices: list[Any]) -> None:
     """A dataset may tell True from 1 and NumPy's integers from Python's."""
-    (plan,) = sampled_batches(indices, len(indices), drop_last=False)
+    (plan,) = sampled_batches(indices, Cut(len(indices)))
 
     assert isinstance(plan.indices, list)
     assert plan.indices == indices
@@ -131,7 +130,7 @@ def test_indices_that_are_not_plain_integers_arrive_as_they_are(indices: list[An
 @pytest.mark.parametrize("indices", [[0, 1], [-1, 5], [(1 << 63) - 1, -(1 << 63)]], ids=["small", "negative", "64 bits"])
 def test_plain_integers_become_a_vector(indices: list[int]) -> None:
     """They travel as 8 bytes each."""
-    (plan,) = sampled_batches(indices, 2, drop_last=False)
+    (plan,) = sampled_batches(indices, Cut(2))
 
     assert isinstance(plan.indices, np.ndarray)
     assert plan.indices.dtype == np.int64
@@ -145,7 +144,7 @@ def test_what_a_sampler_raises_comes_through() -> None:
         yield from range(2)
         raise KeyError("gone")
 
-    batches = sampled_batches(sampler(), 2, drop_last=False)
+    batches = sampled_batches(sampler(), Cut(2))
 
     next(batches)
     with pytest.raises(KeyError, match="gone"):

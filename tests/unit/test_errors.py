@@ -9,6 +9,7 @@ from infeed import errors
 TREE = {
     "InfeedError": (Exception,),
     "ConfigError": (errors.InfeedError, ValueError),
+    "StateError": (errors.InfeedError, ValueError),
     "LoaderClosedError": (errors.InfeedError, RuntimeError),
     "SampleError": (errors.InfeedError,),
     "CollateError": (errors.SampleError, ValueError),

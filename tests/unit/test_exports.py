@@ -15,14 +15,17 @@ PUBLIC = [
     "DataLoader",
     "InfeedError",
     "InternalError",
+    "Lineage",
     "LoadTimeoutError",
     "LoaderClosedError",
     "MemoryLimitError",
     "SampleError",
+    "StateError",
     "WorkerDiedError",
     "WorkerError",
     "WorkerInfo",
     "WorkerStartError",
+    "get_rng",
     "get_worker_info",
 ]
 

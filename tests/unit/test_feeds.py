@@ -6,6 +6,8 @@ import pytest
 
 from infeed.feeds import IndexedFeed, StreamFeed, StreamShares
 from infeed.plan.batches import BatchPlan, sampled_batches
+from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
+from infeed.plan.shards import Cut
 from infeed.scheduler.messages import WorkerId
 
 W0, W1, W2 = map(WorkerId, range(3))
@@ -13,7 +15,7 @@ W0, W1, W2 = map(WorkerId, range(3))
 
 def test_an_indexed_feed_gives_the_batches_of_the_plan() -> None:
     """With their position and their cut into grains, and then nothing for ever."""
-    feed = IndexedFeed(3, sampled_batches(range(5), 2, drop_last=False), grain_size=1)
+    feed = IndexedFeed(Cursor(3), sampled_batches(range(5), Cut(2)), grain_size=1)
 
     taken = [feed.take(), feed.take(), feed.take()]
 
@@ -33,10 +35,10 @@ def test_what_the_sampler_raises_is_kept_until_the_batches_before_it_are_deliver
     """Prefetching asks the sampler early; its error must not come early."""
 
     def broken() -> Iterator[BatchPlan]:
-        yield BatchPlan([1], 0)
+        yield BatchPlan([1], 0, 1)
         raise KeyError("sampler")
 
-    feed = IndexedFeed(0, broken(), grain_size=1)
+    feed = IndexedFeed(Cursor(), broken(), grain_size=1)
 
     assert feed.take() is not None
     assert feed.take() is None
@@ -50,7 +52,7 @@ def workers_of(feed: StreamFeed, count: int) -> list[WorkerId | None]:
 
 def test_a_stream_with_one_worker_is_read_by_it() -> None:
     """There is nothing to decide."""
-    feed = StreamFeed(0, 4, StreamShares(1))
+    feed = StreamFeed(Cursor(0), 4, StreamShares(1))
     first, second = feed.take(), feed.take()
 
     assert first is not None
@@ -63,7 +65,7 @@ def test_a_stream_with_one_worker_is_read_by_it() -> None:
 
 def test_until_the_first_batch_is_there_only_it_is_asked_for() -> None:
     """Nobody knows yet who else will read."""
-    feed = StreamFeed(0, 4, StreamShares(3))
+    feed = StreamFeed(Cursor(0), 4, StreamShares(3))
 
     assert workers_of(feed, 3) == [W0, None, None]
     assert not feed.is_exhausted
@@ -72,7 +74,7 @@ def test_until_the_first_batch_is_there_only_it_is_asked_for() -> None:
 def test_a_stream_that_does_not_shard_itself_is_read_by_one() -> None:
     """Else each element would come as often as there are workers."""
     shares = StreamShares(3)
-    feed = StreamFeed(0, 4, shares)
+    feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
 
     shares.decide(shards_itself=False)
@@ -83,7 +85,7 @@ def test_a_stream_that_does_not_shard_itself_is_read_by_one() -> None:
 def test_a_stream_that_shards_itself_is_read_by_all_in_turn() -> None:
     """0, 1, 2, 0, 1, 2, each share with positions of its own."""
     shares = StreamShares(3)
-    feed = StreamFeed(0, 4, shares)
+    feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
     shares.decide(shards_itself=True)
 
@@ -101,14 +103,14 @@ def test_what_was_decided_stays_decided() -> None:
 
     assert shares.is_known
     assert not shares.is_alone
-    assert workers_of(StreamFeed(1, 4, shares), 3) == [W0, W1, W0]
+    assert workers_of(StreamFeed(Cursor(1), 4, shares), 3) == [W0, W1, W0]
 
 
 def test_a_share_that_has_ended_is_passed_over() -> None:
     """The others go on in turn, and the epoch ends with the last."""
     shares = StreamShares(3)
     shares.decide(shards_itself=True)
-    feed = StreamFeed(0, 4, shares)
+    feed = StreamFeed(Cursor(0), 4, shares)
     assert workers_of(feed, 3) == [W0, W1, W2]
 
     feed.loaded(W1, 2, 4)
@@ -122,7 +124,7 @@ def test_a_share_that_has_ended_is_passed_over() -> None:
 
 def test_a_full_batch_does_not_end_a_share() -> None:
     """Only one that came short does."""
-    feed = StreamFeed(0, 4, StreamShares(1))
+    feed = StreamFeed(Cursor(0), 4, StreamShares(1))
     feed.take()
     feed.loaded(W0, 4, 4)
 
@@ -133,18 +135,17 @@ def test_rows_that_were_loaded_are_counted_per_share() -> None:
     """A worker that takes over the share of a dead one skips them."""
     shares = StreamShares(2)
     shares.decide(shards_itself=True)
-    feed = StreamFeed(0, 4, shares)
+    feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
     feed.take()
     feed.loaded(W1, 4, 4)
 
-    assert (feed.loaded_rows(W0), feed.loaded_rows(W1)) == (0, 4)
-    assert feed.loaded_rows(W2) == 0
+    assert [feed.open_message(worker).skip for worker in (W0, W1, W2)] == [0, 4, 0]
 
 
 def test_a_share_is_opened_once_in_an_epoch() -> None:
     """The worker begins to iterate when its first batch is planned."""
-    feed = StreamFeed(0, 4, StreamShares(1))
+    feed = StreamFeed(Cursor(0), 4, StreamShares(1))
     feed.take()
 
     assert [feed.opening(W0), feed.opening(W0)] == [True, False]
@@ -154,10 +155,56 @@ def test_a_share_is_opened_once_in_an_epoch() -> None:
 def test_a_stream_that_ends_with_its_first_batch_is_over_for_all(rows: int) -> None:
     """If it does not shard itself nobody else is asked."""
     shares = StreamShares(2)
-    feed = StreamFeed(0, 4, shares)
+    feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
     shares.decide(shards_itself=False)
     feed.loaded(W0, rows, 4)
 
     assert feed.take() is None
     assert feed.is_exhausted
+
+
+def test_steps_are_numbered_from_the_cursor_on() -> None:
+    """A resumed epoch goes on counting."""
+    feed = IndexedFeed(Cursor(1, 4, 8), sampled_batches(range(12), Cut(2), 8), grain_size=1)
+
+    assert [(b.step, b.first_position, b.stop) for b in iter(feed.take, None)] == [(4, 8, 10), (5, 10, 12)]
+
+
+def test_steps_that_came_out_of_order_are_passed_over() -> None:
+    """They were given before the run was interrupted; those between them were not."""
+    feed = IndexedFeed(Cursor(0, 1, 2, ahead=(1, 3)), sampled_batches(range(12), Cut(2), 2), grain_size=1)
+
+    assert [b.step for b in iter(feed.take, None)] == [2, 4, 5]
+
+
+def test_a_resumed_share_goes_on_where_the_user_had_it() -> None:
+    """From the dataset's own state where there is one, else by reading again; a share that had ended stays so."""
+    shares = (ShareCursor(8, state={"dataset": 3}), ShareCursor(4), ShareCursor(2, is_ended=True))
+    feed = StreamFeed(Cursor(0, 4, 14, stream=StreamCursor(1, shares)), 4, StreamShares(3))
+
+    assert workers_of(feed, 3) == [W1, W0, W1]
+    assert [(m.state_rows, m.skip, m.state) for m in map(feed.open_message, (W0, W1))] == [(8, 0, {"dataset": 3}), (0, 4, None)]
+
+
+def test_a_stream_begun_by_one_worker_is_read_to_its_end_by_one() -> None:
+    """Also if the dataset would share itself out among the workers that there are now."""
+    shares = StreamShares(3)
+    shares.decide(shards_itself=True)
+    feed = StreamFeed(Cursor(0, 1, 4, stream=StreamCursor(1, (ShareCursor(4),))), 4, shares)
+
+    assert workers_of(feed, 3) == [W0, W0, W0]
+    assert feed.open_message(W0).is_alone
+
+
+def test_the_latest_state_of_a_share_is_where_another_worker_goes_on() -> None:
+    """A worker that takes over need not read again what the dataset can jump over."""
+    feed = StreamFeed(Cursor(), 4, StreamShares(1))
+    for state in ({"dataset": 4}, None, {"dataset": 12}):
+        feed.take()
+        feed.loaded(W0, 4, 4, state)
+    feed.take()
+    feed.loaded(W0, 4, 4)
+
+    message = feed.open_message(W0)
+    assert (message.state_rows, message.skip, message.state) == (12, 4, {"dataset": 12})

@@ -14,11 +14,12 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"errors", "memory"}
-ENGINE = DELIVERY | {"config", "feeds", "records", "reports"}
-LOADER = ENGINE | {"engine", "assembly"}
+CONFIG = {"errors", "memory", "plan", "ranks"}
+ENGINE = DELIVERY | {"config", "feeds", "records", "reports", "trail"}
+ASSEMBLY = ENGINE | {"engine", "planning", "ranks"}
+LOADER = ASSEMBLY | {"assembly", "garage", "lineage"}
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"errors", "loader", "workers"},  # for type checkers only: see test_import_is_light
+    "__init__": {"errors", "lineage", "loader", "workers"},  # for type checkers only: see test_import_is_light
     "errors": set(),
     "plan": {"errors", "plan"},
     "scheduler": {"errors", "scheduler"},
@@ -27,12 +28,17 @@ ALLOWED: dict[str, set[str]] = {
     "workers": WORKERS,
     "delivery": DELIVERY,
     "observe": DELIVERY | {"observe"},
+    "ranks": {"errors", "plan"},
     "config": CONFIG,
-    "feeds": PURE,
+    "planning": BATCH | {"config"},
+    "feeds": WORKERS,
     "records": DELIVERY | {"feeds"},
     "reports": DELIVERY | {"feeds", "records"},
+    "trail": DELIVERY | {"feeds", "records"},
+    "lineage": DELIVERY | {"feeds", "records", "trail"},
     "engine": ENGINE,
-    "assembly": ENGINE | {"engine"},
+    "garage": {"errors", "engine"},
+    "assembly": ASSEMBLY,
     "loader": LOADER,
     "torch": LOADER | {"loader", "torch", "infeed"},
     "testing": {"testing", "infeed"},

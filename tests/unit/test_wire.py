@@ -80,7 +80,7 @@ TASKS: dict[str, ToWorker] = {
     "indices beyond 64 bits": grains([1 << 70]),
     "next": LoadNext(TASK, 2, 640, 64, BLOCK, LAYOUT),
     "next, nothing known": LoadNext(TASK, 2, 640, 64, None, None),
-    "open": OpenStream(3, 1000, True, False),
+    "open": OpenStream(3, 10, 1000, {"dataset": {"shard": 3}}, True, False),
     "place": PlaceTask(TASK, BLOCK, LAYOUT),
     "place without layout": PlaceTask(TASK, BLOCK, None),
     "drop": DropTask(TASK),

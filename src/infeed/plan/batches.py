@@ -6,6 +6,7 @@ hang on it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from infeed.plan.order import Indices, Order
+from infeed.plan.shards import Cut, Piece, Steps
 
 # A batch is cut into at most this many grains. More lets more workers share a batch (the first comes sooner, a slow sample
 # holds up less); each costs the seeding of three generators, some 6 microseconds, which tiny samples feel.
@@ -24,6 +26,7 @@ class BatchPlan(NamedTuple):
 
     indices: Indices | list[Any]
     first_position: int
+    stop: int  # the position that all ranks have come to with it
 
 
 def default_grain_size(batch_size: int) -> int:
@@ -40,43 +43,92 @@ def grain_count(row_count: int, grain_size: int) -> int:
     return -(-row_count // grain_size)
 
 
-def batch_count(length: int, batch_size: int, *, drop_last: bool) -> int:
-    """Batches in an epoch of ``length`` samples."""
-    return length // batch_size if drop_last else -(-length // batch_size)
+def ordered_batches(order: Order, cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
+    """Consecutive positions of an order, from ``start`` on."""
+    steps = Steps(start, order.length, cut)
+    for step in range(steps.count):
+        plan = ordered_batch(order, steps.piece(step))
+        if plan is not None:
+            yield plan
 
 
-def ordered_batches(order: Order, batch_size: int, *, drop_last: bool) -> Iterator[BatchPlan]:
-    """Consecutive positions of an order, ``batch_size`` at a time."""
-    for number in range(batch_count(order.length, batch_size, drop_last=drop_last)):
-        start = number * batch_size
-        yield BatchPlan(order.take(start, min(start + batch_size, order.length)), start)
+def ordered_batch(order: Order, piece: Piece) -> BatchPlan | None:
+    """The batch of one piece of an order; ``None`` if it has nothing for this rank."""
+    first, count, padding, stop = piece
+    if count + padding == 0:
+        return None
+    indices = order.take(first, first + count)
+    if padding:
+        # At most one row for each rank, from the beginning of the epoch: every rank knows what stands there.
+        again = order.take(0, 1)
+        indices = np.concatenate([indices, np.repeat(again, padding)])
+    return BatchPlan(indices, first, stop)
 
 
-def sampled_batches(sampler: Iterable[Any], batch_size: int, *, drop_last: bool) -> Iterator[BatchPlan]:
-    """Indices as the user's sampler yields them, taken no earlier than they are needed."""
+def sampled_batches(sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
+    """Indices as the user's sampler yields them, taken no earlier than they are needed; the first ``start`` are passed over."""
     indices = iter(sampler)
+    opening = list(islice(indices, 1)) if start else []
+    position = start
+    if start:
+        _skip(indices, start - len(opening))
+    for chunk in steps_of(indices, cut):
+        if not opening:
+            opening = chunk[:1]
+        first, last = cut.shard.part(len(chunk))
+        stop = position + len(chunk)
+        mine = chunk[first:last] + opening * (cut.shard.padding(len(chunk)) if cut.pad else 0)
+        if mine:
+            yield BatchPlan(_compact(mine), position + first, stop)
+        position = stop
+
+
+def steps_of(indices: Iterator[Any], cut: Cut) -> Iterator[list[Any]]:
+    """What all ranks take in each step, as ``Steps`` has it, of things whose number is not known before."""
+    size = cut.step_size
+    looks_ahead = not cut.pad and cut.shard.world_size > 1
+    before: list[Any] = []
+    while chunk := list(islice(indices, size)):
+        if len(chunk) < size and cut.drop_last:
+            break
+        if before and cut.merges(len(chunk)) and len(chunk) < size:
+            both = before + chunk
+            middle = len(both) - len(both) // 2
+            yield both[:middle]
+            before, chunk = [], both[middle:]
+        if before:
+            yield before
+            before = []
+        if looks_ahead and len(chunk) == size:
+            before = chunk
+        else:
+            yield chunk
+    if before:
+        yield before
+
+
+def given_batches(batch_sampler: Iterable[Iterable[Any]], cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
+    """Batches as the user's batch sampler yields them, each rank's in turn. An empty one is a batch of no rows, and left out.
+
+    Of a last step with fewer batches than ranks, those without one get the first batches of the epoch again.
+    """
+    rank, world_size = cut.shard
+    opening: list[list[Any]] = []
     position = 0
-    while chunk := list(islice(indices, batch_size)):
-        if len(chunk) < batch_size and drop_last:
-            return
-        yield BatchPlan(_compact(chunk), position)
-        position += len(chunk)
+    batches = filter(None, map(list, batch_sampler))
+    while step := list(islice(batches, world_size)):
+        if len(opening) < world_size:
+            opening += step
+        first = position + sum(map(len, step[:rank]))
+        position += sum(map(len, step))
+        if position <= start:
+            continue
+        mine = step[rank] if rank < len(step) else opening[(rank - len(step)) % len(opening)]
+        yield BatchPlan(_compact(mine), first, position)
 
 
-def given_batches(batch_sampler: Iterable[Iterable[Any]]) -> Iterator[BatchPlan]:
-    """Batches as the user's batch sampler yields them. An empty one is a batch of no rows, and left out."""
-    position = 0
-    for chunk in batch_sampler:
-        indices = list(chunk)
-        if indices:
-            yield BatchPlan(_compact(indices), position)
-            position += len(indices)
-
-
-def single_samples(indices: Iterable[Any]) -> Iterator[BatchPlan]:
-    """One sample each, for ``batch_size=None``; an index may be anything, also a list that goes whole to the dataset."""
-    for position, index in enumerate(indices):
-        yield BatchPlan(_compact([index]), position)
+def _skip(indices: Iterator[Any], count: int) -> None:
+    deque(islice(indices, count), maxlen=0)
 
 
 def _compact(indices: list[Any]) -> Indices | list[Any]:

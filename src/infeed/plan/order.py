@@ -80,8 +80,10 @@ class ShuffledOrder(Order):
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
-    def __init__(self, length: int, *, seed: int, epoch: int) -> None:
-        self.length = length
+    def __init__(self, length: int, *, seed: int, epoch: int, count: int | None = None) -> None:
+        """``count`` ends the epoch early: that many of the samples, others in every epoch."""
+        self._domain = length
+        self.length = length if count is None else count
         self._key = derive(seed, epoch)
         self._block_start = 0
         self._block: Indices = np.empty(0, dtype=np.int64)
@@ -100,14 +102,14 @@ class ShuffledOrder(Order):
         begin = start - self._block_start
         end = stop - self._block_start
         if begin < 0 or end > len(self._block):
-            block_stop = min(self.length, max(stop, start + _BLOCK))
+            block_stop = min(self._domain, max(stop, start + _BLOCK))
             self._block = self._permute(np.arange(start, block_stop, dtype=self._mixer.dtype))
             self._block_start = start
             begin, end = 0, stop - start
         return self._block[begin:end]
 
     def _permute(self, positions: npt.NDArray[Any]) -> Indices:
-        limit = self.length
+        limit = self._domain
         values = self._feistel(positions)
         outside = np.flatnonzero(values >= limit)
         while outside.size:
@@ -135,3 +137,60 @@ class ShuffledOrder(Order):
         np.left_shift(left, right_bits, out=left)
         np.bitwise_or(left, right, out=left)
         return left
+
+
+@final
+class RepeatingOrder(Order):
+    """Every position draws from all of ``range(length)``, so that an index may come again.
+
+    >>> order = RepeatingOrder(3, 100, seed=1, epoch=0)
+    >>> sorted(set(order.take(0, 100).tolist()))
+    [0, 1, 2]
+    """
+
+    def __init__(self, length: int, count: int, *, seed: int, epoch: int) -> None:
+        self.length = count
+        self._domain = length
+        self._key = derive(seed, epoch)
+
+    def take(self, start: int, stop: int) -> Indices:
+        return _scaled(_hashes(self._key, start, stop), self._domain).astype(np.int64)
+
+
+@final
+class WeightedOrder(Order):
+    """Every position draws an index with a probability that is its weight's share of all weights."""
+
+    def __init__(self, ladder: npt.NDArray[np.float64], count: int, *, seed: int, epoch: int) -> None:
+        """``ladder`` is what ``weight_ladder`` made of the weights; it is the only memory that this takes."""
+        self.length = count
+        self._ladder = ladder
+        self._key = derive(seed, epoch)
+
+    def take(self, start: int, stop: int) -> Indices:
+        # The upper 53 bits are what a float holds: evenly spaced in [0, 1).
+        heights = (_hashes(self._key, start, stop) >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._ladder[-1]
+        found: Indices = np.searchsorted(self._ladder, heights, side="right").astype(np.int64)
+        np.minimum(found, len(self._ladder) - 1, out=found)  # a height may be rounded up to the very end
+        return found
+
+
+def weight_ladder(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Running sums of the weights. A height between two of them falls on one index; a weight of zero is never fallen on."""
+    ladder = np.cumsum(weights, dtype=np.float64)
+    # Weights of zero at the end are left out: nothing may fall beyond the last real one.
+    return ladder[: int(np.searchsorted(ladder, ladder[-1], side="left")) + 1]
+
+
+def _hashes(key: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
+    return mix_array(np.arange(start, stop, dtype=np.uint64) ^ np.uint64(key))
+
+
+def _scaled(hashes: npt.NDArray[np.uint64], limit: int) -> npt.NDArray[np.uint64]:
+    """The upper half of the 128-bit product with ``limit``: 64 random bits made a number below it, with no visible bias."""
+    low_half, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    high, low = hashes >> shift, hashes & low_half
+    limit_high, limit_low = np.uint64(limit >> 32), np.uint64(limit & 0xFFFFFFFF)
+    middle = high * limit_low + ((low * limit_low) >> shift)
+    scaled: npt.NDArray[np.uint64] = high * limit_high + (middle >> shift) + ((low * limit_high + (middle & low_half)) >> shift)
+    return scaled

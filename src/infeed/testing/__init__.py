@@ -1,4 +1,7 @@
-"""Datasets that misbehave on purpose: slow, uneven, faulty, deadly, random. To try out a training loop, or a loader."""
+"""Datasets that misbehave on purpose: slow, uneven, faulty, deadly, random. To try out a training loop, or a loader.
+
+And ``assert_resumable``, which fails if a loader that is interrupted and resumed gives other batches than one that is not.
+"""
 
 from __future__ import annotations
 
@@ -7,5 +10,6 @@ from infeed.testing.datasets import FaultyDataset as FaultyDataset
 from infeed.testing.datasets import RandomDataset as RandomDataset
 from infeed.testing.datasets import SlowDataset as SlowDataset
 from infeed.testing.datasets import UnevenDataset as UnevenDataset
+from infeed.testing.resuming import assert_resumable as assert_resumable
 
-__all__ = ["CrashingDataset", "FaultyDataset", "RandomDataset", "SlowDataset", "UnevenDataset"]
+__all__ = ["CrashingDataset", "FaultyDataset", "RandomDataset", "SlowDataset", "UnevenDataset", "assert_resumable"]

@@ -14,7 +14,9 @@ from typing import Final, Literal
 
 import numpy as np
 
-RandomSource = Literal["python", "numpy", "torch"]
+import infeed
+
+RandomSource = Literal["python", "numpy", "torch", "infeed"]
 Ending = Literal["kill", "exit"]
 
 _EXIT_CODE: Final = 86  # what a worker that leaves by os._exit reports; nothing else uses it
@@ -154,9 +156,10 @@ class CrashingDataset(_Numbers):
 
 
 class RandomDataset(_Numbers):
-    """Draws a number from each of the global generators in ``sources``, as augmentations do.
+    """Draws a number from each of the generators in ``sources``, as augmentations do.
 
-    A sample is ``{"index": 3, "python": 0.23, "numpy": 0.91}``; ``"torch"`` among the sources imports torch.
+    A sample is ``{"index": 3, "python": 0.23, "numpy": 0.91}``. These two and ``"torch"``, which imports torch, are the global
+    generators; ``"infeed"`` is the sample's own, from ``infeed.get_rng``.
     """
 
     def __init__(self, length: int, sources: Iterable[RandomSource] = ("python", "numpy")) -> None:
@@ -175,6 +178,8 @@ def _draw(source: RandomSource) -> float:
         return random.random()
     if source == "numpy":
         return float(np.random.random())
+    if source == "infeed":
+        return float(infeed.get_rng().random())
     import torch  # asked for
 
     return float(torch.rand(()))

@@ -44,10 +44,16 @@ class LoadNext(NamedTuple):
 
 
 class OpenStream(NamedTuple):
-    """Begin an epoch of the stream, ``skip`` elements in: what an earlier worker of this share had delivered."""
+    """Begin an epoch of the stream, or go on in one that an earlier worker, or an earlier run, has begun.
+
+    The dataset is put where it was after ``state_rows`` elements by its own ``state``, if there is one, and reads and forgets
+    the next ``skip``.
+    """
 
     epoch: int
+    state_rows: int
     skip: int
+    state: Any
     is_alone: bool  # no other worker reads: the dataset is told that it has one worker
     is_known: bool  # whether that is decided; if not, it is by whether the dataset asks before its first batch is read
 
@@ -95,6 +101,7 @@ class RowsLoaded(NamedTuple):
     layout: Layout | None
     beside: list[list[Any]]
     shards_itself: bool = False  # of a stream: the dataset asked which worker it is in
+    stream_state: Any = None  # of a stream that can say where it is: after these rows
 
 
 class PackedLoaded(NamedTuple):
@@ -105,6 +112,7 @@ class PackedLoaded(NamedTuple):
     row_count: int
     packed: Packed
     shards_itself: bool = False
+    stream_state: Any = None
 
 
 class Unplaced(NamedTuple):

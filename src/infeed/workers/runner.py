@@ -27,6 +27,7 @@ from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive, mix
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
+from infeed.workers.hearers import epoch_hearers
 from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked
 from infeed.workers.messages import (
     DropTask,
@@ -42,8 +43,10 @@ from infeed.workers.messages import (
     RowsLoaded,
     Unplaced,
 )
+from infeed.workers.places import Place, working_at
 from infeed.workers.seeding import lent_generators, seed_generators
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
+from infeed.workers.streams import StreamShare, open_share
 
 # Writers are kept for slots and layouts that come again; the oldest goes when there are more than this.
 _WRITERS_KEPT: Final = 256
@@ -75,6 +78,7 @@ class _Held:
         self.samples, self.layout, self.packing = samples, layout, packing
         self.elapsed_ns = 0  # what loading took; waiting for a place does not count
         self.shards_itself = False
+        self.stream_state: Any = None
 
 
 @final
@@ -92,11 +96,13 @@ class Runner:
         self._get: Callable[[Any], Sample] = (
             type(source.dataset).__getitem__.__get__(source.dataset) if not source.is_stream else _not_indexed
         )
-        self._stream: Iterator[Sample] | None = None
-        self._stream_skip = 0
+        self._share: StreamShare | None = None
+        self._opened: OpenStream | None = None
         self._is_stream_known = True
+        self._place_now = Place()
+        self._hearers = epoch_hearers(source.dataset, source.collate_fn)
         self._began = 0
-        self._seeded_epoch = -1
+        self._epoch = -1  # the one that tasks were last of
         self._epoch_seed = 0
         self._fetch: Callable[[list[Any], int], list[Sample]] = (
             self._fetch_together if source.is_batched and source.making is not Making.SINGLE else self._fetch_singly
@@ -107,7 +113,7 @@ class Runner:
         spec = self._spec
         self._set_info(spec.worker_count)
         if spec.seeding is Seeding.SET:
-            seed_generators(derive(spec.seed, spec.worker))
+            seed_generators(derive(spec.seed, spec.share))
         if self._source.worker_init_fn is not None:
             self._source.worker_init_fn(spec.worker)
 
@@ -136,17 +142,32 @@ class Runner:
 
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
         self._began = perf_counter_ns()
-        work = self._load_grains if isinstance(message, LoadGrains) else self._load_next
         try:
-            if self._spec.seeding is Seeding.LEND:
-                with lent_generators():
-                    return work(message)  # type: ignore[arg-type]  # each takes the message it was chosen for
-            return work(message)  # type: ignore[arg-type]  # likewise
+            with working_at(self._place_now):
+                if self._spec.seeding is Seeding.LEND:
+                    with lent_generators():
+                        return self._load_now(message)
+                return self._load_now(message)
         except _LoadError as error:
             cause = error.__cause__
             assert cause is not None
             failure = Failure.of(cause, error.doing, index=error.index, position=error.position)
             return LoadFailed(message.task, failure, error.row_count)
+
+    def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
+        if message.epoch != self._epoch:
+            self._epoch = message.epoch
+            self._epoch_seed = derive(self._spec.seed, message.epoch)
+            self._tell_epoch(message.epoch)
+        return self._load_grains(message) if isinstance(message, LoadGrains) else self._load_next(message)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        for hear in self._hearers:
+            try:
+                hear(epoch)
+            except Exception as error:
+                self._epoch = -1  # it is to be told again
+                raise _LoadError(f"telling it about epoch {epoch} (set_epoch)", None, None) from error
 
     def _elapsed(self) -> int:
         return perf_counter_ns() - self._began
@@ -158,7 +179,7 @@ class Runner:
         if making is Making.ROWS:
             return self._load_rows(message)
         samples = self._fetch_grains(message)
-        return self._pack(message.task, samples, message.block, message.row_count, plain_indices(message.indices))
+        return self._pack(message, samples, message.row_count, plain_indices(message.indices))
 
     def _gather(self, message: LoadGrains) -> FromWorker:
         table = self._source.table
@@ -229,12 +250,14 @@ class Runner:
     def _write_held(self, task: TaskId, held: _Held, block: Block) -> FromWorker:
         if held.packing is not None:
             held.packing.write(self._segments.memory(block.segment), block.offset)
-            return PackedLoaded(task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself)
+            return PackedLoaded(
+                task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state
+            )
         writer = self._writer(block, held.layout, held.row_count)
         assert writer is not None
         beside = writer.new_beside()
         writer.write_any(held.first_row, held.samples, beside)
-        return RowsLoaded(task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself)
+        return RowsLoaded(task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state)
 
     def _place(self, task: TaskId, block: Block, layout: Layout | None) -> FromWorker | None:
         held = self._held.pop(task, None)
@@ -247,10 +270,11 @@ class Runner:
             return Mismatched(task)
         return self._write_held(task, held, block)
 
-    def _pack(self, task: TaskId, samples: list[Sample], block: Block | None, row_count: int, indices: list[Any]) -> FromWorker:
-        source = self._source
+    def _pack(self, message: LoadGrains | LoadNext, samples: list[Sample], row_count: int, indices: list[Any]) -> FromWorker:
+        source, task, block = self._source, message.task, message.block
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         if source.collate_fn is not None:
+            self._place_now.at_collation(self._epoch_seed, message.first_position)
             try:
                 tree = source.collate_fn(tree)
             except Exception as error:
@@ -293,7 +317,7 @@ class Runner:
         grain_size = self._spec.grain_size
         chunk: list[Sample] = []
         for begin in range(0, len(indices), grain_size):
-            self._seed(message.epoch, position + begin)
+            self._seed(position + begin)
             stop = min(begin + grain_size, len(indices))
             for start in range(begin, stop, chunk_rows):
                 chunk += self._fetch(indices[start : min(start + chunk_rows, stop)], position + start)
@@ -309,6 +333,7 @@ class Runner:
     def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
         # Runs in C; on an exception the iterator tells how far it came.
         rest = iter(indices)
+        self._place_now.at_rows(self._epoch_seed, position, len(indices), rest)
         try:
             samples = list(map(self._get, rest))
             if len(samples) != len(indices):
@@ -319,6 +344,7 @@ class Runner:
         return samples
 
     def _fetch_together(self, indices: list[Any], position: int) -> list[Sample]:
+        self._place_now.at_rows(self._epoch_seed, position, len(indices), None)
         try:
             samples = list(self._source.dataset.__getitems__(indices))
             if len(samples) != len(indices):
@@ -327,36 +353,34 @@ class Runner:
             raise _LoadError("loading samples", indices, position) from error
         return samples
 
-    def _seed(self, epoch: int, place: int) -> None:
+    def _seed(self, place: int) -> None:
         """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
-        if self._spec.seeding is Seeding.LEAVE:
-            return
-        if epoch != self._seeded_epoch:
-            self._seeded_epoch = epoch
-            self._epoch_seed = derive(self._spec.seed, epoch)
-        seed_generators(mix(self._epoch_seed ^ place))
+        if self._spec.seeding is not Seeding.LEAVE:
+            seed_generators(mix(self._epoch_seed ^ place))
 
     # --- streams
 
     def _open_stream(self, message: OpenStream) -> None:
         self._set_info(1 if message.is_alone else self._spec.worker_count)
-        self._stream = None
-        self._stream_skip = message.skip
+        self._share = None
+        self._opened = message
         self._is_stream_known = message.is_known
         take_was_asked()
 
     def _load_next(self, message: LoadNext) -> FromWorker:
         samples: list[Sample] = []
         try:
-            if self._stream is None:
-                self._seed(message.epoch, derive(self._spec.worker))
-                self._stream = iter(self._source.dataset)
+            if self._share is None:
+                assert self._opened is not None
+                self._seed(derive(self._spec.share))
+                self._share = open_share(self._source.dataset, self._spec.cut, self._opened, message.row_count)
                 # What was delivered before is read again as it was then, batch by batch: its random numbers must be drawn too.
-                for begin in range(0, self._stream_skip, message.row_count):
-                    self._read(message.epoch, begin, min(message.row_count, self._stream_skip - begin), [])
-            self._read(message.epoch, message.first_position, message.row_count, samples)
+                for begin in self._share.skipped:
+                    self._read(begin, min(message.row_count, self._share.skipped.stop - begin), [])
+            self._read(message.first_position, message.row_count, samples)
+            state = self._share.state()
         except Exception as error:
-            self._stream = iter(())  # as a generator that raised: it has ended
+            self._share = StreamShare()  # as a generator that raised: it has ended
             raise _LoadError("reading the stream", f"element {message.first_position + len(samples)}", None) from error
         asked = take_was_asked()
         if not self._is_stream_known:
@@ -371,19 +395,22 @@ class Runner:
             error.row_count = len(samples)
             raise
         if isinstance(answer, RowsLoaded | PackedLoaded):
-            return answer._replace(shards_itself=asked)
+            return answer._replace(shards_itself=asked, stream_state=state)
         if message.task in self._held:
-            self._held[message.task].shards_itself = asked
+            held = self._held[message.task]
+            held.shards_itself, held.stream_state = asked, state
         return answer
 
-    def _read(self, epoch: int, position: int, count: int, samples: list[Sample]) -> None:
+    def _read(self, position: int, count: int, samples: list[Sample]) -> None:
         """Append the next elements of the stream, each grain under its own seed, until there are ``count`` or it ends."""
-        assert self._stream is not None
+        assert self._share is not None
+        share = self._spec.share
+        self._place_now.at_stream(derive(self._epoch_seed, share), position, samples)
         while len(samples) < count:
             wanted = min(len(samples) + self._spec.grain_size, count)
-            self._seed(epoch, derive(position + len(samples), self._spec.worker))
+            self._seed(derive(position + len(samples), share))
             # Not extend: what came before an exception is to be counted.
-            for sample in islice(self._stream, wanted - len(samples)):
+            for sample in islice(self._share.elements, wanted - len(samples)):
                 samples.append(sample)
             if len(samples) < wanted:
                 return
@@ -391,7 +418,7 @@ class Runner:
     def _make_streamed(self, message: LoadNext, samples: list[Sample]) -> FromWorker:
         indices = list(range(message.first_position, message.first_position + len(samples)))
         if self._source.making is not Making.ROWS:
-            return self._pack(message.task, samples, message.block, len(samples), indices)
+            return self._pack(message, samples, len(samples), indices)
         writer = self._writer(message.block, message.layout, len(samples))
         if writer is not None:
             beside = writer.new_beside()
@@ -407,7 +434,7 @@ class Runner:
         if self._spec.seeding is Seeding.LEND:
             return  # inline: user code is in the main process and is told so
         spec = self._spec
-        set_worker_info(WorkerInfo(spec.worker, worker_count, derive(spec.seed, spec.worker), self._source.dataset))
+        set_worker_info(WorkerInfo(spec.worker, worker_count, derive(spec.seed, spec.share), self._source.dataset))
 
 
 def _not_indexed(_index: Any) -> Sample:

@@ -45,6 +45,16 @@ def seed_generators(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def generator_states() -> dict[str, object]:
+    """Where each of the global generators is, by name, to see whether somebody drew from it."""
+    numpy_state: Any = np.random.get_state()
+    states: dict[str, object] = {"random": random.getstate(), "numpy.random": (numpy_state[1].tobytes(), *numpy_state[2:])}
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
+    return states
+
+
 @contextmanager
 def lent_generators() -> Iterator[None]:
     """Give the user's process its generators back as they were, whatever happens inside."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from infeed.batch.arrays import ArrayTable
+from infeed.plan.shards import Cut
 
 
 class Making(enum.Enum):
@@ -55,3 +56,9 @@ class WorkerSpec:
     seed: int
     grain_size: int
     seeding: Seeding
+    cut: Cut  # how a stream is shared with other ranks
+
+    @property
+    def share(self) -> int:
+        """This worker among those of all ranks."""
+        return self.worker + (self.cut.shard.rank << 32)

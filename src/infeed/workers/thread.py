@@ -24,6 +24,7 @@ from infeed.workers.messages import (
     UnmapSegment,
 )
 from infeed.workers.runner import Runner
+from infeed.workers.seeding import generator_states
 
 _LOG: Final = logging.getLogger("infeed")
 # How long close() waits for threads in user code. They cannot be stopped, and they are daemons: longer gains nothing, shorter
@@ -100,18 +101,35 @@ def _work(
         news.put((worker, StartFailed(Failure.of(error, "running worker_init_fn"))))
         return
     news.put((worker, Started()))
+    is_first = worker == 0
     while (message := inbox.get()) is not _STOP:
         if isinstance(message, UnmapSegment):
             runner.forget_segment(message.number)
             continue
         assert not isinstance(message, MapSegment)
+        # While the first task is loaded, the user's loop waits for it: whoever draws is the dataset.
+        before = generator_states() if is_first and isinstance(message, LoadGrains | LoadNext) else None
         try:
             answer = runner.handle(message)
         except BaseException as error:  # SystemExit and its like end a plain loop, so they must reach the user's
             if not isinstance(message, LoadGrains | LoadNext):
                 raise
             answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
+        if before is not None:
+            is_first = False
+            _warn_of_draws(before)
         if answer is not None:
             news.put((worker, answer))
         # Nothing may hold on to a batch while this thread waits.
         del message, answer
+
+
+def _warn_of_draws(before: dict[str, object]) -> None:
+    after = generator_states()
+    drawn = [name for name, state in after.items() if name in before and before[name] != state]
+    if drawn:
+        _LOG.warning(
+            "the dataset draws from %s, which all threads of the process share: with worker='thread' its random numbers differ "
+            "from run to run; draw from infeed.get_rng() instead, or use worker='process'",
+            " and ".join(drawn),
+        )

@@ -146,7 +146,7 @@ def _loaded(task: TaskId, body: memoryview) -> Any:
 
 
 def encode_answer(message: FromWorker) -> bytes:
-    if isinstance(message, RowsLoaded):
+    if isinstance(message, RowsLoaded) and message.stream_state is None:
         head = (message.task, message.elapsed_ns, message.row_count, message.shards_itself)
         if message.layout is None and not message.beside:
             return _DONE.pack(_ROWS, *head)

@@ -1,0 +1,219 @@
+"""Where an epoch stands, and how that is written down: a few numbers and strings that a human can read and JSON can carry.
+
+What counts is what the user was given, not what was loaded ahead. Reading a state checks everything in it, because it may be
+another program's, another version's or damaged: whatever it is, the answer is a cursor or one ``StateError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from infeed.errors import StateError
+
+VERSION: Final = 1
+# Beyond what an epoch or a position can be: larger numbers are damage, and would overflow where positions are 64-bit.
+_MOST: Final = (1 << 63) - 1
+_MOST_SEED_BITS: Final = 256
+# Batches that may have come before an earlier one, with in_order=False; more than can be in flight are damage.
+_MOST_AHEAD: Final = 1 << 12
+_MOST_SHARES: Final = 1 << 12
+_SHOWN: Final = 60
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ShareCursor:
+    """How far one worker's share of a stream has been given to the user."""
+
+    rows: int = 0
+    is_ended: bool = False
+    state: Any = None  # the dataset's own, if it has one
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamCursor:
+    """How far a stream has been read: by one worker, or by each its share, in turn."""
+
+    turn: int
+    shares: tuple[ShareCursor, ...]
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.shares) == 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """The next batch is ``step`` of ``epoch``, at ``position``. ``ahead`` are steps that came already, out of order."""
+
+    epoch: int = 0
+    step: int = 0
+    position: int = 0
+    ahead: tuple[int, ...] = ()
+    stream: StreamCursor | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a state belongs to. Two loaders with equal order, length, num_samples and seed give the same samples in the same
+    order; the rest says how they are cut into batches, which may change."""
+
+    order: str
+    length: int | None
+    num_samples: int | None
+    seed: int
+    is_seed_given: bool
+    batch_size: int | None
+    world_size: int
+    worker_count: int
+
+    @property
+    def step_size(self) -> int:
+        return (self.batch_size or 1) * self.world_size
+
+    @property
+    def epoch_length(self) -> int | None:
+        return self.length if self.num_samples is None else self.num_samples
+
+
+def write_state(cursor: Cursor, identity: Identity) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "epoch": cursor.epoch,
+        "step": cursor.step,
+        "position": cursor.position,
+        "seed": identity.seed,
+        "order": identity.order,
+        "length": identity.length,
+        "num_samples": identity.num_samples,
+        "batch_size": identity.batch_size,
+        "world_size": identity.world_size,
+    }
+    if cursor.ahead:
+        state["ahead"] = list(cursor.ahead)
+    if cursor.stream is not None:
+        state["stream"] = {
+            "turn": cursor.stream.turn,
+            "shares": [{"rows": s.rows, "ended": s.is_ended, "state": s.state} for s in cursor.stream.shares],
+        }
+    return state
+
+
+def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
+    """Where to go on, and with which seed.
+
+    Raises:
+        StateError: it is not a state, or not one of this loader.
+    """
+    fields = _mapping(state, "state")
+    version = fields.get("version")
+    if type(version) is not int or version != VERSION:
+        raise StateError(
+            f"state version {_shown(version)} cannot be read; this infeed reads version {VERSION}: use a state that "
+            "infeed's state_dict() made, with the infeed that made it"
+        )
+    _check_same(fields, identity)
+    seed = _whole(fields, "seed", least=None)
+    epoch_length = identity.epoch_length
+    position = _whole(fields, "position")
+    if epoch_length is not None and position > epoch_length:
+        raise StateError(f"state has position={position}, but the epoch has {epoch_length} samples; it is not of this dataset")
+    step = _whole(fields, "step")
+    cursor = Cursor(
+        epoch=_whole(fields, "epoch"),
+        step=step,
+        position=position,
+        ahead=_ahead(fields, step),
+        stream=_stream(fields, identity),
+    )
+    if fields.get("batch_size") == identity.batch_size and fields.get("world_size") == identity.world_size:
+        return cursor, seed
+    if cursor.ahead:
+        raise StateError(
+            f"state has batch_size={_shown(fields.get('batch_size'))} and world_size={_shown(fields.get('world_size'))}, this "
+            f"loader has batch_size={identity.batch_size} and world_size={identity.world_size}; batches were given out of "
+            "order (in_order=False), so the two must be the same until the epoch is over"
+        )
+    return Cursor(cursor.epoch, position // identity.step_size, position, (), cursor.stream), seed
+
+
+def _check_same(fields: Mapping[str, Any], identity: Identity) -> None:
+    """What decides which sample stands where must be the same on both sides; what differs is shown."""
+    names = ["order", "length", "num_samples"] + (["seed"] if identity.is_seed_given else [])
+    for name in ("order", "length", "num_samples", "seed"):
+        if name not in fields:
+            raise StateError(f"state has no {name!r}; it was cut off, or is not infeed's")
+    theirs = [f"{name}={_shown(fields[name])}" for name in names if not _equal(fields[name], getattr(identity, name))]
+    if theirs:
+        ours = [
+            f"{name}={_shown(getattr(identity, name))}" for name in names if not _equal(fields[name], getattr(identity, name))
+        ]
+        raise StateError(
+            f"state is of another loader: it has {', '.join(theirs)}, this loader has {', '.join(ours)}; load it into a loader "
+            "with the same dataset and options, or begin anew"
+        )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    # By type as well: True is 1, and a hostile type may say that it equals anything.
+    return type(left) is type(right) and bool(left == right)
+
+
+def _ahead(fields: Mapping[str, Any], step: int) -> tuple[int, ...]:
+    steps = fields.get("ahead", [])
+    is_list = isinstance(steps, list | tuple) and len(steps) <= _MOST_AHEAD
+    if not is_list or not all(type(later) is int and step <= later <= _MOST for later in steps):
+        raise StateError(f"state has ahead={_shown(steps)}; it must be a list of steps from step={step} on")
+    return tuple(sorted(set(steps)))
+
+
+def _stream(fields: Mapping[str, Any], identity: Identity) -> StreamCursor | None:
+    if identity.order != "stream" or fields.get("stream") is None:
+        return None
+    stream = _mapping(fields["stream"], "stream")
+    shares = stream.get("shares")
+    if not isinstance(shares, list | tuple) or not 0 < len(shares) <= _MOST_SHARES:
+        raise StateError(f"state has shares={_shown(shares)}; it must be a list of the workers' shares of the stream")
+    if len(shares) > 1 and len(shares) != identity.worker_count:
+        raise StateError(
+            f"state is of {len(shares)} workers, each with its own share of the stream, and this loader has "
+            f"{identity.worker_count}; use num_workers={len(shares)} until the epoch is over, or begin a new one"
+        )
+    cursors = []
+    for number, entry in enumerate(shares):
+        share = _mapping(entry, f"share {number}")
+        is_ended = share.get("ended")
+        if type(is_ended) is not bool:
+            raise StateError(f"state has ended={_shown(is_ended)} in share {number}; it must be True or False")
+        cursors.append(ShareCursor(_whole(share, "rows"), is_ended, share.get("state")))
+    return StreamCursor(_whole(stream, "turn"), tuple(cursors))
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise StateError(f"{name} must be a dict as state_dict() makes it, not {_shown(value)}")
+    return value
+
+
+def _whole(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
+    value = fields.get(name)
+    if type(value) is not int:
+        raise StateError(f"state has {name}={_shown(value)}; it must be a whole number")
+    is_good = least <= value <= _MOST if least is not None else value.bit_length() <= _MOST_SEED_BITS
+    if not is_good:
+        raise StateError(f"state has {name}={_shown(value)}; it is out of range")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """As text that is short and harmless, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits; an object of another program
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,171 @@
+"""A loader's plan: which samples, in which order, in which batches, under which seeds. Known before anything is loaded."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any, Final, final
+
+from infeed.batch.arrays import ArrayTable, as_rows, table_of
+from infeed.config import LoaderConfig
+from infeed.errors import ConfigError
+from infeed.plan.batches import BatchPlan, default_grain_size, given_batches, ordered_batch, ordered_batches, sampled_batches
+from infeed.plan.cursor import Cursor, Identity
+from infeed.plan.order import Order, RepeatingOrder, SequentialOrder, ShuffledOrder, WeightedOrder, weight_ladder
+from infeed.plan.shards import Cut, Shard, Steps
+
+_ALL: Final = sys.maxsize
+# The size of a batch sampler's batches is not known; what batches usually have is the best guess there is.
+_USUAL_BATCH_SIZE: Final = 32
+
+
+@final
+class Planner:
+    """Answers for one loader. ``seed`` may change, when a state is loaded; all else is fixed by the options."""
+
+    def __init__(self, config: LoaderConfig, seed: int) -> None:
+        assert isinstance(config.shard, Shard)
+        self._config = config
+        self.seed = seed
+        self.table = _table_for(config)
+        self._cut = Cut(config.batch_size or 1, config.drop_last, config.shard, config.pad)
+        self._ladder = None if config.weights is None else weight_ladder(config.weights)
+        self._order_name = self._named_order()
+        self._length: int | None = None
+        self._check_lengths()
+
+    @property
+    def shard(self) -> Shard:
+        return self._cut.shard
+
+    @property
+    def cut(self) -> Cut:
+        return self._cut
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the order is the user's: a sampler's or a stream's. Then it is known only by asking them."""
+        config = self._config
+        return config.is_stream or config.sampler is not None or config.batch_sampler is not None
+
+    def batches(self, cursor: Cursor) -> Iterator[BatchPlan]:
+        """The batches of an epoch of this rank, from a cursor on."""
+        config = self._config
+        if config.batch_sampler is not None:
+            return given_batches(config.batch_sampler, self._cut, cursor.position)
+        if config.sampler is not None:
+            return sampled_batches(config.sampler, self._cut, cursor.position)
+        return ordered_batches(self._order(cursor.epoch), self._cut, cursor.position)
+
+    def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
+        """Batch ``step`` of an epoch that goes on at ``cursor``; ``None`` if there is none. Not for samplers."""
+        order = self._order(cursor.epoch)
+        steps = Steps(cursor.position, order.length, self._cut)
+        number = step - cursor.step
+        return ordered_batch(order, steps.piece(number)) if 0 <= number < steps.count else None
+
+    def batch_count(self) -> int:
+        """Batches in an epoch of this rank.
+
+        Raises:
+            TypeError: the dataset, sampler or batch sampler has no length.
+        """
+        config = self._config
+        if config.batch_sampler is not None:
+            return -(-_length(config.batch_sampler, "batch_sampler") // self._cut.shard.world_size)
+        if config.sampler is not None:
+            length = _length(config.sampler, "sampler")
+        else:
+            length = config.num_samples or self._dataset_length()
+        steps = Steps(0, length, self._cut)
+        return steps.count - steps.is_last_empty
+
+    def identity(self, *, is_fresh: bool = True) -> Identity:
+        """What this loader's states belong to. Unless ``is_fresh``, the length is what it was when the epoch began."""
+        config = self._config
+        if is_fresh or self._length is None:
+            self._length = self._dataset_length() if hasattr(config.dataset, "__len__") else None
+        return Identity(
+            order=self._order_name,
+            length=self._length,
+            num_samples=config.num_samples,
+            seed=self.seed,
+            is_seed_given=config.seed is not None,
+            batch_size=config.batch_size,
+            world_size=self._cut.shard.world_size,
+            worker_count=max(1, config.num_workers),
+        )
+
+    def _order(self, epoch: int) -> Order:
+        config = self._config
+        length = self._length = self._dataset_length()
+        count = config.num_samples or length
+        if self._ladder is not None:
+            return WeightedOrder(self._ladder, count, seed=self.seed, epoch=epoch)
+        if config.replacement:
+            return RepeatingOrder(length, count, seed=self.seed, epoch=epoch)
+        if config.shuffle:
+            return ShuffledOrder(length, seed=self.seed, epoch=epoch, count=count)
+        return SequentialOrder(count)
+
+    def _dataset_length(self) -> int:
+        if self.table is not None:
+            return self.table.length
+        return _length(as_rows(self._config.dataset), "dataset")
+
+    def _named_order(self) -> str:
+        config = self._config
+        if config.is_stream:
+            return "stream"
+        if config.batch_sampler is not None:
+            return "batch_sampler"
+        if config.sampler is not None:
+            return "sampler"
+        if self._ladder is not None:
+            return f"weighted {zlib.crc32(self._ladder.tobytes()):08x}"
+        if config.replacement:
+            return "replacement"
+        return "shuffled" if config.shuffle else "sequential"
+
+    def _check_lengths(self) -> None:
+        """The options that must fit the number of samples."""
+        config = self._config
+        if config.weights is not None and len(config.weights) != self._dataset_length():
+            raise ConfigError(
+                f"weights has {len(config.weights)} numbers for {self._dataset_length()} samples; give one for each sample"
+            )
+        count = config.num_samples
+        if count is None or config.replacement or config.weights is not None:
+            return
+        if count > self._dataset_length():
+            raise ConfigError(
+                f"num_samples={count} must be at most {self._dataset_length()}, the length of the dataset; use "
+                "replacement=True to draw more"
+            )
+
+
+def seed_grain(config: LoaderConfig) -> int:
+    """Rows that share one seed. What is fetched or collated as a whole is seeded as a whole."""
+    if config.grain_size is not None:
+        return config.grain_size
+    if config.batch_size is None and config.batch_sampler is None:
+        return 1
+    if config.collate_fn is not None or callable(getattr(as_rows(config.dataset), "__getitems__", None)):
+        return _ALL
+    if config.batch_sampler is not None:
+        return default_grain_size(_USUAL_BATCH_SIZE)
+    return default_grain_size(config.batch_size or 1)
+
+
+def _table_for(config: LoaderConfig) -> ArrayTable | None:
+    """The dataset as a table of arrays, if it is one and batches are made by default collation."""
+    if config.collate_fn is not None or config.batch_size is None or config.is_stream:
+        return None
+    return table_of(config.dataset)
+
+
+def _length(value: Any, name: str) -> int:
+    if not callable(getattr(type(value), "__len__", None)):
+        raise TypeError(f"{name} of type {type(value).__qualname__} has no len(), so the loader has none; add __len__ to it")
+    return len(value)

@@ -1,0 +1,48 @@
+"""Which of several processes this one is, for ``shard="auto"``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from infeed.errors import ConfigError
+from infeed.plan.shards import ALONE, Shard
+
+# Rank and number of ranks, as launchers tell them: torchrun and its like, Open MPI, MPICH and Intel MPI, Slurm.
+_VARIABLES: Final = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+def find_shard(environ: Mapping[str, str] | None = None) -> Shard:
+    """From ``torch.distributed`` if it is in use, else from the launcher's environment, else this process is alone.
+
+    Raises:
+        ConfigError: the environment names a rank that cannot be.
+    """
+    torch: Any = sys.modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized():
+        return Shard(torch.get_rank(), torch.get_world_size())
+    environ = os.environ if environ is None else environ
+    for rank_name, size_name in _VARIABLES:
+        if rank_name in environ and size_name in environ:
+            return _parsed(rank_name, environ[rank_name], size_name, environ[size_name])
+    return ALONE
+
+
+def _parsed(rank_name: str, rank: str, size_name: str, size: str) -> Shard:
+    try:
+        shard = Shard(int(rank), int(size))
+    except ValueError:
+        shard = Shard(-1, 0)
+    if not 0 <= shard.rank < shard.world_size:
+        raise ConfigError(
+            f"shard='auto' found {rank_name}={rank!r} and {size_name}={size!r} in the environment; they must be whole numbers "
+            "with 0 <= rank < size: correct them, or give shard=(rank, world_size)"
+        )
+    return shard

@@ -1,0 +1,65 @@
+"""A check for users' own loaders: interrupted at any step and resumed, they give what they would have given."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+
+def assert_resumable(loader: Any, *, steps: Iterable[int] | None = None, in_order: bool = True) -> None:
+    """Iterate an epoch, then go back to its state after every step: the rest must be the same, bit for bit.
+
+    The states are taken through JSON, as in a checkpoint. The dataset must be finite. Afterwards the loader stands at the end
+    of that epoch.
+
+    Args:
+        loader: an ``infeed.DataLoader``, or anything else that is iterable and has ``state_dict`` and ``load_state_dict``.
+        steps: after how many batches to interrupt; by default after each, and before the first.
+        in_order: ``False`` for a loader that gives batches as they are ready: then the rest is compared without its order.
+
+    Raises:
+        AssertionError: the rest is another; says after which step, and which batch.
+    """
+    states = [json.dumps(loader.state_dict())]
+    prints: list[Any] = []
+    for batch in loader:
+        prints.append(_fingerprint(batch))
+        states.append(json.dumps(loader.state_dict()))
+    for step in range(len(states)) if steps is None else steps:
+        loader.load_state_dict(json.loads(states[step]))
+        rest = [_fingerprint(batch) for batch in loader]
+        expected = prints[step:]
+        if len(rest) != len(expected):
+            raise AssertionError(f"resumed after {step} batches, {len(rest)} more came instead of {len(expected)}")
+        if not in_order:
+            if Counter(map(repr, rest)) != Counter(map(repr, expected)):
+                raise AssertionError(f"resumed after {step} batches, other batches came")
+            continue
+        for number, (one, other) in enumerate(zip(rest, expected, strict=True), start=step):
+            if one != other:
+                raise AssertionError(
+                    f"resumed after {step} batches, batch {number} is another: {one!r:.200} and not {other!r:.200}"
+                )
+
+
+def _fingerprint(value: Any) -> Any:
+    """What a batch is, by value, in a form that can be kept and compared: types, dtypes, shapes and bits."""
+    if isinstance(value, np.ndarray):
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return "array", str(value.dtype), value.shape, content
+    if hasattr(value, "untyped_storage") and hasattr(value, "tolist"):
+        dense = value.to_dense() if value.is_sparse else value
+        return "tensor", str(value.dtype), tuple(value.shape), repr(dense.tolist())
+    kind = type(value).__qualname__
+    if isinstance(value, dict):
+        return kind, [(key, _fingerprint(part)) for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return kind, [_fingerprint(part) for part in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return kind, [_fingerprint(getattr(value, field.name)) for field in fields(value)]
+    return kind, repr(value)

@@ -1,0 +1,111 @@
+"""What an epoch has given its user so far: where it stands, and what its latest batches were made of."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final, NamedTuple, final
+
+from infeed.feeds import PlannedBatch
+from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
+from infeed.records import Part, Record
+
+# Batches of which is kept how they came about. More than anyone looks back, and less than a megabyte.
+_KEPT: Final = 256
+
+
+class Past(NamedTuple):
+    """A batch that was delivered or that failed: what was planned, who loaded it, how often it was tried."""
+
+    plan: PlannedBatch
+    parts: list[Part]
+    attempts: int
+    row_count: int
+    stream_state: Any
+
+
+@final
+class Trail:
+    """Belongs to one iteration of a loader; the engine notes every batch in it, when it gives it away."""
+
+    def __init__(self, start: Cursor) -> None:
+        self.start = start
+        self._step = start.step
+        self._position = start.position
+        # Later steps that came before this one, with the position each ended at. Of those that came in an earlier run it is not
+        # known: they are passed when what follows them comes.
+        self._ahead: dict[int, int | None] = dict.fromkeys(start.ahead)
+        self._failed: Past | None = None
+        self._recent: deque[Past] = deque(maxlen=_KEPT)
+        self._is_over = False
+        stream = start.stream
+        self._share_count = 0 if stream is None else len(stream.shares)
+        self._turn = 0 if stream is None else stream.turn
+        self._shares: dict[int, ShareCursor] = {} if stream is None else dict(enumerate(stream.shares))
+
+    @property
+    def epoch(self) -> int:
+        return self.start.epoch
+
+    def delivered(self, record: Record, share_count: int) -> None:
+        """The user is given this batch, which is of one of so many shares of a stream, or of none."""
+        if self._failed is not None:
+            # They went on behind a batch that failed, so it is behind them too.
+            self._pass(self._failed)
+            self._failed = None
+        self._share_count = share_count
+        past = _past(record)
+        self._recent.append(past)
+        self._pass(past)
+
+    def failed(self, record: Record) -> None:
+        """The user is given an exception for this batch. If the run ends with it, the batch is still to come."""
+        self._failed = _past(record)
+        self._recent.append(self._failed)
+
+    def end(self) -> None:
+        """The epoch is over: where it stands is the beginning of the next."""
+        self._is_over = True
+
+    def cursor(self) -> Cursor:
+        if self._is_over:
+            return Cursor(self.epoch + 1)
+        return Cursor(self.epoch, self._step, self._position, tuple(sorted(self._ahead)), self._stream())
+
+    def find(self, step: int) -> Past | None:
+        """The latest of what is remembered of a step."""
+        return next((past for past in reversed(self._recent) if past.plan.step == step), None)
+
+    def _pass(self, past: Past) -> None:
+        plan = past.plan
+        if plan.worker is not None:
+            self._pass_share(plan.worker, past)
+            return
+        step = self._step
+        while step in self._ahead:
+            step += 1
+        if step != plan.step:
+            self._ahead[plan.step] = plan.stop
+            return
+        for passed in range(self._step, step):
+            del self._ahead[passed]
+        self._step, self._position = step + 1, plan.stop
+        while (stop := self._ahead.get(self._step)) is not None:
+            del self._ahead[self._step]
+            self._step, self._position = self._step + 1, stop
+
+    def _pass_share(self, worker: int, past: Past) -> None:
+        before = self._shares.get(worker) or ShareCursor()
+        is_ended = past.row_count < past.plan.row_count
+        self._shares[worker] = ShareCursor(before.rows + past.row_count, is_ended, past.stream_state)
+        self._step = past.plan.step + 1
+        self._position += past.row_count
+        self._turn = worker + 1
+
+    def _stream(self) -> StreamCursor | None:
+        if not self._shares:
+            return None
+        return StreamCursor(self._turn, tuple(self._shares.get(number) or ShareCursor() for number in range(self._share_count)))
+
+
+def _past(record: Record) -> Past:
+    return Past(record.plan, record.parts, 1 + len(record.deaths or ()), record.row_count, record.stream_state)
