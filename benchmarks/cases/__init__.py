@@ -20,6 +20,7 @@ _MODULES: Final = {
     "memory_strings": "memory",
     "shuffle_billion": "shuffle_billion",
     "main_cpu": "main_cpu",
+    "state": "state",
 }
 
 NAMES: Final = tuple(_MODULES)
