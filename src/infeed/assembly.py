@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
-from infeed.batch.arrays import ArrayTable, as_rows
+from infeed.batch.arrays import ArrayTable
+from infeed.batch.torchlike import collate_as_torch
 from infeed.config import LoaderConfig
 from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
@@ -16,7 +17,7 @@ from infeed.memory.parcel import send
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor
-from infeed.planning import Planner, seed_grain
+from infeed.planning import Plan, rows_of, seed_grain
 from infeed.records import EngineSetup
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew
@@ -31,7 +32,7 @@ from infeed.workers.thread import ThreadCrew
 _USUAL_BATCHES: Final = 16
 
 
-def build_engine(config: LoaderConfig, planner: Planner, *, only: BatchPlan | None = None) -> Engine:
+def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = None) -> Engine:
     """An engine for these options, with its workers started.
 
     Args:
@@ -41,7 +42,7 @@ def build_engine(config: LoaderConfig, planner: Planner, *, only: BatchPlan | No
         WorkerStartError: the dataset cannot be sent to processes.
         MemoryLimitError: there is no memory for it.
     """
-    table = planner.table
+    table = plan.table
     kind = "inline" if table is not None else config.kind
     if kind == "process":
         prepare(config.start_method)
@@ -53,15 +54,23 @@ def build_engine(config: LoaderConfig, planner: Planner, *, only: BatchPlan | No
     store: SegmentStore = open_store() if kind == "process" else PrivateStore()
     arena = Arena(store, limit_bytes=limit)
     seeding = {"inline": Seeding.LEND, "thread": Seeding.LEAVE, "process": Seeding.SET}[kind]
-    if table is not None:
-        seeding = Seeding.LEAVE  # nothing of the user's runs
+    if table is not None or (kind == "inline" and config.is_torch and config.seed is None):
+        seeding = Seeding.LEAVE  # nothing of the user's runs, or it draws from the process's own generators as with torch
     specs = {
         worker: WorkerSpec(
-            worker=worker, worker_count=count, seed=planner.seed, grain_size=grain_size, seeding=seeding, cut=planner.cut
+            worker=worker,
+            worker_count=count,
+            seed=plan.seed,
+            grain_size=grain_size,
+            seeding=seeding,
+            cut=plan.cut,
+            torch_seed=plan.torch_seed,
         )
         for worker in workers
     }
     stream = StreamShares(count) if config.is_stream else None
+    if stream is not None and config.is_torch:
+        stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
     window, least_window = _windows(config, count, is_inline=kind == "inline")
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
     is_shared_hearer = kind == "thread" and bool(epoch_hearers(source.dataset, source.collate_fn))
@@ -85,9 +94,8 @@ def build_engine(config: LoaderConfig, planner: Planner, *, only: BatchPlan | No
             timeout_s=float(config.timeout),
             drop_last=config.drop_last,
             stream=stream,
-            make_feed=partial(_make_feed, config, planner, grain_size, stream, only),
-            # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
-            prefetches_epochs=kind != "inline" and not planner.is_given and not is_shared_hearer,
+            make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
         )
         engine = Engine(setup)
         undo.pop_all()  # all is well: from here on the engine closes them
@@ -103,7 +111,9 @@ def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
         making = Making.COLLATED
     else:
         making = Making.ROWS
-    return Source(as_rows(config.dataset), making, config.is_stream, config.collate_fn, config.worker_init_fn, table)
+    torch_collate = collate_as_torch if config.is_torch and making is Making.ROWS else None
+    dataset = rows_of(config)
+    return Source(dataset, making, config.is_stream, config.collate_fn, config.worker_init_fn, table, torch_collate)
 
 
 def _windows(config: LoaderConfig, count: int, *, is_inline: bool) -> tuple[int, int]:
@@ -138,7 +148,7 @@ def _crew(
 
 def _make_feed(
     config: LoaderConfig,
-    planner: Planner,
+    plan: Plan,
     grain_size: int,
     stream: StreamShares | None,
     only: BatchPlan | None,
@@ -146,4 +156,4 @@ def _make_feed(
 ) -> Feed:
     if stream is not None:
         return StreamFeed(cursor, config.batch_size or 1, stream)
-    return IndexedFeed(cursor, planner.batches(cursor) if only is None else iter([only]), grain_size)
+    return IndexedFeed(cursor, plan.batches(cursor) if only is None else iter([only]), grain_size)

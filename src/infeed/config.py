@@ -49,6 +49,7 @@ class LoaderConfig:
     replacement: bool = False
     weights: Any = None
     num_samples: int | None = None
+    is_torch: bool = False  # made by infeed.torch: torch has checked its own arguments, and batches are as it makes them
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -57,9 +58,10 @@ class LoaderConfig:
             if value is not None:  # NumPy's integers are taken, and are Python's from here on
                 object.__setattr__(self, name, index(value))
         self._check_choices()
-        self._check_callables()
-        self._check_dataset()
-        self._check_together()
+        if not self.is_torch:
+            self._check_callables()
+            self._check_dataset()
+            self._check_together()
         object.__setattr__(self, "shard", _checked_shard(self.shard))
         if self.weights is not None:
             object.__setattr__(self, "weights", self._checked_weights())
@@ -67,7 +69,7 @@ class LoaderConfig:
     @property
     def is_stream(self) -> bool:
         """Whether the dataset is read by ``__iter__`` because it cannot be asked for an index."""
-        return is_stream(self.dataset)
+        return _is_torch_stream(self.dataset) if self.is_torch else is_stream(self.dataset)
 
     @property
     def kind(self) -> WorkerKind:
@@ -222,6 +224,10 @@ def is_stream(dataset: Any) -> bool:
         return False
     if not _has(dataset, "__getitem__"):
         return True
+    return _is_torch_stream(dataset)
+
+
+def _is_torch_stream(dataset: Any) -> bool:
     return any(
         cls.__name__ == "IterableDataset" and cls.__module__.startswith("torch.utils.data") for cls in type(dataset).__mro__
     )

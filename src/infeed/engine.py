@@ -132,7 +132,17 @@ class Engine:
         """Whether it can load in this process; a forked child cannot use its parent's workers."""
         return not self._is_closed and self.owner_pid == os.getpid()
 
+    def worker_pids(self) -> list[int]:
+        """Process numbers of its workers, in their order."""
+        return list(self._crew.pids().values())
+
     # --- the user's side
+
+    def prime(self) -> None:
+        """Let workers begin with the epoch before its first batch is asked for."""
+        with self._lock:
+            self._plan()
+            self._crew.flush()
 
     def begin_epoch(self, trail: Trail) -> None:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""

@@ -21,6 +21,7 @@ class Garage:
     """
 
     def __init__(self) -> None:
+        self.is_keeping = True  # whether an engine waits for the next epoch, with its workers
         # Guards both. Reentrant, because an epoch that the garbage collector finds is given back from wherever it runs.
         self._lock = threading.RLock()
         self._parked: Engine | None = None
@@ -52,7 +53,7 @@ class Garage:
             self._out.discard(engine)
             is_good = engine not in self._outdated
             self._outdated.discard(engine)
-            if self._parked is None and engine.is_usable and is_good and not self.is_closed:
+            if self._parked is None and engine.is_usable and is_good and self.is_keeping and not self.is_closed:
                 self._parked = engine
                 return
         if engine.is_usable:

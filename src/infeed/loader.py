@@ -1,26 +1,17 @@
-"""``DataLoader``: from arguments to an engine, and from an engine to the user's loop."""
+"""``infeed.DataLoader``: arguments, and what they mean."""
 
 from __future__ import annotations
 
-import operator
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, Literal, final
 
-from infeed.assembly import build_engine
 from infeed.config import LoaderConfig, StartMethod, WorkerKind
-from infeed.engine import Engine, EpochEnd
-from infeed.errors import ConfigError, LoaderClosedError
-from infeed.garage import MSG_CLOSED, Garage
-from infeed.lineage import Lineage, lineage_of
-from infeed.plan.batches import BatchPlan
-from infeed.plan.cursor import Cursor, read_state, write_state
+from infeed.core import Core
+from infeed.lineage import Lineage
 from infeed.plan.shards import Shard
-from infeed.planning import Planner, seed_grain
-from infeed.trail import Past, Trail
+from infeed.planning import Planner
 
 
 @final
@@ -95,7 +86,7 @@ class DataLoader:
         weights: Any = None,
         num_samples: int | None = None,
     ) -> None:
-        self._config = LoaderConfig(
+        config = LoaderConfig(
             dataset=dataset,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -119,20 +110,12 @@ class DataLoader:
             weights=weights,
             num_samples=num_samples,
         )
-        self._planner = Planner(self._config, _drawn_seed(self._config) if seed is None else int(seed))
-        # Where the next epoch begins. Taken when its first batch is asked for: `iter` alone, as frameworks call it to look,
-        # begins nothing.
-        self._next = Cursor()
-        self._trail: Trail | None = None  # of the epoch that was begun last
-        self._lock = threading.Lock()  # guards both while an epoch begins
-        self._garage = Garage()
+        self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
-        self._finalizer = weakref.finalize(self, self._garage.close)
+        self._finalizer = weakref.finalize(self, self._core.garage.close)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._garage.is_closed:
-            raise LoaderClosedError(MSG_CLOSED)
-        return _Epoch(self)
+        return self._core.iterate(self)
 
     def __len__(self) -> int:
         """Batches in an epoch.
@@ -140,25 +123,25 @@ class DataLoader:
         Raises:
             TypeError: the dataset, sampler or batch sampler has no length.
         """
-        return self._planner.batch_count()
+        return self._core.plan.batch_count()
 
     @property
     def dataset(self) -> Any:
-        return self._config.dataset
+        return self._core.config.dataset
 
     @property
     def batch_size(self) -> int | None:
-        return self._config.batch_size
+        return self._core.config.batch_size
 
     @property
     def seed(self) -> int:
         """What the order and the dataset's random numbers are made from: as given, or as drawn."""
-        return self._planner.seed
+        return self._core.plan.seed
 
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one if there is none."""
-        return self._cursor().epoch
+        return self._core.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch; later ones follow by themselves.
@@ -166,27 +149,14 @@ class DataLoader:
         A sampler that has ``set_epoch`` is told. The dataset, its transforms and ``collate_fn`` are told in every worker when
         an epoch begins, also without this call. If a state of this very epoch was loaded, the epoch goes on where that says.
         """
-        try:
-            epoch = operator.index(epoch)
-        except TypeError:
-            raise ConfigError(f"epoch={epoch!r} must be a whole number; pass the number of the epoch, from 0") from None
-        if not 0 <= epoch < 1 << 62:
-            raise ConfigError(f"epoch={epoch!r} must be 0 or more; pass the number of the epoch, from 0")
-        sampler = self._config.batch_sampler if self._config.sampler is None else self._config.sampler
-        for one in (sampler, getattr(sampler, "sampler", None)):
-            hear = getattr(one, "set_epoch", None)
-            if callable(hear):
-                hear(epoch)
-        if not (self._next.epoch == epoch and self._trail is None):
-            self._next = Cursor(epoch)
-            self._trail = None
+        self._core.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
 
         It can be loaded with another number or kind of workers, another batch size, another number of ranks.
         """
-        return write_state(self._cursor(), self._planner.identity(is_fresh=False))
+        return self._core.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state says, with the next iteration. Nothing is loaded again; ``{}`` changes nothing.
@@ -197,14 +167,7 @@ class DataLoader:
         Raises:
             StateError: it is damaged, or of another dataset or other options. The loader is as it was.
         """
-        if isinstance(state_dict, dict) and not state_dict:
-            return
-        cursor, seed = read_state(state_dict, self._planner.identity())
-        if seed != self._planner.seed:
-            self._planner.seed = seed
-            self._garage.clear()  # its workers were born with the other seed
-        self._next = cursor
-        self._trail = None
+        self._core.load_state_dict(state_dict)
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
         """Where batch ``step`` (from 0) of an epoch comes from: its indices and seeds, and who loaded it, how long, how often.
@@ -216,16 +179,7 @@ class DataLoader:
         Raises:
             IndexError: there is no such batch, or it came from a sampler or a stream and is no longer remembered.
         """
-        epoch, plan, past = self._look_up(epoch, step)
-        return lineage_of(
-            epoch,
-            step,
-            plan,
-            past,
-            seed=self._planner.seed,
-            grain_size=seed_grain(self._config),
-            rank=self._planner.shard.rank,
-        )
+        return self._core.explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
         """Load batch ``step`` of an epoch again, the very same, here and now: in this thread, so that a debugger can follow.
@@ -233,53 +187,7 @@ class DataLoader:
         Raises:
             IndexError: as ``explain``.
         """
-        if self._config.is_stream:
-            raise ConfigError("replay needs a dataset with __getitem__; a stream can only be read from its beginning")
-        epoch, plan, past = self._look_up(epoch, step)
-        if past is not None:
-            assert past.plan.indices is not None
-            plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
-        engine = build_engine(replace(self._config, num_workers=0, worker="process"), self._planner, only=plan)
-        try:
-            engine.begin_epoch(Trail(Cursor(epoch, step)))
-            return engine.next_batch()
-        finally:
-            engine.close()
-
-    def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, Past | None]:
-        """The epoch that is meant, and of its batch ``step`` either what is planned or what is remembered."""
-        trail = self._trail
-        if epoch is None:
-            epoch = self.epoch if trail is None else trail.epoch
-        if trail is not None and trail.epoch != epoch:
-            trail = None
-        past = trail.find(step) if trail is not None else None
-        if past is not None:
-            return epoch, None, past
-        if self._planner.is_given:
-            raise IndexError(
-                f"batch {step} of epoch {epoch} is not remembered; of samplers and streams only the latest batches are, of the "
-                "epoch that was begun last"
-            )
-        start = trail.start if trail is not None and step >= trail.start.step else Cursor(epoch)
-        plan = self._planner.batch(start, step)
-        if plan is None:
-            raise IndexError(f"epoch {epoch} has no batch {step}; it has {len(self)} batches, counted from 0")
-        return epoch, plan, None
-
-    def _cursor(self) -> Cursor:
-        return self._next if self._trail is None else self._trail.cursor()
-
-    def _begin(self, offered: Cursor) -> Trail:
-        """Begin an epoch for an iteration that was made when ``offered`` was the next."""
-        with self._lock:
-            if self._next is not offered and self._trail is None:
-                # A state was loaded, or an epoch set, after `iter`: that is for the next one.
-                return Trail(offered)
-            start = self._next
-            self._trail = Trail(start)
-            self._next = Cursor(start.epoch + 1)
-            return self._trail
+        return self._core.replay(step, epoch)
 
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
@@ -292,9 +200,9 @@ class DataLoader:
         self.close()
 
     def __repr__(self) -> str:
-        config = self._config
+        config = self._core.config
         dataset = type(config.dataset).__qualname__
-        rank, world_size = self._planner.shard
+        rank, world_size = self._core.plan.cut.shard
         shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
         return (
             f"DataLoader({dataset}, batch_size={config.batch_size}, shuffle={config.shuffle}, "
@@ -306,61 +214,3 @@ def _drawn_seed(config: LoaderConfig) -> int:
     # All ranks must have the same, and they do not talk to each other: so it is no secret.
     is_shared = isinstance(config.shard, Shard) and config.shard.world_size > 1
     return 0 if is_shared else int.from_bytes(os.urandom(8)) >> 1
-
-
-@final
-class _Epoch(Iterator[Any]):
-    """One iteration of a loader. Starts nothing before the first batch is asked for."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        # Holds the loader: `for batch in DataLoader(...)` has no other reference to it.
-        self._loader = loader
-        self._offered = loader._next
-        self._trail: Trail | None = None
-        self._lock = threading.Lock()  # one thread at a time drives the engine
-        self._engine: Engine | None = None
-        self._is_over = False
-        self._finalizer: weakref.finalize[[Garage, Engine], _Epoch] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        with self._lock:
-            if self._is_over:
-                raise StopIteration
-            engine = self._engine or self._begin()
-            try:
-                return engine.next_batch()
-            except EpochEnd:
-                if self._trail is not None:
-                    self._trail.end()
-                self._end()
-                raise StopIteration from None
-            except BaseException:
-                if not engine.is_usable:
-                    self._end()
-                raise
-
-    def _begin(self) -> Engine:
-        loader = self._loader
-        garage = loader._garage
-        engine = self._engine = garage.take(lambda: build_engine(loader._config, loader._planner))
-        self._trail = loader._begin(self._offered)
-        engine.begin_epoch(self._trail)
-        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, garage, engine)
-        self._finalizer.atexit = False
-        return engine
-
-    def _end(self) -> None:
-        self._is_over = True
-        if self._finalizer is not None:
-            self._finalizer()
-        self._engine = None
-
-
-def _leave(garage: Garage, engine: Engine) -> None:
-    if engine.is_usable:
-        engine.leave_epoch()
-    garage.give_back(engine)

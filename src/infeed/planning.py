@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from infeed.batch.arrays import ArrayTable, as_rows, table_of
 from infeed.config import LoaderConfig
@@ -20,50 +20,27 @@ _ALL: Final = sys.maxsize
 _USUAL_BATCH_SIZE: Final = 32
 
 
-@final
-class Planner:
-    """Answers for one loader. ``seed`` may change, when a state is loaded; all else is fixed by the options."""
+class Plan(Protocol):
+    """What an engine and a loader ask of a plan."""
 
-    def __init__(self, config: LoaderConfig, seed: int) -> None:
-        assert isinstance(config.shard, Shard)
-        self._config = config
-        self.seed = seed
-        self.table = _table_for(config)
-        self._cut = Cut(config.batch_size or 1, config.drop_last, config.shard, config.pad)
-        self._ladder = None if config.weights is None else weight_ladder(config.weights)
-        self._order_name = self._named_order()
-        self._length: int | None = None
-        self._check_lengths()
-
-    @property
-    def shard(self) -> Shard:
-        return self._cut.shard
-
-    @property
-    def cut(self) -> Cut:
-        return self._cut
+    seed: int
+    table: ArrayTable | None
+    cut: Cut
+    torch_seed: int | None  # what the seeds of torch's workers are counted from
 
     @property
     def is_given(self) -> bool:
         """Whether the order is the user's: a sampler's or a stream's. Then it is known only by asking them."""
-        config = self._config
-        return config.is_stream or config.sampler is not None or config.batch_sampler is not None
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether the next epoch may be begun before the user asks for it."""
 
     def batches(self, cursor: Cursor) -> Iterator[BatchPlan]:
         """The batches of an epoch of this rank, from a cursor on."""
-        config = self._config
-        if config.batch_sampler is not None:
-            return given_batches(config.batch_sampler, self._cut, cursor.position)
-        if config.sampler is not None:
-            return sampled_batches(config.sampler, self._cut, cursor.position)
-        return ordered_batches(self._order(cursor.epoch), self._cut, cursor.position)
 
     def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
-        """Batch ``step`` of an epoch that goes on at ``cursor``; ``None`` if there is none. Not for samplers."""
-        order = self._order(cursor.epoch)
-        steps = Steps(cursor.position, order.length, self._cut)
-        number = step - cursor.step
-        return ordered_batch(order, steps.piece(number)) if 0 <= number < steps.count else None
+        """Batch ``step`` of an epoch that goes on at ``cursor``; ``None`` if there is none. Not if ``is_given``."""
 
     def batch_count(self) -> int:
         """Batches in an epoch of this rank.
@@ -71,18 +48,74 @@ class Planner:
         Raises:
             TypeError: the dataset, sampler or batch sampler has no length.
         """
+
+    def identity(self, *, is_fresh: bool = True) -> Identity:
+        """What this loader's states belong to. Unless ``is_fresh``, the length is what it was when the epoch began."""
+
+    def sampler_state(self, cursor: Cursor) -> Any:
+        """What else is needed to plan this epoch again, as plain data; ``None`` if nothing is."""
+
+    def load_sampler_state(self, state: Any) -> None:
+        """Plan the next epoch as ``sampler_state`` says.
+
+        Raises:
+            StateError: it is not such a state.
+        """
+
+
+@final
+class Planner(Plan):
+    """The plan of ``infeed.DataLoader``. ``seed`` may change, when a state is loaded; all else is fixed by the options."""
+
+    torch_seed = None
+
+    def __init__(self, config: LoaderConfig, seed: int) -> None:
+        assert isinstance(config.shard, Shard)
+        self._config = config
+        self.seed = seed
+        self.table = _table_for(config)
+        self.cut = Cut(config.batch_size or 1, config.drop_last, config.shard, config.pad)
+        self._ladder = None if config.weights is None else weight_ladder(config.weights)
+        self._order_name = self._named_order()
+        self._length: int | None = None
+        self._check_lengths()
+
+    @property
+    def is_given(self) -> bool:
+        config = self._config
+        return config.is_stream or config.sampler is not None or config.batch_sampler is not None
+
+    @property
+    def is_foreseeable(self) -> bool:
+        # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
+        return not self.is_given
+
+    def batches(self, cursor: Cursor) -> Iterator[BatchPlan]:
         config = self._config
         if config.batch_sampler is not None:
-            return -(-_length(config.batch_sampler, "batch_sampler") // self._cut.shard.world_size)
+            return given_batches(config.batch_sampler, self.cut, cursor.position)
+        if config.sampler is not None:
+            return sampled_batches(config.sampler, self.cut, cursor.position)
+        return ordered_batches(self._order(cursor.epoch), self.cut, cursor.position)
+
+    def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
+        order = self._order(cursor.epoch)
+        steps = Steps(cursor.position, order.length, self.cut)
+        number = step - cursor.step
+        return ordered_batch(order, steps.piece(number)) if 0 <= number < steps.count else None
+
+    def batch_count(self) -> int:
+        config = self._config
+        if config.batch_sampler is not None:
+            return -(-_length(config.batch_sampler, "batch_sampler") // self.cut.shard.world_size)
         if config.sampler is not None:
             length = _length(config.sampler, "sampler")
         else:
             length = config.num_samples or self._dataset_length()
-        steps = Steps(0, length, self._cut)
+        steps = Steps(0, length, self.cut)
         return steps.count - steps.is_last_empty
 
     def identity(self, *, is_fresh: bool = True) -> Identity:
-        """What this loader's states belong to. Unless ``is_fresh``, the length is what it was when the epoch began."""
         config = self._config
         if is_fresh or self._length is None:
             self._length = self._dataset_length() if hasattr(config.dataset, "__len__") else None
@@ -93,9 +126,15 @@ class Planner:
             seed=self.seed,
             is_seed_given=config.seed is not None,
             batch_size=config.batch_size,
-            world_size=self._cut.shard.world_size,
+            world_size=self.cut.shard.world_size,
             worker_count=max(1, config.num_workers),
         )
+
+    def sampler_state(self, cursor: Cursor) -> Any:
+        del cursor  # samplers are asked anew
+
+    def load_sampler_state(self, state: Any) -> None:
+        del state
 
     def _order(self, epoch: int) -> Order:
         config = self._config
@@ -112,7 +151,7 @@ class Planner:
     def _dataset_length(self) -> int:
         if self.table is not None:
             return self.table.length
-        return _length(as_rows(self._config.dataset), "dataset")
+        return _length(rows_of(self._config), "dataset")
 
     def _named_order(self) -> str:
         config = self._config
@@ -151,11 +190,16 @@ def seed_grain(config: LoaderConfig) -> int:
         return config.grain_size
     if config.batch_size is None and config.batch_sampler is None:
         return 1
-    if config.collate_fn is not None or callable(getattr(as_rows(config.dataset), "__getitems__", None)):
+    if config.collate_fn is not None or callable(getattr(rows_of(config), "__getitems__", None)):
         return _ALL
     if config.batch_sampler is not None:
         return default_grain_size(_USUAL_BATCH_SIZE)
     return default_grain_size(config.batch_size or 1)
+
+
+def rows_of(config: LoaderConfig) -> Any:
+    """The dataset by rows. To torch a tuple of arrays is a dataset of arrays."""
+    return config.dataset if config.is_torch else as_rows(config.dataset)
 
 
 def _table_for(config: LoaderConfig) -> ArrayTable | None:

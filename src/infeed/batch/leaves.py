@@ -55,7 +55,8 @@ class UnequalShapes(Exception):
 class Leaf:
     """One leaf of the layout: what a row of it is.
 
-    ``dtype`` is a NumPy dtype, or for tensors the name of torch's; ``cls`` the class of tensor.
+    ``dtype`` is a NumPy dtype; for tensors the name of torch's; for objects their only type, if there must be one. ``cls`` is
+    the class of tensor, or of the list of objects. ``read_as`` names a torch dtype if it is read as a tensor all the same.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class Leaf:
     shape: tuple[int, ...] = ()
     row_bytes: int = 0
     cls: type[Any] | None = None
+    read_as: str | None = None
 
     @property
     def is_in_slot(self) -> bool:
@@ -141,7 +143,7 @@ def _check_shapes(column: Column) -> None:
 def finish_beside(leaf: Leaf, values: list[Any]) -> Any:
     """What a column that travelled beside the slot is in the batch."""
     if leaf.kind is Kind.OBJECT:
-        return values
+        return values if leaf.cls is None else leaf.cls(values)
     if isinstance(values[0], np.ndarray | np.generic):
         return np.stack(values)
     import torch  # the values are tensors

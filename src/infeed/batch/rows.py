@@ -148,7 +148,7 @@ class _TensorCell(_Cell):
 def _tensor(buffer: Any, leaf: Leaf, offset: int, row_count: int) -> Any:
     import torch  # the leaf is a tensor: whoever reads it needs torch
 
-    dtype = getattr(torch, leaf.dtype)
+    dtype = getattr(torch, leaf.read_as or leaf.dtype)
     shape = (row_count, *leaf.shape)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
@@ -174,7 +174,7 @@ class RowWriter:
             _CELLS[leaf.kind](leaf, memory, block_offset + offset, row_count) if leaf.is_in_slot else None
             for leaf, offset in zip(layout.leaves, offsets, strict=True)
         ]
-        self._beside_kinds = [leaf.kind for leaf in layout.leaves if not leaf.is_in_slot]
+        self._beside_leaves = [leaf for leaf in layout.leaves if not leaf.is_in_slot]
         self.chunk_rows = max(1, _CHUNK_BYTES // max(1, layout.row_bytes))
 
     def write(self, row: int, samples: Sequence[Sample], beside: list[list[Any]]) -> None:
@@ -189,7 +189,7 @@ class RowWriter:
             self._node.split(samples, columns)
             for cell, column in zip(self._cells, columns, strict=True):
                 if cell is None:
-                    _check_beside(self._beside_kinds[number], column)
+                    _check_beside(self._beside_leaves[number], column)
                     beside[number].extend(column)
                     number += 1
                 else:
@@ -218,9 +218,14 @@ _PLAIN_TYPES: Final[set[type[Any]]] = set()
 _PLAIN_TYPES_KEPT: Final = 256
 
 
-def _check_beside(kind: Kind, column: Column) -> None:
+def _check_beside(leaf: Leaf, column: Column) -> None:
     """Refuse what would have been something else had it come first: the batch's type must not depend on the one before."""
     types = set(map(type, column))
+    kind = leaf.kind
+    if leaf.dtype is not None:
+        if types != {leaf.dtype}:
+            raise LeafMismatch
+        return
     if kind is Kind.OBJECT and types <= _PLAIN_TYPES:
         return
     if not all(isinstance(structure_of(value), LeafNode) for value in column):
@@ -251,17 +256,19 @@ class RowReader:
         ]
         # The commonest sample, a tuple of arrays, is worth its own way: it halves the cost of reading a small batch.
         node = layout.node
-        self._is_flat_tuple = (
+        self._flat_cls = node.made or node.cls if isinstance(node, SequenceNode) else None
+        self._is_flat = (
             isinstance(node, SequenceNode)
-            and node.cls is tuple
+            and self._flat_cls in (tuple, list)
             and not self._beside_leaves
             and all(isinstance(child, LeafNode) for child in node.children)
         )
 
     def read(self, lease: Lease, beside: list[list[list[Any]]]) -> Any:
         """The batch; ``beside`` has, for each task in the order of rows, the values that travelled beside the slot."""
-        if self._is_flat_tuple:
-            return tuple([maker(lease) for maker in self._makers if maker is not None])
+        if self._is_flat:
+            values = [maker(lease) for maker in self._makers if maker is not None]
+            return values if self._flat_cls is list else tuple(values)
         columns = iter(
             [
                 finish_beside(leaf, list(chain.from_iterable(part[number] for part in beside)))
@@ -274,7 +281,7 @@ class RowReader:
 
 def _maker(leaf: Leaf, offset: int, row_count: int) -> Callable[[Lease], Any]:
     shape = (row_count, *leaf.shape)
-    if leaf.kind is Kind.TENSOR:
+    if leaf.kind is Kind.TENSOR or leaf.read_as is not None:
         cls = leaf.cls
         if cls is None:
             return lambda lease: _tensor(lease, leaf, offset, row_count)

@@ -66,6 +66,7 @@ class SequenceNode(Node):
     cls: type[Any]
     children: tuple[Node, ...]
     path: str
+    made: type[Any] | None = None  # what the batch is built as, if not as the sample
 
     def split(self, samples: Column, columns: list[Column]) -> None:
         if set(map(type, samples)) != {self.cls} or set(map(len, samples)) != {len(self.children)}:
@@ -75,9 +76,10 @@ class SequenceNode(Node):
 
     def join(self, values: Iterator[Any]) -> Any:
         items = [child.join(values) for child in self.children]
-        if self.cls is list:
+        cls = self.made or self.cls
+        if cls is list:
             return items
-        return tuple(items) if self.cls is tuple else self.cls._make(items)
+        return tuple(items) if cls is tuple else cls._make(items)
 
     def paths(self, prefix: str = "") -> list[str]:
         names: Sequence[str] = getattr(self.cls, "_fields", ())

@@ -52,6 +52,10 @@ class Crew(ABC):
     @abstractmethod
     def remove_segment(self, number: int) -> None: ...
 
+    def pids(self) -> dict[WorkerId, int]:
+        """Process numbers of the workers that are processes."""
+        return {}
+
     @abstractmethod
     def wake(self) -> None:
         """End ``receive``, from any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -50,6 +51,15 @@ get_worker_info.__module__ = "infeed"
 def set_worker_info(info: WorkerInfo | None) -> None:
     """Say which worker this thread is from now on."""
     _LOCAL.info = info
+
+
+def tell_torch(info: WorkerInfo) -> bool:
+    """Let ``torch.utils.data.get_worker_info`` in this process say the same; whether torch is there to be told."""
+    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    if worker is None:
+        return False
+    worker._worker_info = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
+    return True
 
 
 def take_was_asked() -> bool:

@@ -184,6 +184,9 @@ class ProcessCrew(Crew):
         for worker in self._members:
             self.send(worker, UnmapSegment(number))
 
+    def pids(self) -> dict[WorkerId, int]:
+        return {worker: member.process.pid for worker, member in sorted(self._members.items())}
+
     def wake(self) -> None:
         self._poller.wake()
 

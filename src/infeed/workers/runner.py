@@ -11,15 +11,17 @@ Three outcomes of loading rows under an expected layout:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from mmap import mmap
-from operator import length_hint
+from operator import getitem, length_hint
 from time import perf_counter_ns
 from typing import Any, Final, Protocol, TypeAlias, assert_never, final
 
 from infeed.batch.layout import Layout, infer_layout
 from infeed.batch.packing import Packing
 from infeed.batch.rows import RowMismatch, RowWriter
+from infeed.batch.torchlike import torch_layout
 from infeed.batch.tree import Sample
 from infeed.errors import CollateError, InternalError
 from infeed.memory.arena import Block
@@ -28,7 +30,7 @@ from infeed.plan.seeds import derive, mix
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
 from infeed.workers.hearers import epoch_hearers
-from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked
+from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked, tell_torch
 from infeed.workers.messages import (
     DropTask,
     Emptied,
@@ -44,7 +46,7 @@ from infeed.workers.messages import (
     Unplaced,
 )
 from infeed.workers.places import Place, working_at
-from infeed.workers.seeding import lent_generators, seed_generators
+from infeed.workers.seeding import lent_generators, seed_generators, torch_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import StreamShare, open_share
 
@@ -93,13 +95,17 @@ class Runner:
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
         self._layouts_alive: dict[int, Layout] = {}
         # Bound once, as `dataset[index]` finds it: on the class.
-        self._get: Callable[[Any], Sample] = (
-            type(source.dataset).__getitem__.__get__(source.dataset) if not source.is_stream else _not_indexed
-        )
+        getter = getattr(type(source.dataset), "__getitem__", None)
+        self._get: Callable[[Any], Sample] = _not_indexed
+        if not source.is_stream:
+            self._get = getter.__get__(source.dataset) if getter is not None else partial(getitem, source.dataset)
         self._share: StreamShare | None = None
         self._opened: OpenStream | None = None
         self._is_stream_known = True
         self._place_now = Place()
+        self._info: WorkerInfo | None = None
+        self._seeds_torch = True
+        self._is_torch_told = spec.torch_seed is None or spec.seeding is not Seeding.SET
         self._hearers = epoch_hearers(source.dataset, source.collate_fn)
         self._began = 0
         self._epoch = -1  # the one that tasks were last of
@@ -113,9 +119,12 @@ class Runner:
         spec = self._spec
         self._set_info(spec.worker_count)
         if spec.seeding is Seeding.SET:
-            seed_generators(derive(spec.seed, spec.share))
+            seed_generators(spec.worker_seed)
         if self._source.worker_init_fn is not None:
             self._source.worker_init_fn(spec.worker)
+        if spec.torch_seed is not None and spec.seeding is Seeding.SET:
+            # Who seeds torch in worker_init_fn wants that seed, as with torch's loader.
+            self._seeds_torch = torch_seed() in (None, spec.worker_seed)
 
     def handle(self, message: Work) -> FromWorker | None:
         """Do one thing; the answer, if it has one. What user code raises is in the answer."""
@@ -155,6 +164,8 @@ class Runner:
             return LoadFailed(message.task, failure, error.row_count)
 
     def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
+        if not self._is_torch_told and self._info is not None:
+            self._is_torch_told = tell_torch(self._info)  # user code may have imported it since
         if message.epoch != self._epoch:
             self._epoch = message.epoch
             self._epoch_seed = derive(self._spec.seed, message.epoch)
@@ -207,7 +218,9 @@ class Runner:
             beside = writer.new_beside()
             row = message.first_row
             fits = True
-            for samples in self._chunks(message, writer.chunk_rows):
+            # Where nothing is seeded a sample must not be loaded twice, so none is forgotten before all are known to fit.
+            chunk_rows = len(message.indices) if self._spec.seeding is Seeding.LEAVE else writer.chunk_rows
+            for samples in self._chunks(message, chunk_rows):
                 try:
                     writer.write(row, samples, beside)
                 except RowMismatch:
@@ -221,8 +234,10 @@ class Runner:
             if len(samples) < len(message.indices):
                 # Some rows are written and forgotten. Seeds make it harmless to load them again.
                 samples = self._fetch_grains(message)
-        block = message.block if message.is_whole else None
         indices = plain_indices(message.indices)
+        if self._source.torch_collate is not None and torch_layout(samples) is None:
+            return self._pack(message, samples, message.row_count, indices) if message.is_whole else Mismatched(message.task)
+        block = message.block if message.is_whole else None
         return self._place_or_hold(message.task, samples, indices, block, message.row_count, first_row=message.first_row)
 
     def _place_or_hold(
@@ -236,9 +251,10 @@ class Runner:
     ) -> FromWorker:
         """Find a layout for these samples; write them if they may go into this block now, else keep them."""
         try:
-            layout = infer_layout(samples, indices)
+            layout = infer_layout(samples, indices) if self._source.torch_collate is None else torch_layout(samples)
         except CollateError as error:
             raise _LoadError("collating samples", indices, None) from error
+        assert layout is not None
         _, nbytes = layout.offsets(row_count)
         held = _Held(first_row, row_count, samples, layout, None)
         held.elapsed_ns = self._elapsed()
@@ -273,10 +289,11 @@ class Runner:
     def _pack(self, message: LoadGrains | LoadNext, samples: list[Sample], row_count: int, indices: list[Any]) -> FromWorker:
         source, task, block = self._source, message.task, message.block
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
-        if source.collate_fn is not None:
+        collate = source.collate_fn or source.torch_collate
+        if collate is not None:
             self._place_now.at_collation(self._epoch_seed, message.first_position)
             try:
-                tree = source.collate_fn(tree)
+                tree = collate(tree)
             except Exception as error:
                 raise _LoadError("collate_fn ran on the batch of", indices, None) from error
         try:
@@ -356,7 +373,7 @@ class Runner:
     def _seed(self, place: int) -> None:
         """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
         if self._spec.seeding is not Seeding.LEAVE:
-            seed_generators(mix(self._epoch_seed ^ place))
+            seed_generators(mix(self._epoch_seed ^ place), with_torch=self._seeds_torch)
 
     # --- streams
 
@@ -428,13 +445,18 @@ class Runner:
                 pass
             else:
                 return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
+        if self._source.torch_collate is not None and torch_layout(samples) is None:
+            return self._pack(message, samples, len(samples), indices)
         return self._place_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
 
     def _set_info(self, worker_count: int) -> None:
         if self._spec.seeding is Seeding.LEND:
             return  # inline: user code is in the main process and is told so
         spec = self._spec
-        set_worker_info(WorkerInfo(spec.worker, worker_count, derive(spec.seed, spec.share), self._source.dataset))
+        self._info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, self._source.dataset)
+        set_worker_info(self._info)
+        if spec.torch_seed is not None and spec.seeding is Seeding.SET:
+            self._is_torch_told = tell_torch(self._info)
 
 
 def _not_indexed(_index: Any) -> Sample:

@@ -35,14 +35,20 @@ def seed_lazily() -> None:
     _SEEDERS.numpy = lazy_numpy().seed
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int, *, with_torch: bool = True) -> None:
     """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator."""
     _SEEDERS.python(seed)
     _SEEDERS.numpy(seed)
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch") if with_torch else None
     if torch is not None:
         # torch.manual_seed also looks for every accelerator, at a hundred times the cost.
         torch.default_generator.manual_seed(seed)
+
+
+def torch_seed() -> int | None:
+    """What torch's default generator was last seeded with; ``None`` if torch is not imported."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else int(torch.default_generator.initial_seed())
 
 
 def generator_states() -> dict[str, object]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from infeed.batch.arrays import ArrayTable
+from infeed.plan.seeds import derive
 from infeed.plan.shards import Cut
 
 
@@ -31,6 +32,8 @@ class Source:
     collate_fn: Callable[[Any], Any] | None
     worker_init_fn: Callable[[int], Any] | None
     table: ArrayTable | None = None
+    # Torch's default_collate, where batches are to be as it makes them; called where rows cannot be written one by one.
+    torch_collate: Callable[[list[Any]], Any] | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -57,8 +60,14 @@ class WorkerSpec:
     grain_size: int
     seeding: Seeding
     cut: Cut  # how a stream is shared with other ranks
+    torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property
     def share(self) -> int:
         """This worker among those of all ranks."""
         return self.worker + (self.cut.shard.rank << 32)
+
+    @property
+    def worker_seed(self) -> int:
+        """What the worker's generators are seeded with when it starts, and what user code is told as its seed."""
+        return derive(self.seed, self.share) if self.torch_seed is None else self.torch_seed + self.worker

@@ -1,0 +1,205 @@
+"""What every loader does, whatever its arguments look like: epoch after epoch, where it stands, where batches came from.
+
+``infeed.DataLoader`` and ``infeed.torch.DataLoader`` are two doors to this.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, final
+
+from infeed.assembly import build_engine
+from infeed.config import LoaderConfig
+from infeed.engine import Engine, EpochEnd
+from infeed.errors import ConfigError, LoaderClosedError
+from infeed.garage import MSG_CLOSED, Garage
+from infeed.lineage import Lineage, lineage_of
+from infeed.plan.batches import BatchPlan
+from infeed.plan.cursor import Cursor, read_state, write_state
+from infeed.planning import Plan, seed_grain
+from infeed.trail import Past, Trail
+
+
+@final
+class Core:
+    """Belongs to one loader, which closes it."""
+
+    def __init__(self, config: LoaderConfig, plan: Plan) -> None:
+        self.config = config
+        self.plan = plan
+        # Where the next epoch begins. Taken when its first batch is asked for: `iter` alone, as frameworks call it to look,
+        # begins nothing.
+        self._next = Cursor()
+        self._trail: Trail | None = None  # of the epoch that was begun last
+        self._lock = threading.Lock()  # guards both while an epoch begins
+        self.garage = Garage()
+
+    def iterate(self, owner: object) -> Epoch:
+        """One iteration. It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it."""
+        if self.garage.is_closed:
+            raise LoaderClosedError(MSG_CLOSED)
+        return Epoch(self, self._next, owner)
+
+    @property
+    def epoch(self) -> int:
+        return self._cursor().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        try:
+            epoch = operator.index(epoch)
+        except TypeError:
+            raise ConfigError(f"epoch={epoch!r} must be a whole number; pass the number of the epoch, from 0") from None
+        if not 0 <= epoch < 1 << 62:
+            raise ConfigError(f"epoch={epoch!r} must be 0 or more; pass the number of the epoch, from 0")
+        sampler = self.config.batch_sampler if self.config.sampler is None else self.config.sampler
+        for one in (sampler, getattr(sampler, "sampler", None)):
+            hear = getattr(one, "set_epoch", None)
+            if callable(hear):
+                hear(epoch)
+        if not (self._next.epoch == epoch and self._trail is None):
+            self._next = Cursor(epoch)
+            self._trail = None
+
+    def state_dict(self) -> dict[str, Any]:
+        cursor = self._cursor()
+        state = write_state(cursor, self.plan.identity(is_fresh=False))
+        sampler = self.plan.sampler_state(cursor)
+        return state if sampler is None else {**state, "sampler": sampler}
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(state, dict) and not state:
+            return
+        cursor, seed = read_state(state, self.plan.identity())
+        self.plan.load_sampler_state(state.get("sampler"))
+        if seed != self.plan.seed:
+            self.plan.seed = seed
+            self.garage.clear()  # its workers were born with the other seed
+        self._next = cursor
+        self._trail = None
+
+    def explain(self, step: int, epoch: int | None) -> Lineage:
+        epoch, plan, past = self._look_up(epoch, step)
+        return lineage_of(
+            epoch, step, plan, past, seed=self.plan.seed, grain_size=seed_grain(self.config), rank=self.plan.cut.shard.rank
+        )
+
+    def replay(self, step: int, epoch: int | None) -> Any:
+        if self.config.is_stream:
+            raise ConfigError("replay needs a dataset with __getitem__; a stream can only be read from its beginning")
+        epoch, plan, past = self._look_up(epoch, step)
+        if past is not None:
+            assert past.plan.indices is not None
+            plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
+        engine = build_engine(replace(self.config, num_workers=0, worker="process"), self.plan, only=plan)
+        try:
+            engine.begin_epoch(Trail(Cursor(epoch, step)))
+            return engine.next_batch()
+        finally:
+            engine.close()
+
+    def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, Past | None]:
+        """The epoch that is meant, and of its batch ``step`` either what is planned or what is remembered."""
+        trail = self._trail
+        if epoch is None:
+            epoch = self.epoch if trail is None else trail.epoch
+        if trail is not None and trail.epoch != epoch:
+            trail = None
+        past = trail.find(step) if trail is not None else None
+        if past is not None:
+            return epoch, None, past
+        if self.plan.is_given:
+            raise IndexError(
+                f"batch {step} of epoch {epoch} is not remembered; of samplers and streams only the latest batches are, of the "
+                "epoch that was begun last"
+            )
+        start = trail.start if trail is not None and step >= trail.start.step else Cursor(epoch)
+        plan = self.plan.batch(start, step)
+        if plan is None:
+            raise IndexError(f"epoch {epoch} has no batch {step}; it has {self.plan.batch_count()} batches, counted from 0")
+        return epoch, plan, None
+
+    def _cursor(self) -> Cursor:
+        return self._next if self._trail is None else self._trail.cursor()
+
+    def begin(self, offered: Cursor) -> Trail:
+        """Begin an epoch for an iteration that was made when ``offered`` was the next."""
+        with self._lock:
+            if self._next is not offered and self._trail is None:
+                # A state was loaded, or an epoch set, after `iter`: that is for the next one.
+                return Trail(offered)
+            start = self._next
+            self._trail = Trail(start)
+            self._next = Cursor(start.epoch + 1)
+            return self._trail
+
+
+@final
+class Epoch(Iterator[Any]):
+    """One iteration of a loader. Starts nothing before the first batch is asked for."""
+
+    def __init__(self, core: Core, offered: Cursor, owner: object) -> None:
+        self._core = core
+        self._offered = offered
+        self._owner = owner
+        self._trail: Trail | None = None
+        self._lock = threading.Lock()  # one thread at a time drives the engine
+        self._engine: Engine | None = None
+        self._is_over = False
+        self._finalizer: weakref.finalize[[Garage, Engine], Epoch] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if self._is_over:
+                raise StopIteration
+            engine = self._engine or self.begin()
+            try:
+                return engine.next_batch()
+            except EpochEnd:
+                if self._trail is not None:
+                    self._trail.end()
+                self._end()
+                raise StopIteration from None
+            except BaseException:
+                if not engine.is_usable:
+                    self._end()
+                raise
+
+    def begin(self) -> Engine:
+        """Take an engine and begin. Happens by itself with the first batch."""
+        core = self._core
+        garage = core.garage
+        engine = self._engine = garage.take(lambda: build_engine(core.config, core.plan))
+        self._trail = core.begin(self._offered)
+        engine.begin_epoch(self._trail)
+        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
+        self._finalizer = weakref.finalize(self, _leave, garage, engine)
+        self._finalizer.atexit = False
+        return engine
+
+    def worker_pids(self) -> list[int]:
+        """Process numbers of the workers that load for it."""
+        return [] if self._engine is None else self._engine.worker_pids()
+
+    def leave(self) -> None:
+        """End it here; what is left of the epoch is forgotten."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._finalizer is not None:
+            self._finalizer()
+        self._engine = None
+
+
+def _leave(garage: Garage, engine: Engine) -> None:
+    if engine.is_usable:
+        engine.leave_epoch()
+    garage.give_back(engine)

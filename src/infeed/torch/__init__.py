@@ -1,0 +1,7 @@
+"""infeed for PyTorch: ``from infeed.torch import DataLoader`` in the place of torch's. Needs torch, and imports it."""
+
+from __future__ import annotations
+
+from infeed.torch.loader import DataLoader as DataLoader
+
+__all__ = ["DataLoader"]

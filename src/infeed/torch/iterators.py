@@ -1,0 +1,102 @@
+"""One iteration of a torch loader: torch's own iterator on the outside, an epoch of infeed's engine inside."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+
+import torch
+from torch.utils.data._utils import pin_memory as torch_pinning
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from infeed.core import Core, Epoch
+from infeed.errors import LoadTimeoutError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from infeed.torch.loader import DataLoader
+
+_KILLED: Final = re.compile(r"\(pid (\d+)\) was killed by (\w+)")
+_GONE: Final = re.compile(r"\(pid (\d+)\)")
+
+
+_is_profiled: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_pinned: Final[Callable[..., Any]] = torch_pinning.pin_memory
+
+
+@final
+class WorkerHandle:
+    """A worker's process, as far as people look at ``iterator._workers``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+@final
+class EngineIter(_BaseDataLoaderIter):
+    """An iterator of torch's kind. torch's part of it warns, draws the base seed and asks the sampler, in torch's order."""
+
+    def __init__(self, loader: DataLoader[Any], core: Core) -> None:
+        super().__init__(loader)
+        self._core = core
+        self._loader = loader
+        self._begin()
+
+    def _begin(self) -> None:
+        self._core.plan.arm(self._index_sampler, self._sampler_iter, self._base_seed)  # type: ignore[attr-defined]
+        self._epoch: Epoch = self._core.iterate(self._loader)
+        if self._num_workers > 0:
+            self._epoch.begin().prime()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._begin()
+
+    def __next__(self) -> Any:
+        if not _is_profiled():
+            return self._counted(self._next_data())
+        with torch.autograd.profiler.record_function(self._profile_name):
+            return self._counted(self._next_data())
+
+    def _next_data(self) -> Any:
+        try:
+            data = next(self._epoch)
+        except LoadTimeoutError as error:
+            raise LoadTimeoutError(f"DataLoader timed out after {self._timeout} seconds; {error}") from None
+        except WorkerDiedError as error:
+            _raise_in_torch_words(error)
+        return _pinned(data, self._pin_memory_device) if self._pin_memory else data
+
+    def _counted(self, data: Any) -> Any:
+        self._num_yielded += 1
+        said = self._IterableDataset_len_called
+        if self._dataset_kind == _DatasetKind.Iterable and said is not None and self._num_yielded > said:
+            text = (
+                f"Length of IterableDataset {self._dataset} was reported to be {said} (when accessing len(dataloader)), but "
+                f"{self._num_yielded} samples have been fetched."
+            )
+            if self._num_workers > 0:
+                text += (
+                    " Every worker reads a copy of the dataset: let its __iter__ leave out what other workers read, by "
+                    "torch.utils.data.get_worker_info()."
+                )
+            warnings.warn(text, stacklevel=3)
+        return data
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        return [WorkerHandle(pid) for pid in self._epoch.worker_pids()]
+
+    def _shutdown_workers(self) -> None:
+        self._epoch.leave()
+
+
+def _raise_in_torch_words(error: WorkerDiedError) -> NoReturn:
+    text = str(error)
+    killed, gone = _KILLED.search(text), _GONE.search(text)
+    if killed is not None:
+        raise WorkerDiedError(f"DataLoader worker (pid {killed[1]}) is killed by signal: {killed[2]}. {text}") from None
+    if gone is not None:
+        raise WorkerDiedError(f"DataLoader worker (pid(s) {gone[1]}) exited unexpectedly. {text}") from None
+    raise error
