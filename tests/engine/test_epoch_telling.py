@@ -279,9 +279,8 @@ def test_an_endless_epoch_is_refused_like_any_other(wrong: int) -> None:
         infeed.DataLoader(Squares(16)).set_epoch(wrong)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: True is taken as an epoch, and the state that has it cannot be loaded")
-def test_a_switch_is_no_epoch() -> None:
-    """Or it is the number that it stands for: the state can be loaded again."""
+def test_a_switch_is_no_epoch_or_a_whole_one() -> None:
+    """The number that it stands for: the state can be loaded again."""
     loader = infeed.DataLoader(Squares(16), seed=3)
     try:
         loader.set_epoch(True)
@@ -384,7 +383,7 @@ class Mortal(Epochs):
 def test_a_worker_that_replaces_another_is_told_before_it_loads(tmp_path: Path, forkserver: dict[str, Any]) -> None:
     """It was not there when the epoch began."""
     dataset = Mortal(tmp_path)
-    assert told(dataset, batch_size=4, **forkserver) == [[0], [1], [2]]
+    assert told(dataset, batch_size=4, **{**forkserver, "num_workers": 1}) == [[0], [1], [2]]
     assert (tmp_path / "died").exists()
     epoch_of: dict[str, str] = {}
     for line in dataset.journal.lines():
@@ -392,7 +391,7 @@ def test_a_worker_that_replaces_another_is_told_before_it_loads(tmp_path: Path, 
         if what == "told":
             epoch_of[pid] = epoch
         assert epoch_of.get(pid) == epoch
-    assert len(epoch_of) >= 3
+    assert len(epoch_of) == 2
 
 
 class RefusingEpoch(Epochs):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from infeed import __version__
-from infeed.cli import demo
+from infeed.cli import demo, run
 
 __all__ = ["main"]
 
@@ -30,14 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="infeed", description="A parallel data loader for deep learning.")
     parser.add_argument("--version", action="version", version=f"infeed {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    run.add_parser(commands)
     demo.add_parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return _USAGE
-    run: Callable[[argparse.Namespace], int] = arguments.run
+    command: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        return run(arguments)
+        return command(arguments)
     except KeyboardInterrupt:
         print(f"infeed {arguments.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from infeed.torch.installing import install as install
+from infeed.torch.installing import uninstall as uninstall
 from infeed.torch.loader import DataLoader as DataLoader
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "install", "uninstall"]

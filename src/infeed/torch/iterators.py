@@ -13,9 +13,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from infeed.core import Core, Epoch
 from infeed.errors import LoadTimeoutError, WorkerDiedError
+from infeed.torch.tally import TALLY
 
 if TYPE_CHECKING:
-    from infeed.torch.loader import DataLoader
+    from torch.utils.data import DataLoader
 
 _KILLED: Final = re.compile(r"\(pid (\d+)\) was killed by (\w+)")
 _GONE: Final = re.compile(r"\(pid (\d+)\)")
@@ -70,6 +71,7 @@ class EngineIter(_BaseDataLoaderIter):
 
     def _counted(self, data: Any) -> Any:
         self._num_yielded += 1
+        TALLY.batch_count += 1
         said = self._IterableDataset_len_called
         if self._dataset_kind == _DatasetKind.Iterable and said is not None and self._num_yielded > said:
             text = (

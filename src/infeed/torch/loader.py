@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
-import torch.utils.data
-from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` puts our class in its place
-from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
-from torch.utils.data._utils import collate as torch_collation
+from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from infeed.config import LoaderConfig, WorkerKind
-from infeed.core import Core
-from infeed.errors import WorkerStartError
+from infeed.config import WorkerKind
 from infeed.lineage import Lineage
-from infeed.torch.iterators import EngineIter
-from infeed.torch.plans import TorchPlan
+from infeed.torch.serving import config_of, core_of, iterator_of, plan_of, stop_workers
 
-_LOG: Final = logging.getLogger("infeed")
 _T = TypeVar("_T", covariant=True)
-
-# What default_collate knows by itself: with more, the user has taught it types of their own.
-_KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
 
 
 class DataLoader(TorchDataLoader[_T], Generic[_T]):
@@ -97,114 +82,23 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.worker = worker
         self.memory_limit = memory_limit
         self.grain_size = grain_size
-        self._prefetch = None if prefetch_factor is None else prefetch_factor * num_workers
-        self._core: Core | None = None
-        self._config()  # wrong arguments are told now
-
-    # --- iteration
+        # Of a factor that was asked for; torch's attribute has its default by now.
+        self._infeed_prefetch = None if prefetch_factor is None else max(1, prefetch_factor * num_workers)
+        config_of(self)  # wrong arguments are told now
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        why = self._why_not()
-        if why is not None:
-            return self._torch_iterator(why)
-        core = self._ready_core()
-        plan = core.plan
-        assert isinstance(plan, TorchPlan)
-        plan.prepare(self._index_sampler)
-        generator = self.generator if self.generator is not None else torch.default_generator
-        before = generator.get_state()
-        try:
-            return EngineIter(self, core)
-        except WorkerStartError as error:
-            if not _is_for_forks(error):
-                raise
-            generator.set_state(before)  # torch draws its own base seed
-            return self._torch_iterator("the dataset holds a multiprocessing object that only a forked process can use")
-
-    def _why_not(self) -> str | None:
-        """Why infeed's engine cannot serve this loader, if so."""
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            return "the dataset is a DataPipe"
-        context = self.multiprocessing_context
-        if context is not None and context.get_start_method() == "fork":
-            return "multiprocessing_context='fork' was asked for"
-        return None
-
-    def _torch_iterator(self, why: str) -> _BaseDataLoaderIter:
-        if self.num_workers > 0:
-            warnings.warn(
-                f"this loader runs on torch's own workers, forked from this process, because {why}; leave that out to have "
-                "infeed's: a process with threads (OpenMP, OpenCV, CUDA) may hang or crash when it is forked",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        else:
-            _LOG.info("a loader runs on torch's own iterator, because %s", why)
-        made: _BaseDataLoaderIter = super()._get_iterator()
-        return made
-
-    def _ready_core(self) -> Core:
-        """The core, with the options as they are now: torch lets most be changed between epochs."""
-        config = self._config()
-        if self._core is None:
-            self._core = Core(config, TorchPlan(config, self.seed if self.seed is not None else 0))
-            weakref.finalize(self, self._core.garage.close)
-        plan = self._core.plan
-        assert isinstance(plan, TorchPlan)
-        self._core.config = config
-        plan.configure(config)
-        self._core.garage.is_keeping = self.persistent_workers
-        return self._core
-
-    def _config(self) -> LoaderConfig:
-        is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
-        is_batched = self.batch_sampler is not None and self.batch_size is None
-        return LoaderConfig(
-            dataset=self.dataset,
-            batch_size=self.batch_size,
-            shuffle=False,
-            sampler=None,
-            batch_sampler=self.batch_sampler if is_batched else None,
-            num_workers=self.num_workers,
-            worker=self.worker,
-            collate_fn=self._effective_collate_fn(),
-            drop_last=self.drop_last if is_stream or not is_batched else False,
-            seed=self.seed,
-            in_order=self.in_order,
-            prefetch=max(1, self._prefetch) if self._prefetch is not None and self.num_workers > 0 else None,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            memory_limit=self.memory_limit,
-            grain_size=self.grain_size,
-            start_method=self._start_method(),
-            is_torch=True,
-        )
-
-    def _start_method(self) -> Any:
-        context = self.multiprocessing_context
-        method = "auto" if context is None else context.get_start_method()
-        return "spawn" if method == "spawn" else "forkserver" if method == "forkserver" and sys.platform == "linux" else "auto"
-
-    def _effective_collate_fn(self) -> Callable[[list[Any]], Any] | None:
-        """``None`` for torch's default, which is then written row by row; with what the user has taught it, a function."""
-        given: Callable[[list[Any]], Any] = self.collate_fn
-        if given is not default_collate:
-            return given
-        taught = torch_collation.default_collate_fn_map
-        if taught == _KNOWN_TYPES:
-            return None
-        return _TaughtCollate(dict(taught))
+        return iterator_of(self)
 
     # --- what torch's loader does not have
 
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one if there is none."""
-        return self._ready_core().epoch
+        return core_of(self).epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch; the sampler is told too, if it has ``set_epoch``."""
-        core = self._ready_core()
+        core = core_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             hear = getattr(one, "set_epoch", None)
             if callable(hear):
@@ -213,7 +107,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON."""
-        return self._ready_core().state_dict()
+        return core_of(self).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state says, with the next iteration; as ``torchdata``'s ``StatefulDataLoader``.
@@ -221,40 +115,20 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Raises:
             StateError: it is damaged, or of another dataset or other options. The loader is as it was.
         """
-        core = self._ready_core()
+        core = core_of(self)
         core.load_state_dict(state_dict)
-        if state_dict and isinstance(core.plan, TorchPlan):
-            core.plan.resume_seed(core.plan.seed)
+        if state_dict:
+            plan_of(core).resume_seed(core.plan.seed)
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
         """Where batch ``step`` (from 0) of an epoch comes from: see ``infeed.DataLoader.explain``."""
-        return self._ready_core().explain(step, epoch)
+        return core_of(self).explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
         """Load batch ``step`` of an epoch again, in this thread: see ``infeed.DataLoader.replay``."""
-        return self._ready_core().replay(step, epoch)
+        return core_of(self).replay(step, epoch)
 
     def close(self) -> None:
         """Stop workers now; iterating again starts others."""
-        if self._core is not None:
-            self._core.garage.clear()
+        stop_workers(self)
         self._iterator = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_core": None, "_iterator": None}
-
-
-class _TaughtCollate:
-    """``default_collate`` with what this process has registered; a worker does not know of it."""
-
-    def __init__(self, taught: dict[Any, Any]) -> None:
-        self._taught = taught
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return torch_collation.collate(samples, collate_fn_map=self._taught)
-
-
-def _is_for_forks(error: WorkerStartError) -> bool:
-    """Whether what could not be sent is one of multiprocessing's locks, queues or values."""
-    text = f"{error} {error.__cause__}"
-    return any(words in text for words in ("through inheritance", "SemLock", "fork context"))

@@ -1,0 +1,162 @@
+"""Iterations of any torch ``DataLoader`` on infeed's engine: of infeed's own class, and of torch's after ``install``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
+from torch.utils.data._utils import collate as torch_collation
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from infeed.config import LoaderConfig
+from infeed.core import Core
+from infeed.errors import WorkerStartError
+from infeed.torch.iterators import EngineIter
+from infeed.torch.plans import TorchPlan
+from infeed.torch.tally import TALLY
+
+_LOG: Final = logging.getLogger("infeed")
+_torch_iterator: Final[Callable[[Any], _BaseDataLoaderIter]] = TorchDataLoader._get_iterator
+# What default_collate knows by itself: with more, the user has taught it types of their own.
+_KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
+# Not an attribute of the loader: those are copied, pickled and compared by frameworks.
+_cores: Final[weakref.WeakKeyDictionary[TorchDataLoader[Any], Core]] = weakref.WeakKeyDictionary()
+
+
+def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
+    """What ``iter(loader)`` gives: infeed's, or torch's own with a word of why."""
+    why = _why_not(loader)
+    if why is not None:
+        return _refuse(loader, why)
+    core = core_of(loader)
+    plan_of(core).prepare(loader._index_sampler)
+    generator = loader.generator if loader.generator is not None else torch.default_generator
+    before = generator.get_state()
+    try:
+        made = EngineIter(loader, core)
+    except WorkerStartError as error:
+        if not _is_for_forks(error):
+            raise
+        generator.set_state(before)  # torch draws its own base seed
+        return _refuse(loader, "the dataset holds a multiprocessing object that only a forked process can use")
+    return made
+
+
+def core_of(loader: TorchDataLoader[Any]) -> Core:
+    """The loader's core, with its options as they are now: torch lets most be changed between epochs."""
+    config = config_of(loader)
+    core = _cores.get(loader)
+    if core is None:
+        core = _cores[loader] = Core(config, TorchPlan(config, 0 if config.seed is None else config.seed))
+        weakref.finalize(loader, core.garage.close)
+        TALLY.loader_count += 1
+    core.config = config
+    plan_of(core).configure(config)
+    core.garage.is_keeping = bool(loader.persistent_workers)
+    return core
+
+
+def plan_of(core: Core) -> TorchPlan:
+    assert isinstance(core.plan, TorchPlan)
+    return core.plan
+
+
+def stop_workers(loader: TorchDataLoader[Any]) -> None:
+    core = _cores.get(loader)
+    if core is not None:
+        core.garage.clear()
+
+
+def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
+    """The loader's attributes as infeed's options.
+
+    Raises:
+        ConfigError: infeed's own ones are wrong; torch has checked the others.
+    """
+    has_own_batches = loader.batch_sampler is not None and loader.batch_size is None
+    prefetch = getattr(loader, "_infeed_prefetch", None)
+    return LoaderConfig(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=False,
+        sampler=None,
+        batch_sampler=loader.batch_sampler if has_own_batches else None,
+        num_workers=loader.num_workers,
+        worker=getattr(loader, "worker", "process"),
+        collate_fn=_collate_fn(loader),
+        drop_last=loader.drop_last,
+        seed=getattr(loader, "seed", None),
+        in_order=getattr(loader, "in_order", True),
+        prefetch=prefetch if loader.num_workers > 0 else None,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        memory_limit=getattr(loader, "memory_limit", None),
+        grain_size=getattr(loader, "grain_size", None),
+        start_method=_start_method(loader),
+        is_torch=True,
+    )
+
+
+def _why_not(loader: TorchDataLoader[Any]) -> str | None:
+    """Why infeed's engine cannot serve this loader, if so."""
+    if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+        return "the dataset is a DataPipe"
+    context = loader.multiprocessing_context
+    if context is not None and context.get_start_method() == "fork":
+        return "multiprocessing_context='fork' was asked for"
+    return None
+
+
+def _refuse(loader: TorchDataLoader[Any], why: str) -> _BaseDataLoaderIter:
+    TALLY.refused[why] += 1
+    if loader.num_workers > 0:
+        warnings.warn(
+            f"this loader runs on torch's own workers, and not on infeed's, because {why}; if they are forked, threads of this "
+            "process (OpenMP, OpenCV, CUDA) may make them hang or crash",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    else:
+        _LOG.info("a loader runs on torch's own iterator, because %s", why)
+    return _torch_iterator(loader)
+
+
+def _start_method(loader: TorchDataLoader[Any]) -> Any:
+    context = loader.multiprocessing_context
+    method = None if context is None else context.get_start_method()
+    if method == "forkserver" and sys.platform == "linux":
+        return "forkserver"
+    return "spawn" if method == "spawn" else "auto"
+
+
+def _collate_fn(loader: TorchDataLoader[Any]) -> Callable[[list[Any]], Any] | None:
+    """``None`` for torch's default, which is then written row by row; with what the user has taught it, a function."""
+    given: Callable[[list[Any]], Any] = loader.collate_fn
+    if given is not default_collate:
+        return given
+    taught = torch_collation.default_collate_fn_map
+    return None if taught == _KNOWN_TYPES else TaughtCollate(dict(taught))
+
+
+@final
+class TaughtCollate:
+    """``default_collate`` with what this process has registered; a worker does not know of it."""
+
+    def __init__(self, taught: dict[Any, Any]) -> None:
+        self._taught = taught
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return torch_collation.collate(samples, collate_fn_map=self._taught)
+
+
+def _is_for_forks(error: WorkerStartError) -> bool:
+    """Whether what could not be sent is one of multiprocessing's locks, queues or values."""
+    text = f"{error} {error.__cause__}"
+    return any(words in text for words in ("through inheritance", "SemLock", "fork context"))
