@@ -356,6 +356,33 @@ def test_what_a_samplers_set_epoch_raises_reaches_the_user() -> None:
         assert collected(loader) == [[0, 1, 2, 3]]
 
 
+class Unmeasurable(Squares):
+    """Its length cannot be had for a while, as when a disk is away."""
+
+    is_away = False
+
+    def __len__(self) -> int:
+        if self.is_away:
+            raise OSError("the disk is away")
+        return super().__len__()
+
+
+def test_an_epoch_that_could_not_begin_is_not_counted() -> None:
+    """What the dataset raises reaches the user, each time; when it is well again, the epoch begins."""
+    dataset = Unmeasurable(8)
+    with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3) as loader:
+        expected = collected(loader)
+        loader.set_epoch(0)
+        iterator = iter(loader)
+        dataset.is_away = True
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is away"):
+                next(iterator)
+        dataset.is_away = False
+        assert loader.epoch == 0
+        assert collected(loader) == expected
+
+
 # --- workers that die, datasets that refuse
 
 

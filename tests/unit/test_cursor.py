@@ -471,6 +471,35 @@ def test_a_loader_works_on_after_a_bad_state(kind: str) -> None:
     assert got + collected(loader) == expected
 
 
+@pytest.mark.parametrize("seed", [1 << 64, -1, 1 << 300, -(1 << 300)], ids=["65 bits", "negative", "long", "long, negative"])
+def test_a_seed_that_a_loader_takes_its_state_may_have(seed: int) -> None:
+    """What is accepted at the door can be resumed."""
+    try:
+        loader = infeed.DataLoader(Squares(20), batch_size=4, shuffle=True, seed=seed)
+    except infeed.ConfigError:
+        return
+    next(iter(loader))
+    loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert len(collected(loader)) == 4
+
+
+class Underestimated(Stream):
+    """A stream that says how long it is, about."""
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_a_stream_may_be_longer_than_it_says() -> None:
+    """Its length is a guess; where it stands is counted."""
+    loader = infeed.DataLoader(Underestimated(20), batch_size=4, seed=3)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    assert collected(loader) == [[16, 17, 18, 19]]
+
+
 @pytest.mark.parametrize("kind", loaders())
 def test_a_state_cut_off_anywhere_does_no_harm(kind: str) -> None:
     """As a file that was not written to its end: the loader refuses it, or goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import infeed
 from infeed.feeds import IndexedFeed, PlannedBatch
 from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
 from infeed.plan.cursor import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
@@ -17,7 +19,9 @@ from infeed.plan.order import SequentialOrder
 from infeed.plan.shards import Cut, Shard
 from infeed.records import Part, Record
 from infeed.scheduler.messages import WorkerId
+from infeed.testing import FaultyDataset
 from infeed.trail import Trail
+from tests.helpers import Stream
 
 
 def step(number: int, *, size: int = 4) -> Record:
@@ -173,6 +177,65 @@ def test_a_stream_read_by_one_has_one_share() -> None:
     trail = Trail(Cursor())
     trail.delivered(share(0, 0), 1)
     assert trail.cursor().stream == StreamCursor(1, (ShareCursor(4),))
+
+
+def test_what_is_remembered_of_a_stream_is_small() -> None:
+    """A stream's own state may be large, such as a buffer: one for each share is kept, not one for each batch."""
+    tracemalloc.start()
+    try:
+        trail = Trail(Cursor())
+        for number in range(256):
+            trail.delivered(share(0, number, state={"dataset": bytearray(100_000)}), 1)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 2_000_000
+
+
+def refuse_five(samples: list[int]) -> list[int]:
+    if 5 in samples:
+        raise ValueError("five")
+    return samples
+
+
+def test_a_batch_of_a_stream_that_could_not_be_collated_is_behind_the_loop_that_went_on() -> None:
+    """Its elements were read: they do not come again in the next run, nor do those after them."""
+    with infeed.DataLoader(Stream(40), batch_size=4, collate_fn=refuse_five, seed=3) as loader:
+        iterator = iter(loader)
+        assert next(iterator) == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="five"):
+            next(iterator)
+        assert next(iterator) == [8, 9, 10, 11]
+        loader.load_state_dict(loader.state_dict())
+        assert next(iter(loader)) == [12, 13, 14, 15]
+
+
+def test_a_batch_of_a_stream_that_could_not_be_collated_is_still_to_come() -> None:
+    """If the run ended with its exception."""
+    with infeed.DataLoader(Stream(40), batch_size=4, collate_fn=refuse_five, seed=3) as loader:
+        iterator = iter(loader)
+        assert next(iterator) == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="five"):
+            next(iterator)
+        loader.load_state_dict(loader.state_dict())
+        iterator = iter(loader)
+        with pytest.raises(ValueError, match="five"):
+            next(iterator)
+        assert next(iterator) == [8, 9, 10, 11]
+
+
+def test_several_bad_batches_in_a_row_leave_a_small_state() -> None:
+    """With a real loader: position and step go on, nothing is kept apart."""
+    with infeed.DataLoader(FaultyDataset(40, [5, 9, 13]), batch_size=4, seed=3) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="bad"):
+                next(iterator)
+        next(iterator)
+        state = loader.state_dict()
+        assert (state["step"], state["position"]) == (5, 20)
+        assert "ahead" not in state
 
 
 # --- any order, any interruption

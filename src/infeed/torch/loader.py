@@ -89,6 +89,11 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return iterator_of(self)
 
+    @property
+    def _infeed_source(self) -> DataLoader[_T]:
+        """For ``accelerating``, which finds it also through a wrapper."""
+        return self
+
     # --- what torch's loader does not have
 
     @property
