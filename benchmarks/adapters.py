@@ -3,6 +3,7 @@
 Every adapter keeps what it can over epochs (workers, pipeline), because that is how each library is meant to be used
 when speed matters, and closes all of it in ``close``. No adapter imports its library before ``prepare``.
 
+infeed  ``infeed.DataLoader``; ``infeed-torch`` is ``infeed.torch.DataLoader`` with torch's arguments.
 torch   ``torch.utils.data.DataLoader``, ``persistent_workers=True``, one intra-op thread in the main process. ``torch``
         uses the platform's start method, ``torch-fork`` and ``torch-spawn`` the one they name.
 spdl    ``spdl.pipeline.PipelineBuilder`` with threads, SPDL's own recommendation. A thread loads a whole batch: single
@@ -62,9 +63,12 @@ class InfeedLoader:
 class TorchLoader:
     keeps_order = True
 
-    def __init__(self, spec: LoaderSpec, start_method: str | None = None) -> None:
+    def __init__(self, spec: LoaderSpec, start_method: str | None = None, *, is_infeed: bool = False) -> None:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
+
+        if is_infeed:
+            from infeed.torch import DataLoader
 
         dataset = spec.dataset
         if spec.is_arrays:
@@ -175,6 +179,7 @@ class GrainLoader:
 
 _BUILDERS: Final[Mapping[str, Callable[[LoaderSpec], Loader]]] = {
     "infeed": InfeedLoader,
+    "infeed-torch": lambda spec: TorchLoader(spec, is_infeed=True),
     "torch": TorchLoader,
     "torch-fork": lambda spec: TorchLoader(spec, "fork"),
     "torch-spawn": lambda spec: TorchLoader(spec, "spawn"),
@@ -187,7 +192,8 @@ _MODULES: Final = {"spdl": "spdl.pipeline"}
 
 
 def family_of(library: str) -> str:
-    return library.split("-")[0]
+    """Whose process it runs in: ``infeed-torch`` needs torch, and is left out where that is."""
+    return "torch" if library == "infeed-torch" else library.split("-")[0]
 
 
 def is_installed(family: str) -> bool:
@@ -199,12 +205,14 @@ def is_installed(family: str) -> bool:
 def prepare(library: str) -> None:
     """Import the library and set what a careful user would set before measuring."""
     family = family_of(library)
-    module = importlib.import_module(_MODULES.get(family, family))
+    importlib.import_module(_MODULES.get(family, family))
+    if family == "infeed":
+        importlib.import_module("infeed.loader")  # `import infeed` alone imports nothing
+    if library == "infeed-torch":
+        importlib.import_module("infeed.torch")
     if family == "torch":
         importlib.import_module("torch.utils.data")
-        module.set_num_threads(1)
-    if family_of(library) == "infeed":
-        importlib.import_module("infeed.loader")  # `import infeed` alone imports nothing
+        importlib.import_module("torch").set_num_threads(1)
 
 
 def build(library: str, spec: LoaderSpec) -> Loader:

@@ -29,7 +29,7 @@ CASES: Final = (
             Metric("us_per_batch", "time per batch", "us", "lower"),
         ),
         targets=(Target("samples_per_s", at_least=50, against="torch"),),
-        libraries=("infeed", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
         baseline="torch",
         warm_up="one epoch, in which labels are checked",
         sizes={

@@ -43,7 +43,7 @@ CASES: Final = (
             Metric("gb_per_s", "bytes moved", "GB/s", "higher"),
         ),
         targets=(Target("samples_per_s", at_least=10, against="torch"),),
-        libraries=("infeed", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
         baseline="torch",
         warm_up="one epoch, in which labels are checked; then the second and third are timed",
         sizes={

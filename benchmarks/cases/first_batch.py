@@ -33,7 +33,7 @@ def run_warm(library: str, parameters: Parameters) -> Outcome:
     return Outcome({"later_loader_s": figures.first_batch_s, "later_epoch_s": later_epoch_s}, figures)
 
 
-_LIBRARIES: Final = ("infeed", "torch-fork", "torch-spawn", "spdl", "grain")
+_LIBRARIES: Final = ("infeed", "infeed-torch", "torch-fork", "torch-spawn", "spdl", "grain")
 
 CASES: Final = (
     Case(

@@ -117,7 +117,7 @@ CASES: Final = (
             Metric("one_core_samples_per_s", "one core alone", "samples/s", "neither"),
         ),
         targets=(Target("efficiency", at_least=0.97, note="means something only with exactly two idle cores"),),
-        libraries=("infeed", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
         baseline="torch",
         warm_up="16 images inline; one epoch of the loader, in which labels are checked; then one is timed",
         sizes={

@@ -46,7 +46,7 @@ CASES: Final = (
         title="batches of 32 tiny samples, 2 workers",
         metrics=_METRICS,
         targets=(Target("us_per_batch", at_least=25, against="torch"),),
-        libraries=("infeed", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
         baseline="torch",
         warm_up=_WARM_UP,
         sizes={
@@ -61,7 +61,7 @@ CASES: Final = (
         title="batches of 256 tiny samples, 2 workers",
         metrics=_METRICS,
         targets=(),
-        libraries=("infeed", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
         baseline="torch",
         warm_up=_WARM_UP,
         sizes={

@@ -70,7 +70,7 @@ CASES: Final = (
             Metric("nominal_efficiency", "the same with sleeps taken at their word", "", "higher"),
         ),
         targets=(Target("efficiency", at_least=0.93),),
-        libraries=("infeed", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
         baseline="torch",
         warm_up="one epoch, in which order and labels are checked; then one is timed",
         sizes={

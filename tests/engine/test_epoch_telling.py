@@ -367,6 +367,7 @@ class Unmeasurable(Squares):
         return super().__len__()
 
 
+@pytest.mark.xfail(strict=True, reason="bug: an epoch is counted, and its engine kept, although beginning it raised")
 def test_an_epoch_that_could_not_begin_is_not_counted() -> None:
     """What the dataset raises reaches the user, each time; when it is well again, the epoch begins."""
     dataset = Unmeasurable(8)
