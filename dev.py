@@ -55,10 +55,12 @@ def steps(command: str, arguments: list[str]) -> list[list[str]]:
 def requirement_hash(pyproject: dict, extra: str) -> str:
     """Give a digest of all that decides what installing `.[extra]` brings."""
     project = pyproject["project"]
+    extras = project["optional-dependencies"]
     parts = [
         pyproject["build-system"],
         project.get("dependencies", []),
-        project["optional-dependencies"][extra],
+        extras[extra],
+        [extras[name] for name in extras if f"infeed[{name}]" in extras[extra]],  # an extra may name another
         project.get("scripts", {}),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -21,7 +21,7 @@ data = pytest.importorskip("torch.utils.data")
 ours = pytest.importorskip("infeed.torch")
 collation = pytest.importorskip("torch.utils.data._utils.collate")
 
-from tests.helpers import Stream, Tree  # noqa: E402  # after the lines that skip without torch
+from tests.helpers import Tree  # noqa: E402  # after the lines that skip without torch
 
 pytestmark = pytest.mark.torch
 

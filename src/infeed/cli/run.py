@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"infeed run: {program[0]!r} is not a file; name a script, or a module with -m", file=sys.stderr)
         return _USAGE
     when_imported("torch", _install)
+    # By itself too: it imports torch while it is being imported, and then it is too late to wait for it.
+    when_imported("torchdata.stateful_dataloader", _install)
     try:
         if arguments.is_module:
             _run_module(program)

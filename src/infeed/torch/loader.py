@@ -10,7 +10,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from infeed.config import WorkerKind
 from infeed.lineage import Lineage
-from infeed.torch.serving import config_of, core_of, iterator_of, plan_of, stop_workers
+from infeed.torch.serving import config_of, core_of, iterator_of, known_core, plan_of, stop_workers
 
 _T = TypeVar("_T", covariant=True)
 
@@ -112,7 +112,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON."""
-        return core_of(self).state_dict()
+        return (known_core(self) or core_of(self)).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state says, with the next iteration; as ``torchdata``'s ``StatefulDataLoader``.

@@ -63,6 +63,11 @@ def core_of(loader: TorchDataLoader[Any]) -> Core:
     return core
 
 
+def known_core(loader: TorchDataLoader[Any]) -> Core | None:
+    """The loader's core if it has one, as it is."""
+    return _cores.get(loader)
+
+
 def plan_of(core: Core) -> TorchPlan:
     assert isinstance(core.plan, TorchPlan)
     return core.plan

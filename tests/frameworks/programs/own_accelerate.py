@@ -5,10 +5,10 @@ import os
 import sys
 import tempfile
 
-import torch
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 
+import torch
 from infeed.torch import DataLoader
 
 COUNT = 45

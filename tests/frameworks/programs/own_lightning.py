@@ -7,12 +7,12 @@ import tempfile
 import warnings
 
 import lightning as L
-import torch
 from lightning.fabric import Fabric
-from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
+import torch
 from infeed.torch import DataLoader
+from torch import nn
 
 warnings.filterwarnings("ignore", category=UserWarning)
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -89,7 +89,9 @@ class Saving(L.Callback):
 with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "mid.ckpt")
     first = Module()
-    L.Trainer(max_epochs=1, callbacks=[Saving(path)], enable_checkpointing=False, devices=1, **QUIET).fit(first, loader(shuffle=True))
+    L.Trainer(max_epochs=1, callbacks=[Saving(path)], enable_checkpointing=False, devices=1, **QUIET).fit(
+        first, loader(shuffle=True)
+    )
     second = Module()
     L.Trainer(max_epochs=1, enable_checkpointing=False, devices=1, **QUIET).fit(second, loader(shuffle=True), ckpt_path=path)
 assert second.seen == first.seen[3:], (first.seen, second.seen)

@@ -4,9 +4,10 @@ import json
 import sys
 
 import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 torch.manual_seed(0)

@@ -5,11 +5,12 @@ python -m torch.distributed.run --nproc-per-node 2 torchrun.py [num_workers]"""
 import json
 import sys
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import torch
+from torch import nn
 
 num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer on a tiny BERT made from a config: python trainer.py [num_workers]."""
+"""A Hugging Face Trainer on a tiny BERT made from a config: python trainer_script.py [num_workers]."""
 
 import json
 import os

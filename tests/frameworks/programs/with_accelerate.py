@@ -5,11 +5,12 @@ Runs in one process, or under `python -m torch.distributed.run --nproc-per-node 
 import json
 import sys
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+import torch
+from torch import nn
 
 num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 set_seed(0)

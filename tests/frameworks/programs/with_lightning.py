@@ -5,9 +5,10 @@ import sys
 import warnings
 
 import lightning as L
+from torch.utils.data import DataLoader, Dataset
+
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 warnings.filterwarnings("ignore", category=UserWarning)
 num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2

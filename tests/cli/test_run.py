@@ -1,0 +1,143 @@
+"""``infeed run``: the program is run as Python runs it, with torch's loader replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ScriptResult, start_python
+
+pytestmark = [pytest.mark.process]
+
+
+def run(tmp_path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()) -> ScriptResult:
+    folder = tmp_path / "scripts"
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(code)
+    return start_python(["-m", "infeed", "run", *options, "scripts/program.py", *arguments], cwd=tmp_path).finish()
+
+
+def test_a_script_sees_itself_as_python_shows_it(tmp_path: Path) -> None:
+    """Name, file, arguments (also those that look like options of ours), working directory and path of imports."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "neighbour.py").write_text("VALUE = 7")
+    code = """
+import os, sys, neighbour
+is_main = sys.modules["__main__"].__dict__ is globals()
+print([__name__, __file__, sys.argv, os.path.basename(os.getcwd()), neighbour.VALUE, is_main])
+"""
+    result = run(tmp_path, code, "-m", "--epochs", "3")
+
+    expected = ["__main__", "scripts/program.py", ["scripts/program.py", "-m", "--epochs", "3"], tmp_path.name, 7, True]
+    assert result.out.strip() == str(expected)
+    assert result.code == 0
+    assert result.err == "infeed: the program iterated no torch DataLoader\n"
+
+
+def test_a_module_is_run_as_with_python_m(tmp_path: Path) -> None:
+    """With its package."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "part.py").write_text(
+        "import sys\nfrom . import __name__ as package\nprint([__name__, package, sys.argv[1:]])"
+    )
+
+    result = start_python(["-m", "infeed", "run", "-m", "package.part", "--x"], cwd=tmp_path).finish()
+
+    assert result.out.strip() == str(["__main__", "package", ["--x"]])
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "text"),
+    [("import sys; sys.exit(3)", 3, ""), ("raise SystemExit('no data')", 1, "no data\n"), ("import sys; sys.exit()", 0, "")],
+)
+def test_the_programs_exit_code_is_ours(tmp_path: Path, code: str, exit_code: int, text: str) -> None:
+    """As the shell sees it without us."""
+    result = run(tmp_path, code)
+
+    assert result.code == exit_code
+    assert result.err.startswith(text)
+
+
+def test_an_exception_shows_the_programs_own_frames(tmp_path: Path) -> None:
+    """And none of ours."""
+    result = run(tmp_path, "def fail():\n    raise ValueError('bad')\nfail()\n")
+
+    assert result.code == 1
+    assert "ValueError: bad" in result.err
+    assert 'File "scripts/program.py", line 3, in <module>' in result.err
+    assert "infeed/cli" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [([], "name a script, or -m and a module"), (["absent.py"], "'absent.py' is not a file; name a script")],
+)
+def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], text: str) -> None:
+    """With a cure, and the exit code of wrong usage."""
+    result = start_python(["-m", "infeed", "run", *arguments], cwd=tmp_path).finish()
+
+    assert result.code == 2
+    assert text in result.err
+
+
+@pytest.mark.torch
+def test_loaders_are_replaced_wherever_they_are_imported_from(tmp_path: Path) -> None:
+    """By any name, in subclasses, before and after; without a main guard and with a lambda."""
+    code = """
+import os
+import torch.utils.data
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import DataLoader as Other
+
+class Mine(DataLoader):
+    pass
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self): return 6
+    def __getitem__(self, i): return i * i, os.getpid()
+
+for cls in (DataLoader, Other, torch.utils.data.DataLoader, Mine):
+    loader = cls(Squares(), batch_size=3, num_workers=1, collate_fn=lambda s: [x for x, _ in s] + [s[0][1] != os.getppid()])
+    assert isinstance(loader, DataLoader)
+    print(*loader)
+"""
+    result = run(tmp_path, code)
+
+    assert result.out.splitlines() == ["[0, 1, 4, True] [9, 16, 25, True]"] * 4
+    assert result.err == "infeed: 4 loaders on infeed's engine, 8 batches\n"
+
+
+@pytest.mark.torch
+@pytest.mark.linux
+def test_a_loader_that_cannot_be_served_runs_on_torchs_workers(tmp_path: Path) -> None:
+    """With one line that says why, where it happens and at the end."""
+    code = """
+from torch.utils.data import DataLoader
+print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2, num_workers=1, multiprocessing_context="fork")])
+"""
+    result = run(tmp_path, code)
+
+    assert result.out.strip() == "[[0, 1], [2, 3]]"
+    assert result.err.count("RuntimeWarning: this loader runs on torch's own workers") == 1
+    assert "1 iteration on torch's own workers, because multiprocessing_context='fork' was asked for" in result.err
+
+
+@pytest.mark.torch
+def test_install_can_be_taken_back(tmp_path: Path) -> None:
+    """From code, for a whole program or a part of it."""
+    code = """
+import infeed.torch
+from torch.utils.data import DataLoader, dataloader
+kinds = []
+for change in (infeed.torch.install, infeed.torch.install, infeed.torch.uninstall):
+    change()
+    kinds.append(type(iter(DataLoader([1, 2]))).__name__)
+print(kinds)
+"""
+    (tmp_path / "program.py").write_text(code)
+    result = start_python(["program.py"], cwd=tmp_path).finish()
+
+    assert result.out.strip() == str(["EngineIter", "EngineIter", "_SingleProcessDataLoaderIter"])
+    assert result.err == ""

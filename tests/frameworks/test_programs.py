@@ -1,0 +1,123 @@
+"""Small real programs, unchanged, under ``infeed run``; and infeed's own loader through the frameworks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, ScriptResult, start_python
+
+pytestmark = [pytest.mark.process, pytest.mark.torch, pytest.mark.slow]
+
+PROGRAMS = Path(__file__).parent / "programs"
+NEEDS = {
+    "plain_torch": ["torch"],
+    "with_lightning": ["lightning"],
+    "with_accelerate": ["accelerate"],
+    "trainer": ["transformers", "accelerate"],
+    "own_lightning": ["lightning"],
+    "own_accelerate": ["accelerate", "torchdata"],
+}
+RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+# Importing these frameworks takes seconds, and there may be two ranks and another test beside them.
+DEADLINE_S = 150.0
+
+
+def ran(arguments: list[str], tmp_path: Path) -> ScriptResult:
+    result = start_python(arguments, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"}).finish(DEADLINE_S)
+    assert result.code == 0, result.err
+    return result
+
+
+def said(result: ScriptResult) -> list[Any]:
+    """The JSON lines that a program printed, in a fixed order."""
+    return sorted((json.loads(line) for line in result.out.splitlines() if line.startswith('{"')), key=repr)
+
+
+def skip_without(program: str) -> None:
+    for name in NEEDS[program]:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; the extra `frameworks` has it")
+
+
+@pytest.mark.parametrize("program", ["plain_torch", "with_lightning", "with_accelerate", "trainer"])
+def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: str, tmp_path: Path) -> None:
+    """Its loaders are served by infeed's workers, and nobody can tell from the numbers."""
+    skip_without(program)
+    path = str(PROGRAMS / f"{program}.py")
+    expected = said(ran([path, "0"], tmp_path))
+
+    result = ran(["-m", "infeed", "run", path, "2"], tmp_path)
+
+    assert said(result) == expected
+    assert "on infeed's engine" in result.err.splitlines()[-1]
+    assert "torch's own" not in result.err
+
+
+def test_inline_a_program_draws_what_it_draws_with_torch(tmp_path: Path) -> None:
+    """With num_workers=0 the generators of the process are the dataset's own."""
+    path = str(PROGRAMS / "plain_torch.py")
+
+    assert said(ran(["-m", "infeed", "run", path, "0"], tmp_path)) == said(ran([path, "0"], tmp_path))
+
+
+def test_ranks_under_torchrun_have_the_losses_that_they_have_without(tmp_path: Path) -> None:
+    """Each rank is run by infeed."""
+    path = str(PROGRAMS / "torchrun.py")
+    expected = said(ran([*RANKS, path, "0"], tmp_path))
+
+    result = ran([*RANKS, "-m", "infeed", "run", path, "2"], tmp_path)
+
+    assert said(result) == expected
+    assert expected[0]["complete"]
+    assert result.err.count("on infeed's engine") == 2
+
+
+@pytest.mark.parametrize("program", ["own_lightning", "own_accelerate"])
+def test_a_framework_keeps_infeeds_loader(program: str, tmp_path: Path) -> None:
+    """Made anew, wrapped, sharded once, saved and resumed: the program asserts it."""
+    skip_without(program)
+
+    assert said(ran([str(PROGRAMS / f"{program}.py")], tmp_path))
+
+
+def test_accelerate_shares_infeeds_loader_out_once(tmp_path: Path) -> None:
+    """Over two ranks every sample is seen once, and the remainder is right."""
+    skip_without("own_accelerate")
+
+    ranks = said(ran([*RANKS, str(PROGRAMS / "own_accelerate.py")], tmp_path))
+
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert {rank["steps"] for rank in ranks} == {6}
+
+
+def test_torchdatas_loader_is_infeeds_under_infeed_run(tmp_path: Path) -> None:
+    """Its arguments and its contract for states are kept."""
+    skip_without("own_accelerate")
+    path = tmp_path / "program.py"
+    path.write_text(
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "loader = StatefulDataLoader(list(range(20)), batch_size=4, num_workers=2, snapshot_every_n_steps=3)\n"
+        "it = iter(loader); [next(it) for _ in range(2)]\n"
+        "state = loader.state_dict()\n"
+        "other = StatefulDataLoader(list(range(20)), batch_size=4)\n"
+        "other.load_state_dict(state)\n"
+        "print([batch.tolist() for batch in other])\n"
+    )
+
+    result = ran(["-m", "infeed", "run", str(path)], tmp_path)
+
+    assert result.out.strip() == str([list(range(i, i + 4)) for i in range(8, 20, 4)])
+    assert "2 loaders on infeed's engine" in result.err
+
+
+def test_the_programs_are_found() -> None:
+    """So that a moved folder is not a green run."""
+    assert {path.stem for path in PROGRAMS.glob("*.py")} == {*NEEDS, "torchrun"}
+    assert sys.executable
+    assert ROOT.is_dir()
