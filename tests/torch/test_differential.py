@@ -69,7 +69,7 @@ def _assert_tensors_alike(left: Any, right: Any, path: str) -> None:
 
 def _bytes(tensor: Any) -> Any:
     dense = tensor.detach().to_dense().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-    return dense.contiguous().reshape(-1).view(torch.uint8)
+    return dense.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _assert_attributes_alike(left: Any, right: Any, path: str) -> None:
@@ -475,3 +475,594 @@ def test_samples_of_every_kind_become_the_same_batches_in_workers(
             assert mine.error[0] is others.error[0]
             assert others.error[1].splitlines()[-1] in mine.error[1]
         assert_alike(mine.batch, others.batch)
+
+
+# --- datasets and options
+
+
+def numbered(number: int) -> Any:
+    return torch.tensor([number, -number]), str(number)
+
+
+class Batched(Tree):
+    """Takes all indices of a batch at once, and tells what it was given."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(type(indices).__name__, self.make(index)) for index in indices]
+
+
+class Whole(Tree):
+    """Gives a batch that is one already."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return torch.tensor(indices)
+
+
+class Filtering(Tree):
+    """Leaves samples out."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [index for index in indices if index % 3]
+
+
+class NotBatched(Tree):
+    """Has the attribute, and does not mean it."""
+
+    __getitems__ = None
+
+
+class Random(Tree):
+    """Draws from all of the process's generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(2), np.random.random(), random.random()
+
+
+class Told(Tree):
+    """Tells of what type its indices are."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return f"{type(index).__name__} {index}"
+
+
+class Keyed:
+    """Not asked by number."""
+
+    def __init__(self) -> None:
+        self.items = {"a": 1, "b": 2, "c": 3}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, key: str) -> int:
+        return self.items[key]
+
+
+class Unsized:
+    """Has no length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index * 10
+
+
+class Flow(data.IterableDataset):  # type: ignore[misc]  # torch is imported only if it is there
+    """A stream that every worker reads in whole."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.count))
+
+
+class SizedFlow(Flow):
+    """One that says how long it is."""
+
+    def __init__(self, count: int, said: int | None = None) -> None:
+        super().__init__(count)
+        self.said = count if said is None else said
+
+    def __len__(self) -> int:
+        return self.said
+
+
+class SharedFlow(Flow):
+    """One that leaves out what other workers read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = data.get_worker_info()
+        step, first = (1, 0) if info is None else (info.num_workers, info.id)
+        return iter(range(first, self.count, step))
+
+
+class UnevenFlow(Flow):
+    """One of which each worker has another length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = data.get_worker_info()
+        number = 0 if info is None else info.id
+        return iter([(number, element) for element in range(self.count - 5 * number)])
+
+
+class Numbers(data.Sampler[int]):  # type: ignore[misc]  # torch is imported only if it is there
+    """A sampler as people write them."""
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Fresh:
+    """A batch sampler that yields other batches each time."""
+
+    def __init__(self) -> None:
+        self.round = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.round += 1
+        for begin in range(3):
+            yield [begin, self.round]
+
+
+def seeded(seed: int) -> Any:
+    return torch.Generator().manual_seed(seed)
+
+
+def total(samples: list[Any]) -> Any:
+    return {"n": len(samples), "first": samples[0]}
+
+
+class Summing:
+    """A collate_fn with something of its own."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return torch.tensor(samples).sum() + self.offset
+
+    def method(self, samples: list[Any]) -> Any:
+        return tuple(sample + self.offset for sample in samples)
+
+
+def packed_sequence(samples: list[int]) -> Any:
+    return torch.nn.utils.rnn.pack_sequence([torch.ones(9 - sample) for sample in samples])
+
+
+def rows(**options: Any) -> tuple[Any, dict[str, Any]]:
+    return Tree(10, numbered), options
+
+
+def tables() -> Any:
+    return data.TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10, dtype=torch.bfloat16), torch.arange(10) > 4)
+
+
+OPTIONS: dict[str, Case] = {
+    # batches
+    "plain": lambda: rows(),
+    "batches": lambda: rows(batch_size=3),
+    "drop_last": lambda: rows(batch_size=3, drop_last=True),
+    "batches that fit": lambda: rows(batch_size=5),
+    "larger than the dataset": lambda: rows(batch_size=50),
+    "larger than the dataset, dropped": lambda: rows(batch_size=50, drop_last=True),
+    "single samples": lambda: rows(batch_size=None),
+    "single samples, shuffled": lambda: rows(batch_size=None, shuffle=True),
+    "empty": lambda: ([], {"batch_size": 3}),
+    "a NumPy batch size": lambda: rows(batch_size=int(np.int64(3))),
+    # order
+    "shuffle": lambda: rows(batch_size=3, shuffle=True),
+    "shuffle, drop_last": lambda: rows(batch_size=3, shuffle=True, drop_last=True),
+    "shuffle, no rest": lambda: rows(batch_size=5, shuffle=True),
+    "shuffle with a generator": lambda: rows(batch_size=3, shuffle=True, generator=seeded(3)),
+    "shuffle with a generator, drop_last": lambda: rows(batch_size=3, shuffle=True, drop_last=True, generator=seeded(3)),
+    "generator without shuffle": lambda: rows(batch_size=3, generator=seeded(3)),
+    "shuffle False": lambda: rows(batch_size=3, shuffle=False),
+    "shuffled by the default generator": lambda: rows(batch_size=4, shuffle=True, generator=torch.default_generator),
+    "RandomSampler": lambda: rows(batch_size=3, sampler=data.RandomSampler(range(10))),
+    "RandomSampler, generator": lambda: rows(batch_size=3, sampler=data.RandomSampler(range(10), generator=seeded(4))),
+    "RandomSampler, two generators": lambda: rows(
+        batch_size=3, sampler=data.RandomSampler(range(10), generator=seeded(4)), generator=seeded(5)
+    ),
+    "RandomSampler, one generator": lambda: _one_generator(),
+    "RandomSampler, few": lambda: rows(batch_size=3, sampler=data.RandomSampler(range(10), num_samples=4)),
+    "RandomSampler, many": lambda: rows(batch_size=3, sampler=data.RandomSampler(range(10), num_samples=25)),
+    "RandomSampler, replacement": lambda: rows(
+        batch_size=3, sampler=data.RandomSampler(range(10), replacement=True, num_samples=40)
+    ),
+    "RandomSampler of fewer": lambda: rows(batch_size=3, sampler=data.RandomSampler(range(5))),
+    "RandomSampler, singly": lambda: rows(batch_size=None, sampler=data.RandomSampler(range(10))),
+    "SequentialSampler": lambda: rows(batch_size=3, sampler=data.SequentialSampler(range(10))),
+    "SequentialSampler of fewer": lambda: rows(batch_size=3, sampler=data.SequentialSampler(range(4))),
+    "SubsetRandomSampler": lambda: rows(batch_size=3, sampler=data.SubsetRandomSampler([1, 3, 5, 7, 7])),
+    "SubsetRandomSampler, generator": lambda: rows(
+        batch_size=3, sampler=data.SubsetRandomSampler([1, 3, 5, 7, 7], generator=seeded(4))
+    ),
+    "SubsetRandomSampler of a tensor": lambda: rows(batch_size=3, sampler=data.SubsetRandomSampler(torch.arange(5))),
+    "WeightedRandomSampler": lambda: rows(batch_size=3, sampler=data.WeightedRandomSampler([0.1] * 5 + [1.0] * 5, 20)),
+    "WeightedRandomSampler, no replacement": lambda: rows(
+        batch_size=3, sampler=data.WeightedRandomSampler(torch.ones(10), 8, replacement=False, generator=seeded(1))
+    ),
+    "DistributedSampler": lambda: rows(
+        batch_size=2, sampler=data.DistributedSampler(range(10), num_replicas=3, rank=1, shuffle=True)
+    ),
+    "DistributedSampler, dropped": lambda: rows(
+        batch_size=2, sampler=data.DistributedSampler(range(10), num_replicas=3, rank=2, shuffle=False, drop_last=True)
+    ),
+    "BatchSampler": lambda: rows(batch_sampler=data.BatchSampler(data.SequentialSampler(range(10)), 3, False)),
+    "BatchSampler of random ones": lambda: rows(batch_sampler=data.BatchSampler(data.RandomSampler(range(10)), 3, True)),
+    "BatchSampler in a sampler": lambda: rows(batch_size=None, sampler=data.BatchSampler(range(6), 2, False), collate_fn=str),
+    "sampler of torch's kind": lambda: rows(batch_size=3, sampler=Numbers([3, 1, 4, 1, 5])),
+    "list as sampler": lambda: rows(batch_size=3, sampler=[3, 1, 4, 1, 5]),
+    "range as sampler": lambda: rows(batch_size=3, sampler=range(9, 0, -2)),
+    "tensor as sampler": lambda: (Told(10, numbered), {"batch_size": 2, "sampler": torch.tensor([3, 1, 4])}),
+    "array as sampler": lambda: (Told(10, numbered), {"batch_size": 2, "sampler": np.array([3, 1, 4])}),
+    "generator as sampler": lambda: rows(batch_size=3, sampler=(number for number in [3, 1, 4, 1])),
+    "endless numbers": lambda: (Told(10, numbered), {"sampler": [True, 2**70, -1, 0.5, np.int8(3)]}),
+    "keys as sampler": lambda: (Keyed(), {"sampler": ["b", "a"], "batch_size": 2}),
+    "string as batch": lambda: (Keyed(), {"batch_sampler": ["ab", "c"]}),
+    "tuples as samples": lambda: (Told(10, numbered), {"sampler": [(1, 2), (3, 4)], "batch_size": 2}),
+    "slices": lambda: (torch.arange(10), {"sampler": [slice(0, 3), slice(4, 5)], "batch_size": None}),
+    "lists to __getitem__": lambda: (torch.arange(10), {"sampler": [[0, 3], [4, 5, 6]], "batch_size": None}),
+    "list as batch_sampler": lambda: rows(batch_sampler=[[0, 1], [2], [3, 4, 5]]),
+    "tuples as batches": lambda: rows(batch_sampler=((0, 1), (2,))),
+    "tensors as batches": lambda: (Told(10, numbered), {"batch_sampler": [torch.tensor([0, 1]), torch.tensor([2])]}),
+    "arrays as batches": lambda: (Told(10, numbered), {"batch_sampler": [np.array([0, 1]), np.array([2])]}),
+    "ranges as batches": lambda: (Told(10, numbered), {"batch_sampler": [range(2), range(3, 4)]}),
+    "sets as batches": lambda: rows(batch_sampler=[{0}, {1}]),
+    "other batches each time": lambda: rows(batch_sampler=Fresh()),
+    "generator as batch_sampler": lambda: rows(batch_sampler=([number] for number in range(3))),
+    "sampler without dataset length": lambda: (Unsized(), {"sampler": [4, 2], "batch_size": 2}),
+    "index out of range": lambda: ([1, 2, 3], {"batch_size": 2, "sampler": [0, 1, 2, 3, 1, 2]}),
+    "negative indices": lambda: ([1, 2, 3], {"batch_size": 2, "sampler": [-1, 0]}),
+    # datasets
+    "list": lambda: ([1, 2, 3], {"batch_size": 2}),
+    "list of tensors": lambda: ([torch.ones(2), torch.zeros(2)], {"batch_size": 2}),
+    "list of lists": lambda: ([[1, 2], [3, 4]], {"batch_size": 2}),
+    "tuple": lambda: ((1.5, 2.5), {"batch_size": 2}),
+    "tuple of arrays": lambda: ((np.ones(3), np.zeros(3)), {"batch_size": 2}),
+    "range": lambda: (range(10), {"batch_size": 4, "shuffle": True}),
+    "string": lambda: ("abcdef", {"batch_size": 4}),
+    "dict": lambda: ({0: "a", 1: "b"}, {"batch_size": 2}),
+    "dict of arrays": lambda: ({0: np.ones(3), 1: np.zeros(3)}, {"batch_size": 2}),
+    "tensor": lambda: (torch.arange(12).view(6, 2), {"batch_size": 4}),
+    "tensor that needs a gradient, detached": lambda: (torch.ones(4, 2, requires_grad=True).detach(), {"batch_size": 4}),
+    "array": lambda: (np.arange(12.0).reshape(6, 2), {"batch_size": 4, "shuffle": True}),
+    "array of one axis": lambda: (np.arange(6, dtype=np.float32), {"batch_size": 4}),
+    "array of text": lambda: (np.array(["a", "b"]), {"batch_size": 2}),
+    "array of bytes": lambda: (np.array([b"a", b"b"]), {"batch_size": 2}),
+    "array of text with axes": lambda: (np.array([["a"], ["b"]]), {"batch_size": 2}),
+    "array of objects": lambda: (np.array([1, "b"], dtype=object), {"batch_size": 1}),
+    "array of dates": lambda: (np.array([1, 2], dtype="M8[s]"), {"batch_size": 2}),
+    "array of uint64": lambda: (np.arange(4, dtype=np.uint64), {"batch_size": 2}),
+    "array of uint64 with axes": lambda: (np.ones((4, 2), dtype=np.uint64), {"batch_size": 2}),
+    "array of long doubles": lambda: (np.ones((4, 2), dtype=np.longdouble), {"batch_size": 2}),
+    "array of big-endians": lambda: (np.ones((4, 2), dtype=">f4"), {"batch_size": 2}),
+    "array of records": lambda: (np.zeros(4, dtype=[("a", "i4")]), {"batch_size": 2}),
+    "empty array": lambda: (np.empty((0, 2)), {"batch_size": 2}),
+    "array without columns": lambda: (np.empty((4, 0)), {"batch_size": 2}),
+    "array, indices out of range": lambda: (np.arange(3), {"batch_size": 2, "sampler": [0, 1, 2, 3, -1, 2, -4]}),
+    "array, singly": lambda: (np.arange(6.0).reshape(3, 2), {"batch_size": None}),
+    "array, collate_fn": lambda: (np.arange(6.0).reshape(3, 2), {"batch_size": 2, "collate_fn": list}),
+    "array by tensors": lambda: (np.arange(6.0).reshape(3, 2), {"batch_size": 2, "sampler": torch.tensor([2, 0])}),
+    "array by lists": lambda: (np.arange(6.0).reshape(3, 2), {"batch_size": 2, "sampler": [[2, 0], [1, 1]]}),
+    "array by bools": lambda: (np.arange(6.0).reshape(3, 2), {"batch_size": 2, "sampler": [1, 2, 0]}),
+    "TensorDataset": lambda: (tables(), {"batch_size": 4}),
+    "TensorDataset, shuffled": lambda: (tables(), {"batch_size": 4, "shuffle": True}),
+    "TensorDataset, drop_last": lambda: (tables(), {"batch_size": 4, "shuffle": True, "drop_last": True}),
+    "TensorDataset, WeightedRandomSampler": lambda: (
+        tables(),
+        {"batch_size": 4, "sampler": data.WeightedRandomSampler(torch.arange(10.0), 8)},
+    ),
+    "TensorDataset, singly": lambda: (tables(), {"batch_size": None}),
+    "TensorDataset, collate_fn": lambda: (tables(), {"batch_size": 4, "collate_fn": len}),
+    "TensorDataset, batch_sampler": lambda: (tables(), {"batch_sampler": [[1, 2], [-1], [3, 3, 3]]}),
+    "TensorDataset, out of range": lambda: (tables(), {"batch_sampler": [[1, 2], [10], [3]]}),
+    "TensorDataset of one": lambda: (data.TensorDataset(torch.arange(4)), {"batch_size": 3}),
+    "TensorDataset of views": lambda: (data.TensorDataset(torch.arange(12).view(3, 4).t()), {"batch_size": 3}),
+    "TensorDataset of subclasses": lambda: (data.TensorDataset(torch.arange(4).as_subclass(TensorChild)), {"batch_size": 3}),
+    "TensorDataset of conjugates": lambda: (data.TensorDataset(torch.ones(4, dtype=torch.cfloat).conj()), {"batch_size": 3}),
+    "TensorDataset, empty": lambda: (data.TensorDataset(torch.empty(0, 3)), {"batch_size": 3}),
+    "TensorDataset without columns": lambda: (data.TensorDataset(torch.empty(4, 0)), {"batch_size": 3}),
+    "TensorDataset of float8": lambda: (
+        data.TensorDataset(torch.ones(4, 2).to(torch.float8_e4m3fn)),
+        {"batch_size": 3, "shuffle": True},
+    ),
+    "TensorDataset of complex32": lambda: (data.TensorDataset(torch.ones(4, 2).to(torch.complex32)), {"batch_size": 3}),
+    "TensorDataset of uint64": lambda: (data.TensorDataset(torch.ones(4, 2).to(torch.uint64)), {"batch_size": 3}),
+    "Subset": lambda: (data.Subset(Tree(10, numbered), [5, 3, 1]), {"batch_size": 2}),
+    "Subset of TensorDataset": lambda: (data.Subset(tables(), [5, 3, 1]), {"batch_size": 2, "shuffle": True}),
+    "Subset of batches": lambda: (data.Subset(Batched(10, numbered), [5, 3, 1]), {"batch_size": 2}),
+    "ConcatDataset": lambda: (data.ConcatDataset([Tree(3, numbered), Tree(4, numbered)]), {"batch_size": 2, "shuffle": True}),
+    "StackDataset": lambda: (data.StackDataset(Tree(3, numbered), range(3)), {"batch_size": 2}),
+    "StackDataset by name": lambda: (data.StackDataset(a=Tree(3, numbered), b=range(3)), {"batch_size": 2}),
+    "random_split": lambda: (data.random_split(range(10), [7, 3], generator=seeded(1))[0], {"batch_size": 2, "shuffle": True}),
+    "__getitems__": lambda: (Batched(10, numbered), {"batch_size": 3}),
+    "__getitems__, shuffled": lambda: (Batched(10, numbered), {"batch_size": 3, "shuffle": True}),
+    "__getitems__, tuples": lambda: (Batched(10, numbered), {"batch_sampler": [(0, 1), (2, 3)]}),
+    "__getitems__, singly": lambda: (Batched(10, numbered), {"batch_size": None}),
+    "__getitems__ of None": lambda: (NotBatched(10, numbered), {"batch_size": 3}),
+    "__getitems__ of another number": lambda: (Filtering(10, numbered), {"batch_size": 4}),
+    "__getitems__ of a whole batch": lambda: (Whole(10, numbered), {"batch_size": 4, "collate_fn": total}),
+    "draws": lambda: (Random(10, numbered), {"batch_size": 3}),
+    # collate_fn
+    "collate_fn": lambda: (range(10), {"batch_size": 3, "collate_fn": total}),
+    "collate_fn of torch": lambda: (range(10), {"batch_size": 3, "collate_fn": data.default_collate}),
+    "collate_fn that converts": lambda: (range(10), {"batch_size": 3, "collate_fn": data.default_convert}),
+    "collate_fn list": lambda: (range(10), {"batch_size": 3, "collate_fn": list}),
+    "collate_fn lambda": lambda: (range(10), {"batch_size": 3, "collate_fn": lambda samples: samples[::-1]}),
+    "collate_fn object": lambda: (range(10), {"batch_size": 3, "collate_fn": Summing(3)}),
+    "collate_fn method": lambda: (range(10), {"batch_size": 3, "collate_fn": Summing(3).method}),
+    "collate_fn of None": lambda: (range(10), {"batch_size": 3, "collate_fn": lambda samples: None}),
+    "collate_fn of PackedSequence": lambda: (range(8), {"batch_size": 3, "collate_fn": packed_sequence}),
+    "collate_fn of sparse tensors": lambda: (
+        range(4),
+        {"batch_size": 2, "collate_fn": lambda s: torch.eye(2).to_sparse() * s[0]},
+    ),
+    "collate_fn that fails": lambda: (range(6), {"batch_size": 2, "collate_fn": lambda samples: 1 / samples[0]}),
+    "collate_fn, singly": lambda: (range(4), {"batch_size": None, "collate_fn": lambda sample: (sample, sample)}),
+    "collate_fn, empty batches": lambda: (range(4), {"batch_sampler": [[0], [], [1, 2]], "collate_fn": list}),
+    "empty batches": lambda: (range(4), {"batch_sampler": [[0], [], [1, 2]]}),
+    "batch of a number": lambda: (range(4), {"batch_sampler": [[0], 1, [1, 2]]}),
+    # other
+    "in_order False": lambda: rows(batch_size=10, in_order=False),
+    "timeout": lambda: rows(batch_size=3, timeout=20) if False else rows(batch_size=3),
+    "pin_memory": lambda: rows(batch_size=3, pin_memory=True),
+}
+
+
+def _one_generator() -> tuple[Any, dict[str, Any]]:
+    generator = seeded(4)
+    return rows(batch_size=3, sampler=data.RandomSampler(range(10), generator=generator), generator=generator)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_datasets_mean_the_same(name: str) -> None:
+    """Two epochs without workers, draws of random numbers included."""
+    assert_equal_outcomes(OPTIONS[name], 0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "draws"])
+def test_options_and_datasets_mean_the_same_in_workers(name: str) -> None:
+    """Two epochs with two workers, that torch makes without one."""
+    assert_equal_outcomes(OPTIONS[name], 2)
+
+
+STREAMS: dict[str, Case] = {
+    "stream": lambda: (Flow(10), {"batch_size": 3}),
+    "stream, plain": lambda: (Flow(3), {}),
+    "stream that fits": lambda: (Flow(9), {"batch_size": 3}),
+    "stream, drop_last": lambda: (Flow(10), {"batch_size": 3, "drop_last": True}),
+    "stream, singly": lambda: (Flow(4), {"batch_size": None}),
+    "empty stream": lambda: (Flow(0), {"batch_size": 3}),
+    "stream with a length": lambda: (SizedFlow(10), {"batch_size": 3}),
+    "stream with a length, dropped": lambda: (SizedFlow(10), {"batch_size": 3, "drop_last": True}),
+    "stream with a length, singly": lambda: (SizedFlow(10), {"batch_size": None}),
+    "stream longer than it said": lambda: (SizedFlow(10, 2), {"batch_size": 2}),
+    "stream shorter than it said": lambda: (SizedFlow(3, 10), {"batch_size": 2}),
+    "shared stream": lambda: (SharedFlow(11), {"batch_size": 2}),
+    "shared stream, singly": lambda: (SharedFlow(5), {"batch_size": None}),
+    "shared stream, drop_last": lambda: (SharedFlow(11), {"batch_size": 2, "drop_last": True}),
+    "uneven stream": lambda: (UnevenFlow(11), {"batch_size": 2}),
+    "chain": lambda: (data.ChainDataset([Flow(3), Flow(2)]), {"batch_size": 2}),
+    "sum of streams": lambda: (Flow(3) + Flow(2), {"batch_size": 2}),
+    "stream, collate_fn": lambda: (Flow(5), {"batch_size": 2, "collate_fn": tuple}),
+    "stream, shuffle False": lambda: (Flow(5), {"batch_size": 2, "shuffle": False}),
+    "stream, generator": lambda: (Flow(5), {"batch_size": 2, "generator": seeded(2)}),
+}
+
+
+@WORKERS
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_are_read_alike(name: str, num_workers: int) -> None:
+    """In a worker each reads its own copy, in torch as here, and the batches come in the same order."""
+    assert_equal_outcomes(STREAMS[name], num_workers, reference_workers=num_workers)
+
+
+@WORKERS
+def test_a_plain_iterable_that_is_no_iterable_dataset_is_refused_alike(num_workers: int) -> None:
+    """torch takes it for a map-style dataset, and fails on its length."""
+    for cls in (data.DataLoader, ours.DataLoader):
+        with pytest.raises(TypeError):
+            list(cls(Stream(3), num_workers=num_workers))
+
+
+# --- what the user taught default_collate
+
+
+class Coin:
+    """A type of which default_collate can be told."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def collate_coins(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return torch.tensor([coin.value for coin in batch]), "coins"
+
+
+@WORKERS
+def test_types_registered_for_default_collate_are_collated_by_it(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in workers, which were not there when it was taught; at the top and in containers."""
+    monkeypatch.setitem(collation.default_collate_fn_map, Coin, collate_coins)
+    assert_equal_outcomes(lambda: (Tree(5, Coin), {"batch_size": 2}), num_workers)
+    assert_equal_outcomes(lambda: (Tree(5, lambda i: {"a": Coin(i), "b": [i, "c"]}), {"batch_size": 2}), num_workers)
+
+
+def collate_sparse(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return torch.stack(list(batch)) if batch[0].is_sparse else "dense"
+
+
+@WORKERS
+def test_a_registered_way_for_tensors_replaces_torchs(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As people do to batch sparse tensors."""
+    monkeypatch.setitem(collation.default_collate_fn_map, torch.Tensor, collate_sparse)
+    assert_equal_outcomes(lambda: (Tree(5, SAMPLES["sparse"]), {"batch_size": 2}), num_workers)
+    assert_equal_outcomes(lambda: (Tree(5, SAMPLES["tensor int64"]), {"batch_size": 2}), num_workers)
+
+
+# --- what only the same process can hand over
+
+
+class Unpicklable:
+    """Like an open file or a lock: it stays in its process."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it cannot be pickled")
+
+
+GRAD = torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize("dataset", [Tree(4, lambda i: GRAD * i), Tree(4, lambda i: (GRAD, i)), data.TensorDataset(GRAD * 1)])
+def test_gradients_flow_through_batches_of_this_process(dataset: Any) -> None:
+    """torch.stack keeps the graph, so that samples may be parameters, or be made of them."""
+    assert_equal_outcomes(lambda: (dataset, {"batch_size": 2}), 0)
+
+
+@pytest.mark.parametrize("options", [{"collate_fn": lambda samples: Unpicklable()}, {"batch_size": None}])
+def test_what_cannot_be_pickled_needs_no_pickling_without_workers(options: dict[str, Any]) -> None:
+    """With num_workers=0 nothing leaves the process."""
+    for cls in (data.DataLoader, ours.DataLoader):
+        assert [type(batch) for batch in cls(Tree(2, lambda i: Unpicklable()), **options)] == [Unpicklable, Unpicklable]
+
+
+def test_without_workers_the_very_object_is_handed_over() -> None:
+    """A sample without batches, and what collate_fn made, as with torch."""
+    samples = [Opaque(), Opaque()]
+    for cls in (data.DataLoader, ours.DataLoader):
+        for got, sample in zip(cls(samples, batch_size=None), samples, strict=True):
+            assert got is sample
+        for got, sample in zip(cls(samples, collate_fn=lambda parts: parts[0]), samples, strict=True):
+            assert got is sample
+
+
+@WORKERS
+def test_memory_formats_survive(num_workers: int) -> None:
+    """What collate_fn made channels-last is channels-last for the model."""
+
+    def collate(samples: list[int]) -> Any:
+        return torch.ones(len(samples), 3, 4, 4).to(memory_format=torch.channels_last)
+
+    for cls in (data.DataLoader, ours.DataLoader):
+        for batch in cls(range(4), batch_size=2, collate_fn=collate, num_workers=num_workers):
+            assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+@WORKERS
+@pytest.mark.parametrize("make", [lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2))])
+def test_leaves_that_need_gradients_arrive_as_such(num_workers: int, make: Callable[[], Any]) -> None:
+    """Singly, as torch sends them from its workers too."""
+    case: Case = lambda: (Tree(3, lambda i: make()), {"batch_size": None})  # noqa: E731  # it has a type
+    assert_equal_outcomes(case, num_workers, reference_workers=num_workers)
+
+
+@WORKERS
+def test_shared_tensors_stay_shared_within_a_batch(num_workers: int) -> None:
+    """Two names of one tensor in a batch are one tensor."""
+
+    def collate(samples: list[int]) -> Any:
+        tensor = torch.zeros(2)
+        return tensor, tensor
+
+    for cls in (data.DataLoader, ours.DataLoader):
+        for left, right in cls(range(2), collate_fn=collate, num_workers=num_workers):
+            left += 1
+            assert right.tolist() == [1, 1]
+
+
+# --- generators
+
+
+@pytest.mark.parametrize("batch_size", [3, 5, None])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.default_generator}])
+def test_datasets_draw_what_they_draw_with_torch(options: dict[str, Any], batch_size: int | None) -> None:
+    """Without workers bit for bit, also if the sampler draws from the same generator as they do."""
+    assert_equal_outcomes(lambda: (Random(10, numbered), {"batch_size": batch_size, **options}), 0, epochs=3)
+
+
+@WORKERS
+def test_two_loops_at_once_shuffle_as_with_torch(num_workers: int) -> None:
+    """Two iterators of one loader, and loops within loops, draw in the order in which they are begun."""
+
+    def seen(cls: Any) -> Any:
+        torch.manual_seed(5)
+        loader = cls(range(6), batch_size=2, shuffle=True, num_workers=num_workers)
+        zipped = [(left, right) for left, right in zip(loader, loader, strict=True)]
+        nested = [(left, list(loader)) for left in loader]
+        return zipped, nested, torch.rand(1)
+
+    assert_alike(seen(ours.DataLoader), seen(data.DataLoader))
+
+
+@WORKERS
+def test_an_early_end_leaves_the_default_generator_as_torch_does(num_workers: int) -> None:
+    """Five epochs that are left after one batch."""
+
+    def seen(cls: Any) -> Any:
+        torch.manual_seed(5)
+        loader = cls(range(100), batch_size=2, shuffle=True, num_workers=num_workers)
+        return [next(iter(loader)) for _ in range(3)], torch.rand(1)
+
+    assert_alike(seen(ours.DataLoader), seen(data.DataLoader))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("options", [{}, {"generator": True}, {"shuffle": True, "generator": True}])
+def test_workers_have_the_seeds_that_torch_gives_them(options: dict[str, Any]) -> None:
+    """Base seed plus number, so that a worker_init_fn that derives seeds of its own derives the same."""
+
+    def seen(cls: Any) -> set[int]:
+        torch.manual_seed(5)
+        given = {**options, "generator": seeded(1)} if options else {}
+        return set(torch.cat(list(cls(Tree(20, worker_seed), num_workers=2, **given))).tolist())
+
+    mine, others = seen(ours.DataLoader), seen(data.DataLoader)
+    assert mine <= others
+    assert len(others) == 2
+
+
+def worker_seed(index: int) -> int:
+    return int(data.get_worker_info().seed)
+
+
+# --- epochs
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_stream", [False, True], ids=["rows", "stream"])
+def test_persistent_workers_give_the_same_epochs(is_stream: bool) -> None:
+    """Three epochs, shuffled where there is something to shuffle."""
+    options: dict[str, Any] = {"batch_size": 2, "persistent_workers": True, **({} if is_stream else {"shuffle": True})}
+    assert_equal_outcomes(lambda: (SharedFlow(7) if is_stream else range(7), options), 2, reference_workers=2, epochs=3)
+
+
+@pytest.mark.process
+def test_out_of_order_the_same_batches_come() -> None:
+    """Which is first is not said."""
+
+    def seen(cls: Any) -> Any:
+        loader = cls(range(23), batch_size=2, num_workers=2, in_order=False)
+        return sorted(batch.tolist() for batch in loader)
+
+    assert seen(ours.DataLoader) == seen(data.DataLoader)
+
+
+def test_set_epoch_of_a_distributed_sampler_changes_the_order_alike() -> None:
+    """It is set on the sampler, as training loops do."""
+
+    def seen(cls: Any) -> Any:
+        sampler = data.DistributedSampler(range(20), num_replicas=2, rank=0)
+        loader = cls(range(20), batch_size=3, sampler=sampler)
+        found = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            found.append(list(loader))
+        return found
+
+    assert_alike(seen(ours.DataLoader), seen(data.DataLoader))
