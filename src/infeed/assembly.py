@@ -21,7 +21,7 @@ from infeed.planning import Plan, rows_of, seed_grain
 from infeed.records import EngineSetup
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew
-from infeed.workers.hearers import epoch_hearers
+from infeed.workers.hearers import Hearers
 from infeed.workers.inline import InlineCrew
 from infeed.workers.process import ProcessCrew, prepare
 from infeed.workers.runner import Runner
@@ -73,7 +73,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
     window, least_window = _windows(config, count, is_inline=kind == "inline")
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
-    is_shared_hearer = kind == "thread" and bool(epoch_hearers(source.dataset, source.collate_fn))
+    is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
     with undo:

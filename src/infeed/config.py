@@ -12,6 +12,7 @@ import numpy as np
 
 from infeed.errors import ConfigError
 from infeed.memory.budget import parse_bytes
+from infeed.plan.cursor import MOST_SEED_BITS
 from infeed.plan.shards import ALONE, Shard
 from infeed.ranks import find_shard
 
@@ -86,9 +87,13 @@ class LoaderConfig:
             raise ConfigError(f"num_workers={self.num_workers!r} must be a whole number; give the number of workers, or 0")
         _check_int("num_workers", self.num_workers, 0, "use 0 to load in this process")
         if self.num_workers > _MOST_WORKERS:
-            raise ConfigError(f"num_workers={self.num_workers} must be at most {_MOST_WORKERS}; did you mean batch_size?")
+            raise ConfigError(
+                f"num_workers={_short(self.num_workers)} must be at most {_MOST_WORKERS}; did you mean batch_size?"
+            )
         if self.seed is not None:
             _check_int("seed", self.seed, None, "use seed=None to draw one")
+            if index(self.seed).bit_length() > MOST_SEED_BITS:
+                raise ConfigError(f"seed must have at most {MOST_SEED_BITS} bits; a state could not hold a longer one")
         if self.prefetch is not None:
             _check_int("prefetch", self.prefetch, 1, "use num_workers=0 to load without prefetching")
         if self.grain_size is not None:
@@ -168,7 +173,7 @@ class LoaderConfig:
     def _check_sampling(self) -> None:
         """What decides which samples an epoch has."""
         chosen = [
-            f"{name}={value!r}" if name != "weights" else "weights"
+            f"{name}={_short(value)}" if name != "weights" else "weights"
             for name, value, default in (
                 ("replacement", self.replacement, False),
                 ("weights", self.weights, None),
@@ -198,7 +203,8 @@ class LoaderConfig:
                 f"weights of shape {weights.shape} and dtype {weights.dtype} must be one number for each sample; pass a "
                 "sequence of numbers"
             )
-        total = float(weights.sum(dtype=np.float64))
+        with np.errstate(over="ignore"):
+            total = float(weights.sum(dtype=np.float64))
         if not bool((weights >= 0).all()) or not 0 < total < float("inf"):
             raise ConfigError("weights must be 0 or more, finite, and not all 0; a sample with weight 0 never comes")
         return weights
@@ -235,9 +241,9 @@ def _is_torch_stream(dataset: Any) -> bool:
 
 def _check_int(name: str, value: Any, least: int | None, cure: str) -> None:
     if isinstance(value, bool) or not _is_int(value):
-        raise ConfigError(f"{name}={value!r} must be a whole number; {cure}")
+        raise ConfigError(f"{name}={_short(value)} must be a whole number; {cure}")
     if least is not None and value < least:
-        raise ConfigError(f"{name}={value!r} must be at least {least}; {cure}")
+        raise ConfigError(f"{name}={_short(value)} must be at least {least}; {cure}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -262,5 +268,8 @@ def _has(value: Any, method: str) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits, or the user's own __repr__
+        return f"{type(value).__qualname__} object"
     return text if len(text) <= 80 else f"{type(value).__qualname__} object"

@@ -53,8 +53,9 @@ class Core:
             epoch = operator.index(epoch)
         except TypeError:
             raise ConfigError(f"epoch={epoch!r} must be a whole number; pass the number of the epoch, from 0") from None
-        if not 0 <= epoch < 1 << 62:
-            raise ConfigError(f"epoch={epoch!r} must be 0 or more; pass the number of the epoch, from 0")
+        if epoch < 0 or epoch >> 62:
+            shown = epoch if epoch.bit_length() < 128 else "(of many digits)"
+            raise ConfigError(f"epoch={shown} must be 0 or more; pass the number of the epoch, from 0 to 2**62")
         sampler = self.config.batch_sampler if self.config.sampler is None else self.config.sampler
         for one in (sampler, getattr(sampler, "sampler", None)):
             hear = getattr(one, "set_epoch", None)
@@ -94,7 +95,8 @@ class Core:
         if past is not None:
             assert past.plan.indices is not None
             plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
-        engine = build_engine(replace(self.config, num_workers=0, worker="process"), self.plan, only=plan)
+        # Without a time-out: whoever replays may be looking around in a debugger.
+        engine = build_engine(replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, only=plan)
         try:
             engine.begin_epoch(Trail(Cursor(epoch, step)))
             return engine.next_batch()
@@ -116,7 +118,9 @@ class Core:
                 f"batch {step} of epoch {epoch} is not remembered; of samplers and streams only the latest batches are, of the "
                 "epoch that was begun last"
             )
-        start = trail.start if trail is not None and step >= trail.start.step else Cursor(epoch)
+        start = trail.start if trail is not None else self._next
+        if start.epoch != epoch or step < start.step:
+            start = Cursor(epoch)
         plan = self.plan.batch(start, step)
         if plan is None:
             raise IndexError(f"epoch {epoch} has no batch {step}; it has {self.plan.batch_count()} batches, counted from 0")
@@ -135,6 +139,12 @@ class Core:
             self._trail = Trail(start)
             self._next = Cursor(start.epoch + 1)
             return self._trail
+
+    def take_back(self, trail: Trail) -> None:
+        """The epoch could not begin: it is still the next."""
+        with self._lock:
+            if self._trail is trail:
+                self._next, self._trail = trail.start, None
 
 
 @final
@@ -175,9 +185,15 @@ class Epoch(Iterator[Any]):
         """Take an engine and begin. Happens by itself with the first batch."""
         core = self._core
         garage = core.garage
-        engine = self._engine = garage.take(lambda: build_engine(core.config, core.plan))
-        self._trail = core.begin(self._offered)
-        engine.begin_epoch(self._trail)
+        engine = garage.take(lambda: build_engine(core.config, core.plan))
+        trail = core.begin(self._offered)
+        try:
+            engine.begin_epoch(trail)
+        except BaseException:
+            core.take_back(trail)
+            garage.give_back(engine)
+            raise
+        self._engine, self._trail = engine, trail
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
         self._finalizer = weakref.finalize(self, _leave, garage, engine)
         self._finalizer.atexit = False

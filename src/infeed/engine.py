@@ -304,6 +304,7 @@ class Engine:
                 if record is not None:
                     record.failures = (record.failures or {}) | {task: (worker, failure)}
                     if self._setup.stream is not None:
+                        record.row_count = row_count
                         self._setup.stream.decide(shards_itself=False)
                         self._stream_loaded(record, row_count, None)
                 self._tell(TaskFailed(worker, task))

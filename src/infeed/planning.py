@@ -175,12 +175,16 @@ class Planner(Plan):
                 f"weights has {len(config.weights)} numbers for {self._dataset_length()} samples; give one for each sample"
             )
         count = config.num_samples
-        if count is None or config.replacement or config.weights is not None:
+        if count is None:
             return
-        if count > self._dataset_length():
+        if count >> 62:
+            raise ConfigError("num_samples must be below 2**62; use a smaller number of samples for an epoch")
+        length = self._dataset_length()
+        if config.replacement and not length:
+            raise ConfigError(f"num_samples={count} cannot be drawn from an empty dataset; leave it out, or fill the dataset")
+        if count > length and not config.replacement and config.weights is None:
             raise ConfigError(
-                f"num_samples={count} must be at most {self._dataset_length()}, the length of the dataset; use "
-                "replacement=True to draw more"
+                f"num_samples={count} must be at most {length}, the length of the dataset; use replacement=True to draw more"
             )
 
 

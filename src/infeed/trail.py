@@ -9,7 +9,7 @@ from infeed.feeds import PlannedBatch
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
 from infeed.records import Part, Record
 
-# Batches of which is kept how they came about. More than anyone looks back, and less than a megabyte.
+# Batches of which is kept how they came about: more than anyone looks back.
 _KEPT: Final = 256
 
 
@@ -54,13 +54,15 @@ class Trail:
             self._failed = None
         self._share_count = share_count
         past = _past(record)
-        self._recent.append(past)
+        self._remember(past)
         self._pass(past)
 
     def failed(self, record: Record) -> None:
         """The user is given an exception for this batch. If the run ends with it, the batch is still to come."""
+        if self._failed is not None:
+            self._pass(self._failed)
         self._failed = _past(record)
-        self._recent.append(self._failed)
+        self._remember(self._failed)
 
     def end(self) -> None:
         """The epoch is over: where it stands is the beginning of the next."""
@@ -74,6 +76,10 @@ class Trail:
     def find(self, step: int) -> Past | None:
         """The latest of what is remembered of a step."""
         return next((past for past in reversed(self._recent) if past.plan.step == step), None)
+
+    def _remember(self, past: Past) -> None:
+        # Without the stream's own state, which may be large, and of which only the latest is ever asked for.
+        self._recent.append(past._replace(stream_state=None))
 
     def _pass(self, past: Past) -> None:
         plan = past.plan

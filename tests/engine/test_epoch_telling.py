@@ -157,7 +157,6 @@ def test_every_kind_of_process_is_told(process_engine: dict[str, Any]) -> None:
         pytest.param(lambda: Transformed(functools.partial(Transform())), id="functools.partial"),
     ],
 )
-@pytest.mark.xfail(strict=True, reason="bug: what is held in a slot or by functools.partial is not found")
 def test_a_transform_in_a_slot_or_a_partial_is_told(hidden: Any) -> None:
     """``@dataclass(slots=True)`` and ``partial`` are usual ways to hold one."""
     assert told(hidden()) == [[0], [1], [2]]
@@ -271,7 +270,6 @@ def test_a_wrong_epoch_is_refused_and_nothing_has_changed(wrong: Any) -> None:
         assert loader.epoch == 4
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a number of too many digits cannot be shown in the message")
 @pytest.mark.parametrize("wrong", [10**5000, -(10**5000)], ids=["above", "below"])
 def test_an_endless_epoch_is_refused_like_any_other(wrong: int) -> None:
     """With a ConfigError."""
@@ -367,7 +365,6 @@ class Unmeasurable(Squares):
         return super().__len__()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: an epoch is counted, and its engine kept, although beginning it raised")
 def test_an_epoch_that_could_not_begin_is_not_counted() -> None:
     """What the dataset raises reaches the user, each time; when it is well again, the epoch begins."""
     dataset = Unmeasurable(8)
@@ -499,9 +496,6 @@ def test_odd_attributes_do_no_harm() -> None:
         assert len(collected(loader)) == 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: looking for __self__ runs an attribute's own __getattr__, which may raise anything"
-)
 def test_an_attribute_that_raises_key_error_for_unknown_names_does_no_harm() -> None:
     """It is only held; nobody asked for names of it."""
     dataset: Any = Squares(4)
@@ -510,7 +504,6 @@ def test_an_attribute_that_raises_key_error_for_unknown_names_does_no_harm() -> 
         assert len(collected(loader)) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="bug: isinstance() asks a proxy for its class")
 def test_a_weak_proxy_whose_object_is_gone_does_no_harm() -> None:
     """A cache may hold one."""
     dataset: Any = Squares(4)
@@ -528,7 +521,6 @@ def test_huge_lists_are_not_looked_through() -> None:
         assert len(collected(loader)) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="bug: nested containers of up to 64 items each are looked through, six levels deep")
 def test_a_tree_of_small_lists_is_not_looked_through_for_ever() -> None:
     """Annotations of annotations: none of the lists is long, all together are."""
 
@@ -541,7 +533,6 @@ def test_a_tree_of_small_lists_is_not_looked_through_for_ever() -> None:
         assert len(collected(loader)) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a loader that the dataset holds is told to begin the epoch again")
 def test_a_dataset_that_holds_its_loader_does_not_set_it_back() -> None:
     """As data modules do, which are dataset and owner of the loader."""
     dataset: Any = Squares(8)
@@ -570,7 +561,6 @@ class Redrawing(Epochs):
 
 
 @pytest.mark.process
-@pytest.mark.xfail(strict=True, reason="bug: set_epoch runs without a seed of its own")
 def test_what_set_epoch_draws_does_not_depend_on_the_workers(forkserver: dict[str, Any]) -> None:
     """A function of seed and epoch, as everything else (P2)."""
     random.seed(1)
@@ -581,7 +571,6 @@ def test_what_set_epoch_draws_does_not_depend_on_the_workers(forkserver: dict[st
     assert processes == inline
 
 
-@pytest.mark.xfail(strict=True, reason="bug: inline iterations share the dataset, and each tells its epoch only once")
 def test_two_iterations_at_once_hear_each_their_own_epoch() -> None:
     """With processes each has its own copy of the dataset; inline they take turns with one."""
     with infeed.DataLoader(Epochs(8), batch_size=2, seed=3) as loader:

@@ -118,7 +118,6 @@ class LargeTogether:
         return [(np.zeros(200_000), len(indices), drawn) for _ in indices]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: __getitems__ is called for a few rows at a time once the layout is known")
 def test_large_samples_are_fetched_together_every_time() -> None:
     """How many are asked for at once, and the generator of the call, may not depend on what is known of the layout."""
     with made(LargeTogether(), batch_size=8) as loader:
@@ -170,7 +169,6 @@ def test_after_a_resume_with_another_batch_size_batches_can_be_loaded_again() ->
             assert loader.explain(number).indices == plain(batch["index"])
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a state that was loaded is not looked at before its first batch is given")
 def test_after_a_resume_the_first_batch_can_be_explained_before_it_comes() -> None:
     """The one that is planned, not one that would begin elsewhere."""
     with made(batch_size=5, shuffle=True) as first, made(batch_size=8, shuffle=True) as loader:
@@ -242,7 +240,6 @@ class Epochs:
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "worker": "thread", "prefetch": 1, "timeout": 30}], ids=["inline", "thread"]
 )
-@pytest.mark.xfail(strict=True, reason="bug: replay tells the shared dataset of the epoch that it replays, and never back")
 def test_replay_of_another_epoch_leaves_the_dataset_in_this_one(options: dict[str, Any]) -> None:
     """A dataset that was told of its epoch goes on in it."""
     with made(Epochs(), batch_size=4, **options) as loader:
@@ -263,7 +260,6 @@ def test_replay_leaves_the_users_generators_alone() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: replay keeps the loader's timeout")
 def test_a_debugger_may_take_its_time() -> None:
     """``timeout`` is for workers that hang, not for whoever looks at a sample step by step."""
     with made(Squares(8), batch_size=4, timeout=1e-9) as loader:

@@ -116,7 +116,6 @@ def test_an_empty_dataset_has_an_empty_epoch() -> None:
     assert epoch(Tree(0, int), shuffle=True) == []
 
 
-@pytest.mark.xfail(strict=True, reason="bug: num_samples of an empty dataset with replacement asks it for sample 0")
 def test_nothing_can_be_drawn_from_an_empty_dataset() -> None:
     """It is said at the door."""
     with pytest.raises(infeed.ConfigError, match="num_samples=4"):
@@ -171,7 +170,6 @@ def test_weights_that_are_changed_later_have_no_influence() -> None:
         pytest.param(
             {"weights": [1e308] * 50},
             r"weights must be 0 or more, finite, and not all 0",
-            marks=pytest.mark.xfail(strict=True, reason="bug: NumPy warns of an overflow while the weights are added up"),
         ),
         ({"replacement": True, "sampler": [1]}, r"replacement=True cannot go with sampler; .*leave one of them out"),
         ({"weights": [1.0] * 50, "sampler": [1]}, r"weights cannot go with sampler; .*leave one of them out"),
@@ -205,7 +203,6 @@ def test_a_stream_decides_its_own_samples(options: dict[str, Any]) -> None:
         infeed.DataLoader(Stream(9), **options)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a number of too many digits cannot be shown in the message")
 @pytest.mark.parametrize("options", [{"num_samples": 10**5000}, {"batch_size": -(10**5000)}, {"shard": (10**5000, 2)}])
 def test_an_endless_number_is_refused_like_any_other(options: dict[str, Any]) -> None:
     """With a ConfigError, whatever its length."""
@@ -429,7 +426,6 @@ def test_a_state_of_a_table_is_good_for_a_dataset_of_the_same_rows() -> None:
 # --- samplers longer than the dataset, and other numbers of ranks
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a sampler's epoch is held to the length of the dataset")
 @pytest.mark.parametrize("options", [{"sampler": list(range(10)) * 3, "batch_size": 4}, {"batch_sampler": [[1, 2, 3, 4]] * 9}])
 def test_a_sampler_that_yields_more_than_the_dataset_has_is_resumable(options: dict[str, Any]) -> None:
     """As a sampler with replacement does."""
@@ -441,9 +437,9 @@ def test_a_sampler_that_yields_more_than_the_dataset_has_is_resumable(options: d
     ("world", "then", "size"),
     [
         pytest.param(2, 2, 4, id="as before"),
-        pytest.param(2, 1, 4, marks=pytest.mark.xfail(strict=True, reason="bug: rows of a rank are not rows of another's")),
-        pytest.param(2, 3, 4, marks=pytest.mark.xfail(strict=True, reason="bug: rows of a rank are not rows of another's")),
-        pytest.param(2, 2, 3, marks=pytest.mark.xfail(strict=True, reason="bug: rows of a rank are not rows of another's")),
+        pytest.param(2, 1, 4),
+        pytest.param(2, 3, 4),
+        pytest.param(2, 2, 3),
     ],
 )
 def test_ranks_that_share_a_stream_may_change_or_are_refused(world: int, then: int, size: int) -> None:

@@ -236,7 +236,6 @@ def test_a_field_with_a_wrong_value_is_refused(name: str) -> None:
             assert_refused({**states(), name: value}, match=name)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: batch_size and world_size of a state are compared, not checked")
 @pytest.mark.parametrize("name", ["batch_size", "world_size"])
 def test_a_wrong_batch_size_or_number_of_ranks_is_refused_or_another_cut(name: str) -> None:
     """It says only how the rest was cut: nothing but a cursor or a StateError may come of it."""
@@ -249,7 +248,6 @@ def test_a_wrong_batch_size_or_number_of_ranks_is_refused_or_another_cut(name: s
         assert cursor.position == 20
 
 
-@pytest.mark.xfail(strict=True, reason="bug: batch_size and world_size of a state are compared, not checked")
 def test_an_object_that_says_it_equals_the_batch_size_is_not_it() -> None:
     """The step of a state whose cut is not known cannot be trusted."""
     state = {**write_state(Cursor(3, 5, 21), PLAIN), "batch_size": Agreeable(), "world_size": Agreeable()}
@@ -274,7 +272,6 @@ def test_a_wrong_value_inside_a_stream_is_refused(name: str) -> None:
             assert_refused(state, STREAMED)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a stream's state that was cut off before 'stream' begins the stream anew")
 @pytest.mark.parametrize("how", ["missing", "nothing"])
 def test_a_state_of_a_stream_under_way_without_the_stream_is_refused(how: str) -> None:
     """It was cut off: going on at the beginning would give everything again."""
@@ -335,7 +332,6 @@ def test_a_position_beyond_the_epoch_is_refused_with_both_numbers() -> None:
     assert_refused(write_state(Cursor(0, 6, 24), identity(num_samples=20)), identity(num_samples=20), match=r"24.*20")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a sampler's epoch is held to the length of the dataset")
 @pytest.mark.parametrize("order", ["sampler", "batch_sampler"])
 def test_a_sampler_may_yield_more_than_the_dataset_has(order: str) -> None:
     """Its epoch is as long as it likes, whatever the length of the dataset."""
@@ -367,10 +363,9 @@ def test_very_many_shares_are_refused_at_once() -> None:
     assert_refused(state, STREAMED, match="shares")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a state that is a subclass of dict is asked by its own methods")
 def test_a_dict_with_ideas_of_its_own_is_no_danger() -> None:
-    """A subclass may override anything."""
-    assert_refused(Traps(states()))
+    """A subclass may override anything, and nothing of it is called."""
+    assert read_state(Traps(states()), PLAIN) == read_state(states(), PLAIN)
 
 
 # --- fuzzing
@@ -471,16 +466,13 @@ def test_a_loader_works_on_after_a_bad_state(kind: str) -> None:
     assert got + collected(loader) == expected
 
 
-LONG_SEED = pytest.mark.xfail(strict=True, reason="bug: a seed of more than 256 bits is taken, and its state is not")
-
-
 @pytest.mark.parametrize(
     "seed",
     [
         pytest.param(1 << 64, id="65 bits"),
         pytest.param(-1, id="negative"),
-        pytest.param(1 << 300, id="long", marks=LONG_SEED),
-        pytest.param(-(1 << 300), id="long, negative", marks=LONG_SEED),
+        pytest.param(1 << 300, id="long"),
+        pytest.param(-(1 << 300), id="long, negative"),
     ],
 )
 def test_a_seed_that_a_loader_takes_its_state_may_have(seed: int) -> None:
@@ -501,7 +493,6 @@ class Underestimated(Stream):
         return 10
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a stream's epoch is held to what its __len__ says")
 def test_a_stream_may_be_longer_than_it_says() -> None:
     """Its length is a guess; where it stands is counted."""
     loader = infeed.DataLoader(Underestimated(20), batch_size=4, seed=3)
@@ -528,7 +519,6 @@ def test_a_state_cut_off_anywhere_does_no_harm(kind: str) -> None:
     assert len(collected(loader)) == 5
 
 
-@pytest.mark.xfail(strict=True, reason="bug: elements that are to be passed over are counted on after the stream has ended")
 def test_a_share_that_is_said_to_be_far_ends_with_the_stream() -> None:
     """A number of elements that the stream does not have is read no further than the stream goes."""
     loader = loaders()["stream"]
@@ -543,7 +533,6 @@ def test_a_share_that_is_said_to_be_far_ends_with_the_stream() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.xfail(strict=True, reason="bug: epochs up to 2**63 - 1 are accepted, and do not fit into a worker's messages")
 def test_the_last_epoch_that_a_state_may_have_can_be_loaded(forkserver: dict[str, Any]) -> None:
     """An epoch that is accepted is one that can be iterated, and the one after it too."""
     with infeed.DataLoader(Squares(8), batch_size=4, seed=3, **forkserver) as loader:

@@ -51,7 +51,19 @@ ALLOWED: dict[str, set[str]] = {
 
 # The pure folders decide; they must not be able to wait, to start, to open or to measure anything.
 PURE_IMPORTS = {
-    "plan": {"abc", "collections", "itertools", "math", "numpy", "operator", "typing", "dataclasses", "enum", "functools"},
+    "plan": {
+        "abc",
+        "collections",
+        "itertools",
+        "math",
+        "numpy",
+        "operator",
+        "reprlib",
+        "typing",
+        "dataclasses",
+        "enum",
+        "functools",
+    },
     "scheduler": {"abc", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "typing"},
 }
 

@@ -97,7 +97,6 @@ def test_a_failed_batch_is_still_to_come_until_the_loop_goes_on_behind_it() -> N
     assert given_steps(trail, 2) == Cursor(0, 3, 12)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: of several batches that fail one after another only the last is passed")
 def test_several_failed_batches_are_behind_the_loop_that_went_on() -> None:
     """Else the state stays at the first of them for the rest of the epoch, and grows with every batch."""
     trail = Trail(Cursor())
@@ -107,7 +106,6 @@ def test_several_failed_batches_are_behind_the_loop_that_went_on() -> None:
     assert given_steps(trail, 3) == Cursor(0, 4, 16)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: of several batches that fail one after another only the last is passed")
 def test_the_last_of_several_failed_batches_is_still_to_come() -> None:
     """The loop went on behind the first."""
     trail = Trail(Cursor())
@@ -179,7 +177,6 @@ def test_a_stream_read_by_one_has_one_share() -> None:
     assert trail.cursor().stream == StreamCursor(1, (ShareCursor(4),))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the stream's own state of 256 batches is kept, and never looked at")
 def test_what_is_remembered_of_a_stream_is_small() -> None:
     """A stream's own state may be large, such as a buffer: one for each share is kept, not one for each batch."""
     tracemalloc.start()
@@ -199,7 +196,6 @@ def refuse_five(samples: list[int]) -> list[int]:
     return samples
 
 
-@pytest.mark.xfail(strict=True, reason="bug: rows of a stream's batch that failed are not counted")
 def test_a_batch_of_a_stream_that_could_not_be_collated_is_behind_the_loop_that_went_on() -> None:
     """Its elements were read: they do not come again in the next run, nor do those after them."""
     with infeed.DataLoader(Stream(40), batch_size=4, collate_fn=refuse_five, seed=3) as loader:
@@ -226,7 +222,6 @@ def test_a_batch_of_a_stream_that_could_not_be_collated_is_still_to_come() -> No
         assert next(iterator) == [8, 9, 10, 11]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: of several batches that fail one after another only the last is passed")
 def test_several_bad_batches_in_a_row_leave_a_small_state() -> None:
     """With a real loader: position and step go on, nothing is kept apart."""
     with infeed.DataLoader(FaultyDataset(40, [5, 9, 13]), batch_size=4, seed=3) as loader:
@@ -335,7 +330,6 @@ def test_in_order_the_state_has_nothing_ahead(cut: Cut, length: int, data: st.Da
 
 @given(start=st.integers(1, 3), then=st.integers(1, 4), size=st.integers(1, 4), count=st.integers(0, 9), at=st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
-@pytest.mark.xfail(strict=True, reason="bug: given_batches repeats batches when the number of ranks changes in mid-epoch")
 def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
     start: int, then: int, size: int, count: int, at: int
 ) -> None:

@@ -116,13 +116,16 @@ def given_batches(batch_sampler: Iterable[Iterable[Any]], cut: Cut, start: int =
     opening: list[list[Any]] = []
     position = 0
     batches = filter(None, map(list, batch_sampler))
+    while position < start and (passed := next(batches, None)) is not None:
+        # One by one: how they were shared out before does not matter.
+        position += len(passed)
+        if len(opening) < world_size:
+            opening.append(passed)
     while step := list(islice(batches, world_size)):
         if len(opening) < world_size:
             opening += step
         first = position + sum(map(len, step[:rank]))
         position += sum(map(len, step))
-        if position <= start:
-            continue
         mine = step[rank] if rank < len(step) else opening[(rank - len(step)) % len(opening)]
         yield BatchPlan(_compact(mine), first, position)
 

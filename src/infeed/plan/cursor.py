@@ -6,6 +6,7 @@ another program's, another version's or damaged: whatever it is, the answer is a
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -15,11 +16,13 @@ from infeed.errors import StateError
 VERSION: Final = 1
 # Beyond what an epoch or a position can be: larger numbers are damage, and would overflow where positions are 64-bit.
 _MOST: Final = (1 << 63) - 1
-_MOST_SEED_BITS: Final = 256
+_MOST_EPOCH: Final = (1 << 62) - 1
+MOST_SEED_BITS: Final = 256
 # Batches that may have come before an earlier one, with in_order=False; more than can be in flight are damage.
 _MOST_AHEAD: Final = 1 << 12
 _MOST_SHARES: Final = 1 << 12
-_SHOWN: Final = 60
+# Orders that are the user's: how long they are, nobody knows before.
+_GIVEN_ORDERS: Final = ("sampler", "batch_sampler", "stream", "torch")
 
 
 @final
@@ -78,6 +81,8 @@ class Identity:
 
     @property
     def epoch_length(self) -> int | None:
+        if self.order in _GIVEN_ORDERS:
+            return None  # as long as the user's sampler or stream makes it
         return self.length if self.num_samples is None else self.num_samples
 
 
@@ -124,20 +129,26 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
     if epoch_length is not None and position > epoch_length:
         raise StateError(f"state has position={position}, but the epoch has {epoch_length} samples; it is not of this dataset")
     step = _whole(fields, "step")
+    epoch = _whole(fields, "epoch")
+    if epoch > _MOST_EPOCH:
+        raise StateError(f"state has epoch={epoch}; it is out of range")
     cursor = Cursor(
-        epoch=_whole(fields, "epoch"),
+        epoch=epoch,
         step=step,
         position=position,
         ahead=_ahead(fields, step),
         stream=_stream(fields, identity),
     )
-    if fields.get("batch_size") == identity.batch_size and fields.get("world_size") == identity.world_size:
+    batch_size = None if fields.get("batch_size", 0) is None else _whole(fields, "batch_size", least=1)
+    world_size = _whole(fields, "world_size", least=1)
+    if (batch_size, world_size) == (identity.batch_size, identity.world_size):
         return cursor, seed
-    if cursor.ahead:
+    is_shared_stream = identity.order == "stream" and max(world_size, identity.world_size) > 1
+    if cursor.ahead or (is_shared_stream and position):
+        why = "ranks share a stream" if is_shared_stream else "batches were given out of order (in_order=False)"
         raise StateError(
-            f"state has batch_size={_shown(fields.get('batch_size'))} and world_size={_shown(fields.get('world_size'))}, this "
-            f"loader has batch_size={identity.batch_size} and world_size={identity.world_size}; batches were given out of "
-            "order (in_order=False), so the two must be the same until the epoch is over"
+            f"state has batch_size={batch_size} and world_size={world_size}, this loader has batch_size={identity.batch_size} "
+            f"and world_size={identity.world_size}; {why}, so the two must be the same until the epoch is over"
         )
     return Cursor(cursor.epoch, position // identity.step_size, position, (), cursor.stream), seed
 
@@ -173,7 +184,11 @@ def _ahead(fields: Mapping[str, Any], step: int) -> tuple[int, ...]:
 
 
 def _stream(fields: Mapping[str, Any], identity: Identity) -> StreamCursor | None:
-    if identity.order != "stream" or fields.get("stream") is None:
+    if identity.order != "stream":
+        return None
+    if fields.get("stream") is None:
+        if fields.get("position") or fields.get("step"):
+            raise StateError("state has no 'stream', but is in the middle of one; it was cut off, or is not infeed's")
         return None
     stream = _mapping(fields["stream"], "stream")
     shares = stream.get("shares")
@@ -195,16 +210,16 @@ def _stream(fields: Mapping[str, Any], identity: Identity) -> StreamCursor | Non
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
+    if not issubclass(type(value), dict):
         raise StateError(f"{name} must be a dict as state_dict() makes it, not {_shown(value)}")
-    return value
+    return dict.copy(value)  # a plain one: a subclass may answer as it likes
 
 
 def _whole(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
     value = fields.get(name)
     if type(value) is not int:
         raise StateError(f"state has {name}={_shown(value)}; it must be a whole number")
-    is_good = least <= value <= _MOST if least is not None else value.bit_length() <= _MOST_SEED_BITS
+    is_good = least <= value <= _MOST if least is not None else value.bit_length() <= MOST_SEED_BITS
     if not is_good:
         raise StateError(f"state has {name}={_shown(value)}; it is out of range")
     return value
@@ -213,7 +228,6 @@ def _whole(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
 def _shown(value: Any) -> str:
     """As text that is short and harmless, whatever it is."""
     try:
-        text = repr(value)
+        return reprlib.repr(value)
     except Exception:  # a number of too many digits; an object of another program
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        return f"<{type(value).__name__}>"

@@ -2,45 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import functools
+import weakref
+from types import MethodType
+from typing import Any, Final, final
 
 # How deep into the dataset's attributes transforms are looked for: a dataset in a subset in a concatenation, its transform,
 # the steps of that.
 _DEPTH: Final = 6
-# Containers with more than this hold data, not transforms.
+# Containers with more than this hold data, not transforms; nor do more objects than that in all.
 _MOST_ITEMS: Final = 64
+_MOST_OBJECTS: Final = 5_000
+
+# What each object was told last, by whichever iteration: inline and in threads several share it. With a weak reference, because
+# a number is given to another object when its own is gone.
+_TOLD: Final[dict[int, tuple[weakref.ref[Any], int]]] = {}
 
 
-def epoch_hearers(*roots: Any) -> list[Callable[[int], Any]]:
-    """The ``set_epoch`` methods of objects, and of what they hold in attributes, lists, tuples and dicts."""
-    found: list[Callable[[int], Any]] = []
-    seen: set[int] = set()
-    level = [root for root in roots if root is not None]
-    for _ in range(_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if id(value) in seen or isinstance(value, type):
-                continue
-            seen.add(id(value))
-            if callable(getattr(type(value), "set_epoch", None)):
-                found.append(value.set_epoch)
-            below.extend(_held_by(value))
-        level = below
-    return found
+@final
+class Hearers:
+    """The objects with ``set_epoch`` among the roots and what they hold in attributes, lists, tuples and dicts."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._found: list[Any] = []
+        seen: set[int] = set()
+        level = [root for root in roots if root is not None]
+        for _ in range(_DEPTH):
+            below: list[Any] = []
+            for value in level:
+                if id(value) in seen or len(seen) > _MOST_OBJECTS:
+                    continue
+                seen.add(id(value))
+                if _hears(type(value)):
+                    self._found.append(value)
+                below.extend(_held_by(value))
+            level = below
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def untold(self, epoch: int) -> list[Any]:
+        """Those that do not know yet that it is this epoch."""
+        return [hearer for hearer in self._found if _told(hearer) != epoch]
+
+    @staticmethod
+    def tell(hearer: Any, epoch: int) -> None:
+        _TOLD.pop(id(hearer), None)  # if it raises, nobody knows
+        hearer.set_epoch(epoch)
+        try:
+            reference = weakref.ref(hearer, functools.partial(_forget, id(hearer)))
+        except TypeError:  # cannot be referred to weakly: is told every time
+            return
+        _TOLD[id(hearer)] = (reference, epoch)
 
 
+def _forget(key: int, _reference: object) -> None:
+    _TOLD.pop(key, None)
+
+
+def _told(hearer: Any) -> int | None:
+    reference, epoch = _TOLD.get(id(hearer), (None, None))
+    return epoch if reference is not None and reference() is hearer else None
+
+
+def _hears(cls: type[Any]) -> bool:
+    # A loader that the dataset holds is not told: it would begin the epoch again.
+    return callable(getattr(cls, "set_epoch", None)) and not cls.__module__.startswith("infeed") and cls is not type
+
+
+# By type and never by isinstance, which may run an object's own code: it was only found here, nobody asked for it.
 def _held_by(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value) if len(value) <= _MOST_ITEMS else []
-    if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _MOST_ITEMS else []
-    held: list[Any] = []
-    if type(value).__module__.partition(".")[0] not in ("builtins", "numpy"):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            held.extend(attributes.values())
-    owner = getattr(value, "__self__", None)  # a bound method, such as a collate_fn
-    if owner is not None:
-        held.append(owner)
+    cls = type(value)
+    if issubclass(cls, type):
+        return []
+    if issubclass(cls, list | tuple | set | frozenset | dict):
+        if len(value) > _MOST_ITEMS:
+            return []
+        return list(value.values() if issubclass(cls, dict) else value)
+    if cls is MethodType:
+        return [value.__self__]
+    if cls is functools.partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    if cls.__module__.partition(".")[0] in ("builtins", "numpy", "weakref"):
+        return []
+    try:
+        held = list(object.__getattribute__(value, "__dict__").values())
+    except AttributeError:
+        held = []
+    return held + _slots(value)
+
+
+def _slots(value: Any) -> list[Any]:
+    held = []
+    for cls in type(value).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            member: Any = cls.__dict__.get(name)
+            if type(member).__name__ == "member_descriptor":
+                try:
+                    held.append(member.__get__(value))
+                except AttributeError:  # not set
+                    continue
     return held

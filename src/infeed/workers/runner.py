@@ -29,7 +29,7 @@ from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive, mix
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
-from infeed.workers.hearers import epoch_hearers
+from infeed.workers.hearers import Hearers
 from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked, tell_torch
 from infeed.workers.messages import (
     DropTask,
@@ -52,6 +52,9 @@ from infeed.workers.streams import StreamShare, open_share
 
 # Writers are kept for slots and layouts that come again; the oldest goes when there are more than this.
 _WRITERS_KEPT: Final = 256
+
+# Stands for a position where set_epoch draws random numbers.
+_TELLING: Final = 1 << 63
 
 Work: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask
 
@@ -106,12 +109,13 @@ class Runner:
         self._info: WorkerInfo | None = None
         self._seeds_torch = True
         self._is_torch_told = spec.torch_seed is None or spec.seeding is not Seeding.SET
-        self._hearers = epoch_hearers(source.dataset, source.collate_fn)
+        self._hearers = Hearers(source.dataset, source.collate_fn)
         self._began = 0
         self._epoch = -1  # the one that tasks were last of
         self._epoch_seed = 0
+        self._is_fetched_together = source.is_batched and source.making is not Making.SINGLE
         self._fetch: Callable[[list[Any], int], list[Sample]] = (
-            self._fetch_together if source.is_batched and source.making is not Making.SINGLE else self._fetch_singly
+            self._fetch_together if self._is_fetched_together else self._fetch_singly
         )
 
     def start(self) -> None:
@@ -169,15 +173,17 @@ class Runner:
         if message.epoch != self._epoch:
             self._epoch = message.epoch
             self._epoch_seed = derive(self._spec.seed, message.epoch)
+        if self._hearers:
             self._tell_epoch(message.epoch)
         return self._load_grains(message) if isinstance(message, LoadGrains) else self._load_next(message)
 
     def _tell_epoch(self, epoch: int) -> None:
-        for hear in self._hearers:
+        for hearer in self._hearers.untold(epoch):
+            self._seed(_TELLING)
+            self._place_now.at_collation(self._epoch_seed, _TELLING)
             try:
-                hear(epoch)
+                self._hearers.tell(hearer, epoch)
             except Exception as error:
-                self._epoch = -1  # it is to be told again
                 raise _LoadError(f"telling it about epoch {epoch} (set_epoch)", None, None) from error
 
     def _elapsed(self) -> int:
@@ -332,12 +338,14 @@ class Runner:
         indices = plain_indices(message.indices)
         position = message.first_position + message.first_row
         grain_size = self._spec.grain_size
+        # What is fetched together is one call for each grain, however it is written.
+        fetch_rows = grain_size if self._is_fetched_together else chunk_rows
         chunk: list[Sample] = []
         for begin in range(0, len(indices), grain_size):
             self._seed(position + begin)
             stop = min(begin + grain_size, len(indices))
-            for start in range(begin, stop, chunk_rows):
-                chunk += self._fetch(indices[start : min(start + chunk_rows, stop)], position + start)
+            for start in range(begin, stop, fetch_rows):
+                chunk += self._fetch(indices[start : min(start + fetch_rows, stop)], position + start)
                 if len(chunk) >= chunk_rows:
                     yield chunk
                     chunk = []
@@ -393,7 +401,11 @@ class Runner:
                 self._share = open_share(self._source.dataset, self._spec.cut, self._opened, message.row_count)
                 # What was delivered before is read again as it was then, batch by batch: its random numbers must be drawn too.
                 for begin in self._share.skipped:
-                    self._read(begin, min(message.row_count, self._share.skipped.stop - begin), [])
+                    wanted = min(message.row_count, self._share.skipped.stop - begin)
+                    forgotten: list[Sample] = []
+                    self._read(begin, wanted, forgotten)
+                    if len(forgotten) < wanted:
+                        break  # there is less than there was
             self._read(message.first_position, message.row_count, samples)
             state = self._share.state()
         except Exception as error:
