@@ -39,12 +39,12 @@ def test_draws_do_not_depend_on_the_workers(inline: list[Any], start_method: Any
 
 @pytest.mark.process
 @pytest.mark.torch
-@pytest.mark.parametrize("workers", [1, 3])
-def test_draws_from_torch_do_not_depend_on_the_workers(workers: int) -> None:
-    """The same for torch's default generator (P2)."""
+@pytest.mark.parametrize(("workers", "start_method"), [(1, "forkserver"), (3, "forkserver"), (1, "spawn")])
+def test_draws_from_torch_do_not_depend_on_the_workers(workers: int, start_method: Any) -> None:
+    """The same for torch's default generator (P2); in a spawned worker it is imported in the middle of the first grain."""
     pytest.importorskip("torch")
     dataset = RandomDataset(50, ["python", "numpy", "torch"])
-    assert loaded(dataset, num_workers=workers, timeout=30) == loaded(dataset)
+    assert loaded(dataset, num_workers=workers, start_method=start_method, timeout=30) == loaded(dataset)
 
 
 @pytest.mark.process

@@ -12,7 +12,7 @@ from tests.unit.fresh import SOURCE
 PURE = {"errors", "plan", "scheduler"}
 MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
-WORKERS = BATCH | {"workers"}
+WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
 CONFIG = {"errors", "memory", "plan", "ranks"}
 ENGINE = DELIVERY | {"config", "feeds", "records", "reports", "trail"}

@@ -7,6 +7,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from infeed.importing import when_imported
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,9 @@ class WorkerInfo:
     num_workers: int
     seed: int
     dataset: Any
+
+
+_TORCH_WORKER: Final = "torch.utils.data._utils.worker"
 
 
 class _Local(threading.local):
@@ -53,13 +58,16 @@ def set_worker_info(info: WorkerInfo | None) -> None:
     _LOCAL.info = info
 
 
-def tell_torch(info: WorkerInfo) -> bool:
-    """Let ``torch.utils.data.get_worker_info`` in this process say the same; whether torch is there to be told."""
-    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
-    if worker is None:
-        return False
-    worker._worker_info = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
-    return True
+def tell_torch(info: WorkerInfo) -> None:
+    """Let ``torch.utils.data.get_worker_info`` in this process say the same, as soon as it is imported."""
+
+    def tell() -> None:
+        worker: Any = sys.modules[_TORCH_WORKER]
+        if _LOCAL.info is info:
+            told = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
+            worker._worker_info = told
+
+    when_imported(_TORCH_WORKER, tell)
 
 
 def take_was_asked() -> bool:

@@ -106,9 +106,7 @@ class Runner:
         self._opened: OpenStream | None = None
         self._is_stream_known = True
         self._place_now = Place()
-        self._info: WorkerInfo | None = None
         self._seeds_torch = True
-        self._is_torch_told = spec.torch_seed is None or spec.seeding is not Seeding.SET
         self._hearers = Hearers(source.dataset, source.collate_fn)
         self._began = 0
         self._epoch = -1  # the one that tasks were last of
@@ -168,8 +166,6 @@ class Runner:
             return LoadFailed(message.task, failure, error.row_count)
 
     def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
-        if not self._is_torch_told and self._info is not None:
-            self._is_torch_told = tell_torch(self._info)  # user code may have imported it since
         if message.epoch != self._epoch:
             self._epoch = message.epoch
             self._epoch_seed = derive(self._spec.seed, message.epoch)
@@ -465,10 +461,10 @@ class Runner:
         if self._spec.seeding is Seeding.LEND:
             return  # inline: user code is in the main process and is told so
         spec = self._spec
-        self._info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, self._source.dataset)
-        set_worker_info(self._info)
+        info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, self._source.dataset)
+        set_worker_info(info)
         if spec.torch_seed is not None and spec.seeding is Seeding.SET:
-            self._is_torch_told = tell_torch(self._info)
+            tell_torch(info)
 
 
 def _not_indexed(_index: Any) -> Sample:

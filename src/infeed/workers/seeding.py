@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from infeed.importing import when_imported
 from infeed.workers.lazyrandom import lazy_numpy, lazy_python, seed_numpy, seed_python
 
 
@@ -24,6 +25,7 @@ class _Seeders:
     def __init__(self) -> None:
         self.python: Callable[[int], None] = seed_python
         self.numpy: Callable[[int], None] = seed_numpy
+        self.latest = 0
 
 
 _SEEDERS: Final = _Seeders()
@@ -33,10 +35,18 @@ def seed_lazily() -> None:
     """Seed only what is drawn from, from now on. For processes of ours only, before user code is imported."""
     _SEEDERS.python = lazy_python().seed
     _SEEDERS.numpy = lazy_numpy().seed
+    # Whoever imports torch only when a sample is loaded is in the middle of a grain, whose seed it must get too.
+    when_imported("torch", _seed_torch)
+
+
+def _seed_torch() -> None:
+    torch: Any = sys.modules["torch"]
+    torch.default_generator.manual_seed(_SEEDERS.latest)
 
 
 def seed_generators(seed: int, *, with_torch: bool = True) -> None:
     """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator."""
+    _SEEDERS.latest = seed
     _SEEDERS.python(seed)
     _SEEDERS.numpy(seed)
     torch = sys.modules.get("torch") if with_torch else None
