@@ -38,6 +38,9 @@ class Core:
         self._lock = threading.Lock()  # guards both while an epoch begins
         self.garage = Garage()
 
+    def __reduce__(self) -> Any:
+        return _no_core, ()  # a loader that is copied or sent makes another
+
     def iterate(self, owner: object) -> Epoch:
         """One iteration. It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it."""
         if self.garage.is_closed:
@@ -145,6 +148,10 @@ class Core:
         with self._lock:
             if self._trail is trail:
                 self._next, self._trail = trail.start, None
+
+
+def _no_core() -> None:
+    return None
 
 
 @final

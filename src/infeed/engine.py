@@ -202,9 +202,10 @@ class Engine:
     def _check_end(self, feed: Feed) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
             return
-        self._feed = None
         if feed.error is not None:
-            raise feed.error
+            error, feed.error = feed.error, None  # told once; then the epoch is over
+            raise error
+        self._feed = None
         raise EpochEnd
 
     def _wait(self, deadline: float | None) -> None:

@@ -74,7 +74,7 @@ class IndexedFeed(Feed):
         rows = len(indices)
         step = self._step
         self._step += 1
-        return PlannedBatch(self.epoch, first_position, rows, grain_count(rows, self._grain_size), step, stop, indices)
+        return PlannedBatch(self.epoch, first_position, rows, max(1, grain_count(rows, self._grain_size)), step, stop, indices)
 
 
 @final

@@ -24,9 +24,12 @@ class Plan(Protocol):
     """What an engine and a loader ask of a plan."""
 
     seed: int
-    table: ArrayTable | None
     cut: Cut
     torch_seed: int | None  # what the seeds of torch's workers are counted from
+
+    @property
+    def table(self) -> ArrayTable | None:
+        """The dataset as arrays that are gathered, if it is that."""
 
     @property
     def is_given(self) -> bool:
@@ -73,12 +76,16 @@ class Planner(Plan):
         assert isinstance(config.shard, Shard)
         self._config = config
         self.seed = seed
-        self.table = _table_for(config)
+        self._table = _table_for(config)
         self.cut = Cut(config.batch_size or 1, config.drop_last, config.shard, config.pad)
         self._ladder = None if config.weights is None else weight_ladder(config.weights)
         self._order_name = self._named_order()
         self._length: int | None = None
         self._check_lengths()
+
+    @property
+    def table(self) -> ArrayTable | None:
+        return self._table
 
     @property
     def is_given(self) -> bool:

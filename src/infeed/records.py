@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from infeed.batch.layout import Layout
-from infeed.batch.packing import Packed
+from infeed.batch.packing import Handed, Packed
 from infeed.feeds import Feed, PlannedBatch, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.segments import SegmentStore
@@ -62,7 +62,7 @@ class Record:
         self.layout: Layout | None = None
         self.row_count = 0
         self.needed_bytes = 0
-        self.packed: Packed | None = None
+        self.packed: Packed | Handed | None = None
         self.parts: list[Part] = []
         self.stream_state: Any = None
         self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task

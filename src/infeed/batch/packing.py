@@ -40,8 +40,27 @@ class Packing:
                 view[block_offset + offset : block_offset + offset + size] = buffer
 
 
-def unpack(packed: Packed, lease: Lease) -> Any:
+@final
+class Handed:
+    """A tree that stays in the process in which it was made: there is nothing to pack."""
+
+    nbytes = 0
+
+    def __init__(self, tree: object) -> None:
+        self.tree = tree
+
+    @property
+    def packed(self) -> Handed:
+        return self
+
+    def write(self, memory: mmap, block_offset: int) -> None:
+        del memory, block_offset
+
+
+def unpack(packed: Packed | Handed, lease: Lease) -> Any:
     """The object, over the slot."""
+    if isinstance(packed, Handed):
+        return packed.tree
     view = memoryview(lease).cast("B")
     buffers = [view[offset : offset + size] for offset, size in zip(packed.offsets, packed.sizes, strict=True)]
     return load(packed.data, buffers)

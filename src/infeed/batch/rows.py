@@ -121,6 +121,7 @@ class _TensorCell(_Cell):
 
         self._torch = torch
         self._cls = leaf.cls or torch.Tensor
+        self._is_strict = leaf.read_as is not None  # of a torch loader: what needs gradients is torch's to stack
         self._shape = torch.Size(leaf.shape)
         self._dtype = getattr(torch, leaf.dtype)
         self._rows = _tensor(memory, leaf, offset, row_count)
@@ -132,11 +133,14 @@ class _TensorCell(_Cell):
         for tensor in column:
             if tensor.shape != self._shape or tensor.dtype != self._dtype or tensor.layout is not torch.strided:
                 raise LeafMismatch
+        is_plain = not any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in column)
+        if self._is_strict and not is_plain:
+            raise LeafMismatch
         if len(column) == 1 or self._cls is not torch.Tensor:
             self.write_any(row, column)
             return
         rows = column
-        if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in column):
+        if not is_plain:
             rows = [tensor.detach().cpu() for tensor in column]
         torch.stack(tuple(rows), out=self._rows[row : row + len(column)])
 

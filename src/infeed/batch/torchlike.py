@@ -111,7 +111,7 @@ def _torch_leaf(column: Column, is_in_sequence: bool) -> Leaf | None:
     except UnequalShapes:
         return None
     if leaf.kind is Kind.TENSOR:
-        return leaf if len({tensor.dtype for tensor in column}) == 1 else None
+        return replace(leaf, read_as=leaf.dtype) if len({tensor.dtype for tensor in column}) == 1 else None
     if leaf.kind is Kind.ARRAY and len({value.dtype for value in column}) > 1:
         return None
     return _as_tensor(leaf)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, final
 
 from infeed.batch.layout import Layout
-from infeed.batch.packing import Packed, unpack
+from infeed.batch.packing import Handed, Packed, unpack
 from infeed.batch.rows import RowReader
 from infeed.memory.arena import Arena
 from infeed.scheduler.messages import SlotId
@@ -38,6 +38,6 @@ class HostDelivery:
         parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
         return reader.read(self._arena.lease(slot), parts)
 
-    def tree(self, slot: SlotId, packed: Packed) -> Any:
+    def tree(self, slot: SlotId, packed: Packed | Handed) -> Any:
         """A batch of any kind that was packed into the slot."""
         return unpack(packed, self._arena.lease(slot))

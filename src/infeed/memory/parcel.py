@@ -39,7 +39,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
     modules: set[str] = set()
     try:
         data, buffers = dump_by_value(obj, modules)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError, NotImplementedError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise WorkerStartError(_explain(named, error)) from error
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]

@@ -37,7 +37,17 @@ def dump(obj: object) -> tuple[bytes, list[memoryview]]:
 
 def load(data: bytes, buffers: Sequence[Any]) -> Any:
     """The object, over ``buffers``, which it keeps alive as long as it looks into them."""
-    return pickle.loads(data, buffers=buffers)
+    try:
+        return pickle.loads(data, buffers=buffers)
+    finally:
+        settle_sparse()
+
+
+def settle_sparse() -> None:
+    """Let torch check sparse tensors that were unpickled. It keeps each in a list until ``torch.load`` does so."""
+    utils: Any = sys.modules.get("torch._utils")
+    if utils is not None and getattr(utils, "_sparse_tensors_to_validate", None):
+        utils._validate_loaded_sparse_tensors()
 
 
 def dump_by_value(obj: object, modules: set[str]) -> tuple[bytes, list[memoryview]]:
@@ -107,8 +117,17 @@ def _reduce_arrays(obj: Any) -> Any:
         return np.ascontiguousarray(obj).__reduce_ex__(_PROTOCOL)
     torch = sys.modules.get("torch")
     if torch is not None and type(obj) is torch.Tensor and _is_plain_tensor(torch, obj):
-        raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _rebuild_tensor, (pickle.PickleBuffer(raw), str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
+        # In the order in which its elements lie, so that a memory format (channels_last) stays what it is.
+        order = sorted(range(obj.dim()), key=lambda axis: -obj.stride(axis))
+        ordered = obj.detach().permute(order)
+        raw = ordered.contiguous().reshape(-1).view(torch.uint8).numpy()
+        is_kept = ordered.is_contiguous() and not obj.is_contiguous()
+        name = str(obj.dtype).removeprefix("torch.")
+        if not is_kept:
+            raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _rebuild_tensor, (pickle.PickleBuffer(raw), name, tuple(obj.shape))
+        back = sorted(range(obj.dim()), key=order.__getitem__)
+        return _rebuild_permuted, (pickle.PickleBuffer(raw), name, tuple(ordered.shape), back)
     return NotImplemented
 
 
@@ -117,6 +136,7 @@ def _is_plain_tensor(torch: Any, tensor: Any) -> bool:
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not tensor.is_nested
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -135,6 +155,10 @@ def _rebuild_tensor(buffer: Any, dtype_name: str, shape: tuple[int, ...]) -> Any
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def _rebuild_permuted(buffer: Any, dtype_name: str, shape: tuple[int, ...], back: list[int]) -> Any:
+    return _rebuild_tensor(buffer, dtype_name, shape).permute(back)
 
 
 @final

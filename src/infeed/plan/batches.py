@@ -107,15 +107,19 @@ def steps_of(indices: Iterator[Any], cut: Cut) -> Iterator[list[Any]]:
         yield before
 
 
-def given_batches(batch_sampler: Iterable[Iterable[Any]], cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
+def given_batches(
+    batch_sampler: Iterable[Iterable[Any]], cut: Cut, start: int = 0, *, is_torch: bool = False
+) -> Iterator[BatchPlan]:
     """Batches as the user's batch sampler yields them, each rank's in turn. An empty one is a batch of no rows, and left out.
+
+    For torch nothing is left out, and what is yielded goes to ``__getitems__`` as it is.
 
     Of a last step with fewer batches than ranks, those without one get the first batches of the epoch again.
     """
     rank, world_size = cut.shard
     opening: list[list[Any]] = []
     position = 0
-    batches = filter(None, map(list, batch_sampler))
+    batches: Iterator[Any] = map(_sized, batch_sampler) if is_torch else filter(None, map(list, batch_sampler))
     while position < start and (passed := next(batches, None)) is not None:
         # One by one: how they were shared out before does not matter.
         position += len(passed)
@@ -130,13 +134,17 @@ def given_batches(batch_sampler: Iterable[Iterable[Any]], cut: Cut, start: int =
         yield BatchPlan(_compact(mine), first, position)
 
 
+def _sized(chunk: Any) -> Any:
+    return chunk if isinstance(chunk, list | tuple) else list(chunk)
+
+
 def _skip(indices: Iterator[Any], count: int) -> None:
     deque(islice(indices, count), maxlen=0)
 
 
 def _compact(indices: list[Any]) -> Indices | list[Any]:
     # Plain integers travel as 8 bytes each. `bool` and NumPy integers are left as they are: a dataset may tell them apart.
-    if all(type(index) is int for index in indices):
+    if type(indices) is list and all(type(index) is int for index in indices):
         try:
             return np.array(indices, dtype=np.int64)
         except OverflowError:

@@ -40,13 +40,12 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any], core: Core) -> None:
         super().__init__(loader)
-        self._core = core
-        self._loader = loader
+        self._core = core  # and not the loader, which may hold this
         self._begin()
 
     def _begin(self) -> None:
         self._core.plan.arm(self._index_sampler, self._sampler_iter, self._base_seed)  # type: ignore[attr-defined]
-        self._epoch: Epoch = self._core.iterate(self._loader)
+        self._epoch: Epoch = self._core.iterate(None)
         if self._num_workers > 0:
             self._epoch.begin().prime()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterator
 from typing import Any, Final, final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from infeed.batch.arrays import ArrayTable, table_of
 from infeed.batch.torchlike import torch_table_layout
@@ -23,6 +22,10 @@ from infeed.planning import Plan
 
 # States of a sampler that are kept, because what it yielded lies ahead of what the user was given.
 _SNAPSHOTS_KEPT: Final = 4096
+
+
+# Samplers that draw, and all at once.
+_DRAWING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @final
@@ -47,8 +50,7 @@ class TorchPlan(Plan):
         self.configure(config)
         self._sampler: Any = None  # what is asked for indices or for lists of them
         self._asked: Iterator[Any] = iter(())
-        self._sampler_seed: int | None = None
-        self._generator_state: str | None = None
+        self._drawn_from: dict[str, Any] | None = None  # what torch's own sampler draws this epoch's order from
         self._resumed: dict[str, Any] = {}
         self._snapshots: dict[int, Any] = {}
         self._epoch = -1
@@ -58,7 +60,12 @@ class TorchPlan(Plan):
         """Take over options that were changed since the last epoch."""
         self._config = config
         self.cut = Cut(config.batch_size or 1, config.drop_last)
-        self.table = _table(config)
+        self._table = _table(config)
+
+    @property
+    def table(self) -> ArrayTable | None:
+        """Only if the sampler is torch's: another may yield indices that are no numbers."""
+        return self._table if type(self._inner()).__module__.startswith("torch.utils.data") else None
 
     def arm(self, sampler: Any, asked: Iterator[Any], base_seed: int) -> None:
         """The next epoch asks this sampler, by this iterator of it; its seeds are counted from ``base_seed``."""
@@ -79,7 +86,7 @@ class TorchPlan(Plan):
 
     @property
     def is_given(self) -> bool:
-        return not self._is_ours(self._sampler)
+        return not self._is_ours()
 
     @property
     def is_foreseeable(self) -> bool:
@@ -88,16 +95,18 @@ class TorchPlan(Plan):
     def batches(self, cursor: Cursor) -> Iterator[BatchPlan]:
         resumed, self._resumed = self._resumed, {}
         self._epoch = cursor.epoch
-        self._sampler_seed, self._generator_state = None, None
+        self._drawn_from = None
         self._snapshots.clear()
         order = self._own_order(cursor.epoch)
         if order is not None:
-            return ordered_batches(order, self.cut, cursor.position)
-        if self._is_plain(RandomSampler):
-            return self._random_batches(cursor, resumed)
+            return ordered_batches(order, self._sampler_cut(), cursor.position)
+        if type(self._inner()) is RandomSampler and self._inner().generator is None:
+            return self._seeded_batches(cursor, resumed)
+        if type(self._inner()) in _DRAWING:
+            return self._generated_batches(cursor, resumed)
         if resumed.get("state") is not None:  # the sampler goes on by itself
-            return self._watched(self._given(0), cursor.step, cursor.position)
-        return self._watched(self._given(cursor.position), cursor.step, 0)
+            return self._watched(self._given(self._asked, 0), cursor.step, cursor.position)
+        return self._watched(self._given(self._asked, cursor.position), cursor.step, 0)
 
     def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
         order = self._own_order(cursor.epoch)
@@ -129,10 +138,8 @@ class TorchPlan(Plan):
             return self._resumed
         if cursor.epoch != self._epoch:
             return None
-        if self._sampler_seed is not None:
-            return {"seed": self._sampler_seed}
-        if self._generator_state is not None:
-            return {"generator": self._generator_state}
+        if self._drawn_from is not None:
+            return self._drawn_from
         state = self._snapshots.get(cursor.step)
         return None if state is None else {"state": state}
 
@@ -140,13 +147,14 @@ class TorchPlan(Plan):
         if state is None:
             self._resumed = {}
             return
-        if not isinstance(state, dict) or not state.keys() <= {"seed", "generator", "state"}:
+        if not isinstance(state, dict) or not state.keys() <= {"seed", "generator", "default", "state"}:
             raise StateError("state has a sampler that is not one of infeed's; use a state that state_dict() made")
         seed = state.get("seed")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
             raise StateError(f"state has seed={type(seed).__name__} of the sampler; it must be a whole number of 64 bits")
-        if "generator" in state:
-            _generator_bytes(state["generator"])
+        for name in ("generator", "default"):
+            if name in state:
+                _generator_state(state[name])
         self._resumed = dict(state)
 
     def resume_seed(self, seed: int) -> None:
@@ -155,71 +163,101 @@ class TorchPlan(Plan):
 
     # --- samplers
 
-    def _is_plain(self, cls: type[Any]) -> bool:
-        """Whether the sampler is torch's own of this class, in torch's own batches, so that it is known what it yields."""
-        sampler = self._sampler
-        if type(sampler) is BatchSampler:
-            if sampler.batch_size != self._config.batch_size or sampler.drop_last != self._config.drop_last:
-                return False
-            sampler = sampler.sampler
-        elif self._config.batch_size is not None or self._config.batch_sampler is not None:
-            return False
-        if type(sampler) is not cls:
-            return False
-        if cls is RandomSampler:
-            return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-        return True
-
     def _inner(self) -> Any:
-        return self._sampler.sampler if type(self._sampler) is BatchSampler else self._sampler
+        """The sampler of single indices, if torch's own batches, or none, are made of it."""
+        if type(self._sampler) is BatchSampler:
+            return self._sampler.sampler
+        is_unbatched = self._config.batch_size is None and self._config.batch_sampler is None
+        return self._sampler if is_unbatched else None
 
-    def _is_ours(self, sampler: Any) -> bool:
-        if self._config.is_stream or sampler is None:
+    def _sampler_cut(self) -> Cut:
+        """How torch's own batches are cut. Read off the batch sampler, which may be the user's."""
+        sampler = self._sampler
+        return Cut(sampler.batch_size, sampler.drop_last) if type(sampler) is BatchSampler else Cut(1)
+
+    def _is_whole_shuffle(self) -> bool:
+        sampler = self._inner()
+        return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+    def _is_ours(self) -> bool:
+        if self._config.is_stream or self._sampler is None:
             return False
-        if self._is_plain(SequentialSampler):
+        if type(self._inner()) is SequentialSampler:
             return True
-        return self._config.seed is not None and self._is_plain(RandomSampler) and self._inner().generator is None
+        return self._config.seed is not None and self._is_whole_shuffle() and self._inner().generator is None
 
     def _own_order(self, epoch: int) -> Order | None:
-        if not self._is_ours(self._sampler):
+        if not self._is_ours():
             return None
         length = len(self._inner().data_source)
-        if self._is_plain(SequentialSampler):
+        if type(self._inner()) is SequentialSampler:
             return SequentialOrder(length)
         return ShuffledOrder(length, seed=self.seed, epoch=epoch)
 
-    def _random_batches(self, cursor: Cursor, resumed: dict[str, Any]) -> Iterator[BatchPlan]:
-        """What ``RandomSampler`` yields, drawn as it draws, without making a list of it."""
+    def _seeded_batches(self, cursor: Cursor, resumed: dict[str, Any]) -> Iterator[BatchPlan]:
+        """What a ``RandomSampler`` yields that draws a seed from the default generator for each epoch."""
+        seed = resumed.get("seed")
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self._drawn_from = {"seed": seed}
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        if self._is_whole_shuffle():
+            yield from self._shuffled_batches(generator, cursor.position)
+            return
         sampler = self._inner()
-        generator = sampler.generator
-        if generator is None:
-            seed = resumed.get("seed")
-            if seed is None:
-                seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            self._sampler_seed = seed
-            generator = torch.Generator()
-            generator.manual_seed(seed)
-        else:
-            if "generator" in resumed:
-                generator.set_state(torch.frombuffer(bytearray(_generator_bytes(resumed["generator"])), dtype=torch.uint8))
-            self._generator_state = base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-        length = len(sampler.data_source)
+        again: Any = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
+        if type(self._sampler) is BatchSampler:
+            again = BatchSampler(again, self._sampler.batch_size, self._sampler.drop_last)
+        yield from self._given(iter(again), cursor.position)
+
+    def _generated_batches(self, cursor: Cursor, resumed: dict[str, Any]) -> Iterator[BatchPlan]:
+        """What a sampler of torch's yields that draws from a generator of the user's, or from the default one itself."""
+        sampler = self._inner()
+        name = "default" if sampler.generator is None else "generator"
+        generator = torch.default_generator if sampler.generator is None else sampler.generator
+        before = generator.get_state()
+        if name in resumed:
+            generator.set_state(_generator_state(resumed[name]))
+        self._drawn_from = {name: base64.b64encode(generator.get_state().numpy().tobytes()).decode()}
+        if self._is_whole_shuffle():
+            yield from self._shuffled_batches(generator, cursor.position)
+            return
+        batches = self._given(self._asked, cursor.position)
+        first = next(batches, None)  # all that these samplers draw, they draw with their first index
+        if name == "default" and name in resumed:
+            generator.set_state(before)  # the process's own: it goes on where it was
+        if first is not None:
+            yield first
+            yield from batches
+
+    def _shuffled_batches(self, generator: torch.Generator, start: int) -> Iterator[BatchPlan]:
+        """A whole shuffle, as ``RandomSampler`` draws it, without making a list of it."""
+        length = len(self._inner().data_source)
         indices = torch.randperm(length, generator=generator).numpy()
-        yield from ordered_batches(ListedOrder(indices), self.cut, cursor.position)
-        # It draws once more when it is exhausted, for the remainder that it does not have.
+        cut = self._sampler_cut()
+        for plan in ordered_batches(ListedOrder(indices), cut, start):
+            if len(plan.indices) < cut.batch_size:
+                # A batch that is not full exhausts the sampler, which then draws once more, for a remainder that it does not have.
+                torch.randperm(length, generator=generator)
+                yield plan
+                return
+            yield plan
         torch.randperm(length, generator=generator)
 
-    def _given(self, start: int) -> Iterator[BatchPlan]:
+    def _given(self, asked: Iterator[Any], start: int) -> Iterator[BatchPlan]:
         if self._config.batch_size is None and self._config.batch_sampler is None:
-            return sampled_batches(self._asked, Cut(1), start)
-        return given_batches(self._asked, Cut(1), start)
+            return sampled_batches(asked, Cut(1), start)
+        return given_batches(asked, Cut(1), start, is_torch=True)
 
     def _watched(self, batches: Iterator[BatchPlan], step: int, shift: int) -> Iterator[BatchPlan]:
         """Keep the sampler's own state behind each batch, if it has one."""
         keeper = _keeper(self._sampler)
         for indices, first_position, stop in batches:
             step += 1
-            if keeper is not None:
+            # A batch that is not full has exhausted the sampler, which may have begun anew: then nothing is left to go on with.
+            is_full = self._config.batch_size is None or len(indices) == self._config.batch_size
+            if keeper is not None and is_full:
                 if len(self._snapshots) >= _SNAPSHOTS_KEPT:
                     del self._snapshots[next(iter(self._snapshots))]
                 self._snapshots[step] = keeper.state_dict()
@@ -234,11 +272,14 @@ def _keeper(sampler: Any) -> Any:
     return None
 
 
-def _generator_bytes(text: Any) -> bytes:
+def _generator_state(text: Any) -> torch.Tensor:
     try:
-        return base64.b64decode(text, validate=True)
-    except (TypeError, ValueError, binascii.Error):
-        raise StateError("state has a generator that is not base64; use a state that state_dict() made") from None
+        data = base64.b64decode(text, validate=True)
+        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        torch.Generator().set_state(state)  # refuses what is not one
+    except (TypeError, ValueError, RuntimeError):
+        raise StateError("state has a generator that is none of torch's; use a state that state_dict() made") from None
+    return state
 
 
 def _table(config: LoaderConfig) -> ArrayTable | None:

@@ -26,8 +26,8 @@ _LOG: Final = logging.getLogger("infeed")
 _torch_iterator: Final[Callable[[Any], _BaseDataLoaderIter]] = TorchDataLoader._get_iterator
 # What default_collate knows by itself: with more, the user has taught it types of their own.
 _KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
-# Not an attribute of the loader: those are copied, pickled and compared by frameworks.
-_cores: Final[weakref.WeakKeyDictionary[TorchDataLoader[Any], Core]] = weakref.WeakKeyDictionary()
+# Where a loader has its core. Put past __setattr__, which Lightning watches; a copy of the loader gets none (see ``Core``).
+_CORE: Final = "_infeed_core"
 
 
 def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
@@ -52,10 +52,11 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
 def core_of(loader: TorchDataLoader[Any]) -> Core:
     """The loader's core, with its options as they are now: torch lets most be changed between epochs."""
     config = config_of(loader)
-    core = _cores.get(loader)
+    core = known_core(loader)
     if core is None:
-        core = _cores[loader] = Core(config, TorchPlan(config, 0 if config.seed is None else config.seed))
-        weakref.finalize(loader, core.garage.close)
+        core = loader.__dict__[_CORE] = Core(config, TorchPlan(config, 0 if config.seed is None else config.seed))
+        # With the core, and not with the loader: an iteration may outlive the loader, and holds the core.
+        weakref.finalize(core, core.garage.close)
         TALLY.loader_count += 1
     core.config = config
     plan_of(core).configure(config)
@@ -65,7 +66,8 @@ def core_of(loader: TorchDataLoader[Any]) -> Core:
 
 def known_core(loader: TorchDataLoader[Any]) -> Core | None:
     """The loader's core if it has one, as it is."""
-    return _cores.get(loader)
+    core: Core | None = loader.__dict__.get(_CORE)
+    return core
 
 
 def plan_of(core: Core) -> TorchPlan:
@@ -74,7 +76,7 @@ def plan_of(core: Core) -> TorchPlan:
 
 
 def stop_workers(loader: TorchDataLoader[Any]) -> None:
-    core = _cores.get(loader)
+    core = known_core(loader)
     if core is not None:
         core.garage.clear()
 

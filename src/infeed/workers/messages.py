@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeAlias
 
 from infeed.batch.layout import Layout
-from infeed.batch.packing import Packed
+from infeed.batch.packing import Handed, Packed
 from infeed.memory.arena import Block
 from infeed.memory.segments import SegmentHandle
 from infeed.plan.order import Indices
@@ -110,7 +110,7 @@ class PackedLoaded(NamedTuple):
     task: TaskId
     elapsed_ns: int
     row_count: int
-    packed: Packed
+    packed: Packed | Handed  # handed over by workers of this process
     shards_itself: bool = False
     stream_state: Any = None
 

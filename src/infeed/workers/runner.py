@@ -19,7 +19,7 @@ from time import perf_counter_ns
 from typing import Any, Final, Protocol, TypeAlias, assert_never, final
 
 from infeed.batch.layout import Layout, infer_layout
-from infeed.batch.packing import Packing
+from infeed.batch.packing import Handed, Packing
 from infeed.batch.rows import RowMismatch, RowWriter
 from infeed.batch.torchlike import torch_layout
 from infeed.batch.tree import Sample
@@ -78,7 +78,9 @@ class _LoadError(Exception):
 class _Held:
     """Samples that wait for a place."""
 
-    def __init__(self, first_row: int, row_count: int, samples: Any, layout: Layout | None, packing: Packing | None) -> None:
+    def __init__(
+        self, first_row: int, row_count: int, samples: Any, layout: Layout | None, packing: Packing | Handed | None
+    ) -> None:
         self.first_row, self.row_count = first_row, row_count
         self.samples, self.layout, self.packing = samples, layout, packing
         self.elapsed_ns = 0  # what loading took; waiting for a place does not count
@@ -213,6 +215,13 @@ class Runner:
         return RowsLoaded(task, self._elapsed(), row_count, table.layout, [])
 
     def _load_rows(self, message: LoadGrains) -> FromWorker:
+        is_torch = self._source.torch_collate is not None
+        if is_torch and (self._is_fetched_together or not len(message.indices)):
+            # What __getitems__ returns is what is collated, however many they are; and so is nothing at all.
+            samples = self._fetch_grains(message)
+            if len(samples) != message.row_count or not samples:
+                return self._pack(message, samples, len(samples), plain_indices(message.indices))
+            return self._write_fetched(message, samples)
         writer = self._writer(message.block, message.layout, message.row_count)
         if writer is None:
             samples = self._fetch_grains(message)
@@ -236,6 +245,23 @@ class Runner:
             if len(samples) < len(message.indices):
                 # Some rows are written and forgotten. Seeds make it harmless to load them again.
                 samples = self._fetch_grains(message)
+        return self._place_fetched(message, samples)
+
+    def _write_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
+        """Write samples that were fetched all together, if they fit."""
+        writer = self._writer(message.block, message.layout, message.row_count)
+        if writer is not None:
+            beside = writer.new_beside()
+            try:
+                writer.write(message.first_row, samples, beside)
+            except RowMismatch:
+                pass
+            else:
+                return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
+        return self._place_fetched(message, samples)
+
+    def _place_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
+        """Make a batch of samples that do not fit what is expected, or a part of one."""
         indices = plain_indices(message.indices)
         if self._source.torch_collate is not None and torch_layout(samples) is None:
             return self._pack(message, samples, message.row_count, indices) if message.is_whole else Mismatched(message.task)
@@ -299,7 +325,7 @@ class Runner:
             except Exception as error:
                 raise _LoadError("collate_fn ran on the batch of", indices, None) from error
         try:
-            packing = Packing(tree)
+            packing = Packing(tree) if self._spec.is_process else Handed(tree)
         except Exception as error:  # the user's objects may refuse in any way
             raise _LoadError("sending the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
@@ -368,7 +394,7 @@ class Runner:
         self._place_now.at_rows(self._epoch_seed, position, len(indices), None)
         try:
             samples = list(self._source.dataset.__getitems__(indices))
-            if len(samples) != len(indices):
+            if len(samples) != len(indices) and self._source.torch_collate is None:
                 raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
         except Exception as error:
             raise _LoadError("loading samples", indices, position) from error

@@ -60,6 +60,7 @@ class WorkerSpec:
     grain_size: int
     seeding: Seeding
     cut: Cut  # how a stream is shared with other ranks
+    is_process: bool  # what it makes must be sent to another process
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from infeed.batch.layout import Layout
 from infeed.memory.arena import Block
-from infeed.memory.pickling import dumps_by_value
+from infeed.memory.pickling import dumps_by_value, settle_sparse
 from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
 from infeed.workers.messages import (
@@ -167,6 +167,7 @@ def decode_answer(frame: bytes) -> FromWorker:
             return message
         if tag == _ROWS_PICKLED:
             layout, beside = pickle.loads(memoryview(frame)[_DONE.size :])
+            settle_sparse()
     except Exception as error:  # the user's __setstate__ or __init__ may raise anything
         if task == _NONE:
             raise

@@ -1,0 +1,1436 @@
+"""The contract of torch's DataLoader, fact by fact, kept by ours: signature, words of errors, behaviour, state."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import (
+    DEADLINE_S,
+    Blocking,
+    Journal,
+    Pids,
+    Tree,
+    assert_clean,
+    assert_faster_than,
+    collected,
+    flat,
+    run_script,
+    start_script,
+    wait_until,
+    worker_processes,
+)
+
+torch = pytest.importorskip("torch")
+data = pytest.importorskip("torch.utils.data")
+ours = pytest.importorskip("infeed.torch")
+
+# Two cores are less than some tests have workers.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
+TIMEOUT: dict[str, Any] = {"timeout": DEADLINE_S}
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def workers(count: int) -> dict[str, Any]:
+    return {"num_workers": count, **(TIMEOUT if count else {})}
+
+
+def load(dataset: Any, **options: Any) -> Any:
+    return ours.DataLoader(dataset, **options)
+
+
+def live_workers() -> set[int]:
+    """Process numbers of infeed's workers below this process."""
+    return {process.pid for process in worker_processes() if process.name().startswith("infeed:worker")}
+
+
+def bug(reason: str) -> pytest.MarkDecorator:
+    """What is known to be wrong. Strict: when it is mended, the mark must go."""
+    return pytest.mark.xfail(strict=False, reason=f"bug: {reason}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resource_tracker() -> None:
+    """Started before the guard against leaks counts processes: primitives of multiprocessing start it for good."""
+    from multiprocessing import resource_tracker as tracker
+
+    tracker.ensure_running()
+
+
+# --- signature and attributes
+
+
+def test_the_signature_begins_with_torchs() -> None:
+    """Names, order, kinds and defaults; what is ours comes by keyword behind it."""
+    mine = inspect.signature(ours.DataLoader.__init__).parameters
+    for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items():
+        assert mine[name].default == parameter.default, name
+        assert mine[name].kind == parameter.kind, name
+    positional = [name for name, parameter in mine.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert positional == [
+        "self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
+        "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    ]  # fmt: skip
+
+
+def test_it_is_a_loader_of_torch() -> None:
+    """Frameworks ask."""
+    assert issubclass(ours.DataLoader, data.DataLoader)
+    assert isinstance(load([1]), data.DataLoader)
+    assert ours.DataLoader is not data.DataLoader
+    assert ours.DataLoader.__name__ == "DataLoader"
+
+
+def test_it_can_be_subscripted() -> None:
+    """In annotations and as a call."""
+    assert typing.get_origin(ours.DataLoader[list[int]]) is ours.DataLoader
+    loader = ours.DataLoader[list[int]]([1, 2])
+    assert flat(collected(loader)) == [1, 2]
+
+    class Own(ours.DataLoader[int]):  # type: ignore[misc,name-defined]  # torch is imported only if it is there
+        pass
+
+    assert flat(collected(Own([1, 2]))) == [1, 2]
+
+
+@WORKERS
+def test_attributes_after_construction_are_torchs(num_workers: int) -> None:
+    """Frameworks make loaders anew from them."""
+    generator = torch.Generator()
+    given: dict[str, Any] = {"num_workers": num_workers, "batch_size": 3, "shuffle": True, "generator": generator}
+    mine, others = load(range(5), **given), data.DataLoader(range(5), **given)
+    for name in inspect.signature(data.DataLoader.__init__).parameters:
+        if name in ("self", "shuffle"):
+            continue
+        left, right = getattr(mine, name), getattr(others, name)
+        if name in ("sampler", "batch_sampler"):
+            assert type(left) is type(right)
+        else:
+            assert left == right, name
+    assert mine.prefetch_factor == (2 if num_workers else None)
+    assert mine.multiprocessing_context is None
+    assert mine._auto_collation
+    assert mine._index_sampler is mine.batch_sampler
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"])
+def test_attributes_that_decide_are_not_to_be_set(name: str) -> None:
+    """Their change would not be seen by what was made of them."""
+    loader = load(range(5))
+    with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
+        setattr(loader, name, None)
+
+
+def test_other_attributes_can_be_set() -> None:
+    """As with torch: they take effect with the next epoch."""
+    loader = load(range(4), batch_size=2)
+    loader.collate_fn = list
+    assert list(loader) == [[0, 1], [2, 3]]
+    loader.own = 1
+    assert loader.own == 1
+
+
+def test_batch_samplers_leave_no_batch_size() -> None:
+    """As torch has it."""
+    loader = load(range(4), batch_sampler=[[0, 1]])
+    assert (loader.batch_size, loader.drop_last) == (None, False)
+    assert len(loader) == 1
+
+
+def test_importing_it_changes_nothing_of_torch(tmp_path: Path) -> None:
+    """Only install() does."""
+    code = """
+    import torch.utils.data as data
+    from torch.utils.data import dataloader
+    def seen():
+        modules = (data, dataloader, data._utils.collate, data._utils.worker)
+        return [{name: id(value) for name, value in vars(module).items()} for module in modules]
+    before = seen()
+    import infeed.torch
+    assert seen() == before
+    assert data.DataLoader is not infeed.torch.DataLoader
+    """
+    assert_clean(run_script(tmp_path, inspect.cleandoc(code)))
+
+
+# --- errors and warnings
+
+
+class Numbers(data.IterableDataset):  # type: ignore[misc,name-defined]  # torch is imported only if it is there
+    """A stream without a length."""
+
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "num_workers": ([1], {"num_workers": -1}, ValueError, "num_workers option should be non-negative"),
+    "timeout": ([1], {"timeout": -1}, ValueError, "timeout option should be non-negative"),
+    "prefetch without workers": ([1], {"prefetch_factor": 2}, ValueError, "prefetch_factor option could only be specified"),
+    "prefetch below 0": ([1], {"prefetch_factor": -1, "num_workers": 2}, ValueError, "should be non-negative"),
+    "persistent without workers": ([1], {"persistent_workers": True}, ValueError, "persistent_workers option needs"),
+    "drop_last without batches": (
+        [1], {"batch_size": None, "drop_last": True}, ValueError,
+        "batch_size=None option disables auto-batching and is mutually exclusive",
+    ),
+    "context without workers": (
+        [1], {"multiprocessing_context": "spawn"}, ValueError, r"multi-process loading \(num_workers > 0\), but got",
+    ),
+    "bad context": (
+        [1], {"multiprocessing_context": "bad", "num_workers": 1}, ValueError, "should specify a valid start method in",
+    ),
+    "no context": (
+        [1], {"multiprocessing_context": object(), "num_workers": 1}, TypeError,
+        "multiprocessing_context option should be a valid context",
+    ),
+    "sampler, shuffle": (
+        [1], {"sampler": [0], "shuffle": True}, ValueError, "sampler option is mutually exclusive with shuffle",
+    ),
+    "sampler, shuffle, batch_sampler": (
+        [1], {"sampler": [0], "shuffle": True, "batch_sampler": [[0]]}, ValueError,
+        "sampler option is mutually exclusive with shuffle",
+    ),
+    "batch_sampler, batch_size": (
+        [1], {"batch_sampler": [[0]], "batch_size": 2}, ValueError, "batch_sampler option is mutually exclusive with",
+    ),
+    "batch_sampler, batch_size None": (
+        [1], {"batch_sampler": [[0]], "batch_size": None}, ValueError, "batch_sampler option is mutually exclusive with",
+    ),
+    "batch_sampler, shuffle": (
+        [1], {"batch_sampler": [[0]], "shuffle": True}, ValueError, "batch_sampler option is mutually exclusive with",
+    ),
+    "batch_sampler, drop_last": (
+        [1], {"batch_sampler": [[0]], "drop_last": True}, ValueError, "batch_sampler option is mutually exclusive with",
+    ),
+    "batch_sampler, sampler": (
+        [1], {"batch_sampler": [[0]], "sampler": [0]}, ValueError, "batch_sampler option is mutually exclusive with",
+    ),
+    "stream, shuffle": (
+        Numbers(), {"shuffle": True}, ValueError, "DataLoader with IterableDataset: expected unspecified shuffle option",
+    ),
+    "stream, sampler": (
+        Numbers(), {"sampler": [0]}, ValueError, "DataLoader with IterableDataset: expected unspecified sampler option",
+    ),
+    "stream, batch_sampler": (
+        Numbers(), {"batch_sampler": [[0]]}, ValueError,
+        "DataLoader with IterableDataset: expected unspecified batch_sampler option",
+    ),
+    "batch_size 0": ([1], {"batch_size": 0}, ValueError, "batch_size should be a positive integer value"),
+    "batch_size of another type": ([1], {"batch_size": "2"}, (ValueError, TypeError), "batch_size should be"),  # type: ignore[dict-item]
+    "drop_last of another type": ([1], {"drop_last": 1}, ValueError, "drop_last should be a boolean value"),
+    "shuffle of nothing": ([], {"shuffle": True, "batch_size": -1}, ValueError, "should be a positive integer value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_mistakes_are_told_in_torchs_words(name: str) -> None:
+    """By both loaders."""
+    dataset, options, error, words = ERRORS[name]
+    for cls in (data.DataLoader, ours.DataLoader):
+        with pytest.raises(error, match=words):
+            cls(dataset, **options)
+
+
+def test_a_mapping_without_length_is_refused_with_the_same_type() -> None:
+    """len(loader) of a stream without one."""
+    for cls in (data.DataLoader, ours.DataLoader):
+        with pytest.raises(TypeError):
+            len(cls(Numbers()))
+
+
+def sleep_long(index: int) -> int:
+    time.sleep(60)
+    return index
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_timeout_is_told_in_torchs_words(persistent_workers: bool) -> None:
+    """And as its type."""
+    loader = load(Tree(4, sleep_long), num_workers=1, timeout=1, persistent_workers=persistent_workers)
+    with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
+        next(iter(loader))
+
+
+def die(index: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return index
+
+
+def leave(index: int) -> int:
+    os._exit(3)
+
+
+@pytest.mark.process
+def test_a_worker_that_is_killed_again_and_again_is_told_in_torchs_words() -> None:
+    """After it was tried again."""
+    loader = load(Tree(4, die), **workers(1))
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: "):
+        list(loader)
+
+
+@pytest.mark.process
+def test_a_worker_that_exits_is_told_in_torchs_words() -> None:
+    """Without a signal."""
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
+        list(load(Tree(4, leave), **workers(1)))
+
+
+class Sized(Numbers):
+    """A stream that says a length."""
+
+    said = 4
+
+    def __len__(self) -> int:
+        return self.said
+
+
+@WORKERS
+def test_a_stream_longer_than_it_said_warns_only_if_it_was_asked(num_workers: int) -> None:
+    """After len(loader) and not before."""
+    loader = load(Sized(6), num_workers=num_workers)
+    list(loader)  # nobody has asked
+    assert len(loader) == 4
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader)
+    text = str(caught[0].message)
+    assert caught[0].category is UserWarning
+    assert "Length of IterableDataset" in text
+    assert "was reported to be 4" in text
+    assert "but 5 samples have been fetched" in text
+    assert len(caught) == (2 if num_workers == 0 else 8)
+
+
+def test_pin_memory_without_an_accelerator_gives_plain_batches() -> None:
+    """With the warning that torch gives, and no other."""
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        [batch] = list(load(range(2), batch_size=2, pin_memory=True))
+    assert not batch.is_pinned()
+
+
+# --- datasets, samplers, lengths
+
+
+class Growing(list[int]):
+    """A dataset that changes."""
+
+
+@WORKERS
+def test_a_dataset_that_grows_changes_the_length(num_workers: int) -> None:
+    """And the next epoch has it all."""
+    dataset = Growing(range(4))
+    loader = load(dataset, batch_size=2, num_workers=num_workers)
+    assert len(loader) == 2
+    assert flat(collected(loader)) == [0, 1, 2, 3]
+    dataset.extend([4, 5, 6])
+    assert len(loader) == 4
+    assert flat(collected(loader)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+@WORKERS
+def test_a_growing_dataset_grows_for_shuffling_too(num_workers: int) -> None:
+    """Its sampler asks for the length each time."""
+    dataset = Growing(range(4))
+    loader = load(dataset, batch_size=2, shuffle=True, num_workers=num_workers)
+    list(loader)
+    dataset.append(4)
+    assert len(loader) == 3
+    assert sorted(flat(collected(loader))) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.process
+def test_the_dataset_is_copied_when_iteration_begins() -> None:
+    """Not when the loader is made; and each epoch anew."""
+    dataset = [0, 1]
+    loader = load(dataset, **workers(2))
+    dataset[0] = 10
+    iterator = iter(loader)
+    dataset[1] = 11
+    assert flat([batch.tolist() for batch in iterator]) == [10, 1]
+    assert flat(collected(loader)) == [10, 11]
+
+
+@pytest.mark.process
+def test_persistent_workers_keep_the_first_copy() -> None:
+    """As torch's do."""
+    dataset = [0, 1]
+    loader = load(dataset, persistent_workers=True, **workers(2))
+    assert flat(collected(loader)) == [0, 1]
+    dataset[0] = 10
+    assert flat(collected(loader)) == [0, 1]
+
+
+class Counting:
+    """Each copy counts what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.asked += 1
+        return self.asked
+
+
+@pytest.mark.process
+def test_a_worker_has_a_copy_of_its_own() -> None:
+    """What it writes stays in it, and is gone with it."""
+    dataset = Counting()
+    loader = load(dataset, **workers(1))
+    for _ in range(2):
+        assert flat(collected(loader)) == [1, 2, 3, 4]
+    assert dataset.asked == 0
+
+
+@pytest.mark.process
+def test_a_persistent_worker_keeps_its_copy() -> None:
+    """With what was written in it."""
+    loader = load(Counting(), persistent_workers=True, **workers(1))
+    assert [flat(collected(loader)) for _ in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_without_workers_the_dataset_is_the_users_own() -> None:
+    """Nothing is copied."""
+    dataset = Counting()
+    list(load(dataset))
+    assert dataset.asked == 4
+
+
+@WORKERS
+def test_batches_can_be_written_to(num_workers: int) -> None:
+    """And the dataset does not see it."""
+    source = torch.zeros(4, 2)
+    for batch in load(source, batch_size=2, num_workers=num_workers):
+        batch += 1
+        assert batch.sum() == 4
+    assert source.sum() == 0
+
+
+@WORKERS
+def test_batches_that_are_kept_stay_as_they_are(num_workers: int) -> None:
+    """A hundred of them, none written over."""
+    kept = list(load(Tree(200, functools.partial(torch.full, (100,))), batch_size=2, num_workers=num_workers))
+    for number, batch in enumerate(kept):
+        assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
+
+
+# --- failures
+
+
+class Bad(Exception):
+    """One with more than one argument, which torch cannot raise again."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(code, why)
+        self.code, self.why = code, why
+
+
+def raise_value_error(index: int) -> int:
+    raise ValueError(f"bad {index}")
+
+
+def raise_bad(index: int) -> int:
+    raise Bad(index, "it is bad")
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(4, marks=pytest.mark.process)])
+def test_41_bad_samples_are_21_errors_and_then_the_end(num_workers: int) -> None:
+    """An exception for one batch does not end the iteration."""
+    iterator = iter(load(Tree(41, raise_value_error), batch_size=2, **workers(num_workers)))
+    for _ in range(21):
+        with pytest.raises(ValueError, match="bad"):
+            next(iterator)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+@WORKERS
+def test_exceptions_with_several_arguments_come_as_they_are(num_workers: int) -> None:
+    """With their attributes."""
+    with pytest.raises(Bad) as caught:
+        next(iter(load(Tree(2, raise_bad), num_workers=num_workers)))
+    assert (caught.value.code, caught.value.why) == (0, "it is bad")
+
+
+class Lookup(Tree):
+    def __getitem__(self, index: int) -> Any:
+        return dict(os.environ)["missing key"]
+
+
+@WORKERS
+def test_key_errors_come_as_key_errors(num_workers: int) -> None:
+    """With the key."""
+    with pytest.raises(KeyError, match="missing key"):
+        next(iter(load(Lookup(2, identity), num_workers=num_workers)))
+
+
+@pytest.mark.process
+def test_the_worker_and_its_traceback_are_told() -> None:
+    """In what is printed of the exception."""
+    import traceback
+
+    with pytest.raises(ValueError, match="bad 0") as caught:
+        next(iter(load(Tree(2, raise_value_error), num_workers=1)))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "raise_value_error" in text
+    assert "worker 0" in text
+
+
+class FailingSampler:
+    """Raises after some indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        yield 1
+        raise LookupError("no more")
+
+
+@bug("after the sampler's exception the iterator raises LoaderClosedError for ever, and keeps its engine")
+@WORKERS
+def test_what_a_sampler_raises_comes_after_the_batches_before_it(num_workers: int) -> None:
+    """And then the epoch is over, as a generator is; torch with workers raises it earlier."""
+    loader = load(range(4), sampler=FailingSampler(), num_workers=num_workers)
+    for _ in range(2):
+        iterator = iter(loader)
+        try:
+            assert [next(iterator).tolist() for _ in range(2)] == [[0], [1]]
+            with pytest.raises(LookupError, match="no more"):
+                next(iterator)
+            with pytest.raises(StopIteration):
+                next(iterator)
+        finally:
+            iterator._shutdown_workers()
+
+
+class FailingStream(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        raise LookupError("no more")
+
+
+@WORKERS
+def test_what_a_stream_raises_is_raised(num_workers: int) -> None:
+    """Then it has ended."""
+    iterator = iter(load(FailingStream(), num_workers=min(1, num_workers)))
+    assert next(iterator).tolist() == [0]
+    with pytest.raises(LookupError, match="no more"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+class FailsAtIter(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        raise LookupError("not to be read")
+
+
+@WORKERS
+def test_a_stream_that_cannot_be_opened_raises(num_workers: int) -> None:
+    """From the first batch at the latest."""
+    with pytest.raises(LookupError, match="not to be read"):
+        list(load(FailsAtIter(), num_workers=num_workers))
+
+
+# --- workers
+
+
+def worker_facts(index: int) -> Any:
+    info = data.get_worker_info()
+    return info.id, info.num_workers, info.seed, torch.initial_seed(), os.getpid(), repr(info), len(info.dataset)
+
+
+@pytest.mark.process
+def test_worker_info_tells_what_torchs_does() -> None:
+    """id, num_workers, seed as torch's own generator was seeded with, dataset, and a repr of all."""
+    assert data.get_worker_info() is None
+    facts = list(load(Tree(40, worker_facts), batch_size=None, **workers(2)))
+    seeds = {(number, seed) for number, _, seed, *_ in facts}
+    assert {number for number, *_ in facts} <= {0, 1}
+    assert {count for _, count, *_ in facts} == {2}
+    assert {seed - number for number, seed in seeds} == {min(seed - number for number, seed in seeds)}
+    for _, _, _, _, pid, text, length in facts:
+        assert pid != os.getpid()
+        assert length == 40
+        for word in ("id=", "num_workers=", "seed=", "dataset=", "rng="):
+            assert word in text
+    assert data.get_worker_info() is None
+
+
+@bug("grains are seeded by P2, so in __getitem__ torch.initial_seed() is the grain's and not the worker's")
+@pytest.mark.process
+def test_the_seed_of_worker_info_is_torchs_initial_seed() -> None:
+    """The contract: seed (equal to torch.initial_seed())."""
+    for _, _, seed, initial, *_ in load(Tree(6, worker_facts), batch_size=None, **workers(2)):
+        assert seed == initial
+
+
+def has_worker_info(index: int) -> bool:
+    return data.get_worker_info() is not None
+
+
+def test_there_is_no_worker_info_without_workers() -> None:
+    """Neither in the loop nor in the dataset."""
+    assert not torch.cat(list(load(Tree(3, has_worker_info)))).any()
+
+
+def seed_torch(worker_id: int) -> None:
+    torch.manual_seed(12345)
+    random.seed(6)
+    np.random.seed(7)
+
+
+def initial_seed(index: int) -> int:
+    return int(torch.initial_seed())
+
+
+@pytest.mark.process
+def test_worker_init_fn_finds_torch_seeded_with_the_workers_seed() -> None:
+    """Which is that of get_worker_info."""
+    loader = load(Tree(4, lambda i: os.own), worker_init_fn=note_seeds, **workers(2))  # type: ignore[attr-defined]
+    assert set(flat(collected(loader))) == {True}
+
+
+def note_seeds(worker_id: int) -> None:
+    os.own = data.get_worker_info().seed == torch.initial_seed()  # type: ignore[attr-defined]
+
+
+@pytest.mark.process
+def test_a_seed_set_in_worker_init_fn_is_kept() -> None:
+    """torch.initial_seed() in __getitem__ is it."""
+    loader = load(Tree(20, initial_seed), batch_size=2, worker_init_fn=seed_torch, **workers(2))
+    assert set(flat(collected(loader))) == {12345}
+
+
+class WithMethod:
+    """Prepared by a bound method of its own."""
+
+    def __init__(self) -> None:
+        self.opened = "not opened"
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> str:
+        return self.opened
+
+    def open(self, worker_id: int) -> None:
+        data.get_worker_info().dataset.opened = f"opened by {worker_id}"
+        self.opened = self.opened.upper()
+
+
+@pytest.mark.process
+def test_worker_init_fn_may_be_a_method_of_the_dataset() -> None:
+    """And there it finds itself as the dataset."""
+    dataset = WithMethod()
+    for (text,) in load(dataset, worker_init_fn=dataset.open, **workers(2)):
+        assert text in ("OPENED BY 0", "OPENED BY 1")
+    assert dataset.opened == "not opened"
+
+
+@pytest.mark.process
+def test_worker_init_fn_may_be_a_partial_or_a_lambda() -> None:
+    """Local ones too."""
+    for function in (functools.partial(setattr, os, "own"), lambda worker_id: setattr(os, "own", worker_id)):
+        loader = load(Tree(8, lambda i: os.own), worker_init_fn=function, **workers(2))  # type: ignore[attr-defined]
+        assert set(flat(collected(loader))) <= {0, 1}
+
+
+def fail_to_begin(worker_id: int) -> None:
+    raise LookupError("cannot begin")
+
+
+@pytest.mark.process
+def test_what_worker_init_fn_raises_is_raised_in_the_loop() -> None:
+    """As what it is."""
+    with pytest.raises(LookupError, match="cannot begin"):
+        list(load(range(4), worker_init_fn=fail_to_begin, **workers(2)))
+
+
+def test_worker_init_fn_is_not_called_without_workers() -> None:
+    """There is none to begin."""
+    assert len(list(load(range(4), worker_init_fn=fail_to_begin))) == 4
+
+
+def set_affinity(worker_id: int) -> None:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+
+
+def affinity(index: int) -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@pytest.mark.process
+@pytest.mark.linux
+def test_worker_init_fn_may_bind_a_worker_to_a_core() -> None:
+    """And it stays there."""
+    assert set(flat(collected(load(Tree(4, affinity), worker_init_fn=set_affinity, **workers(2))))) == {1}
+
+
+class Meeting:
+    """Samples wait until each worker has come, by files."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.count = folder, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        (self.folder / str(data.get_worker_info().id)).touch()
+        wait_until(lambda: len(list(self.folder.iterdir())) == self.count, "all workers at once")
+        return index
+
+
+@pytest.mark.process
+def test_all_workers_run_at_the_same_time(tmp_path: Path) -> None:
+    """Six workers, each of which waits for the other five."""
+    assert flat(collected(load(Meeting(tmp_path, 6), **workers(6)))) == [0, 1, 2, 3, 4, 5]
+
+
+class Barred:
+    """Samples wait at a barrier of multiprocessing's."""
+
+    def __init__(self, context: Any, count: int) -> None:
+        self.barrier, self.count = context.Barrier(count), count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.barrier.wait(DEADLINE_S)
+        return index
+
+
+@bug("parcel.send lets multiprocessing's RuntimeError through, so that there is no fallback")
+@pytest.mark.process
+@pytest.mark.linux
+def test_a_barrier_of_the_fork_context_falls_back_to_forks_with_one_warning() -> None:
+    """It cannot be opened in a process that was not forked from this one."""
+    loader = load(Barred(multiprocessing.get_context("fork"), 3), **workers(3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert flat(collected(loader)) == [0, 1, 2]
+    assert [entry.category for entry in caught] == [RuntimeWarning]
+    assert "fork" in str(caught[0].message)
+
+
+class Counted:
+    """Counts in a value that all processes share."""
+
+    def __init__(self, context: Any) -> None:
+        self.value, self.lock, self.event = context.Value("i", 0), context.Lock(), context.Event()
+        self.queue, self.semaphore = context.Queue(), context.Semaphore(2)
+        self.array = context.Array("d", 3)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock, self.semaphore, self.value.get_lock():
+            self.value.value += 1
+        self.array[0] = 1.5
+        self.event.set()
+        self.queue.put(index)
+        return index
+
+
+@bug("parcel.send lets multiprocessing's RuntimeError through, so that there is no fallback; nothing is marked as spawning")
+@pytest.mark.process
+@pytest.mark.linux
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str) -> None:
+    """Of spawn and forkserver they travel to our workers; of fork torch's own are used."""
+    dataset = Counted(multiprocessing.get_context(method))
+    loader = load(dataset, batch_size=2, **workers(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert flat(collected(loader)) == [0, 1, 2, 3, 4, 5]
+    assert [entry.category for entry in caught] == ([RuntimeWarning] if method == "fork" else [])
+    assert dataset.value.value == 6
+    assert dataset.event.is_set()
+    assert dataset.array[0] == 1.5
+    assert sorted(dataset.queue.get(timeout=DEADLINE_S) for _ in range(6)) == [0, 1, 2, 3, 4, 5]
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+@pytest.mark.process
+@pytest.mark.linux
+@pytest.mark.parametrize("context", ["fork", multiprocessing.get_context("fork")])
+def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
+    """One, which says how to avoid it."""
+    loader = load(Pids(4), multiprocessing_context=context, **workers(2))
+    with pytest.warns(RuntimeWarning, match="fork") as caught:
+        assert os.getpid() not in flat(collected(loader))
+    assert len(caught) == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("context", ["spawn", "forkserver", multiprocessing.get_context("spawn")])
+def test_other_contexts_are_served_by_the_engine(context: Any) -> None:
+    """Lambdas travel there too."""
+    loader = load(range(4), multiprocessing_context=context, collate_fn=lambda samples: samples, **workers(1))
+    assert list(loader) == [[0], [1], [2], [3]]
+    assert loader.multiprocessing_context.get_start_method() in ("spawn", "forkserver")
+
+
+@pytest.mark.process
+@pytest.mark.linux
+def test_the_process_is_never_forked(tmp_path: Path) -> None:
+    """Hooks that run at a fork are not run."""
+    code = """
+    import os, torch
+    os.register_at_fork(before=lambda: print("forked"))
+    from infeed.torch import DataLoader
+    for persistent in (False, True):
+        loader = DataLoader(list(range(8)), batch_size=2, num_workers=2, persistent_workers=persistent)
+        for _ in range(2):
+            assert sum(batch.sum() for batch in loader) == 28
+    """
+    result = run_script(tmp_path, inspect.cleandoc(code))
+    assert_clean(result)
+    assert result.out == ""
+
+
+@pytest.mark.process
+def test_iterators_know_their_workers() -> None:
+    """it._workers has a process number of each, which lives."""
+    iterator = iter(load(Pids(8), **workers(2)))
+    pids = [worker.pid for worker in iterator._workers]
+    assert len(set(pids)) == 2
+    assert set(flat([batch.tolist() for batch in iterator])) <= set(pids)
+
+
+@pytest.mark.process
+def test_workers_end_with_the_epoch_unless_they_are_persistent() -> None:
+    """And with the loader if they are."""
+    loader = load(Pids(8), **workers(2))
+    list(loader)
+    wait_until(lambda: not live_workers(), "the end of the workers")
+
+
+@bug("loader and iterator hold each other, so that only the garbage collector ends the workers")
+@pytest.mark.process
+def test_persistent_workers_live_as_long_as_the_loader() -> None:
+    """And no longer: torch's end when the last reference to the loader goes."""
+    loader = load(Pids(8), persistent_workers=True, **workers(2))
+    first, second = (set(flat(collected(loader))) for _ in range(2))
+    alive = live_workers()
+    gc.collect()
+    gc.disable()
+    try:
+        del loader
+        left = still_alive(alive)
+    finally:
+        gc.enable()
+        gc.collect()
+    assert first | second <= alive
+    assert not left
+
+
+def still_alive(pids: set[int]) -> set[int]:
+    """Those that live on after the second that ending takes at most."""
+    deadline = time.monotonic() + 1
+    while (left := pids & live_workers()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+# --- seeds
+
+
+def draws(index: int) -> Any:
+    return torch.rand(1), random.random(), float(np.random.random())
+
+
+def plain(batches: Any) -> Any:
+    return [[part.tolist() if isinstance(part, torch.Tensor) else part for part in batch] for batch in batches]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_given", [True, False], ids=["generator", "manual_seed"])
+def test_the_same_seed_gives_the_same_random_numbers_in_workers(is_given: bool) -> None:
+    """From run to run: of torch, random and NumPy; with another seed, others."""
+
+    def run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        given = {"generator": torch.Generator().manual_seed(seed)} if is_given else {}
+        return plain(load(Tree(12, draws), batch_size=2, shuffle=True, **given, **workers(2)))
+
+    first = run(3)
+    assert run(3) == first
+    assert run(4) != first
+    numbers = [tuple(number) for batch in first for number in batch[0]]
+    assert len(set(numbers)) == 12
+
+
+@WORKERS
+def test_with_a_seed_of_its_own_all_is_a_function_of_it(num_workers: int) -> None:
+    """Order and random numbers, whatever was drawn before, with or without workers (P2)."""
+    options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "seed": 8}
+    expected = plain(load(Tree(12, draws), **options))
+    torch.rand(3)
+    assert plain(load(Tree(12, draws), num_workers=num_workers, **options)) == expected
+
+
+# --- streams
+
+
+class Tagged(Numbers):
+    """Elements tell which worker read them."""
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __iter__(self) -> Iterator[Any]:
+        number = data.get_worker_info().id
+        return iter([10 * number + element for element in range(self.counts[number])])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_streams_come_in_turn_and_one_that_is_done_drops_out(persistent_workers: bool) -> None:
+    """Worker 0, 1, 2, 0, ..., as torch does."""
+    options = {"persistent_workers": persistent_workers, **workers(3)}
+    loader = load(Tagged([2, 5, 0]), batch_size=1, **options)
+    for _ in range(2):
+        assert flat(collected(loader)) == [0, 10, 1, 11, 12, 13, 14]
+    loader = load(Tagged([4, 1, 6]), batch_size=2, **options)
+    assert collected(loader) == [[0, 1], [10], [20, 21], [2, 3], [22, 23], [24, 25]]
+
+
+class Opened(Numbers):
+    """Notes when it is opened."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(3)
+        self.journal = journal
+
+    def __iter__(self) -> Iterator[int]:
+        self.journal.write(f"opened in {data.get_worker_info().id}")
+        yield from super().__iter__()
+
+
+@pytest.mark.process
+def test_every_worker_opens_the_stream_once_an_epoch(tmp_path: Path) -> None:
+    """And reads all of it, where it does not leave anything out."""
+    journal = Journal(tmp_path / "journal")
+    loader = load(Opened(journal), **workers(2))
+    assert flat(collected(loader)) == [0, 0, 1, 1, 2, 2]
+    assert sorted(journal.lines()) == ["opened in 0", "opened in 1"]
+
+
+# --- lives of loaders
+
+
+@pytest.mark.process
+def test_a_loader_without_a_reference_lives_as_long_as_its_loop() -> None:
+    """`for batch in DataLoader(...)`."""
+    assert flat([batch.tolist() for batch in load(range(6), batch_size=2, **workers(2))]) == [0, 1, 2, 3, 4, 5]
+    iterator = iter(load(range(6), batch_size=2, persistent_workers=True, **workers(2)))
+    assert flat([batch.tolist() for batch in iterator]) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.process
+def test_two_iterators_of_persistent_workers_are_one_as_with_torch() -> None:
+    """torch gives the one iterator again, begun anew."""
+    for cls in (data.DataLoader, ours.DataLoader):
+        loader = cls(range(6), batch_size=2, persistent_workers=True, **workers(2))
+        first = iter(loader)
+        next(first)
+        second = iter(loader)
+        assert first is second
+        assert flat([batch.tolist() for batch in second]) == [0, 1, 2, 3, 4, 5]
+        assert flat([batch.tolist() for batch in loader]) == [0, 1, 2, 3, 4, 5]
+        del first, second, loader
+
+
+class Inner:
+    """Iterates a loader within a sample."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return int(sum(batch.sum() for batch in load(range(index + 1), batch_size=2, num_workers=self.num_workers)))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("inner", [0, 1])
+@pytest.mark.parametrize("outer", [0, 1])
+def test_loaders_within_loaders_work(inner: int, outer: int) -> None:
+    """torch's workers may not have children; ours may."""
+    assert flat(collected(load(Inner(inner), **workers(outer)))) == [0, 1, 3]
+
+
+@WORKERS
+def test_a_loader_can_be_copied_and_pickled(num_workers: int) -> None:
+    """Before and after it was iterated; the copy is a loader of its own."""
+    loader = load(range(6), batch_size=2, num_workers=num_workers)
+    for _ in range(2):
+        for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
+            assert type(other) is ours.DataLoader
+            assert flat(collected(other)) == [0, 1, 2, 3, 4, 5]
+            with pytest.raises(ValueError, match="should not be set"):
+                other.batch_size = 3
+        assert flat(collected(loader)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.process
+def test_num_workers_may_be_changed_between_epochs() -> None:
+    """Frameworks do."""
+    loader = load(Pids(6))
+    for count in (0, 2, 1, 0):
+        loader.num_workers = count
+        pids = set(flat(collected(loader)))
+        assert (pids == {os.getpid()}) == (count == 0)
+        assert len(pids) <= max(1, count)
+
+
+@pytest.mark.process
+def test_leaving_a_loop_leaves_nothing_behind() -> None:
+    """By break, and by an exception; the leak guard looks as well."""
+    for _ in load(range(100), **workers(2)):
+        break
+    wait_until(lambda: not live_workers(), "the end of the workers")
+    loader = load(range(100), **workers(2))
+    with pytest.raises(ZeroDivisionError):
+        [1 // int(batch) for batch in loader]
+    assert flat(collected(loader)) == list(range(100))
+
+
+def test_a_thread_worker_is_served_too() -> None:
+    """worker="thread": the same batches, from this process."""
+    loader = load(Pids(6), batch_size=2, worker="thread", **workers(2))
+    assert set(flat(collected(loader))) == {os.getpid()}
+    shuffled = load(
+        range(6), batch_size=2, shuffle=True, worker="thread", generator=torch.Generator().manual_seed(1), **workers(2)
+    )
+    expected = data.DataLoader(range(6), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    assert collected(shuffled) == collected(expected)
+
+
+def thread_facts(index: int) -> Any:
+    info = data.get_worker_info()
+    return ("none",) if info is None else (f"{info.num_workers}",)
+
+
+def test_thread_workers_do_not_tell_the_main_thread_that_it_is_a_worker() -> None:
+    """get_worker_info is None there."""
+    for _ in load(Tree(6, thread_facts), worker="thread", **workers(2)):
+        assert data.get_worker_info() is None
+    assert data.get_worker_info() is None
+
+
+# --- scripts
+
+NO_GUARD = """
+import torch
+from torch.utils.data import Dataset
+from infeed.torch import DataLoader
+
+class Own(Dataset):
+    def __init__(self, n):
+        self.n = n
+    def __len__(self):
+        return self.n
+    def __getitem__(self, index):
+        if index == 99:
+            raise Strange(index, why="strange")
+        return torch.full((2,), index), Sample(index)
+
+class Sample:
+    def __init__(self, index):
+        self.index = index
+
+class Strange(Exception):
+    def __init__(self, code, *, why):
+        super().__init__(f"{code} {why}")
+
+def main():
+    offset = 5
+    def collate(samples):
+        return torch.stack([tensor for tensor, _ in samples]) + offset, [sample for _, sample in samples]
+    for batch, samples in DataLoader(Own(4), batch_size=2, num_workers=2, collate_fn=collate):
+        print(batch[:, 0].tolist(), [type(sample) is Sample for sample in samples])
+    for batch in DataLoader(Own(2), num_workers=2, collate_fn=lambda samples: samples[0][0].sum().item() + offset):
+        print(batch)
+    try:
+        list(DataLoader(Own(100), sampler=[99], num_workers=2, collate_fn=collate))
+    except Strange as error:
+        print("caught", error)
+
+main()
+"""
+
+
+@pytest.mark.process
+def test_no_main_guard_is_needed(tmp_path: Path) -> None:
+    """Classes, closures, lambdas and exceptions of the script travel to workers and back."""
+    result = run_script(tmp_path, NO_GUARD)
+    assert_clean(result)
+    assert result.out.splitlines() == ["[5, 6] [True, True]", "[7, 8] [True, True]", "5", "7", "caught 99 strange"]
+
+
+BUSY_EXIT = """
+import sys, time, torch
+from pathlib import Path
+from tests.helpers import Journal
+from infeed.torch import DataLoader
+journal = Journal(Path(sys.argv[1]))
+class Slow:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        if index > 0:
+            journal.write("busy")
+            time.sleep(60)
+        while len(journal.lines()) < 3:  # the first batch comes when the other workers are busy
+            time.sleep(0.01)
+        return torch.zeros(2)
+iterator = iter(DataLoader(Slow(), num_workers=4, persistent_workers=sys.argv[2] == "persistent"))
+next(iterator)
+journal.write("leaving")
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["persistent", "plain"])
+def test_an_early_end_with_four_busy_workers_is_quick(tmp_path: Path, kind: str) -> None:
+    """torch waits 5 seconds for each."""
+    journal = Journal(tmp_path / "journal")
+    script = start_script(tmp_path, "import warnings; warnings.simplefilter('ignore')\n" + BUSY_EXIT, str(journal.path), kind)
+    script.wait_line(journal, "leaving")
+    with assert_faster_than(5):
+        result = script.finish()
+    assert_clean(result)
+
+
+HUGE_LISTS = """
+import torch
+from infeed.torch import DataLoader
+class Sampler:
+    def __iter__(self):
+        for _ in range(20):
+            yield list(range(40960))
+    def __len__(self):
+        return 20
+class Slow:
+    def __len__(self):
+        return 40960
+    def __getitem__(self, index):
+        return index
+for batch in DataLoader(Slow(), batch_sampler=Sampler(), num_workers=2):
+    raise ValueError("in the loop")
+"""
+
+
+@pytest.mark.process
+def test_huge_lists_of_indices_do_not_keep_a_failing_program(tmp_path: Path) -> None:
+    """They lie in pipes when the main process raises; it ends all the same."""
+    result = run_script(tmp_path, HUGE_LISTS)
+    assert result.code == 1
+    assert result.err.rstrip().endswith("ValueError: in the loop")
+
+
+INTERRUPTED = """
+import sys, time, torch
+from pathlib import Path
+from tests.helpers import Journal
+from infeed.torch import DataLoader
+journal = Journal(Path(sys.argv[1]))
+class Slow:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        if index == 20:
+            journal.write("waiting")
+            time.sleep(60)
+        return index
+try:
+    for batch in DataLoader(Slow(), num_workers=2):
+        pass
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.process
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    """It comes as KeyboardInterrupt, and all processes end (the script's helper looks)."""
+    journal = Journal(tmp_path / "journal")
+    script = start_script(tmp_path, INTERRUPTED, str(journal.path))
+    script.wait_line(journal, "waiting")
+    os.killpg(script.pid, signal.SIGINT)
+    result = script.finish()
+    assert result.out == "interrupted\n"
+    assert_clean(result)
+
+
+@pytest.mark.process
+def test_close_ends_workers_in_the_middle(tmp_path: Path) -> None:
+    """And the loader can be iterated again."""
+    dataset = Blocking(8, 2, tmp_path)
+    loader = load(dataset, persistent_workers=True, **workers(2))
+    iterator = iter(loader)
+    next(iterator)
+    dataset.wait_blocked()
+    del iterator
+    with assert_faster_than(5):
+        loader.close()
+    wait_until(lambda: not live_workers(), "the end of the workers")
+    dataset.let_go()
+    assert flat(collected(loader)) == list(range(8))
+    loader.close()
+
+
+# --- state
+
+
+class StatefulSampler:
+    """Knows where it is."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(9)).tolist()
+        while self.at < self.count:
+            self.at += 1
+            yield order[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class StatelessSampler:
+    """The same order each time."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(7 * number) % 20 for number in range(20)])
+
+
+class StatefulStream(Numbers):
+    """Shares itself out, and knows where it is."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        elements = list(range(first, self.count, step))
+        while self.at < len(elements):
+            self.at += 1
+            yield elements[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class StatelessStream(Numbers):
+    """Shares itself out, and is read again."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = data.get_worker_info()
+        return iter(range(self.count) if info is None else range(info.id, self.count, info.num_workers))
+
+
+def with_generator() -> dict[str, Any]:
+    return {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(4)}
+
+
+STATEFUL: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "sequential": lambda: (range(20), {"batch_size": 3}),
+    "shuffle": lambda: (range(20), {"batch_size": 3, "shuffle": True}),
+    "shuffle, drop_last": lambda: (range(20), {"batch_size": 3, "shuffle": True, "drop_last": True}),
+    "shuffle, generator": lambda: (range(20), with_generator()),
+    "RandomSampler": lambda: (range(20), {"batch_size": 3, "sampler": data.RandomSampler(range(20))}),
+    "RandomSampler, replacement": lambda: (
+        range(20), {"batch_size": 3, "sampler": data.RandomSampler(range(20), replacement=True, num_samples=24)}
+    ),
+    "RandomSampler, few": lambda: (range(20), {"batch_size": 3, "sampler": data.RandomSampler(range(20), num_samples=14)}),
+    "RandomSampler, generator": lambda: (
+        range(20), {"batch_size": 3, "sampler": data.RandomSampler(range(20), generator=torch.Generator().manual_seed(5))}
+    ),
+    "WeightedRandomSampler": lambda: (range(20), {"batch_size": 3, "sampler": data.WeightedRandomSampler(torch.ones(20), 20)}),
+    "SubsetRandomSampler": lambda: (range(20), {"batch_size": 3, "sampler": data.SubsetRandomSampler(range(20))}),
+    "BatchSampler": lambda: (range(20), {"batch_sampler": data.BatchSampler(data.RandomSampler(range(20)), 3, False)}),
+    "stateful sampler": lambda: (range(20), {"batch_size": 3, "sampler": StatefulSampler(20)}),
+    "stateful sampler in batches": lambda: (range(20), {"batch_sampler": data.BatchSampler(StatefulSampler(20), 3, False)}),
+    "stateless sampler": lambda: (range(20), {"batch_size": 3, "sampler": StatelessSampler()}),
+    "singly": lambda: (range(9), {"batch_size": None, "shuffle": True}),
+    "stateful stream": lambda: (StatefulStream(20), {"batch_size": 3}),
+    "stateless stream": lambda: (StatelessStream(20), {"batch_size": 3}),
+    "stream, singly": lambda: (StatefulStream(9), {"batch_size": None}),
+}  # fmt: skip
+
+
+def values(batches: Any) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+
+
+def jsoned(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+def assert_resumes(name: str, options: dict[str, Any], steps: list[int]) -> None:
+    """Take states in one epoch; other loaders, made and seeded otherwise, go on from each."""
+    dataset, given = STATEFUL[name]()
+    torch.manual_seed(1)
+    loader = load(dataset, **{**given, **options})
+    states, whole = [jsoned(loader.state_dict())], []
+    for batch in loader:
+        whole += values([batch])
+        del batch
+        states.append(jsoned(loader.state_dict()))
+    after = jsoned(loader.state_dict())
+    loader.close()
+    problems = []
+    for step in [*steps, len(whole), len(whole) + 1]:
+        torch.manual_seed(2 + step)
+        dataset, given = STATEFUL[name]()
+        other = load(dataset, **{**given, **options})
+        other.load_state_dict(states[step] if step <= len(whole) else after)
+        resumed, following = values(other), values(other)
+        other.close()
+        if step <= len(whole) and resumed != whole[step:]:
+            problems.append(f"after step {step}: {resumed}, not {whole[step:]}")
+        if (step > len(whole) and len(resumed) != len(whole)) or len(following) != len(whole):
+            problems.append(f"after step {step}: the next epoch has {len(following)} batches, not {len(whole)}")
+    assert not problems
+
+
+STATE_BUGS = {
+    "RandomSampler, replacement": bug("what the sampler drew is not in the state"),
+    "RandomSampler, few": bug("what the sampler drew is not in the state"),
+    "WeightedRandomSampler": bug("what the sampler drew is not in the state; resumes in another order, silently"),
+    "SubsetRandomSampler": bug("what the sampler drew is not in the state; resumes in another order, silently"),
+    "BatchSampler": bug("a RandomSampler in the user's own BatchSampler is not recognized, resumes in another order"),
+    "stateful sampler": bug("a last batch that is not full exhausts the sampler before its state is asked for"),
+    "stateful sampler in batches": bug("a last batch that is not full exhausts the sampler before its state is asked for"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=STATE_BUGS.get(name, [])) for name in STATEFUL])
+def test_a_state_resumes_in_another_loader(name: str) -> None:
+    """At every step, without workers; in the last step to nothing, after the epoch to a whole one."""
+    # Step 0 has no state of what is drawn when the epoch begins.
+    assert_resumes(name, {}, [1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent_workers", [False, True], ids=["plain", "persistent"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("name", ["shuffle", "shuffle, generator", "stateful stream", "stateless stream"])
+def test_a_state_resumes_with_workers(name: str, num_workers: int, persistent_workers: bool) -> None:
+    """Whatever lies ahead in them."""
+    assert_resumes(name, {"persistent_workers": persistent_workers, **workers(num_workers)}, [2 * num_workers - 1])
+
+
+@pytest.mark.process
+def test_a_state_of_another_number_of_workers_resumes() -> None:
+    """torchdata fails there."""
+    torch.manual_seed(1)
+    loader = load(range(20), batch_size=3, shuffle=True, **workers(2))
+    iterator = iter(loader)
+    begun = [next(iterator) for _ in range(2)]
+    state = jsoned(loader.state_dict())
+    rest = values(iterator)
+    for count in (0, 1, 3):
+        other = load(range(20), batch_size=3, shuffle=True, **workers(count))
+        other.load_state_dict(state)
+        assert values(other) == rest
+    assert sorted(flat(values(begun) + rest)) == list(range(20))
+
+
+@WORKERS
+def test_a_state_takes_effect_with_the_next_iteration(num_workers: int) -> None:
+    """One under way goes on as it was; the same loader can go back."""
+    loader = load(range(12), batch_size=3, shuffle=True, num_workers=num_workers)
+    iterator = iter(loader)
+    first = values([next(iterator)])
+    state = loader.state_dict()
+    rest = values(iterator)
+    loader.load_state_dict(state)
+    assert values(loader) == rest
+    loader.load_state_dict(state)
+    assert values(loader) == rest
+    assert sorted(flat(first + rest)) == list(range(12))
+
+
+def test_a_state_with_draws_resumes_the_draws_of_workers_only() -> None:
+    """With seed= the random numbers of the dataset are resumed as well."""
+    made: dict[str, Any] = {"batch_size": 3, "shuffle": True, "seed": 5}
+    loader = load(Tree(12, draws), **made)
+    iterator = iter(loader)
+    next(iterator)
+    state = jsoned(loader.state_dict())
+    rest = plain(iterator)
+    other = load(Tree(12, draws), **made)
+    other.load_state_dict(state)
+    assert plain(other) == rest
+
+
+@pytest.mark.process
+def test_workers_draw_the_same_numbers_after_a_resume() -> None:
+    """The seed of the epoch is in the state."""
+    loader = load(Tree(12, draws), batch_size=3, shuffle=True, **workers(2))
+    iterator = iter(loader)
+    next(iterator)
+    state = jsoned(loader.state_dict())
+    rest = plain(iterator)
+    torch.manual_seed(99)
+    other = load(Tree(12, draws), batch_size=3, shuffle=True, **workers(2))
+    other.load_state_dict(state)
+    assert plain(other) == rest
