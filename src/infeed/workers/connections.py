@@ -105,12 +105,12 @@ def open_pipe() -> tuple[ConnectionLink, Connection[Any, Any]]:
     return ConnectionLink(ours), theirs
 
 
-def spawned(parent_pid: int, handle: int, descriptor: int | None = None) -> NoReturn:
+def spawned(parent_pid: int, handle: int, *fds: int) -> NoReturn:
     """Entry point of a spawned worker."""
     ignore_interrupts()
     watch_parent(parent_pid, leave)
     seed_lazily()
-    run_worker(ThreadedEnd(ConnectionEnd(Connection(handle))), descriptor)
+    run_worker(ThreadedEnd(ConnectionEnd(Connection(handle))), fds)
     leave()
 
 

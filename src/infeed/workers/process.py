@@ -246,7 +246,7 @@ class ProcessCrew(Crew):
                 server = fork_server()
                 server.preload(self._preload)
                 descriptor = self._store.descriptor()
-                fds = [task_read, done_write] + ([] if descriptor is None else [descriptor])
+                fds = [task_read, done_write, *([] if descriptor is None else [descriptor]), *self._parcel.fds]
                 return link, _ForkedProcess(server, server.fork(fds))
             except BaseException:
                 link.close()
@@ -257,7 +257,7 @@ class ProcessCrew(Crew):
 
     def _spawn(self) -> tuple[Link, _Process]:
         descriptor = self._store.descriptor()
-        shared = () if descriptor is None else (descriptor,)
+        shared = (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
         if sys.platform != "win32" and can_use_poll():
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
@@ -278,12 +278,12 @@ class ProcessCrew(Crew):
 
 if sys.platform != "win32":
 
-    def spawned(parent_pid: int, read_fd: int, write_fd: int, descriptor: int | None = None) -> NoReturn:
+    def spawned(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
         """Entry point of a spawned worker."""
         ignore_interrupts()
         watch_parent(parent_pid, leave)
         seed_lazily()
-        run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), descriptor)
+        run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), fds)
         leave()
 
 

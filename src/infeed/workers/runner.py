@@ -46,7 +46,7 @@ from infeed.workers.messages import (
     Unplaced,
 )
 from infeed.workers.places import Place, working_at
-from infeed.workers.seeding import lent_generators, seed_generators, torch_seed
+from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed, torch_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import StreamShare, open_share
 
@@ -124,6 +124,8 @@ class Runner:
         self._set_info(spec.worker_count)
         if spec.seeding is Seeding.SET:
             seed_generators(spec.worker_seed)
+        if spec.torch_seed is not None and spec.seeding is Seeding.SET:
+            show_worker_seed(spec.worker_seed)
         if self._source.worker_init_fn is not None:
             self._source.worker_init_fn(spec.worker)
         if spec.torch_seed is not None and spec.seeding is Seeding.SET:

@@ -55,6 +55,25 @@ def seed_generators(seed: int, *, with_torch: bool = True) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def show_worker_seed(seed: int) -> None:
+    """Let ``torch.initial_seed()`` in this process of ours say the worker's seed, as in torch's workers, and not the grain's.
+
+    Whoever seeds torch themselves is told their own.
+    """
+
+    def show() -> None:
+        torch: Any = sys.modules["torch"]
+        generator = torch.default_generator
+
+        def initial_seed() -> int:
+            real = int(generator.initial_seed())
+            return seed if real == _SEEDERS.latest else real
+
+        torch.initial_seed = torch.random.initial_seed = initial_seed
+
+    when_imported("torch", show)
+
+
 def torch_seed() -> int | None:
     """What torch's default generator was last seeded with; ``None`` if torch is not imported."""
     torch = sys.modules.get("torch")

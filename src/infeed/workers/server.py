@@ -30,7 +30,7 @@ from infeed.workers.seeding import seed_lazily
 # notebooks a start with every cell, longer keeps memory for nothing.
 _IDLE_S: Final = 120.0
 _HEAD: Final = struct.Struct("<I")
-_MAX_FDS: Final = 4
+_MAX_FDS: Final = 200  # of one message; the kernel takes 253
 
 
 class Preload(NamedTuple):
@@ -38,7 +38,7 @@ class Preload(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Fork a worker; its pipe ends and the store's descriptor come along."""
+    """Fork a worker; its pipe ends, the store's descriptor and those that the dataset needs come along."""
 
 
 class Kill(NamedTuple):
@@ -198,7 +198,7 @@ class _Server:
             if self._parent is not None:
                 os.close(self._parent)
             read_fd, write_fd, *rest = fds
-            run_worker(PipeEnd(read_fd, write_fd), rest[0] if rest else None)
+            run_worker(PipeEnd(read_fd, write_fd), rest)
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
