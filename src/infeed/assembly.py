@@ -64,7 +64,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             grain_size=grain_size,
             seeding=seeding,
             cut=plan.cut,
-            is_process=kind == "process",
+            kind=kind,
             torch_seed=plan.torch_seed,
         )
         for worker in workers

@@ -137,7 +137,7 @@ def _tensor_table(dataset: Any) -> ArrayTable | None:
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
-        if tensor.is_quantized or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
     return ArrayTable(SequenceNode(tuple, (LeafNode(),) * len(tensors), ""), tensors) if tensors else None
 

@@ -292,6 +292,8 @@ def _table(config: LoaderConfig) -> ArrayTable | None:
         return None
     if type(dataset) is not np.ndarray and type(dataset) is not torch.utils.data.TensorDataset:
         return None
+    if any(tensor.requires_grad for tensor in getattr(dataset, "tensors", ())):
+        return None  # the graph is torch's to keep
     table = table_of(dataset)
     layout = None if table is None else torch_table_layout(table.layout)
     if table is None or layout is None:

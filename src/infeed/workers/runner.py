@@ -327,7 +327,9 @@ class Runner:
             except Exception as error:
                 raise _LoadError("collate_fn ran on the batch of", indices, None) from error
         try:
-            packing = Packing(tree) if self._spec.is_process else Handed(tree)
+            # To torch's users what is made in their own process is handed over as it is, with its graph and its identity.
+            is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"
+            packing = Handed(tree) if is_handed else Packing(tree)
         except Exception as error:  # the user's objects may refuse in any way
             raise _LoadError("sending the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
@@ -486,8 +488,8 @@ class Runner:
         return self._place_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
 
     def _set_info(self, worker_count: int) -> None:
-        if self._spec.seeding is Seeding.LEND:
-            return  # inline: user code is in the main process and is told so
+        if self._spec.kind == "inline":
+            return  # user code is in the main process and is told so
         spec = self._spec
         info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, self._source.dataset)
         set_worker_info(info)

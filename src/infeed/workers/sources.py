@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 from infeed.batch.arrays import ArrayTable
 from infeed.plan.seeds import derive
@@ -60,7 +60,7 @@ class WorkerSpec:
     grain_size: int
     seeding: Seeding
     cut: Cut  # how a stream is shared with other ranks
-    is_process: bool  # what it makes must be sent to another process
+    kind: Literal["inline", "thread", "process"]
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property
