@@ -576,7 +576,9 @@ def test_worker_info_tells_what_torchs_does() -> None:
     for _, _, _, _, pid, text, length in facts:
         assert pid != os.getpid()
         assert length == 40
-        for word in ("id=", "num_workers=", "seed=", "dataset=", "rng="):
+        known = torch.utils.data._utils.worker.WorkerInfo
+        words = [f"{name}=" for name in ("id", "num_workers", "seed", "dataset", "rng")]
+        for word in words if hasattr(known, "__dataclass_fields__") else words[:4]:  # torch 2.11 has no rng yet
             assert word in text
     assert data.get_worker_info() is None
 
@@ -726,7 +728,8 @@ class Sharing:
         return 6
 
     def __getitem__(self, index):
-        self.barrier.wait(30)
+        if index < 2:
+            self.barrier.wait(30)  # both workers, with their first sample; later ones go to whoever is free
         with self.lock, self.semaphore, self.value.get_lock():
             self.value.value += 1
         self.array[0] = 1.5
@@ -766,7 +769,7 @@ def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
     loader = load(Pids(4), multiprocessing_context=context, **workers(2))
     with pytest.warns(RuntimeWarning, match="fork") as caught:
         assert os.getpid() not in flat(collected(loader))
-    assert len(caught) == 1
+    assert len([entry for entry in caught if entry.category is RuntimeWarning]) == 1  # Python 3.12 warns of forks too
 
 
 @pytest.mark.process
