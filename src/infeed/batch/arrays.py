@@ -28,7 +28,7 @@ class ArrayTable:
 
     def __init__(self, node: Node, columns: Sequence[Any]) -> None:
         self.length = len(columns[0])
-        self._columns = list(columns)
+        self._columns = [_as_array(column) for column in columns]
         self.layout = Layout(node, tuple(map(_leaf, columns)))
 
     def gather(self, indices: Indices | list[Any], memory: mmap, block_offset: int, row_count: int) -> None:
@@ -41,8 +41,8 @@ class ArrayTable:
         where = _checked(indices, self.length)
         for column, leaf, offset in zip(self._columns, self.layout.leaves, offsets, strict=True):
             begin = block_offset + offset
-            if leaf.kind is Kind.ARRAY:
-                rows = np.ndarray((row_count, *leaf.shape), leaf.dtype, memory, begin)
+            if isinstance(column, np.ndarray):
+                rows = np.ndarray((row_count, *column.shape[1:]), column.dtype, memory, begin)
                 if column.flags.c_contiguous:
                     # The bounds are checked already; mode="raise" would check again and go through a buffer of its own.
                     column.take(where, axis=0, out=rows, mode="wrap")
@@ -71,6 +71,18 @@ def _gather_tensor(column: Any, where: Indices, leaf: Leaf, memory: mmap, offset
     count = math.prod(leaf.shape) * row_count
     rows = torch.frombuffer(memory, dtype=column.dtype, count=count, offset=offset).view(row_count, *leaf.shape)
     torch.index_select(column.detach(), 0, torch.from_numpy(where % len(column)), out=rows)
+
+
+def _as_array(column: Any) -> Any:
+    """A tensor as an array over the same memory, of numbers as wide as its own: NumPy gathers faster than torch."""
+    if isinstance(column, np.ndarray):
+        return column
+    import torch  # the dataset is made of tensors
+
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(column.dtype.itemsize)
+    if width is None or column.dim() == 0:
+        return column
+    return column.detach().view(width).numpy()
 
 
 def _leaf(column: Any) -> Leaf:

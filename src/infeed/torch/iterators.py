@@ -55,7 +55,12 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         if not _is_profiled():
-            return self._counted(self._next_data())
+            data = self._next_data()
+            if self._dataset_kind == _DatasetKind.Iterable:
+                return self._counted(data)
+            self._num_yielded += 1
+            TALLY.batch_count += 1
+            return data
         with torch.autograd.profiler.record_function(self._profile_name):
             return self._counted(self._next_data())
 

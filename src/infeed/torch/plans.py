@@ -203,7 +203,8 @@ class TorchPlan(Plan):
         generator = torch.Generator()
         generator.manual_seed(seed)
         if self._is_whole_shuffle():
-            yield from self._shuffled_batches(generator, cursor.position)
+            # It is nobody's after this epoch: what the sampler draws last need not be drawn.
+            yield from self._shuffled_batches(generator, cursor.position, is_kept=False)
             return
         sampler = self._inner()
         again: Any = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
@@ -231,19 +232,20 @@ class TorchPlan(Plan):
             yield first
             yield from batches
 
-    def _shuffled_batches(self, generator: torch.Generator, start: int) -> Iterator[BatchPlan]:
+    def _shuffled_batches(self, generator: torch.Generator, start: int, *, is_kept: bool = True) -> Iterator[BatchPlan]:
         """A whole shuffle, as ``RandomSampler`` draws it, without making a list of it."""
         length = len(self._inner().data_source)
         indices = torch.randperm(length, generator=generator).numpy()
         cut = self._sampler_cut()
         for plan in ordered_batches(ListedOrder(indices), cut, start):
-            if len(plan.indices) < cut.batch_size:
+            if is_kept and len(plan.indices) < cut.batch_size:
                 # It exhausts the sampler, which then draws once more, for a remainder that it does not have.
                 torch.randperm(length, generator=generator)
                 yield plan
                 return
             yield plan
-        torch.randperm(length, generator=generator)
+        if is_kept:
+            torch.randperm(length, generator=generator)
 
     def _given(self, asked: Iterator[Any], start: int) -> Iterator[BatchPlan]:
         if self._config.batch_size is None and self._config.batch_sampler is None:
