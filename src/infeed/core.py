@@ -19,7 +19,7 @@ from infeed.errors import ConfigError, LoaderClosedError
 from infeed.garage import MSG_CLOSED, Garage
 from infeed.lineage import Lineage, lineage_of
 from infeed.plan.batches import BatchPlan
-from infeed.plan.cursor import Cursor, read_state, write_state
+from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
 from infeed.trail import Past, Trail
 
@@ -92,19 +92,29 @@ class Core:
         )
 
     def replay(self, step: int, epoch: int | None) -> Any:
-        if self.config.is_stream:
-            raise ConfigError("replay needs a dataset with __getitem__; a stream can only be read from its beginning")
         epoch, plan, past = self._look_up(epoch, step)
-        if past is not None:
-            assert past.plan.indices is not None
+        start = Cursor(epoch, step)
+        if past is not None and past.plan.indices is not None:
             plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
+        elif past is not None:
+            start = self._stream_start(start, past)
         # Without a time-out: whoever replays may be looking around in a debugger.
         engine = build_engine(replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, only=plan)
         try:
-            engine.begin_epoch(Trail(Cursor(epoch, step)))
+            engine.begin_epoch(Trail(start))
             return engine.next_batch()
         finally:
             engine.close()
+
+    def _stream_start(self, start: Cursor, past: Past) -> Cursor:
+        """Where a stream is to be read from again, from its beginning, to come to a batch."""
+        if self._trail is None or self._trail.share_count > 1:
+            raise ConfigError(
+                "replay cannot read the share of one worker of a stream again; use num_workers=1 to replay, or replay what "
+                "__iter__ reads by hand"
+            )
+        rows = past.plan.first_position
+        return Cursor(start.epoch, start.step, rows, stream=StreamCursor(0, (ShareCursor(rows),)))
 
     def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, Past | None]:
         """The epoch that is meant, and of its batch ``step`` either what is planned or what is remembered."""

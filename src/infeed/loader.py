@@ -184,6 +184,8 @@ class DataLoader:
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
         """Load batch ``step`` of an epoch again, the very same, here and now: in this thread, so that a debugger can follow.
 
+        A stream is read from its beginning for it; not one that shares itself out among workers.
+
         Raises:
             IndexError: as ``explain``.
         """

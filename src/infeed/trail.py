@@ -38,7 +38,7 @@ class Trail:
         self._recent: deque[Past] = deque(maxlen=_KEPT)
         self._is_over = False
         stream = start.stream
-        self._share_count = 0 if stream is None else len(stream.shares)
+        self.share_count = 0 if stream is None else len(stream.shares)
         self._turn = 0 if stream is None else stream.turn
         self._shares: dict[int, ShareCursor] = {} if stream is None else dict(enumerate(stream.shares))
 
@@ -52,7 +52,7 @@ class Trail:
             # They went on behind a batch that failed, so it is behind them too.
             self._pass(self._failed)
             self._failed = None
-        self._share_count = share_count
+        self.share_count = share_count
         past = _past(record)
         self._remember(past)
         self._pass(past)
@@ -110,7 +110,7 @@ class Trail:
     def _stream(self) -> StreamCursor | None:
         if not self._shares:
             return None
-        return StreamCursor(self._turn, tuple(self._shares.get(number) or ShareCursor() for number in range(self._share_count)))
+        return StreamCursor(self._turn, tuple(self._shares.get(number) or ShareCursor() for number in range(self.share_count)))
 
 
 def _past(record: Record) -> Past:

@@ -266,11 +266,36 @@ def test_a_debugger_may_take_its_time() -> None:
         assert plain(loader.replay(0))[1] == [0, 1, 4, 9]
 
 
-def test_a_stream_cannot_be_replayed() -> None:
-    """It says why."""
-    with made(Stream(8), batch_size=4) as loader:
-        next(iter(loader))
-        with pytest.raises(infeed.ConfigError, match="__getitem__"):
+class Drawing:
+    """A stream that draws a number for each element, and shares itself out among workers if it is to."""
+
+    def __init__(self, *, shares: bool) -> None:
+        self.shares = shares
+
+    def __iter__(self) -> Iterator[tuple[int, float, float]]:
+        info = infeed.get_worker_info() if self.shares else None
+        for number in range(20):
+            if info is None or number % info.num_workers == info.id:
+                yield number, random.random(), float(infeed.get_rng().random())
+
+
+@pytest.mark.process
+def test_a_stream_is_read_again_to_be_replayed(forkserver: dict[str, Any]) -> None:
+    """From its beginning, in this process, under the same seeds; the iteration under way does not notice."""
+    with made(Drawing(shares=False), batch_size=4, **forkserver) as loader:
+        iterator = iter(loader)
+        batches = [plain(next(iterator)) for _ in range(3)]
+        assert [plain(loader.replay(step)) for step in (2, 0, 1)] == [batches[2], batches[0], batches[1]]
+        assert len(list(iterator)) == 2
+
+
+@pytest.mark.process
+def test_a_stream_that_shares_itself_out_cannot_be_replayed(forkserver: dict[str, Any]) -> None:
+    """It says why, and what to do."""
+    with made(Drawing(shares=True), batch_size=4, **forkserver) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(infeed.ConfigError, match=r"share of one worker.*use num_workers=1"):
             loader.replay(0)
 
 

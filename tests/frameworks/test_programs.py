@@ -59,6 +59,21 @@ def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: 
     assert "torch's own" not in result.err
 
 
+def test_the_trainer_has_the_same_losses_after_install(tmp_path: Path) -> None:
+    """The hook for programs that can be changed: it makes its loaders itself, and prepares them with Accelerate."""
+    skip_without("trainer")
+    path = str(PROGRAMS / "trainer.py")
+    code = (
+        "import infeed.torch, runpy, sys; from infeed.torch.tally import TALLY; infeed.torch.install(); "
+        f"sys.argv = [{path!r}, '2']; runpy.run_path({path!r}, run_name='__main__'); print(TALLY, file=sys.stderr)"
+    )
+
+    result = ran(["-c", code], tmp_path)
+
+    assert said(result) == said(ran([path, "0"], tmp_path))
+    assert "2 loaders on infeed's engine" in result.err
+
+
 def test_inline_a_program_draws_what_it_draws_with_torch(tmp_path: Path) -> None:
     """With num_workers=0 the generators of the process are the dataset's own."""
     path = str(PROGRAMS / "plain_torch.py")

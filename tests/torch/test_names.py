@@ -1,0 +1,26 @@
+"""What is public of infeed.torch and infeed.testing."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+PUBLIC = {
+    "infeed.torch": ["DataLoader", "install", "uninstall"],
+    "infeed.testing": [
+        "CrashingDataset", "FaultyDataset", "RandomDataset", "SlowDataset", "UnevenDataset", "assert_resumable",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_these_names_are_public(module: str) -> None:
+    """A change of this list is a change of the interface, and needs a line in the changelog."""
+    pytest.importorskip("torch")
+    found = importlib.import_module(module)
+
+    assert sorted(found.__all__) == PUBLIC[module]
+    assert all(getattr(found, name).__doc__ for name in PUBLIC[module])
