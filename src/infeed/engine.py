@@ -18,7 +18,7 @@ from infeed.errors import LoaderClosedError, MemoryLimitError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.memory.arena import Block
 from infeed.plan.cursor import Cursor
-from infeed.records import EngineSetup, Part, Record, Task
+from infeed.records import EngineSetup, Record, Task
 from infeed.reports import batch_error, memory_error, start_error, timeout_error, workers_error
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
@@ -330,7 +330,7 @@ class Engine:
         record = None if entry is None else self._records.get(entry.batch)
         if entry is not None and record is not None:
             record.row_count += message.row_count
-            record.parts.append(Part(worker, entry.first_row, message.row_count, message.elapsed_ns))
+            record.parts.append((worker, entry.first_row, message.row_count, message.elapsed_ns))
             if isinstance(message, PackedLoaded):
                 record.packed = message.packed
                 self._learn_size(record.needed_bytes)
@@ -543,11 +543,13 @@ class Engine:
                 failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
                 self._error = failure.exception(place)
                 return
+        record.let_go()
         if self._trail is not None:
             self._trail.delivered(record, 0 if self._feed is None else self._feed.share_count)
         self._delivered.append(value)
 
     def _note_failed(self, record: Record) -> None:
+        record.let_go()
         if self._trail is not None:
             self._trail.failed(record)
 

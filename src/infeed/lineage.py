@@ -91,5 +91,5 @@ def lineage_of(
         seeds=seeds,
         grain_size=grain_size,
         attempts=0 if past is None else past.attempts,
-        loadings=tuple(Loading(part.worker, part.first_row, part.row_count, part.elapsed_ns / 1e9) for part in parts),
+        loadings=tuple(Loading(worker, first_row, row_count, ns / 1e9) for worker, first_row, row_count, ns in parts),
     )

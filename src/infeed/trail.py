@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from infeed.feeds import PlannedBatch
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
@@ -20,7 +20,6 @@ class Past(NamedTuple):
     parts: list[Part]
     attempts: int
     row_count: int
-    stream_state: Any
 
 
 @final
@@ -34,8 +33,8 @@ class Trail:
         # Later steps that came before this one, with the position each ended at. Of those that came in an earlier run it is not
         # known: they are passed when what follows them comes.
         self._ahead: dict[int, int | None] = dict.fromkeys(start.ahead)
-        self._failed: Past | None = None
-        self._recent: deque[Past] = deque(maxlen=_KEPT)
+        self._failed: Record | None = None
+        self._recent: deque[Record] = deque(maxlen=_KEPT)
         self._is_over = False
         stream = start.stream
         self.share_count = 0 if stream is None else len(stream.shares)
@@ -53,16 +52,19 @@ class Trail:
             self._pass(self._failed)
             self._failed = None
         self.share_count = share_count
-        past = _past(record)
-        self._remember(past)
-        self._pass(past)
+        self._recent.append(record)
+        plan = record.plan
+        if plan.step == self._step and plan.worker is None and not self._ahead:  # the usual case, and it is asked every time
+            self._step, self._position = plan.step + 1, plan.stop
+        else:
+            self._pass(record)
 
     def failed(self, record: Record) -> None:
         """The user is given an exception for this batch. If the run ends with it, the batch is still to come."""
         if self._failed is not None:
             self._pass(self._failed)
-        self._failed = _past(record)
-        self._remember(self._failed)
+        self._failed = record
+        self._recent.append(record)
 
     def end(self) -> None:
         """The epoch is over: where it stands is the beginning of the next."""
@@ -75,16 +77,15 @@ class Trail:
 
     def find(self, step: int) -> Past | None:
         """The latest of what is remembered of a step."""
-        return next((past for past in reversed(self._recent) if past.plan.step == step), None)
+        record = next((record for record in reversed(self._recent) if record.plan.step == step), None)
+        if record is None:
+            return None
+        return Past(record.plan, record.parts, 1 + len(record.deaths or ()), record.row_count)
 
-    def _remember(self, past: Past) -> None:
-        # Without the stream's own state, which may be large, and of which only the latest is ever asked for.
-        self._recent.append(past._replace(stream_state=None))
-
-    def _pass(self, past: Past) -> None:
-        plan = past.plan
+    def _pass(self, record: Record) -> None:
+        plan = record.plan
         if plan.worker is not None:
-            self._pass_share(plan.worker, past)
+            self._pass_share(plan.worker, record)
             return
         step = self._step
         while step in self._ahead:
@@ -99,19 +100,16 @@ class Trail:
             del self._ahead[self._step]
             self._step, self._position = self._step + 1, stop
 
-    def _pass_share(self, worker: int, past: Past) -> None:
+    def _pass_share(self, worker: int, record: Record) -> None:
         before = self._shares.get(worker) or ShareCursor()
-        is_ended = past.row_count < past.plan.row_count
-        self._shares[worker] = ShareCursor(before.rows + past.row_count, is_ended, past.stream_state)
-        self._step = past.plan.step + 1
-        self._position += past.row_count
+        is_ended = record.row_count < record.plan.row_count
+        self._shares[worker] = ShareCursor(before.rows + record.row_count, is_ended, record.stream_state)
+        record.stream_state = None  # it may be large, and only the latest is ever asked for
+        self._step = record.plan.step + 1
+        self._position += record.row_count
         self._turn = worker + 1
 
     def _stream(self) -> StreamCursor | None:
         if not self._shares:
             return None
         return StreamCursor(self._turn, tuple(self._shares.get(number) or ShareCursor() for number in range(self.share_count)))
-
-
-def _past(record: Record) -> Past:
-    return Past(record.plan, record.parts, 1 + len(record.deaths or ()), record.row_count, record.stream_state)

@@ -17,7 +17,7 @@ from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
 from infeed.plan.cursor import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
 from infeed.plan.order import SequentialOrder
 from infeed.plan.shards import Cut, Shard
-from infeed.records import Part, Record
+from infeed.records import Record
 from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset
 from infeed.trail import Trail
@@ -131,12 +131,12 @@ def test_the_latest_batches_are_remembered_and_old_ones_are_not() -> None:
     trail = Trail(Cursor())
     record = step(0)
     record.deaths = ["worker 0 was killed", "worker 1 was killed"]
-    record.parts.append(Part(WorkerId(1), 0, 4, 1000))
+    record.parts.append((WorkerId(1), 0, 4, 1000))
     trail.failed(record)
     past = trail.find(0)
     assert past is not None
     assert past.attempts == 3
-    assert past.parts == [Part(WorkerId(1), 0, 4, 1000)]
+    assert past.parts == [(WorkerId(1), 0, 4, 1000)]
     for number in range(1, 1000):
         trail.delivered(step(number), 0)
     assert trail.find(0) is None

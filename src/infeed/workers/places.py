@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import length_hint
 from typing import Any, Final, final
 
@@ -26,34 +25,34 @@ class Place:
     """Where in an epoch a worker is. Belongs to one runner."""
 
     def __init__(self) -> None:
-        self._key = 0
-        self._first = 0
-        self._count = 0
-        self._rest: Iterator[Any] | None = None  # of indices that are still to be loaded...
-        self._done: list[Any] | None = None  # ...or, of a stream, elements that have been read
+        # Key, first position, how many, and an iterator of indices that are still to be loaded; of a stream, in its place, a
+        # list of what has been read. One tuple, because it is set for every few samples and looked at only if somebody asks.
+        self._where: tuple[int, int, int, Iterator[Any] | list[Any] | None] = (0, 0, 1, None)
         self._rng: np.random.Generator | None = None
         self._rng_position = -1
 
     def at_rows(self, key: int, first: int, count: int, rest: Iterator[Any] | None) -> None:
         """The worker loads ``count`` positions from ``first`` on; ``rest`` yields what is still to be loaded."""
-        self._key, self._first, self._count, self._rest, self._done, self._rng = key, first, count, rest, None, None
+        self._where = (key, first, count, rest)
+        self._rng = None
 
     def at_stream(self, key: int, first: int, done: list[Any]) -> None:
         """The worker reads elements from ``first`` on and puts them into ``done``."""
-        self._key, self._first, self._rest, self._done, self._rng = key, first, None, done, None
+        self._where = (key, first, 0, done)
+        self._rng = None
 
     def at_collation(self, key: int, first: int) -> None:
         """The worker makes a batch of the samples from ``first`` on."""
         self.at_rows(key ^ _COLLATE_SALT, first, 1, None)
 
     def rng(self) -> np.random.Generator:
-        position = self._first
-        if self._rest is not None:
-            position += self._count - length_hint(self._rest) - 1
-        elif self._done is not None:
-            position += len(self._done)
+        key, position, count, progress = self._where
+        if isinstance(progress, list):
+            position += len(progress)
+        elif progress is not None:
+            position += count - length_hint(progress) - 1
         if self._rng is None or position != self._rng_position:
-            self._rng = np.random.Generator(np.random.PCG64(derive(self._key, _SALT, position)))
+            self._rng = np.random.Generator(np.random.PCG64(derive(key, _SALT, position)))
             self._rng_position = position
         return self._rng
 
@@ -85,11 +84,7 @@ def get_rng() -> np.random.Generator:
 get_rng.__module__ = "infeed"
 
 
-@contextmanager
-def working_at(place: Place) -> Iterator[None]:
-    """Let ``get_rng`` in this thread mean this place, until what was before (a loader inside a dataset) goes on."""
+def swap_place(place: Place | None) -> Place | None:
+    """Let ``get_rng`` in this thread mean this place; gives what it meant before, to be put back."""
     before, _LOCAL.place = _LOCAL.place, place
-    try:
-        yield
-    finally:
-        _LOCAL.place = before
+    return before

@@ -45,7 +45,7 @@ from infeed.workers.messages import (
     RowsLoaded,
     Unplaced,
 )
-from infeed.workers.places import Place, working_at
+from infeed.workers.places import Place, swap_place
 from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed, torch_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import StreamShare, open_share
@@ -157,17 +157,19 @@ class Runner:
 
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
         self._began = perf_counter_ns()
+        before = swap_place(self._place_now)
         try:
-            with working_at(self._place_now):
-                if self._spec.seeding is Seeding.LEND:
-                    with lent_generators():
-                        return self._load_now(message)
-                return self._load_now(message)
+            if self._spec.seeding is Seeding.LEND:
+                with lent_generators():
+                    return self._load_now(message)
+            return self._load_now(message)
         except _LoadError as error:
             cause = error.__cause__
             assert cause is not None
             failure = Failure.of(cause, error.doing, index=error.index, position=error.position)
             return LoadFailed(message.task, failure, error.row_count)
+        finally:
+            swap_place(before)
 
     def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
         if message.epoch != self._epoch:
