@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from benchmarks.drive import steady
+from benchmarks.rows import Rows
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
-
-
-class Table:
-    """Rows of a small table, and their index."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._rows = np.random.default_rng(0).random((1000, 16), dtype=np.float32)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self._rows[index % 1000], index
 
 
 def run(library: str, parameters: Parameters) -> Outcome:
     batch_size = parameters["batch_size"]
-    dataset = Table(parameters["samples"])
+    dataset = Rows(parameters["samples"])
     spec = LoaderSpec(dataset, batch_size=batch_size, num_workers=2, shuffle=True)
     epoch_s, figures = steady(library, spec, parameters["epochs"])
     return Outcome(
