@@ -57,7 +57,8 @@ def _checked(indices: Indices | list[Any], length: int) -> Indices:
     if where.dtype.kind not in "iu" and where.size:
         raise IndexError(f"indices of a dataset of arrays must be whole numbers, not {where.dtype}")
     where = where.astype(np.int64, copy=False)
-    if where.size and (where.min() < -length or where.max() >= length):
+    # As numbers without a sign those below zero are larger than any length: one look finds both.
+    if where.size and where.view(np.uint64).max() >= length and (where.min() < -length or where.max() >= length):
         bad = int(where[(where < -length) | (where >= length)][0])
         raise IndexError(f"index {bad} is out of bounds for a dataset of length {length}")
     return where

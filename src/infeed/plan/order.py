@@ -43,9 +43,11 @@ _MIX_64: Final = _Mixer(np.uint64, 0xBF58476D1CE4E5B9, 29, 0x94D049BB133111EB)
 # Keeps what is drawn for a position apart from the seed of a grain that begins there, which comes from the same numbers.
 _DRAWS: Final = 0x44524157
 
-# Positions worked out at once: 0.7 ms of work. Smaller pays for the last few walks, which cost as much for ten as for a
-# thousand, too often; larger would be felt before the first batch.
-_BLOCK: Final = 1 << 15
+# Positions worked out at once. Few cost more each, because the last walks cost as much for ten as for a thousand; many, 0.7 ms
+# of work, would be felt before the first batch. So the first block is short, and those that follow are as long as fit
+# into a processor's cache.
+_FIRST_BLOCK: Final = 1 << 15
+_BLOCK: Final = 1 << 16
 
 
 def plain_indices(indices: Indices | list[Any]) -> list[Any]:
@@ -105,7 +107,8 @@ class ShuffledOrder(Order):
         begin = start - self._block_start
         end = stop - self._block_start
         if begin < 0 or end > len(self._block):
-            block_stop = min(self._domain, max(stop, start + _BLOCK))
+            room = _BLOCK if len(self._block) else _FIRST_BLOCK
+            block_stop = min(self._domain, max(stop, start + room))
             self._block = self._permute(np.arange(start, block_stop, dtype=self._mixer.dtype))
             self._block_start = start
             begin, end = 0, stop - start

@@ -44,7 +44,7 @@ class EngineIter(_BaseDataLoaderIter):
         self._begin()
 
     def _begin(self) -> None:
-        self._core.plan.arm(self._index_sampler, self._sampler_iter, self._base_seed)  # type: ignore[attr-defined]
+        self._core.plan.arm(self._sampler_iter, self._base_seed)  # type: ignore[attr-defined]
         self._epoch: Epoch = self._core.iterate(None)
         if self._num_workers > 0:
             self._epoch.begin().prime()

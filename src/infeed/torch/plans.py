@@ -44,11 +44,12 @@ class ListedOrder(Order):
 class TorchPlan(Plan):
     """Order and batches from the loader's samplers; with ``seed=`` a plain shuffle is infeed's own."""
 
-    def __init__(self, config: LoaderConfig, seed: int) -> None:
+    def __init__(self, config: LoaderConfig, sampler: Any, seed: int) -> None:
         self.seed = seed
         self.torch_seed: int | None = seed
-        self.configure(config)
-        self._sampler: Any = None  # what is asked for indices or for lists of them
+        self._table: ArrayTable | None = None
+        self._columns_seen: list[Any] | None = None
+        self.configure(config, sampler)
         self._asked: Iterator[Any] = iter(())
         self._drawn_from: dict[str, Any] | None = None  # what torch's own sampler draws this epoch's order from
         self._resumed: dict[str, Any] = {}
@@ -56,20 +57,24 @@ class TorchPlan(Plan):
         self._epoch = -1
         self._seed_resumed: int | None = None
 
-    def configure(self, config: LoaderConfig) -> None:
-        """Take over options that were changed since the last epoch."""
-        self._config = config
+    def configure(self, config: LoaderConfig, sampler: Any) -> None:
+        """Take over options that were changed since the last epoch; ``sampler`` is asked for indices or for lists of them."""
+        self._config, self._sampler = config, sampler
         self.cut = Cut(config.batch_size or 1, config.drop_last)
-        self._table = _table(config)
+        columns = _columns(config)
+        seen = None if columns is None else list(map(_place_of, columns))
+        if seen != self._columns_seen:
+            self._columns_seen = seen
+            self._table = None if columns is None else _table(config.dataset)
 
     @property
     def table(self) -> ArrayTable | None:
         """Only if the sampler is torch's: another may yield indices that are no numbers."""
         return self._table if type(self._inner()).__module__.startswith("torch.utils.data") else None
 
-    def arm(self, sampler: Any, asked: Iterator[Any], base_seed: int) -> None:
-        """The next epoch asks this sampler, by this iterator of it; its seeds are counted from ``base_seed``."""
-        self._sampler, self._asked = sampler, asked
+    def arm(self, asked: Iterator[Any], base_seed: int) -> None:
+        """The next epoch asks the sampler by this iterator of it; its seeds are counted from ``base_seed``."""
+        self._asked = asked
         if self._config.seed is None:
             self.seed = base_seed if self._seed_resumed is None else self._seed_resumed
             self.torch_seed = base_seed
@@ -285,17 +290,31 @@ def _generator_state(text: Any) -> torch.Tensor:
     return state
 
 
-def _table(config: LoaderConfig) -> ArrayTable | None:
-    """A ``TensorDataset``, or one array or tensor, with default collation: gathered and not looped over."""
+def _columns(config: LoaderConfig) -> tuple[Any, ...] | None:
+    """What a ``TensorDataset`` is made of, or one array, if default collation of its rows is all that is asked for."""
     dataset = config.dataset
     if config.worker_init_fn is not None:
         return None  # who has something to be done in workers wants workers
     if config.collate_fn is not None or config.is_stream or (config.batch_size is None and config.batch_sampler is None):
         return None
-    if type(dataset) is not np.ndarray and type(dataset) is not torch.utils.data.TensorDataset:
+    if type(dataset) is np.ndarray:
+        return (dataset,)
+    if type(dataset) is not torch.utils.data.TensorDataset:
         return None
-    if any(tensor.requires_grad for tensor in getattr(dataset, "tensors", ())):
-        return None  # the graph is torch's to keep
+    # Who differentiates through them has the graph from torch.
+    return None if any(tensor.requires_grad for tensor in dataset.tensors) else dataset.tensors
+
+
+def _place_of(column: Any) -> tuple[Any, ...]:
+    """Where a column's numbers are, and how to read them: what a table of it depends on."""
+    if isinstance(column, np.ndarray):
+        return column.__array_interface__["data"], column.shape, column.strides, column.dtype
+    if column.layout is not torch.strided:
+        return (column,)
+    return type(column), column.data_ptr(), column.shape, column.stride(), column.dtype, column.device
+
+
+def _table(dataset: Any) -> ArrayTable | None:
     table = table_of(dataset)
     layout = None if table is None else torch_table_layout(table.layout)
     if table is None or layout is None:

@@ -54,14 +54,25 @@ def core_of(loader: TorchDataLoader[Any]) -> Core:
     config = config_of(loader)
     core = known_core(loader)
     if core is None:
-        core = loader.__dict__[_CORE] = Core(config, TorchPlan(config, 0 if config.seed is None else config.seed))
+        plan = TorchPlan(config, loader._index_sampler, 0 if config.seed is None else config.seed)
+        core = loader.__dict__[_CORE] = Core(config, plan)
         # With the core, and not with the loader: an iteration may outlive the loader, and holds the core.
         weakref.finalize(core, core.garage.close)
         TALLY.loader_count += 1
+    plan = plan_of(core)
+    before, table_before = core.config, plan.table
     core.config = config
-    plan_of(core).configure(config)
-    core.garage.is_keeping = bool(loader.persistent_workers)
+    plan.configure(config, loader._index_sampler)
+    # Where arrays are gathered there is no worker, nothing of the user's and nothing random that an engine could keep.
+    is_gathered = plan.table is not None and plan.table is table_before and _is_same(before, config)
+    if not (is_gathered or loader.persistent_workers):
+        core.garage.clear()
+    core.garage.is_keeping = bool(loader.persistent_workers) or plan.table is not None
     return core
+
+
+def _is_same(config: LoaderConfig, other: LoaderConfig) -> bool:
+    return all(getattr(config, name) is getattr(other, name) for name in LoaderConfig.__slots__)
 
 
 def known_core(loader: TorchDataLoader[Any]) -> Core | None:
