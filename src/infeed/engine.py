@@ -80,7 +80,7 @@ _IN_FLIGHT_BYTES: Final = 256 << 20
 # ...and there may be more of them than usual while they are tiny: waking a process costs as much as loading a tiny batch, and
 # a deep queue is filled and emptied many at a time.
 _TINY_BYTES: Final = 4 << 20
-_TINY_WINDOW: Final = 64
+_TINY_WINDOW: Final = 256
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
@@ -141,8 +141,9 @@ class Engine:
     def prime(self) -> None:
         """Let workers begin with the epoch before its first batch is asked for."""
         with self._lock:
-            self._plan()
-            self._crew.flush()
+            # Some at a time: workers load the first while the others are planned.
+            while self._plan(self._refill):
+                self._crew.flush()
 
     def begin_epoch(self, trail: Trail) -> None:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
@@ -242,22 +243,23 @@ class Engine:
 
     # --- planning
 
-    def _plan(self) -> None:
-        """Free what the user let go of, and plan as many batches as there is room for."""
+    def _plan(self, most: int | None = None) -> bool:
+        """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._arena.ended_leases():
             self._tell(SlotFreed(slot))
         # Several at a time: their messages go out together.
         room = self._scheduler.room
         if room < self._refill:
-            return
-        for _ in range(room):
+            return False
+        for _ in range(room if most is None else most):
             planned = self._take_planned()
             if planned is None:
-                return
+                return False
             batch = BatchId(self._batch_count)
             self._batch_count += 1
             self._records[batch] = Record(planned)
             self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
+        return True
 
     def _take_planned(self) -> PlannedBatch | None:
         """The next batch of this epoch, or the first of the next while there is nothing else to do."""

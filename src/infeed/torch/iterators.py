@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from infeed.core import Core, Epoch
-from infeed.errors import LoadTimeoutError, WorkerDiedError
+from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerError
 from infeed.torch.tally import TALLY
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class EngineIter(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader[Any], core: Core) -> None:
         super().__init__(loader)
         self._core = core  # and not the loader, which may hold this
+        self._is_plain = self._dataset_kind != _DatasetKind.Iterable and not self._pin_memory
         self._begin()
 
     def _begin(self) -> None:
@@ -54,24 +56,31 @@ class EngineIter(_BaseDataLoaderIter):
         self._begin()
 
     def __next__(self) -> Any:
-        if not _is_profiled():
-            data = self._next_data()
-            if self._dataset_kind == _DatasetKind.Iterable:
-                return self._counted(data)
+        if self._is_plain and not _is_profiled():
+            try:
+                data = next(self._epoch)
+            except WorkerError as error:
+                self._raise(error)
             self._num_yielded += 1
             TALLY.batch_count += 1
             return data
-        with torch.autograd.profiler.record_function(self._profile_name):
+        with torch.autograd.profiler.record_function(self._profile_name) if _is_profiled() else nullcontext():
             return self._counted(self._next_data())
 
     def _next_data(self) -> Any:
         try:
             data = next(self._epoch)
-        except LoadTimeoutError as error:
-            raise LoadTimeoutError(f"DataLoader timed out after {self._timeout} seconds; {error}") from None
-        except WorkerDiedError as error:
-            _raise_in_torch_words(error)
+        except WorkerError as error:
+            self._raise(error)
         return _pinned(data, self._pin_memory_device) if self._pin_memory else data
+
+    def _raise(self, error: WorkerError) -> NoReturn:
+        """Where people know torch's words by heart, begin with them."""
+        if isinstance(error, LoadTimeoutError):
+            raise LoadTimeoutError(f"DataLoader timed out after {self._timeout} seconds; {error}") from None
+        if isinstance(error, WorkerDiedError):
+            _raise_in_torch_words(error)
+        raise error
 
     def _counted(self, data: Any) -> Any:
         self._num_yielded += 1
