@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import time
+from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
@@ -570,7 +571,9 @@ class Engine:
         if self._trail is None:
             return False
         ledger = self._trail.ledger
-        ledger.note([] if record.mend is None else record.mend.done, record.row_count)
+        # Workers have told of them in any order.
+        bad = [] if record.mend is None else sorted(record.mend.done, key=attrgetter("position"))
+        ledger.note(bad, record.row_count)
         error = ledger.excess(self._setup.epoch_length())
         if error is not None:
             self._note_failed(record)

@@ -16,7 +16,7 @@ from infeed.errors import ConfigError, SampleError
 from infeed.feeds import PlannedBatch
 from infeed.ledger import BadSample
 from infeed.plan.batches import grain_count
-from infeed.plan.order import plain_indices
+from infeed.plan.order import Indices, plain_indices
 from infeed.plan.seeds import derive
 from infeed.planning import Plan
 from infeed.workers.failures import Failure
@@ -33,10 +33,12 @@ _LEFT_OUT: Final = object()
 class Mend:
     """What is known of the bad samples of one batch, over all the times it was planned anew."""
 
-    __slots__ = ("_changes", "_rows", "_tries", "done")
+    __slots__ = ("_changes", "_rows", "_tries", "done", "first_indices")
 
-    def __init__(self, row_count: int) -> None:
-        self._rows = list(range(row_count))  # of the batch as it was first planned, for each row that is left
+    def __init__(self, indices: Indices | list[Any] | None) -> None:
+        """``indices`` are those of the batch as it was first planned; ``None`` for a stream."""
+        self.first_indices: list[Any] = [] if indices is None else plain_indices(indices)
+        self._rows = list(range(len(self.first_indices)))  # of the batch as first planned, for each row that is left
         self._changes: dict[int, Any] = {}  # by row, as planned now: another index, or that it is left out
         self._tries: dict[int, int] = {}  # replacements, by row as first planned
         self.done: list[BadSample] = []
@@ -142,7 +144,8 @@ class Mender:
         index = self._plan.substitute(planned.epoch, drawn)
         if index is not None:
             return (index,)
-        # A sampler's order is known to nobody else, and what it leaves out must not come: one of this very batch.
-        assert planned.indices is not None
-        good = [one for number, one in enumerate(plain_indices(planned.indices)) if number != row and not mend.knows(number)]
-        return (good[drawn % len(good)],) if good else "there is no other sample in its batch"
+        # A sampler's order is known to nobody else, and what it leaves out must not come: one of this very batch. It may be bad
+        # as well; which are known to be, by now, is a matter of timing.
+        first = mend.first_row(row)
+        others = [*mend.first_indices[:first], *mend.first_indices[first + 1 :]]
+        return (others[drawn % len(others)],) if others else "there is no other sample in its batch"

@@ -6,6 +6,7 @@ batch's record for its turn.
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -70,7 +71,7 @@ class Troubles:
 
     def left_out(self, worker: WorkerId, record: Record, task: TaskId, bad: tuple[tuple[int, Failure], ...]) -> bool:
         """A worker left elements of its stream out; whether that is all right."""
-        mend = record.mend = record.mend or Mend(0)
+        mend = record.mend = record.mend or Mend(None)
         for element, failure in bad:
             place = f"position {element} of epoch {record.plan.epoch}, {self._name(worker)}"
             outcome = self._setup.mender.decide_element(record.plan.epoch, element, failure, place)
@@ -91,7 +92,7 @@ class Troubles:
     ) -> None:
         """Decide about bad rows; the batch is then loaded again, or given up."""
         plan = record.plan
-        mend = record.mend = record.mend or Mend(plan.row_count)
+        mend = record.mend = record.mend or Mend(plan.indices)
         for row, failure in sorted(bad.items()):
             if mend.knows(row):
                 continue
@@ -111,16 +112,18 @@ class Troubles:
         overdue = self._ended.pop(worker, None)
         indices = [self._indices(entry) for entry in entries.values()]
         self.last_death = f"worker {worker} " + death_text(death, doing, indices)
-        first = entries[held[0]] if held else None
+        # What it has loaded and not told of yet is lost with it, but it is not what it died of.
+        culprit = next((task for task in held if doing is not None and task == doing.task), None)
+        first = entries[held[0] if culprit is None else culprit] if held else None
         record = None if first is None else self._records.get(first.batch)
         if first is not None and record is not None:
-            row = _row_of(doing, held[0])
+            row = doing.exact_row if culprit is not None and doing is not None else None
             record.deaths = [*(record.deaths or ()), Loss(self.last_death, row)]
             failure = self._cause(record, row, overdue)
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        self._tell(WorkerDied(worker))
+        self._tell(WorkerDied(worker, culprit))
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
         """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""
@@ -164,9 +167,13 @@ class Troubles:
         if entry is None or record is None:
             return "loading a batch that nobody wants any more"
         plan = record.plan
-        if doing.row >= 0:
+        if doing.exact_row is not None:
             index, position = self._sample(record, doing.row)
             return f"loading index={index!r} (position {position} of epoch {plan.epoch})"
+        if doing.row >= 0 and plan.indices is not None:
+            among = plain_indices(plan.indices)[doing.row : doing.row + doing.count]
+            first = plan.first_position + doing.row
+            return f"loading one of index={reprlib.repr(among)} (position {first} of epoch {plan.epoch} and following)"
         first = plan.first_position + entry.first_row
         return f"loading samples from position {first} of epoch {plan.epoch} on"
 
@@ -194,8 +201,3 @@ class Troubles:
 
     def _name(self, worker: WorkerId) -> str:
         return "inline" if self._setup.is_lazy else f"worker {worker}"
-
-
-def _row_of(doing: Doing | None, task: TaskId) -> int | None:
-    """The row that a worker was at when it died, if it was at its first task and said so."""
-    return doing.row if doing is not None and doing.task == task and doing.row >= 0 else None

@@ -75,7 +75,7 @@ class Watch:
             if not doing.since_ns:
                 continue
             for_s = (now_ns - doing.since_ns) / 1e9
-            rows = 1 if doing.row >= 0 or doing.task is None else max(1, rows_of(doing))
+            rows = 1 if doing.exact_row is not None or doing.task is None else max(1, rows_of(doing))
             limit_s = self._limits.sample_timeout_s * rows
             if limit_s and for_s > limit_s and doing.task is not None:
                 overdue.append(Overdue(worker, doing, for_s, self.stack_of(worker)))

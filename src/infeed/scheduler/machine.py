@@ -201,13 +201,14 @@ class Scheduler:
         worker.is_ready = False
         self._roomy.pop(event.worker, None)
         self._patience.lose(is_idle=not worker.tasks)
-        # A worker does its tasks in order: it died of the first, or it had done that and not said so yet. From the second death
-        # on there is no doubt, because then the task goes to a worker that has nothing else.
-        for number, task_id in enumerate(sorted(worker.tasks)):
+        # A worker does its tasks in order: unless it said otherwise it died of the first, or it had done that and not told yet.
+        # From the second death on there is no doubt, because then the task goes to a worker that has nothing else.
+        culprit = event.task if event.task in worker.tasks else min(worker.tasks, default=None)
+        for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch
             batch.task_count -= 1
-            if number == 0:
+            if task_id == culprit:
                 batch.death_count += 1
             if task.is_unplaced:
                 self._unplaced.remove(task_id)

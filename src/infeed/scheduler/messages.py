@@ -46,6 +46,7 @@ class WorkerDied(NamedTuple):
     """The process is gone (not merely silent), so nothing of it can write into a slot any more."""
 
     worker: WorkerId
+    task: TaskId | None = None  # the one it was at, if it said so
 
 
 class TaskLoaded(NamedTuple):

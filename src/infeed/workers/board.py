@@ -17,7 +17,7 @@ from infeed.scheduler.messages import TaskId, WorkerId
 
 _NUMBERS: Final = 8  # a cache line
 _NUMBER_BYTES: Final = 8
-_TASK, _ROW, _SINCE, _RSS, _STACK = range(5)
+_TASK, _ROW, _SINCE, _RSS, _STACK, _COUNT = range(6)
 UNKNOWN: Final = -1
 
 
@@ -26,9 +26,15 @@ class Doing(NamedTuple):
 
     task: TaskId | None  # None: nothing, or starting
     row: int  # of the batch; of a stream, the element. UNKNOWN where nobody counts, or outside of loading
+    count: int  # how many rows it is at, from there on: more than one where tiny samples are not noted one by one
     since_ns: int  # on the clock ``time.monotonic``, which all processes of a machine share; 0: not at all
     rss_bytes: int  # memory, when it was last looked at; 0: never
     stack_fd: int  # where its stack is written when it is asked for; UNKNOWN: nowhere
+
+    @property
+    def exact_row(self) -> int | None:
+        """The row it is at, if it says so."""
+        return self.row if self.row >= 0 and self.count == 1 else None
 
 
 @final
@@ -61,6 +67,14 @@ class Cell:
     def at(self, row: int) -> None:
         numbers = self._numbers
         numbers[_ROW] = row
+        numbers[_COUNT] = 1
+        numbers[_SINCE] = monotonic_ns()
+
+    def among(self, row: int, count: int) -> None:
+        """At one of several rows."""
+        numbers = self._numbers
+        numbers[_ROW] = row
+        numbers[_COUNT] = count
         numbers[_SINCE] = monotonic_ns()
 
     def rest(self) -> None:
@@ -90,8 +104,8 @@ class Board:
         return Cell.over(memoryview(self._memory).cast("B"), worker)
 
     def doing(self, worker: WorkerId) -> Doing:
-        task, row, since_ns, rss, stack, *_ = self._numbers[worker * _NUMBERS : (worker + 1) * _NUMBERS]
-        return Doing(TaskId(task - 1) if task else None, row, since_ns, rss, stack)
+        task, row, since_ns, rss, stack, count, *_ = self._numbers[worker * _NUMBERS : (worker + 1) * _NUMBERS]
+        return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack)
 
     def close(self) -> None:
         """Let go of the memory: a mapping has a descriptor of its own, for as long as it is there."""

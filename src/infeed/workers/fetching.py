@@ -119,6 +119,8 @@ class Fetcher:
         # Runs in C; on an exception the iterator tells how far it came.
         rest = iter(indices)
         self._place.at_rows(self.epoch_seed, position, len(indices), rest)
+        if self._cell is not None and not self._is_noting:
+            self._cell.among(position - self._batch_position, len(indices))
         try:
             samples = self._noted(rest, position) if self._is_noting else list(map(self._get, rest))
             if len(samples) != len(indices):
