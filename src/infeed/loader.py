@@ -53,6 +53,9 @@ class DataLoader:
         replacement: draw every sample anew from the whole dataset, so that one may come several times in an epoch.
         weights: one number for each sample: how likely it is to be drawn, with replacement.
         num_samples: samples in an epoch; by default as many as the dataset has.
+        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, whatever the
+            environment of this process says for itself (``OMP_NUM_THREADS``). Threads and inline use this process's own pools,
+            which are left as they are.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -85,6 +88,7 @@ class DataLoader:
         replacement: bool = False,
         weights: Any = None,
         num_samples: int | None = None,
+        threads_per_worker: int = 1,
     ) -> None:
         config = LoaderConfig(
             dataset=dataset,
@@ -109,6 +113,7 @@ class DataLoader:
             replacement=replacement,
             weights=weights,
             num_samples=num_samples,
+            threads_per_worker=threads_per_worker,
         )
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.

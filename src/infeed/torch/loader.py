@@ -27,6 +27,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL.
         memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together.
         grain_size: samples that share one seed and are loaded by one worker; 1 gives each sample its own.
+        threads_per_worker: threads that torch, NumPy, OpenCV and others may use in each worker process; torch's loader: 1.
 
     The other arguments are torch's.
     """
@@ -55,6 +56,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         worker: WorkerKind = "process",
         memory_limit: int | str | None = None,
         grain_size: int | None = None,
+        threads_per_worker: int = 1,
     ) -> None:
         newer = {} if in_order else {"in_order": in_order}  # torch has it since 2.6
         super().__init__(
@@ -82,6 +84,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.worker = worker
         self.memory_limit = memory_limit
         self.grain_size = grain_size
+        self.threads_per_worker = threads_per_worker
         # Of a factor that was asked for; torch's attribute has its default by now.
         self._infeed_prefetch = None if prefetch_factor is None else max(1, prefetch_factor * num_workers)
         config_of(self)  # wrong arguments are told now

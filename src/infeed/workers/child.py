@@ -19,7 +19,7 @@ from infeed.memory.parcel import Parcel, receive
 from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, calm_libraries, name_process
+from infeed.workers.insides import adopt_environment, name_process
 from infeed.workers.messages import (
     FromWorker,
     LoadFailed,
@@ -33,6 +33,7 @@ from infeed.workers.messages import (
 )
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
+from infeed.workers.threadpools import limit_pools
 from infeed.workers.wire import DecodeError, TaskDecoder, encode_answer
 
 # How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
@@ -49,6 +50,7 @@ class Birth(NamedTuple):
     sys_path: list[str]
     directory: str
     environ: dict[str, str]
+    threads: int  # that libraries may use
 
 
 @final
@@ -93,12 +95,12 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     doing = BUILDING
     try:
         adopt_environment(birth.environ)
+        limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
         _change_directory(birth.directory)
         for handle in birth.segments:
             segments.add(handle)
         source: Source = receive(birth.parcel, reader)
-        calm_libraries()
         runner = Runner(birth.spec, source, segments)
         doing = "running worker_init_fn"
         runner.start()

@@ -17,6 +17,7 @@ assert sys.platform == "linux"
 from infeed.errors import WorkerStartError
 from infeed.workers.launch import start_interpreter
 from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
+from infeed.workers.threadpools import SERVER_THREADS
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
@@ -42,7 +43,10 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = start_interpreter(
-                "infeed.workers.server:main", [theirs.fileno(), os.getpid()], pass_fds=(theirs.fileno(),)
+                "infeed.workers.server:main",
+                [theirs.fileno(), os.getpid()],
+                threads=SERVER_THREADS,
+                pass_fds=(theirs.fileno(),),
             )
         self._sock = ours
         self._is_broken = False

@@ -1,7 +1,4 @@
-"""What is different inside a process of ours: thread pools of one thread, a name, an end when its parent ends.
-
-Thread counts are set in the environment of the fresh interpreter, before any library has read them.
-"""
+"""What is different inside a process of ours: its environment, a name, an end when its parent ends."""
 
 from __future__ import annotations
 
@@ -14,24 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-# One thread each: there are as many workers as the user wants threads of work.
-THREAD_VARIABLES: Final = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "VECLIB_MAXIMUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "NUMEXPR_MAX_THREADS": "1",
-}
+from infeed.workers.threadpools import thread_variables
 
 # How often the parent is looked for where nothing tells of its end.
 _PARENT_LOOK_S: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
-def child_environment() -> dict[str, str]:
-    """The user's environment as it is now, for a process of ours."""
-    return {**os.environ, **THREAD_VARIABLES}
+def child_environment(threads: int) -> dict[str, str]:
+    """The user's environment as it is now, for a process of ours whose libraries are to use so many threads."""
+    return {**os.environ, **thread_variables(threads)}
 
 
 def adopt_environment(environ: dict[str, str]) -> None:
@@ -39,14 +28,6 @@ def adopt_environment(environ: dict[str, str]) -> None:
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
-
-
-def calm_libraries() -> None:
-    """One thread for libraries that do not listen to the environment."""
-    cv2 = sys.modules.get("cv2")
-    if cv2 is not None:
-        cv2.setNumThreads(0)
-        cv2.ocl.setUseOpenCL(False)
 
 
 def ignore_interrupts() -> None:

@@ -15,10 +15,13 @@ from infeed.errors import WorkerStartError
 from infeed.workers.insides import child_environment
 
 
-def start_interpreter(entry: str, arguments: list[int], *, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+def start_interpreter(
+    entry: str, arguments: list[int], *, threads: int, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
     """Start a Python that imports ``module:function`` (``entry``) and calls it with these numbers.
 
     Args:
+        threads: how many the libraries in it may use.
         pass_fds: descriptors (handles, on Windows) that the child inherits under the same numbers.
     """
     if not sys.executable:
@@ -34,7 +37,7 @@ def start_interpreter(entry: str, arguments: list[int], *, pass_fds: tuple[int, 
     return subprocess.Popen(
         [sys.executable, *flags, "-c", code],
         stdin=subprocess.DEVNULL,
-        env=child_environment(),
+        env=child_environment(threads),
         **_platform_options(pass_fds),
     )
 

@@ -120,11 +120,18 @@ class _Member:
 @final
 class ProcessCrew(Crew):
     def __init__(
-        self, *, parcel: Parcel, store: SegmentStore, specs: dict[WorkerId, WorkerSpec], start_method: StartMethod
+        self,
+        *,
+        parcel: Parcel,
+        store: SegmentStore,
+        specs: dict[WorkerId, WorkerSpec],
+        start_method: StartMethod,
+        threads: int,
     ) -> None:
         self._parcel = parcel
         self._store = store
         self._specs = specs
+        self._threads = threads
         self._uses_fork = uses_fork(start_method)
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
@@ -143,7 +150,8 @@ class ProcessCrew(Crew):
             list(self._segments.values()),
             list(sys.path),
             os.getcwd(),
-            child_environment(),
+            child_environment(self._threads),
+            self._threads,
         )
         self._members[worker] = _Member(link, process)
         self._worker_of[link] = worker
@@ -262,7 +270,9 @@ class ProcessCrew(Crew):
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
             try:
-                process = start_interpreter("infeed.workers.process:spawned", [os.getpid(), *fds], pass_fds=fds)
+                process = start_interpreter(
+                    "infeed.workers.process:spawned", [os.getpid(), *fds], threads=self._threads, pass_fds=fds
+                )
             finally:
                 os.close(task_read)
                 os.close(done_write)
@@ -272,7 +282,9 @@ class ProcessCrew(Crew):
         link, theirs = open_pipe()
         with theirs:
             handles = (theirs.fileno(), *shared)
-            process = start_interpreter("infeed.workers.connections:spawned", [os.getpid(), *handles], pass_fds=handles)
+            process = start_interpreter(
+                "infeed.workers.connections:spawned", [os.getpid(), *handles], threads=self._threads, pass_fds=handles
+            )
         return link, _SpawnedProcess(process)
 
 
