@@ -47,8 +47,8 @@ def close_h5py(dataset: Any) -> None:
 
 # How the handle is made, how it is closed, what it is called, and where in itself it holds what cannot travel.
 HANDLES: dict[str, tuple[Callable[[Path], Any], Callable[[Any], object], str, str]] = {
-    "text file": (lambda folder: open(folder / "a", "w"), lambda h: h.close(), "_io.TextIOWrapper", ""),
-    "binary file": (lambda folder: open(folder / "a", "wb"), lambda h: h.close(), "_io.BufferedWriter", ""),
+    "text file": (lambda folder: (folder / "a").open("w"), lambda h: h.close(), "_io.TextIOWrapper", ""),
+    "binary file": (lambda folder: (folder / "a").open("wb"), lambda h: h.close(), "_io.BufferedWriter", ""),
     "zip file": (zip_file, lambda h: h.close(), "_io.BufferedReader", ".fp"),
     "sqlite3": (lambda _: sqlite3.connect(":memory:"), lambda h: h.close(), "sqlite3.Connection", ""),
     "socket": (lambda _: socket.socket(), lambda h: h.close(), "socket.socket", ""),
