@@ -100,8 +100,8 @@ class ForkServer:
     def _gone(self) -> ServerGoneError:
         self._is_broken = True
         return ServerGoneError(
-            f"the fork server (pid {self._process.pid}) ended with exit code {self._process.poll()}; see its output above, "
-            "or use start_method='spawn'"
+            f"the fork server (pid {self._process.pid}, a process of {sys.executable}) ended with exit code "
+            f"{self._process.poll()}; see its output above, or use start_method='spawn'"
         )
 
     def kill(self, pid: int) -> None:

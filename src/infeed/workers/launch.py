@@ -7,12 +7,16 @@ daemonic processes and from inside other pools.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 from infeed.errors import WorkerStartError
 from infeed.workers.insides import child_environment
+
+_CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
 
 
 def start_interpreter(
@@ -24,22 +28,64 @@ def start_interpreter(
         threads: how many the libraries in it may use.
         pass_fds: descriptors (handles, on Windows) that the child inherits under the same numbers.
     """
-    if not sys.executable:
-        raise WorkerStartError(
-            "sys.executable='' names no Python interpreter to start workers with; use worker='thread' in an embedded Python"
-        )
+    python = _interpreter()
     module, function = entry.split(":")
     # No garbage is made by imports, and looking for it takes a tenth of the start; workers turn the collector on again.
     code = (
-        f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(*{arguments!r})"
+        f"import gc, sys; gc.disable(); sys.path[:] = {search_path()!r}; "
+        f"from {module} import {function}; {function}(*{arguments!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", code],
-        stdin=subprocess.DEVNULL,
-        env=child_environment(threads),
-        **_platform_options(pass_fds),
-    )
+    try:
+        return subprocess.Popen(
+            [python, *flags, "-c", code],
+            stdin=subprocess.DEVNULL,
+            env=child_environment(threads),
+            **_platform_options(pass_fds),
+        )
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise WorkerStartError(f"{python!r} cannot be started as a worker's Python; {_CURE}") from error
+
+
+def search_path() -> list[str]:
+    """The user's ``sys.path``, so that it means the same in another process, after another ``os.chdir``.
+
+    Python finds modules of a relative entry where it was when it first looked there. Those that came from the working
+    directory itself (``""``) may have come from an earlier one, which is not on the path any more.
+    """
+    path = [
+        getattr(sys.path_importer_cache.get(entry), "path", entry) if entry and not os.path.isabs(entry) else entry
+        for entry in sys.path
+        if isinstance(entry, str)  # the import system passes over others, such as a Path, in silence
+    ]
+    if "" in path:
+        path += sorted({root for module in list(sys.modules.values()) if (root := _root_of(module)) is not None} - set(path))
+    return path
+
+
+def _root_of(module: ModuleType) -> str | None:
+    """The folder in which the import system found a module or package of the top level, if it was found in one."""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(spec, "origin", None)
+    if spec is None or "." in spec.name or not isinstance(file, str):
+        return None
+    folder = os.path.dirname(file)
+    root = os.path.dirname(folder) if spec.submodule_search_locations is not None else folder
+    return root if root in sys.path_importer_cache else None
+
+
+def _interpreter() -> str:
+    """The Python to start. Who embeds Python in another program names it to ``multiprocessing``, which is asked here too."""
+    spawn = sys.modules.get("multiprocessing.spawn")
+    named = None if spawn is None else spawn.get_executable()
+    if named and os.fsdecode(named) != sys.executable:
+        return os.fsdecode(named)
+    if not sys.executable:
+        raise WorkerStartError(f"sys.executable={sys.executable!r} names no Python to start workers with; {_CURE}")
+    if getattr(sys, "frozen", False):
+        # It would run the whole program again, once for every worker, and each of these its own workers.
+        raise WorkerStartError(f"sys.executable={sys.executable!r} is a frozen program and no Python for workers; {_CURE}")
+    return sys.executable
 
 
 if sys.platform == "win32":

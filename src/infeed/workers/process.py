@@ -22,7 +22,7 @@ from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
 from infeed.workers.insides import child_environment, ignore_interrupts, watch_parent
-from infeed.workers.launch import start_interpreter
+from infeed.workers.launch import search_path, start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
@@ -148,7 +148,7 @@ class ProcessCrew(Crew):
             self._specs[worker],
             self._parcel,
             list(self._segments.values()),
-            list(sys.path),
+            search_path(),
             os.getcwd(),
             child_environment(self._threads),
             self._threads,
