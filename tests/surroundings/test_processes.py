@@ -104,6 +104,10 @@ def test_a_forked_child_and_its_parent_load_side_by_side(tmp_path: Path, when: s
     """Forked before the parent has used a loader, or in the middle of one's epoch; the child ends as a script ends."""
     result = run_script(tmp_path, LOAD + dedent("""
         import os, sys
+        import psutil
+
+        class Parents(Data):
+            def __getitem__(self, i): return os.getppid()
 
         if sys.argv[1] == "after":
             load(4)
@@ -112,6 +116,9 @@ def test_a_forked_child_and_its_parent_load_side_by_side(tmp_path: Path, when: s
             next(batches)
         child = os.fork()
         got = load(20) == expected(20) and load(6, start_method="spawn") == expected(6)
+        with infeed.DataLoader(Parents(1), num_workers=1, timeout=30) as loader:
+            (server,) = (int(batch[0]) for batch in loader)
+        got = got and psutil.Process(server).ppid() == os.getpid()  # each has a fork server of its own
         if child == 0:
             sys.exit(0 if got else 1)
         _, status = os.waitpid(child, 0)
