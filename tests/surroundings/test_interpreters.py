@@ -152,3 +152,59 @@ def test_where_there_is_no_python_to_start_one_error_says_so(tmp_path: Path) -> 
     ]
     script = str(tmp_path / "script.py")  # which may not be executed
     assert lines[10:] == [f"{script!r} cannot be started as a worker's Python; {cure}"]
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("closed", [[0, 1, 2], [1], [2]], ids=str)
+def test_a_program_whose_standard_streams_are_closed_loads(tmp_path: Path, closed: list[int]) -> None:
+    """A daemon's pipes get the numbers of its streams: what workers print must not go into them, by Python or by a library."""
+    (tmp_path / "script.py").write_text(LOAD + dedent("""
+        import os
+        class Data:
+            def __len__(self): return 4
+            def __getitem__(self, i):
+                print("a word")
+                os.write(1, b"and another\\n")
+                os.write(2, b"and another\\n")
+                return 2 * i
+        for method in ("auto", "spawn"):
+            said = str(load(Data(), start_method=method))
+            with open("said", "a") as file:
+                file.write(said + "\\n")
+    """))  # fmt: skip
+    closing = f"import os, sys; [os.close(fd) for fd in {closed}]; os.execv(sys.executable, [sys.executable, 'script.py'])"
+    result = start_python(["-c", closing], cwd=tmp_path).finish()
+    assert result.code == 0, result.out + result.err
+    assert "Traceback" not in result.err
+    assert (tmp_path / "said").read_text() == LOADED * 2
+
+
+@pytest.mark.linux
+def test_a_program_whose_folder_was_removed_loads(tmp_path: Path) -> None:
+    """The working directory is gone: only what is looked for in it is missing."""
+    result = run_script(tmp_path, DATA + LOAD + dedent("""
+        import os
+        os.mkdir("gone")
+        os.chdir("gone")
+        os.rmdir(os.getcwd())
+        for method in ("auto", "spawn"):
+            print(load(Data(), start_method=method))
+    """))  # fmt: skip
+    assert_clean(result)
+    assert result.out == LOADED * 2
+
+
+def test_a_dataset_that_takes_the_standard_output_away_ends_in_silence(tmp_path: Path) -> None:
+    """``sys.stdout = None`` in a worker, as code does that wants some library to be quiet."""
+    result = run_script(tmp_path, LOAD + dedent("""
+        import sys
+        class Data:
+            def __len__(self): return 4
+            def __getitem__(self, i):
+                sys.stdout = None
+                return 2 * i
+        for method in ("auto", "spawn"):
+            print(load(Data(), start_method=method))
+    """))  # fmt: skip
+    assert_clean(result)
+    assert result.out == LOADED * 2

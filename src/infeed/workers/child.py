@@ -19,7 +19,7 @@ from infeed.memory.parcel import Parcel, receive
 from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, name_process
+from infeed.workers.insides import adopt_environment, flush_output, name_process
 from infeed.workers.messages import (
     FromWorker,
     LoadFailed,
@@ -48,7 +48,7 @@ class Birth(NamedTuple):
     parcel: Parcel
     segments: list[SegmentHandle]
     sys_path: list[str]
-    directory: str
+    directory: str | None
     environ: dict[str, str]
     threads: int  # that libraries may use
 
@@ -174,7 +174,9 @@ def _encoded(answer: FromWorker) -> bytes:
         return encode_answer(LoadFailed(answer.task, failure.packed()))
 
 
-def _change_directory(directory: str) -> None:
+def _change_directory(directory: str | None) -> None:
+    if directory is None:
+        return
     with suppress(OSError):  # it is gone, or may not be entered: then what is relative to it fails where it is used
         os.chdir(directory)
 
@@ -211,9 +213,5 @@ class ThreadedEnd(WorkerEnd):
 def leave(code: int = 0) -> NoReturn:
     """End this process now, with what was printed on the screen and without waiting for anything of the user's."""
     remove_attached_names()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
+    flush_output()
     os._exit(code)

@@ -42,12 +42,7 @@ class ForkServer:
         self.owner_pid = os.getpid()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_interpreter(
-                "infeed.workers.server:main",
-                [theirs.fileno(), os.getpid()],
-                threads=SERVER_THREADS,
-                pass_fds=(theirs.fileno(),),
-            )
+            self._process = start_interpreter("infeed.workers.server:main", threads=SERVER_THREADS, pass_fds=[theirs.fileno()])
         self._sock = ours
         self._is_broken = False
 

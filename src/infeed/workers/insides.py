@@ -30,6 +30,21 @@ def adopt_environment(environ: dict[str, str]) -> None:
     os.environ.update(environ)
 
 
+def current_directory() -> str | None:
+    """The working directory; ``None`` if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def flush_output() -> None:
+    """Put what was printed on the screen; user code may have put anything in the place of the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 def ignore_interrupts() -> None:
     """Ctrl+C belongs to the user's process, which tells its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

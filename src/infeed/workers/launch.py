@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
@@ -19,15 +21,18 @@ from infeed.workers.insides import child_environment
 _CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
 
 
-def start_interpreter(
-    entry: str, arguments: list[int], *, threads: int, pass_fds: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
-    """Start a Python that imports ``module:function`` (``entry``) and calls it with these numbers.
+def start_interpreter(entry: str, *, threads: int, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a Python that imports ``module:function`` (``entry``) and calls it with the number of this process.
 
     Args:
         threads: how many the libraries in it may use.
-        pass_fds: descriptors (handles, on Windows) that the child inherits under the same numbers.
+        pass_fds: descriptors (handles, on Windows) that the child inherits; their numbers there are its further arguments.
     """
+    with _above_standard(pass_fds) as fds:
+        return _start(entry, (os.getpid(), *fds), threads, fds)
+
+
+def _start(entry: str, arguments: tuple[int, ...], threads: int, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     python = _interpreter()
     module, function = entry.split(":")
     # No garbage is made by imports, and looking for it takes a tenth of the start; workers turn the collector on again.
@@ -40,8 +45,11 @@ def start_interpreter(
         return subprocess.Popen(
             [python, *flags, "-c", code],
             stdin=subprocess.DEVNULL,
+            # Of a daemon's, or a Windows program without a console. Else what is opened next would be taken for them.
+            stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
+            stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
             env=child_environment(threads),
-            **_platform_options(pass_fds),
+            **_platform_options(fds),
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
         raise WorkerStartError(f"{python!r} cannot be started as a worker's Python; {_CURE}") from error
@@ -90,12 +98,31 @@ def _interpreter() -> str:
 
 if sys.platform == "win32":
 
+    @contextmanager
+    def _above_standard(handles: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        yield tuple(handles)  # handles are no small numbers that mean something
+
     def _platform_options(handles: tuple[int, ...]) -> dict[str, Any]:
         startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(handles)})
         # A group of its own gets no Ctrl+C from the console: interrupts belong to the user's process.
         return {"startupinfo": startup, "creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 else:
+
+    @contextmanager
+    def _above_standard(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """These descriptors, those that have the numbers of standard streams under others.
+
+        A process whose own streams are closed is given their numbers for whatever it opens. The child has streams there.
+        """
+        import fcntl
+
+        copies = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds if fd < 3}
+        try:
+            yield tuple(copies.get(fd, fd) for fd in fds)
+        finally:
+            for copy in copies.values():
+                os.close(copy)
 
     def _platform_options(fds: tuple[int, ...]) -> dict[str, Any]:
         # A process group of its own gets no Ctrl+C from the terminal, not even while it starts.

@@ -21,7 +21,7 @@ from infeed.scheduler.messages import WorkerId
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, ignore_interrupts, watch_parent
+from infeed.workers.insides import child_environment, current_directory, ignore_interrupts, watch_parent
 from infeed.workers.launch import search_path, start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
@@ -149,7 +149,7 @@ class ProcessCrew(Crew):
             self._parcel,
             list(self._segments.values()),
             search_path(),
-            os.getcwd(),
+            current_directory(),
             child_environment(self._threads),
             self._threads,
         )
@@ -270,9 +270,7 @@ class ProcessCrew(Crew):
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
             try:
-                process = start_interpreter(
-                    "infeed.workers.process:spawned", [os.getpid(), *fds], threads=self._threads, pass_fds=fds
-                )
+                process = start_interpreter("infeed.workers.process:spawned", threads=self._threads, pass_fds=fds)
             finally:
                 os.close(task_read)
                 os.close(done_write)
@@ -282,9 +280,7 @@ class ProcessCrew(Crew):
         link, theirs = open_pipe()
         with theirs:
             handles = (theirs.fileno(), *shared)
-            process = start_interpreter(
-                "infeed.workers.connections:spawned", [os.getpid(), *handles], threads=self._threads, pass_fds=handles
-            )
+            process = start_interpreter("infeed.workers.connections:spawned", threads=self._threads, pass_fds=handles)
         return link, _SpawnedProcess(process)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 assert sys.platform == "linux"
 
 from infeed.workers.child import leave, run_worker
-from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process, open_process
+from infeed.workers.insides import die_with_parent, flush_output, ignore_interrupts, name_process, open_process
 from infeed.workers.pipes import PipeEnd
 from infeed.workers.seeding import seed_lazily
 
@@ -95,7 +95,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
     return pickle.loads(body), list(fds)
 
 
-def main(fd: int, parent_pid: int) -> NoReturn:
+def main(parent_pid: int, fd: int) -> NoReturn:
     """Serve the process at the other end of socket ``fd``, until it is gone."""
     name_process("infeed:server")
     ignore_interrupts()
@@ -176,8 +176,7 @@ class _Server:
                 os.close(fd)
             send(self._sock, Refused(self._culprits or ["unknown"]))
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         pid = os.fork()
         if pid == 0:
             self._become_worker(fds)
