@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from tests.helpers import assert_clean, run_script
+from tests.helpers import ROOT, assert_clean, run_script, start_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -54,3 +55,28 @@ def test_a_program_that_is_traced_or_profiled_loads(tmp_path: Path) -> None:
     """))  # fmt: skip
     assert_clean(result)
     assert result.out == "True True True\n" * 2 + "[[0, 1], [2, 3]] True\n"
+
+
+@pytest.mark.linux
+def test_where_python_itself_starts_with_threads_workers_are_spawned(tmp_path: Path) -> None:
+    """As under debuggers that follow every process a program starts; the log says that it was no module of the dataset's."""
+    (tmp_path / "sitecustomize.py").write_text(dedent("""
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    """))  # fmt: skip
+    (tmp_path / "script.py").write_text(dedent("""
+        import numpy as np
+        import infeed
+        class Data:
+            def __len__(self): return 4
+            def __getitem__(self, i): return np.sum([i])
+        with infeed.DataLoader(Data(), batch_size=4, num_workers=2, timeout=30) as loader:
+            print([batch.tolist() for batch in loader])
+    """))  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])
+    result = start_python(["script.py"], cwd=tmp_path, env={"PYTHONPATH": path}).finish()
+    assert (result.code, result.out) == (0, "[[0, 1, 2, 3]]\n")
+    assert result.err == (
+        "workers are spawned instead of forked: what runs when Python starts (a debugger, sitecustomize) started threads in the "
+        "fork server, and a process with threads cannot be forked safely\n"
+    )

@@ -239,8 +239,8 @@ class ProcessCrew(Crew):
             except ForkRefusedError as refused:
                 self._uses_fork = False
                 _LOG.warning(
-                    "workers are spawned instead of forked: %s started threads when it was imported, and a process with "
-                    "threads cannot be forked safely",
+                    "workers are spawned instead of forked: %s started threads in the fork server, and a process with threads "
+                    "cannot be forked safely",
                     refused,
                 )
         return self._spawn()

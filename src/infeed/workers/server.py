@@ -30,6 +30,7 @@ from infeed.workers.seeding import seed_lazily
 # notebooks a start with every cell, longer keeps memory for nothing.
 _IDLE_S: Final = 120.0
 _HEAD: Final = struct.Struct("<I")
+_AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
 _MAX_FDS: Final = 200  # of one message; the kernel takes 253
 
 
@@ -50,7 +51,7 @@ class Forked(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """It is not safe to fork: these modules started threads when they were imported."""
+    """It is not safe to fork: these started threads in the server."""
 
     culprits: list[str]
 
@@ -112,7 +113,7 @@ class _Server:
         # Readable when the user's process has ended, also if a forked child of it holds the other end of the socket.
         self._parent = parent
         self._children: set[int] = set()
-        self._culprits: list[str] = []
+        self._culprits: list[str] = [_AT_START] if _thread_count() > 1 else []
         self._tried: set[str] = set()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
