@@ -27,6 +27,7 @@ from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
+from infeed.workers.threadpools import modules_for
 from infeed.workers.wire import TaskEncoder, decode_answer
 
 if sys.platform == "linux":
@@ -140,7 +141,7 @@ class ProcessCrew(Crew):
         self._poller = open_poller()
         self._owner_pid = os.getpid()
         # Looked for once: it goes through everything that the user's modules have imported.
-        self._preload = preloadable(parcel.modules) if self._uses_fork else []
+        self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
         link, process = self._start_process()

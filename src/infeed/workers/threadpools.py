@@ -56,6 +56,11 @@ def thread_variables(threads: int) -> dict[str, str]:
     }
 
 
+def modules_for(threads: int) -> list[str]:
+    """What ``limit_pools`` needs, for a fork server to import once instead of each worker."""
+    return [] if threads == SERVER_THREADS else ["threadpoolctl"]
+
+
 def limit_pools(threads: int) -> None:
     """Let libraries use so many threads in this worker, those that are here and those that come. Before any user code runs.
 
@@ -64,7 +69,7 @@ def limit_pools(threads: int) -> None:
     for name, tell in _TELL.items():
         when_imported(name, functools.partial(_quietly, tell, name, threads))
     if threads != SERVER_THREADS:
-        import threadpoolctl  # five milliseconds, which the usual worker need not spend
+        import threadpoolctl  # some milliseconds, which the usual worker need not spend
 
         threadpoolctl.threadpool_limits(threads)
 
