@@ -80,6 +80,19 @@ class TaskFailed(NamedTuple):
     task: TaskId
 
 
+class BatchSpoiled(NamedTuple):
+    """A sample of the batch is bad. It was planned anew and is to be loaded again, from the beginning.
+
+    ``grain_count`` is what it has now: 0 if nothing is left of it, ``None`` if it is given up. ``task`` is the one that ended
+    with it, if a worker has said so; of a worker that died it is heard next that it did.
+    """
+
+    batch: BatchId
+    grain_count: int | None
+    worker: WorkerId | None = None
+    task: TaskId | None = None
+
+
 class SlotsAdded(NamedTuple):
     slots: tuple[SlotId, ...]
 
@@ -122,6 +135,7 @@ Event: TypeAlias = (
     | TaskUnplaced
     | TaskMismatched
     | TaskFailed
+    | BatchSpoiled
     | SlotsAdded
     | GrowthRefused
     | PlaceRefused
@@ -176,10 +190,16 @@ class Deliver(NamedTuple):
 
 
 class DeliverError(NamedTuple):
-    """Raise, in the batch's turn, what went wrong with it: the report of ``task``, or the deaths of its workers."""
+    """Raise, in the batch's turn, what went wrong with it: the report of ``task``, or, without one, what its record says."""
 
     batch: BatchId
     task: TaskId | None
+
+
+class Pass(NamedTuple):
+    """It is the batch's turn, and nothing is left of it: all its samples were bad and left out."""
+
+    batch: BatchId
 
 
 class Forget(NamedTuple):
@@ -211,5 +231,5 @@ class FailMemory(NamedTuple):
 
 
 Action: TypeAlias = (
-    Send | Place | Drop | Grow | Deliver | DeliverError | Forget | Reload | StartWorker | FailWorkers | FailMemory
+    Send | Place | Drop | Grow | Deliver | DeliverError | Pass | Forget | Reload | StartWorker | FailWorkers | FailMemory
 )

@@ -176,11 +176,11 @@ class _Registry:
                 server = self._server = ForkServer()
             return server
 
-    def close(self) -> None:
+    def close(self, *, only_dead: bool = False) -> None:
         with self._lock:
-            if self._server is not None:
+            if self._server is not None and not (only_dead and self._server.is_alive):
                 self._server.close()
-            self._server = None
+                self._server = None
 
     def reset_after_fork(self) -> None:
         # In the child: the lock may have been held by a thread that does not exist here.
@@ -201,3 +201,8 @@ def fork_server() -> ForkServer:
 def close_fork_server() -> None:
     """End this process's fork server, if it has one; the next loader that needs one starts it again."""
     _REGISTRY.close()
+
+
+def bury_fork_server() -> None:
+    """Let go of this process's fork server if it is dead: somebody killed it, and no loader has needed it since."""
+    _REGISTRY.close(only_dead=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import signal
@@ -48,6 +49,21 @@ def flush_output() -> None:
 def ignore_interrupts() -> None:
     """Ctrl+C belongs to the user's process, which tells its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def resident_bytes() -> int:
+    """How much memory this process has, or had at most where the platform tells only that; 0 if it tells nothing."""
+    if sys.platform == "linux":
+        try:
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * mmap.PAGESIZE
+        except (OSError, ValueError):
+            return 0
+    if sys.platform != "win32":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 0
 
 
 def name_process(name: str) -> None:

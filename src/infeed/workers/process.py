@@ -16,22 +16,25 @@ from typing import Final, Literal, NoReturn, final
 
 from infeed.errors import ConfigError
 from infeed.memory.parcel import Parcel
+from infeed.memory.pressure import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.board import Board
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
 from infeed.workers.insides import child_environment, current_directory, ignore_interrupts, watch_parent
 from infeed.workers.launch import search_path, start_interpreter
-from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
+from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
+from infeed.workers.stacks import take as take_stack
 from infeed.workers.threadpools import modules_for
 from infeed.workers.wire import TaskEncoder, decode_answer
 
 if sys.platform == "linux":
-    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, fork_server
+    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, bury_fork_server, fork_server
 if sys.platform != "win32":
     from infeed.workers.pipes import PipeEnd, PipeLink
 
@@ -39,6 +42,9 @@ _LOG: Final = logging.getLogger("infeed")
 # How long close() lets workers end by themselves before it kills them. An idle one needs a millisecond; one in user code may
 # never come back, and Ctrl+C must not feel dead.
 _CLOSE_S: Final = 0.5
+_SIGKILL: Final = 9  # not in `signal` on Windows
+# How long a worker has to say where it is.
+_STACK_S: Final = 0.5
 
 StartMethod = Literal["auto", "forkserver", "spawn"]
 
@@ -125,11 +131,13 @@ class ProcessCrew(Crew):
         *,
         parcel: Parcel,
         store: SegmentStore,
+        board: Board,
         specs: dict[WorkerId, WorkerSpec],
         start_method: StartMethod,
         threads: int,
     ) -> None:
         self._parcel = parcel
+        self._board = board
         self._store = store
         self._specs = specs
         self._threads = threads
@@ -138,12 +146,15 @@ class ProcessCrew(Crew):
         self._worker_of: dict[Link, WorkerId] = {}
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
+        self._early: list[News] = []  # heard while a stack was waited for
+        self._oom = OomWatch()
         self._poller = open_poller()
         self._owner_pid = os.getpid()
         # Looked for once: it goes through everything that the user's modules have imported.
         self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
+        assert self._board.handle is not None
         link, process = self._start_process()
         birth = Birth(
             self._specs[worker],
@@ -152,8 +163,10 @@ class ProcessCrew(Crew):
             search_path(),
             current_directory(),
             child_environment(self._threads),
+            self._board.handle,
             self._threads,
         )
+        self._board.clear(worker)
         self._members[worker] = _Member(link, process)
         self._worker_of[link] = worker
         self._poller.add(link)
@@ -174,14 +187,40 @@ class ProcessCrew(Crew):
 
     def receive(self, timeout_s: float | None) -> list[News]:
         self.flush()
-        news: list[News] = []
-        for link in self._poller.wait(timeout_s):
+        news, self._early = self._early, []
+        for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
             try:
                 news.extend((worker, decode_answer(frame)) for frame in link.receive())
             except EOFError:
                 news.append((worker, self._bury(worker)))
         return news
+
+    def kill(self, worker: WorkerId) -> None:
+        member = self._members.get(worker)
+        if member is not None:
+            member.process.kill()
+
+    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
+        member = self._members.get(worker)
+        if member is None:
+            return None
+        if stack_fd >= 0:
+            return take_stack(member.process.pid, stack_fd)
+        if self._uses_fork:
+            return None
+        self.send(worker, TellStack())
+        deadline = time.monotonic() + _STACK_S
+        heard: list[News] = []
+        text: str | None = None
+        while text is None and (left_s := deadline - time.monotonic()) > 0:
+            for news in self.receive(left_s):
+                if isinstance(news[1], Stack):
+                    text = news[1].text
+                else:
+                    heard.append(news)
+        self._early = heard
+        return text or None
 
     def add_segment(self, handle: SegmentHandle) -> None:
         self._segments[handle.number] = handle
@@ -214,6 +253,8 @@ class ProcessCrew(Crew):
             if member.process.wait(max(0.0, deadline - time.monotonic())) is None:
                 member.process.kill()
                 member.process.wait(_CLOSE_S)
+        if sys.platform == "linux" and self._uses_fork:
+            bury_fork_server()
 
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
@@ -228,7 +269,8 @@ class ProcessCrew(Crew):
             # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
             member.process.kill()
             code = member.process.wait(_CLOSE_S)
-        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}")
+        verdict = self._oom.verdict() if code == -_SIGKILL else None
+        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict)
 
     def _start_process(self) -> tuple[Link, _Process]:
         if sys.platform == "linux" and self._uses_fork:
