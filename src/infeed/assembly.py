@@ -157,7 +157,14 @@ def _crew(
         "worker_init_fn": config.worker_init_fn,
     }
     parcel = send(given, source, store)
-    return ProcessCrew(parcel=parcel, store=store, board=board, specs=specs, start_method=config.start_method)
+    return ProcessCrew(
+        parcel=parcel,
+        store=store,
+        board=board,
+        specs=specs,
+        start_method=config.start_method,
+        threads=config.threads_per_worker,
+    )
 
 
 def _make_feed(

@@ -57,11 +57,21 @@ class LoaderConfig:
     retries: int = 0
     sample_timeout: float = 0
     hang_warning: float | None = None
+    threads_per_worker: int = 1
     is_torch: bool = False  # made by infeed.torch: torch has checked its own arguments, and batches are as it makes them
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("batch_size", "num_workers", "seed", "prefetch", "grain_size", "num_samples", "retries"):
+        for name in (
+            "batch_size",
+            "num_workers",
+            "seed",
+            "prefetch",
+            "grain_size",
+            "num_samples",
+            "retries",
+            "threads_per_worker",
+        ):
             value = getattr(self, name)
             if value is not None:  # NumPy's integers are taken, and are Python's from here on
                 object.__setattr__(self, name, index(value))
@@ -107,6 +117,7 @@ class LoaderConfig:
             _check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
         if self.num_samples is not None:
             _check_int("num_samples", self.num_samples, 1, "use None for as many as the dataset has")
+        _check_int("threads_per_worker", self.threads_per_worker, 1, "use 1 for as many threads as there are workers")
         _check_seconds("timeout", self.timeout, "0 waits without limit")
         self._check_failures()
         limit = self.memory_limit_bytes

@@ -62,6 +62,9 @@ class DataLoader:
         sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
         hang_warning: after how many seconds at one sample a line in the log says where its worker is; by default 10, or 30
             times what samples usually take; 0 says nothing.
+        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, whatever the
+            environment of this process says for itself (``OMP_NUM_THREADS``). Threads and inline use this process's own pools,
+            which are left as they are.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -99,6 +102,7 @@ class DataLoader:
         retries: int = 0,
         sample_timeout: float = 0,
         hang_warning: float | None = None,
+        threads_per_worker: int = 1,
     ) -> None:
         config = LoaderConfig(
             dataset=dataset,
@@ -128,6 +132,7 @@ class DataLoader:
             retries=retries,
             sample_timeout=sample_timeout,
             hang_warning=hang_warning,
+            threads_per_worker=threads_per_worker,
         )
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.

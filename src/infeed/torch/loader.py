@@ -36,6 +36,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
         hang_warning: after how many seconds at one sample a line in the log says where its worker is; by default 10, or 30
             times what samples usually take; 0 says nothing.
+        threads_per_worker: threads that torch, NumPy, OpenCV and others may use in each worker process; torch's loader: 1.
 
     The other arguments are torch's.
     """
@@ -69,6 +70,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         retries: int = 0,
         sample_timeout: float = 0,
         hang_warning: float | None = None,
+        threads_per_worker: int = 1,
     ) -> None:
         newer = {} if in_order else {"in_order": in_order}  # torch has it since 2.6
         super().__init__(
@@ -101,6 +103,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.retries = retries
         self.sample_timeout = sample_timeout
         self.hang_warning = hang_warning
+        self.threads_per_worker = threads_per_worker
         # Of a factor that was asked for; torch's attribute has its default by now.
         self._infeed_prefetch = None if prefetch_factor is None else max(1, prefetch_factor * num_workers)
         config_of(self)  # wrong arguments are told now

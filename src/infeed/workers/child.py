@@ -20,7 +20,7 @@ from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, re
 from infeed.workers.board import UNKNOWN, Cell
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, calm_libraries, name_process, resident_bytes
+from infeed.workers.insides import adopt_environment, flush_output, name_process, resident_bytes
 from infeed.workers.messages import (
     Emptied,
     FromWorker,
@@ -40,6 +40,7 @@ from infeed.workers.messages import (
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
 from infeed.workers.stacks import arm, main_stack
+from infeed.workers.threadpools import limit_pools
 from infeed.workers.wire import TELL_STACK, DecodeError, TaskDecoder, encode_answer
 
 # How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
@@ -56,9 +57,10 @@ class Birth(NamedTuple):
     parcel: Parcel
     segments: list[SegmentHandle]
     sys_path: list[str]
-    directory: str
+    directory: str | None
     environ: dict[str, str]
     board: SegmentHandle
+    threads: int  # that libraries may use
 
 
 @final
@@ -107,12 +109,12 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     doing = BUILDING
     try:
         adopt_environment(birth.environ)
+        limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
         _change_directory(birth.directory)
         for handle in birth.segments:
             segments.add(handle)
         source: Source = receive(birth.parcel, reader)
-        calm_libraries()
         runner = Runner(birth.spec, source, segments, cell)
         doing = "running worker_init_fn"
         runner.start()
@@ -194,7 +196,9 @@ def _encoded(answer: FromWorker) -> bytes:
         return encode_answer(LoadFailed(answer.task, failure.packed()))
 
 
-def _change_directory(directory: str) -> None:
+def _change_directory(directory: str | None) -> None:
+    if directory is None:
+        return
     with suppress(OSError):  # it is gone, or may not be entered: then what is relative to it fails where it is used
         os.chdir(directory)
 
@@ -237,9 +241,5 @@ class ThreadedEnd(WorkerEnd):
 def leave(code: int = 0) -> NoReturn:
     """End this process now, with what was printed on the screen and without waiting for anything of the user's."""
     remove_attached_names()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
+    flush_output()
     os._exit(code)

@@ -17,6 +17,7 @@ assert sys.platform == "linux"
 from infeed.errors import WorkerStartError
 from infeed.workers.launch import start_interpreter
 from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
+from infeed.workers.threadpools import SERVER_THREADS
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
@@ -41,9 +42,7 @@ class ForkServer:
         self.owner_pid = os.getpid()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_interpreter(
-                "infeed.workers.server:main", [theirs.fileno(), os.getpid()], pass_fds=(theirs.fileno(),)
-            )
+            self._process = start_interpreter("infeed.workers.server:main", threads=SERVER_THREADS, pass_fds=[theirs.fileno()])
         self._sock = ours
         self._is_broken = False
 
@@ -96,8 +95,8 @@ class ForkServer:
     def _gone(self) -> ServerGoneError:
         self._is_broken = True
         return ServerGoneError(
-            f"the fork server (pid {self._process.pid}) ended with exit code {self._process.poll()}; see its output above, "
-            "or use start_method='spawn'"
+            f"the fork server (pid {self._process.pid}, a process of {sys.executable}) ended with exit code "
+            f"{self._process.poll()}; see its output above, or use start_method='spawn'"
         )
 
     def kill(self, pid: int) -> None:

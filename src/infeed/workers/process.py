@@ -23,13 +23,14 @@ from infeed.workers.board import Board
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, ignore_interrupts, watch_parent
-from infeed.workers.launch import start_interpreter
+from infeed.workers.insides import child_environment, current_directory, ignore_interrupts, watch_parent
+from infeed.workers.launch import search_path, start_interpreter
 from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.stacks import take as take_stack
+from infeed.workers.threadpools import modules_for
 from infeed.workers.wire import TaskEncoder, decode_answer
 
 if sys.platform == "linux":
@@ -133,11 +134,13 @@ class ProcessCrew(Crew):
         board: Board,
         specs: dict[WorkerId, WorkerSpec],
         start_method: StartMethod,
+        threads: int,
     ) -> None:
         self._parcel = parcel
         self._board = board
         self._store = store
         self._specs = specs
+        self._threads = threads
         self._uses_fork = uses_fork(start_method)
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
@@ -148,7 +151,7 @@ class ProcessCrew(Crew):
         self._poller = open_poller()
         self._owner_pid = os.getpid()
         # Looked for once: it goes through everything that the user's modules have imported.
-        self._preload = preloadable(parcel.modules) if self._uses_fork else []
+        self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
         assert self._board.handle is not None
@@ -157,10 +160,11 @@ class ProcessCrew(Crew):
             self._specs[worker],
             self._parcel,
             list(self._segments.values()),
-            list(sys.path),
-            os.getcwd(),
-            child_environment(),
+            search_path(),
+            current_directory(),
+            child_environment(self._threads),
             self._board.handle,
+            self._threads,
         )
         self._board.clear(worker)
         self._members[worker] = _Member(link, process)
@@ -278,8 +282,8 @@ class ProcessCrew(Crew):
             except ForkRefusedError as refused:
                 self._uses_fork = False
                 _LOG.warning(
-                    "workers are spawned instead of forked: %s started threads when it was imported, and a process with "
-                    "threads cannot be forked safely",
+                    "workers are spawned instead of forked: %s started threads in the fork server, and a process with threads "
+                    "cannot be forked safely",
                     refused,
                 )
         return self._spawn()
@@ -309,7 +313,7 @@ class ProcessCrew(Crew):
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
             try:
-                process = start_interpreter("infeed.workers.process:spawned", [os.getpid(), *fds], pass_fds=fds)
+                process = start_interpreter("infeed.workers.process:spawned", threads=self._threads, pass_fds=fds)
             finally:
                 os.close(task_read)
                 os.close(done_write)
@@ -319,7 +323,7 @@ class ProcessCrew(Crew):
         link, theirs = open_pipe()
         with theirs:
             handles = (theirs.fileno(), *shared)
-            process = start_interpreter("infeed.workers.connections:spawned", [os.getpid(), *handles], pass_fds=handles)
+            process = start_interpreter("infeed.workers.connections:spawned", threads=self._threads, pass_fds=handles)
         return link, _SpawnedProcess(process)
 
 

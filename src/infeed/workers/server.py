@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 assert sys.platform == "linux"
 
 from infeed.workers.child import leave, run_worker
-from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process, open_process
+from infeed.workers.insides import die_with_parent, flush_output, ignore_interrupts, name_process, open_process
 from infeed.workers.pipes import PipeEnd
 from infeed.workers.seeding import seed_lazily
 
@@ -30,6 +30,7 @@ from infeed.workers.seeding import seed_lazily
 # notebooks a start with every cell, longer keeps memory for nothing.
 _IDLE_S: Final = 120.0
 _HEAD: Final = struct.Struct("<I")
+_AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
 _MAX_FDS: Final = 200  # of one message; the kernel takes 253
 
 
@@ -50,7 +51,7 @@ class Forked(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """It is not safe to fork: these modules started threads when they were imported."""
+    """It is not safe to fork: these started threads in the server."""
 
     culprits: list[str]
 
@@ -95,7 +96,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
     return pickle.loads(body), list(fds)
 
 
-def main(fd: int, parent_pid: int) -> NoReturn:
+def main(parent_pid: int, fd: int) -> NoReturn:
     """Serve the process at the other end of socket ``fd``, until it is gone."""
     name_process("infeed:server")
     ignore_interrupts()
@@ -112,7 +113,7 @@ class _Server:
         # Readable when the user's process has ended, also if a forked child of it holds the other end of the socket.
         self._parent = parent
         self._children: set[int] = set()
-        self._culprits: list[str] = []
+        self._culprits: list[str] = [_AT_START] if _thread_count() > 1 else []
         self._tried: set[str] = set()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -176,8 +177,7 @@ class _Server:
                 os.close(fd)
             send(self._sock, Refused(self._culprits or ["unknown"]))
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         pid = os.fork()
         if pid == 0:
             self._become_worker(fds)
