@@ -171,7 +171,7 @@ class Troubles:
             index, position = self._sample(record, doing.row)
             return f"loading index={index!r} (position {position} of epoch {plan.epoch})"
         if doing.row >= 0 and plan.indices is not None:
-            among = plain_indices(plan.indices)[doing.row : doing.row + doing.count]
+            among = plain_indices(plan.indices)[doing.row : doing.row + doing.row_count]
             first = plan.first_position + doing.row
             return f"loading one of index={reprlib.repr(among)} (position {first} of epoch {plan.epoch} and following)"
         first = plan.first_position + entry.first_row

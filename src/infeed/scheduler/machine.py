@@ -201,8 +201,8 @@ class Scheduler:
         worker.is_ready = False
         self._roomy.pop(event.worker, None)
         self._patience.lose(is_idle=not worker.tasks)
-        # A worker does its tasks in order: unless it said otherwise it died of the first, or it had done that and not told yet.
-        # From the second death on there is no doubt, because then the task goes to a worker that has nothing else.
+        # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
+        # doubt, because then the task goes to a worker that has nothing else.
         culprit = event.task if event.task in worker.tasks else min(worker.tasks, default=None)
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
@@ -590,8 +590,7 @@ class Scheduler:
         if batch.grain_count:
             self._wait_again(batch, 0, batch.grain_count)
             return
-        # Nothing is left of it; it is passed over in its turn.
-        if batch.slot is not None:
+        if batch.slot is not None:  # nothing is left of it; it is passed over in its turn
             self._slots.release(batch.slot)
             batch.slot = None
         self._finished[batch.batch] = None

@@ -26,7 +26,7 @@ class Doing(NamedTuple):
 
     task: TaskId | None  # None: nothing, or starting
     row: int  # of the batch; of a stream, the element. UNKNOWN where nobody counts, or outside of loading
-    count: int  # how many rows it is at, from there on: more than one where tiny samples are not noted one by one
+    row_count: int  # how many rows it is at, from there on: more than one where tiny samples are not noted one by one
     since_ns: int  # on the clock ``time.monotonic``, which all processes of a machine share; 0: not at all
     rss_bytes: int  # memory, when it was last looked at; 0: never
     stack_fd: int  # where its stack is written when it is asked for; UNKNOWN: nowhere
@@ -34,7 +34,7 @@ class Doing(NamedTuple):
     @property
     def exact_row(self) -> int | None:
         """The row it is at, if it says so."""
-        return self.row if self.row >= 0 and self.count == 1 else None
+        return self.row if self.row >= 0 and self.row_count == 1 else None
 
 
 @final

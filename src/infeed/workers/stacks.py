@@ -40,6 +40,8 @@ def arm() -> int | None:
 
 def take(pid: int, fd: int) -> str | None:
     """The stack of a worker that is armed; ``None`` if it cannot be had."""
+    if sys.platform != "linux":
+        return None
     path = f"/proc/{pid}/fd/{fd}"
     try:
         # Looked at before the signal is sent: by now the number may be another process's, which the signal would end.
