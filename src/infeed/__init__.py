@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from infeed.errors import WorkerStartError as WorkerStartError
     from infeed.lineage import Lineage as Lineage
     from infeed.loader import DataLoader as DataLoader
+    from infeed.memory.sharing import share as share
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
     from infeed.workers.places import get_rng as get_rng
@@ -40,6 +41,7 @@ _HOMES: Final = {
     "WorkerInfo": "infeed.workers.info",
     "get_rng": "infeed.workers.places",
     "get_worker_info": "infeed.workers.info",
+    "share": "infeed.memory.sharing",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "WorkerStartError",
     "get_rng",
     "get_worker_info",
+    "share",
 ]
 
 

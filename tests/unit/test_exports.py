@@ -27,6 +27,7 @@ PUBLIC = [
     "WorkerStartError",
     "get_rng",
     "get_worker_info",
+    "share",
 ]
 
 
