@@ -50,6 +50,10 @@ class Extent:
     def view(self) -> memoryview:
         return memoryview(self.memory).toreadonly()[self.begin : self.begin + self.size]
 
+    def whole_bin(self) -> np.ndarray[Any, Any]:
+        """All bytes of the bin. Nothing that is made over this array can be made writable; over the mapping itself it could."""
+        return np.frombuffer(memoryview(self.memory).toreadonly(), np.uint8)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,6 @@ class _Allocator:
         self._open: weakref.ref[mmap.mmap] | None = None  # the bin that small objects go to
         self._name = ""
         self._end = 0
-        self._bin_size = _FIRST_BIN
 
     def take(self, size: int) -> Extent:
         size = round_up(max(size, 1), ALIGN)
@@ -106,8 +109,8 @@ class _Allocator:
                 return Extent(memory, name, _HEADER, size)
             opened = None if self._open is None else self._open()
             if opened is None or self._end + size > len(opened):
-                self._bin_size = min(largest, max(2 * self._bin_size, round_up(4 * size)))
-                opened, self._name = _make_bin(self._bin_size)
+                usual = _FIRST_BIN if opened is None else 2 * len(opened)
+                opened, self._name = _make_bin(min(largest, max(usual, round_up(4 * size))))
                 self._open = weakref.ref(opened)
                 self._end = _HEADER
             extent = Extent(opened, self._name, self._end, size)

@@ -50,7 +50,7 @@ def share_array(array: np.ndarray[Any, Any]) -> SharedArray:
 
 def array_in(extent: Extent, begin: int, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> np.ndarray[Any, Any]:
     """A read-only array over part of an extent."""
-    return np.ndarray(shape, dtype, memoryview(extent.memory).toreadonly(), extent.begin + begin, order=order)
+    return np.ndarray(shape, dtype, extent.whole_bin(), extent.begin + begin, order=order)
 
 
 def _as_shared(plain: np.ndarray[Any, Any]) -> SharedArray:
@@ -80,8 +80,8 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
 def _open_array(
     address: Address, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...], is_shared: bool
 ) -> np.ndarray[Any, Any]:
-    memory = memoryview(open_extent(address, 0, address.size).memory).toreadonly()
-    plain: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, begin, strides)
+    whole = open_extent(address, 0, address.size).whole_bin()
+    plain: np.ndarray[Any, Any] = np.ndarray(shape, dtype, whole, begin, strides)
     return _as_shared(plain) if is_shared else plain
 
 
