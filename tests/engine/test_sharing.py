@@ -336,7 +336,7 @@ def test_a_forked_child_that_outlives_its_parent_still_sends_it_to_workers(tmp_p
 @pytest.mark.slow
 def test_tensors_in_workers(torch: ModuleType, forkserver: dict[str, Any]) -> None:
     """Whole, as samples, and through torch's loader."""
-    from infeed.torch import DataLoader
+    import infeed.torch
 
     class Tensors:
         def __init__(self) -> None:
@@ -349,10 +349,11 @@ def test_tensors_in_workers(torch: ModuleType, forkserver: dict[str, Any]) -> No
         def __getitem__(self, index: int) -> Any:
             return self.rows[index], self.mask
 
-    for rows, mask in DataLoader(Tensors(), batch_size=4, num_workers=2, timeout=DEADLINE_S):
-        assert type(rows) is type(mask) is torch.Tensor
-        assert mask.shape == (4, 3)
-        assert rows.shape == (4, 2)
+    for cls in (infeed.DataLoader, infeed.torch.DataLoader):
+        for rows, mask in cls(Tensors(), batch_size=4, **forkserver):
+            assert type(rows) is type(mask) is torch.Tensor
+            assert mask.shape == (4, 3)
+            assert rows.shape == (4, 2)
 
 
 @pytest.fixture

@@ -408,9 +408,10 @@ def test_a_local_class_comes_back_as_itself() -> None:
 
 def test_a_shared_object_inside_another_is_kept_by_it() -> None:
     """The inner one has no other reference."""
-    shared = infeed.share([infeed.share(["inner"]), infeed.share({"a": 1}), infeed.share(np.arange(3))])
+    long = "x" * 8_000_000  # has memory of its own, which nothing else holds
+    shared = infeed.share([infeed.share([long]), infeed.share({"a": 1}), infeed.share(np.arange(3))])
 
-    assert list(shared[0]) == ["inner"]
+    assert list(shared[0]) == [long]
     assert shared[1] == {"a": 1}
     assert shared[2].tolist() == [0, 1, 2]
 
