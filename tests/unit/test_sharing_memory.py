@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,25 +128,21 @@ def test_names_in_the_file_system_are_gone_with_the_object(monkeypatch: pytest.M
 
 
 def test_threads_share_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No two objects lie in one place, though threads take turns in the middle of everything."""
-    monkeypatch.setattr(holding, "Extent", _slow_extent)
-    found: dict[int, Any] = {}
+    """A thread that shares while another is being given its place does not get the same one."""
+    kept = [infeed.share([0])]  # so that there is a bin with room
+    other = threading.Thread(target=lambda: kept.append(infeed.share([2])))
 
-    def work(number: int) -> None:
-        found[number] = [infeed.share([number, step]) for step in range(50)]
+    def extent_in_a_crowd(*arguments: Any) -> Extent:
+        if not other.ident:
+            other.start()
+            other.join(0.2)  # long enough for whoever is not kept out
+        return Extent(*arguments)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    monkeypatch.setattr(holding, "Extent", extent_in_a_crowd)
+    kept.append(infeed.share([1]))
+    other.join()
 
-    assert all(list(one) == [number, step] for number, made in found.items() for step, one in enumerate(made))
-
-
-def _slow_extent(*arguments: Any) -> Any:
-    time.sleep(0.0001)  # whoever is not kept out comes in between
-    return Extent(*arguments)
+    assert sorted(list(shared)[0] for shared in kept) == [0, 1, 2]
 
 
 @LINUX
