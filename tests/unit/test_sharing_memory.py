@@ -142,7 +142,7 @@ def test_threads_share_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None
     kept.append(infeed.share([1]))
     other.join()
 
-    assert sorted(list(shared)[0] for shared in kept) == [0, 1, 2]
+    assert sorted(shared[0] for shared in kept) == [0, 1, 2]
 
 
 @LINUX
