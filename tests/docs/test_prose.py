@@ -122,7 +122,9 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-RUN_BLOCKS = [(name, block) for name in ("README.md", "docs/failures.md", "docs/sharing.md") for block in python_blocks(ROOT / name)]
+RUN_BLOCKS = [
+    (name, block) for name in ("README.md", "docs/failures.md", "docs/sharing.md") for block in python_blocks(ROOT / name)
+]
 
 
 @pytest.mark.process
