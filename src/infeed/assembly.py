@@ -10,6 +10,7 @@ from typing import Final
 from infeed.batch.arrays import ArrayTable
 from infeed.batch.torchlike import collate_as_torch
 from infeed.config import LoaderConfig
+from infeed.delivery.backend import find_backend
 from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
 from infeed.memory.arena import Arena
@@ -109,6 +110,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             drop_last=config.drop_last,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            backend=find_backend() if config.pin_memory or config.device is not None else None,
             mender=Mender(config.on_error, plan),
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, plan),

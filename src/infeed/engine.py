@@ -15,11 +15,11 @@ from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
 from infeed.delivery.host import HostDelivery
-from infeed.errors import LoaderClosedError, LoadTimeoutError
+from infeed.errors import LoaderClosedError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
-from infeed.reports import batch_error, start_error, timeout_error, workers_error
+from infeed.reports import batch_error, start_error, workers_error
 from infeed.rooms import Rooms
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
@@ -90,8 +90,12 @@ _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 # Layouts kept so that equal ones are one object, by which workers know them.
 _LAYOUTS_KEPT: Final = 64
+_COOLING_LOOK_S: Final = 0.0005
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20
+
+
+NOTHING: Final = object()
 
 
 class EpochEnd(Exception):
@@ -105,7 +109,7 @@ class Engine:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         self._crew, self._arena = setup.crew, setup.arena
-        self._delivery = HostDelivery(setup.arena)
+        self._delivery = HostDelivery(setup.arena, setup.backend)
         self._scheduler = Scheduler(
             workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
@@ -122,7 +126,7 @@ class Engine:
         self._started: set[WorkerId] = set()
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
-        self._rooms = Rooms(setup.arena, setup.crew, self._scheduler)
+        self._rooms = Rooms(setup.arena, setup.crew, self._delivery, self._scheduler)
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._next_look = 0.0  # when to look after workers, while waiting
         self._given_count = 0  # batches of this epoch that the user has had
@@ -177,15 +181,15 @@ class Engine:
         self._crew.recall(left)
         self._tell(EpochAbandoned(epoch))
 
-    def next_batch(self) -> Any:
-        """Wait for the next batch.
+    def next_batch(self, *, waits: bool = True) -> Any:
+        """The next batch; ``NOTHING`` if it is not to be waited for and not there yet.
 
         Raises:
             EpochEnd: there is none.
         """
         with self._lock:
             try:
-                return self._next_batch()
+                return self._next_batch(waits)
             except (EpochEnd, Exception):
                 raise
             except BaseException:
@@ -193,7 +197,7 @@ class Engine:
                 self.close()
                 raise
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self, waits: bool) -> Any:
         feed = self._feed
         if self.owner_pid != os.getpid():
             raise LoaderClosedError(_MSG_FORKED)
@@ -201,18 +205,22 @@ class Engine:
             raise LoaderClosedError(_MSG_CLOSED)
         deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
         self._plan()
-        self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
+        if not self._delivered:  # it may be there, if it was asked for before and not waited for
+            self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
         while not self._delivered:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
             self._check_end(feed)
-            self._wait(deadline)
+            if waits:
+                self._wait(deadline)
+            elif not self._look_around():
+                return NOTHING
         if not self._setup.is_lazy:
             self._plan()
             self._crew.flush()
         self._left_ns = time.perf_counter_ns()
-        return self._delivered.pop()
+        return self._delivered.pop(0)
 
     def _check_end(self, feed: Feed) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
@@ -233,30 +241,26 @@ class Engine:
         now = time.monotonic()
         timeout_s = None if deadline is None else deadline - now
         if timeout_s is not None and timeout_s <= 0:
-            raise self._timeout_error()
+            raise self._troubles.timeout_error()
         watch = self._setup.watch
         if watch is not None:
             if now >= self._next_look:
                 self._troubles.look(self._scheduler.grain_s / min(self._setup.grain_size, _LONG_GRAIN))
                 self._next_look = time.monotonic() + watch.look_s
             timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
+        if self._delivery.is_cooling:
+            timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
         for worker, message in self._crew.receive(timeout_s):
             self._hear(worker, message)
         self._plan()
 
-    def _timeout_error(self) -> LoadTimeoutError:
-        """Who is busy with what, the one that is waited for first."""
-        watch = self._setup.watch
-        doing = {} if watch is None else {worker: watch.doing(worker) for worker in self._setup.workers}
-        at = {worker: one for worker, one in doing.items() if one.since_ns}
-        oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
-        now_ns = time.monotonic_ns()
-        busy = [
-            f"worker {worker} {self._troubles.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s"
-            for worker in oldest
-        ]
-        stack = watch.stack_of(oldest[0]) if watch is not None and oldest else None
-        return timeout_error(self._setup.timeout_s, busy, stack)
+    def _look_around(self) -> bool:
+        """Hear what there is to hear without waiting; whether there was anything."""
+        news = self._crew.receive(0)
+        for worker, message in news:
+            self._hear(worker, message)
+        self._plan()
+        return bool(news)
 
     def close(self) -> None:
         """Stop all workers and let go of all memory that the user does not look into. Idempotent.
@@ -275,6 +279,7 @@ class Engine:
         with self._lock:
             self._scheduler.handle(Closed())
             self._crew.close()
+            self._delivery.close()
             if self._setup.watch is not None:
                 self._setup.watch.close()
             self._records.clear()
@@ -285,7 +290,7 @@ class Engine:
 
     def _plan(self, most: int | None = None) -> bool:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
-        for slot in self._arena.ended_leases():
+        for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
         # Several at a time: their messages go out together.
         room = self._scheduler.room
@@ -472,7 +477,7 @@ class Engine:
                 self._grow()
             case DeliverError(batch, task):
                 record = self._records.pop(batch)
-                self._error = batch_error(record, task, self._worker_name)
+                self._error = batch_error(record, task, self._troubles.name)
                 self._note_failed(record)
             case Reload(batch):
                 before = self._records[batch]
@@ -543,7 +548,9 @@ class Engine:
     def _fail_memory(self) -> None:
         # Batches that only the garbage collector can find are no longer the user's.
         gc.collect()
-        ended = self._arena.ended_leases()
+        ended = self._delivery.ended_slots()
+        self._delivery.settle()
+        ended += self._delivery.ended_slots()
         for slot in ended:
             self._tell(SlotFreed(slot))
         if ended and self._feed is not None:
@@ -591,6 +598,3 @@ class Engine:
         record.let_go()
         if self._trail is not None:
             self._trail.failed(record)
-
-    def _worker_name(self, worker: WorkerId) -> str:
-        return "inline" if self._setup.is_lazy else f"worker {worker}"

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from infeed.batch.layout import Layout
 from infeed.batch.packing import Handed, Packed
+from infeed.delivery.backend import Backend
 from infeed.feeds import Feed, PlannedBatch, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.segments import SegmentStore
@@ -41,6 +42,7 @@ class EngineSetup:
     stream: StreamShares | None
     make_feed: Callable[[Cursor], Feed]
     prefetches_epochs: bool
+    backend: Backend | None  # the accelerator that batches are to be page-locked for
     mender: Mender
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
+from infeed.delivery.host import HostDelivery
 from infeed.errors import MemoryLimitError
 from infeed.memory.arena import Arena, Block
 from infeed.reports import memory_error
@@ -16,8 +17,8 @@ from infeed.workers.crew import Crew
 class Rooms:
     """Belongs to one engine. What it cannot give it remembers, for when the user has to hear of it."""
 
-    def __init__(self, arena: Arena, crew: Crew, scheduler: Scheduler) -> None:
-        self._arena, self._crew, self._scheduler = arena, crew, scheduler
+    def __init__(self, arena: Arena, crew: Crew, delivery: HostDelivery, scheduler: Scheduler) -> None:
+        self._arena, self._crew, self._delivery, self._scheduler = arena, crew, delivery, scheduler
         self._shortage: MemoryLimitError | None = None
 
     def add_slot(self, nbytes: int) -> SlotId | None:
@@ -55,6 +56,7 @@ class Rooms:
     def _announce(self) -> None:
         for number in self._arena.gone_segments:
             self._crew.remove_segment(number)
+            self._delivery.forget_segment(number)
         for handle in self._arena.new_segments:
             self._crew.add_segment(handle)
         self._arena.gone_segments.clear()
