@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
@@ -122,7 +123,9 @@ class Engine:
         self._last_death = ""
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._is_closed = False
+        self._is_down = False
         self._lock = threading.RLock()  # held by the thread that drives this engine
+        self._driver = 0  # that thread, while it is in `next_batch`
         self.owner_pid = os.getpid()
         for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
             self._start(worker)
@@ -170,14 +173,21 @@ class Engine:
             EpochEnd: there is none.
         """
         with self._lock:
+            self._driver = threading.get_ident()
             try:
                 return self._next_batch()
             except (EpochEnd, Exception):
                 raise
             except BaseException:
                 # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
-                self.close()
+                self._is_closed = True
+                with suppress(KeyboardInterrupt):  # once more, while it is closed: one is on its way to the user already
+                    self._tear_down()
                 raise
+            finally:
+                self._driver = 0
+                if self._is_closed:
+                    self._tear_down()
 
     def _next_batch(self) -> Any:
         feed = self._feed
@@ -225,7 +235,8 @@ class Engine:
 
         NOTE [close order]
           1. mark closed and wake whoever waits in `next_batch`; wait until they are out, because a descriptor that is closed
-             under a thread that polls it may be another file's by the time it looks
+             under a thread that polls it may be another file's by the time it looks. If that is this very thread (a signal
+             handler of the user's closes the loader) it cannot be waited for: then `next_batch` does the rest on its way out
           2. the scheduler hears of it and asks for nothing more
           3. workers are told by the end of their pipes; those in user code are killed after a moment
           4. memory last: a worker may write until it is gone
@@ -234,9 +245,19 @@ class Engine:
             return
         self._is_closed = True
         self._crew.wake()
+        if self._driver == threading.get_ident():
+            return
         with self._lock:
-            self._scheduler.handle(Closed())
+            self._tear_down()
+
+    def _tear_down(self) -> None:
+        if self._is_down:
+            return
+        self._is_down = True
+        self._scheduler.handle(Closed())
+        try:
             self._crew.close()
+        finally:  # Ctrl+C may end the wait for workers, which are killed then
             self._records.clear()
             self._arena.close()
             self._setup.store.close()

@@ -40,8 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 JOURNAL = Journal(Path("journal").absolute())
 ENDED = Journal(Path("ended").absolute())
-# These wait for what the test does to them; the others time out at a slow sample.
-WAITING = ("loop", "handler exits", "handler closes", "starting", "go on")
 # Samples from here on may take a minute.
 SLOW_FROM = 8
 
@@ -72,8 +70,7 @@ def begin_slowly(worker: int) -> None:
 
 
 def make_loader(**options: Any) -> Any:
-    # Without a word of the time, a program that waits for slow samples would wait for ever.
-    options = {"batch_size": 2, "timeout": 0 if ENDING in WAITING else 0.2, **OPTIONS[KIND], **options}
+    options = {"batch_size": 2, **OPTIONS[KIND], **options}
     if KIND.startswith("torch"):
         from infeed.torch import DataLoader
 
@@ -87,32 +84,32 @@ def loop() -> None:
         JOURNAL.write(f"batch {int(batch[0, 0])}")
 
 
-def until_blocked(loader: Any) -> Iterator[Any]:
-    """An iterator in the middle of its epoch; if samples are slow, with workers in the middle of one."""
+def in_the_middle() -> tuple[Any, Iterator[Any]]:
+    """A loader and an iterator in the middle of its epoch; if samples are slow, with workers in the middle of one."""
+    loader = make_loader(timeout=0.2)
     batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    while SAMPLES != "quick" and "blocked" not in JOURNAL.lines():
+    count = 0
+    while count < 3 or (SAMPLES != "quick" and "blocked" not in JOURNAL.lines()):
         try:
             next(batches)
+            count += 1
         except infeed.LoadTimeoutError:
             continue
-    return batches
+    return loader, batches
 
 
 def leave_by_exit() -> None:
-    globals()["kept"] = until_blocked(make_loader())
+    globals()["kept"] = in_the_middle()
     sys.exit(5)
 
 
 def leave_at_once() -> None:
-    until_blocked(make_loader())
-    JOURNAL.write("leaving")
+    in_the_middle()
     os._exit(6)
 
 
 def raise_unhandled() -> None:
-    batches = until_blocked(make_loader())
+    _, batches = in_the_middle()
     raise ArithmeticError(f"the user's own, with {type(batches).__name__} in its frames")
 
 
@@ -144,8 +141,7 @@ def start_slowly() -> None:
 
 def close_slowly() -> None:
     """Ctrl+C arrives while close() waits for workers that do not come back."""
-    loader = make_loader()
-    batches = until_blocked(loader)
+    loader, batches = in_the_middle()
     JOURNAL.write("closing")
     if KIND.startswith("torch"):
         del batches, loader
@@ -210,12 +206,11 @@ def _collect() -> None:
         me: Any
 
     trainer = Trainer()
-    trainer.me = [trainer, until_blocked(make_loader())]
+    trainer.me = [trainer, *in_the_middle()]
 
 
 def _close_from_two_threads() -> None:
-    loader = make_loader()
-    batches = until_blocked(loader)
+    loader, batches = in_the_middle()
     closers = [threading.Thread(target=_close, args=(loader, batches)) for _ in range(2)]
     for closer in closers:
         closer.start()
@@ -240,7 +235,7 @@ def _close_in_next() -> None:
 
 def _drop_in_thread() -> None:
     """The last reference goes in a thread that has nothing to do with it."""
-    held = [until_blocked(make_loader())]
+    held = list(in_the_middle())
     dropper = threading.Thread(target=held.clear)
     dropper.start()
     dropper.join()

@@ -38,6 +38,7 @@ class Program:
         self.folder = folder / self.name.replace(" ", "_")
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir(parents=True)
+        self.is_over = False
         self.journal = Journal(self.folder / "journal")
         arguments = [str(PROGRAM), kind, samples, ending]
         self.script: Script = start_python(arguments, cwd=self.folder, env={"TMPDIR": str(self.temporary)})
@@ -59,8 +60,10 @@ class Program:
             wait_until(lambda: not self.script.survivors(), f"the end of its processes ({self.name})", GONE_S)
             gone_s = time.monotonic() - start
         except BaseException as error:
+            self.is_over = True
             error.add_note(self.script.kill_all())
             raise
+        self.is_over = True
         out, err = process.communicate()
         assert os.listdir(self.temporary) == [], self.name
         return Ended(process.returncode, out, err, exit_s, gone_s)

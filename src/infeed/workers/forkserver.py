@@ -124,6 +124,10 @@ class ForkServer:
             except (EOFError, OSError):  # the server is gone, and its workers with it
                 self._is_broken = True
                 return None
+            except BaseException:
+                # Interrupted, perhaps in the middle of a message: what follows of it would be taken for another.
+                self._is_broken = True
+                raise
             return self._exits.pop(pid)
 
     @contextmanager
@@ -151,7 +155,7 @@ class ForkServer:
         self._sock.close()
         try:
             self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # it hangs, or the user has no more patience
             self._process.kill()
             self._process.wait()
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from typing import Final, Literal, NoReturn, final
@@ -21,7 +22,7 @@ from infeed.scheduler.messages import WorkerId
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, ignore_interrupts, watch_parent
+from infeed.workers.insides import child_environment, die_with_parent, ignore_interrupts, watch_parent
 from infeed.workers.launch import start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
@@ -201,10 +202,15 @@ class ProcessCrew(Crew):
         if os.getpid() != self._owner_pid:
             return  # a forked child of the user's: the workers are not its own
         deadline = time.monotonic() + _CLOSE_S
-        for member in members:
-            if member.process.wait(max(0.0, deadline - time.monotonic())) is None:
+        try:
+            for member in members:
+                if member.process.wait(max(0.0, deadline - time.monotonic())) is None:
+                    member.process.kill()
+                    member.process.wait(_CLOSE_S)
+        except BaseException:  # Ctrl+C: the user has no more patience
+            for member in members:
                 member.process.kill()
-                member.process.wait(_CLOSE_S)
+            raise
 
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
@@ -261,8 +267,12 @@ class ProcessCrew(Crew):
         if sys.platform != "win32" and can_use_poll():
             (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
             fds = (task_read, done_write, *shared)
+            # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
+            # that is killed removes no names.
+            is_bound = threading.current_thread() is threading.main_thread() and descriptor is not None
             try:
-                process = start_interpreter("infeed.workers.process:spawned", [os.getpid(), *fds], pass_fds=fds)
+                arguments = [os.getpid(), int(is_bound), *fds]
+                process = start_interpreter("infeed.workers.process:spawned", arguments, pass_fds=fds)
             finally:
                 os.close(task_read)
                 os.close(done_write)
@@ -278,9 +288,11 @@ class ProcessCrew(Crew):
 
 if sys.platform != "win32":
 
-    def spawned(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
+    def spawned(parent_pid: int, is_bound: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
         """Entry point of a spawned worker."""
         ignore_interrupts()
+        if is_bound:
+            die_with_parent()  # threads, as below, do not run while native code of the user's keeps the GIL
         watch_parent(parent_pid, leave)
         seed_lazily()
         run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), fds)
