@@ -6,7 +6,6 @@ import gc
 import os
 import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any

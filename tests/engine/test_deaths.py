@@ -142,13 +142,14 @@ def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
 
 def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
     """Its workers die with it; new ones come from a new server, and each sample comes once."""
-    with infeed.DataLoader(Tree(400, lambda i: i), batch_size=2, num_workers=2, timeout=30) as loader:
+    # More than is loaded ahead: otherwise nobody would notice.
+    with infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, num_workers=2, timeout=30) as loader:
         for _ in range(3):
             batches = iter(loader)
             got = [plain(next(batches)) for _ in range(20)]
             kill(server_pid())
             got += collected(batches)
-            assert flat(got) == list(range(400))
+            assert flat(got) == list(range(4000))
     close_fork_server()
 
 

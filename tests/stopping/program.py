@@ -20,15 +20,15 @@ from tests.helpers import Journal
 
 KIND, SAMPLES, ENDING = sys.argv[1:]
 if KIND == "portable":
-    import multiprocessing.connection
+    import multiprocessing.connection  # noqa: F401  # looks for what is taken away here
     import select
     import socket
 
     del os.memfd_create, socket.send_fds, socket.recv_fds, select.poll
 
-import numpy as np
+import numpy as np  # noqa: E402
 
-import infeed
+import infeed  # noqa: E402
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "forkserver": {"num_workers": 2, "start_method": "forkserver"},

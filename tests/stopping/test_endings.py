@@ -65,7 +65,7 @@ def assert_one_interrupt(ended: Ended) -> None:
     ("kinds", "samples"), [(("forkserver", "spawn"), "slow"), (("portable", "thread"), "quick")], ids=["slow", "quick"]
 )
 def test_endings_that_the_process_survives_leave_nothing(started: Started, kinds: tuple[str, ...], samples: str) -> None:
-    """``break``, an exception, garbage collection, close() from two threads and in the middle of next(): all is gone at once."""
+    """``break``, an exception, garbage collection, close() from two threads and in the middle of next(): all is gone."""
     programs = started.start(kinds, samples, "inside")
     for program in programs:
         ended = program.ended()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.helpers import Journal, Script, start_python, wait_until
 
 PROGRAM = Path(__file__).with_name("program.py")
-# What is seen takes a second or two; the rest is for a busy machine. Slow samples take a minute, so that nobody can have waited.
+# What is seen takes a second or so; the rest is for a busy machine. Slow samples take a minute: nobody can have waited.
 GONE_S = 10.0
 
 
