@@ -15,7 +15,7 @@ from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
 from infeed.delivery.host import HostDelivery
-from infeed.errors import LoaderClosedError, MemoryLimitError
+from infeed.errors import LoaderClosedError, MemoryLimitError, WorkerStartError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.memory.arena import Block
 from infeed.plan.cursor import Cursor
@@ -457,7 +457,11 @@ class Engine:
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
-                self._crew.start(worker)
+                try:
+                    self._crew.start(worker)
+                except WorkerStartError:
+                    self.close()  # whoever asked again would wait for a worker that nobody starts
+                    raise
                 if isinstance(self._feed, StreamFeed):
                     self._open_share(worker, self._feed)
             case FailWorkers():

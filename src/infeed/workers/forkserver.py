@@ -23,7 +23,7 @@ _EXIT_S: Final = 5.0
 
 
 class ForkRefusedError(WorkerStartError):
-    """The server has threads, so it will not fork."""
+    """The server does not fork: it has threads, or the system has no room for another process."""
 
 
 class ServerGoneError(WorkerStartError):
@@ -41,9 +41,13 @@ class ForkServer:
         self.owner_pid = os.getpid()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_interpreter(
-                "infeed.workers.server:main", [theirs.fileno(), os.getpid()], pass_fds=(theirs.fileno(),)
-            )
+            try:
+                self._process = start_interpreter(
+                    "infeed.workers.server:main", [theirs.fileno(), os.getpid()], pass_fds=(theirs.fileno(),)
+                )
+            except BaseException:
+                ours.close()
+                raise
         self._sock = ours
         self._is_broken = False
 
@@ -82,7 +86,7 @@ class ForkServer:
                     if isinstance(message, Forked):
                         return message.pid
                     if isinstance(message, Refused):
-                        raise ForkRefusedError(", ".join(message.culprits))
+                        raise ForkRefusedError(message.why)
                     self._note(message)
             except ForkRefusedError:
                 raise

@@ -23,7 +23,7 @@ from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
 from infeed.workers.insides import child_environment, die_with_parent, ignore_interrupts, watch_parent
-from infeed.workers.launch import start_interpreter
+from infeed.workers.launch import explaining_limits, start_interpreter
 from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
@@ -63,7 +63,8 @@ def uses_fork(start_method: StartMethod) -> bool:
 def prepare(start_method: StartMethod) -> None:
     """Let the fork server start while the rest of an engine is made: it is what the first batch waits for."""
     if sys.platform == "linux" and uses_fork(start_method):
-        fork_server()
+        with explaining_limits():
+            fork_server()
 
 
 class _Process(ABC):
@@ -131,13 +132,15 @@ class ProcessCrew(Crew):
         self._worker_of: dict[Link, WorkerId] = {}
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
-        self._poller = open_poller()
+        with explaining_limits():
+            self._poller = open_poller()
         self._owner_pid = os.getpid()
         # Looked for once: it goes through everything that the user's modules have imported.
         self._preload = preloadable(parcel.modules) if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
-        link, process = self._start_process()
+        with explaining_limits():
+            link, process = self._start_process()
         birth = Birth(
             self._specs[worker],
             self._parcel,
@@ -236,18 +239,13 @@ class ProcessCrew(Crew):
                 return self._fork()
             except ForkRefusedError as refused:
                 self._uses_fork = False
-                _LOG.warning(
-                    "workers are spawned instead of forked: %s started threads when it was imported, and a process with "
-                    "threads cannot be forked safely",
-                    refused,
-                )
+                _LOG.warning("workers are spawned instead of forked: %s", refused)
         return self._spawn()
 
     if sys.platform == "linux":
 
         def _fork(self) -> tuple[Link, _Process]:
-            (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
-            link = PipeLink(task_write, done_read)
+            link, task_read, done_write = _open_pipes()
             try:
                 server = fork_server()
                 server.preload(self._preload)
@@ -265,28 +263,45 @@ class ProcessCrew(Crew):
         descriptor = self._store.descriptor()
         shared = (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
         if sys.platform != "win32" and can_use_poll():
-            (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
+            link, task_read, done_write = _open_pipes()
             fds = (task_read, done_write, *shared)
             # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
             # that is killed removes no names.
             is_bound = threading.current_thread() is threading.main_thread() and descriptor is not None
             try:
                 arguments = [os.getpid(), int(is_bound), *fds]
-                process = start_interpreter("infeed.workers.process:spawned", arguments, pass_fds=fds)
+                return link, _SpawnedProcess(start_interpreter("infeed.workers.process:spawned", arguments, pass_fds=fds))
+            except BaseException:
+                link.close()
+                raise
             finally:
                 os.close(task_read)
                 os.close(done_write)
-            return PipeLink(task_write, done_read), _SpawnedProcess(process)
         from infeed.workers.connections import open_pipe  # takes a while to import, and few need it
 
-        link, theirs = open_pipe()
+        connection, theirs = open_pipe()
         with theirs:
             handles = (theirs.fileno(), *shared)
-            process = start_interpreter("infeed.workers.connections:spawned", [os.getpid(), *handles], pass_fds=handles)
-        return link, _SpawnedProcess(process)
+            try:
+                process = start_interpreter("infeed.workers.connections:spawned", [os.getpid(), *handles], pass_fds=handles)
+            except BaseException:
+                connection.close()
+                raise
+        return connection, _SpawnedProcess(process)
 
 
 if sys.platform != "win32":
+
+    def _open_pipes() -> tuple[PipeLink, int, int]:
+        """The engine's ends of two pipes, and the ends for a worker to read and to write."""
+        task_read, task_write = os.pipe()
+        try:
+            done_read, done_write = os.pipe()
+        except OSError:
+            os.close(task_read)
+            os.close(task_write)
+            raise
+        return PipeLink(task_write, done_read), task_read, done_write
 
     def spawned(parent_pid: int, is_bound: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
         """Entry point of a spawned worker."""

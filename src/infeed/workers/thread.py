@@ -13,6 +13,7 @@ from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew, News
 from infeed.workers.failures import Failure
+from infeed.workers.launch import explaining_limits
 from infeed.workers.messages import (
     LoadFailed,
     LoadGrains,
@@ -48,8 +49,9 @@ class ThreadCrew(Crew):
         self._inboxes[worker] = inbox
         arguments = (worker, self._make_runner, inbox, self._news)
         thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
+        with explaining_limits():
+            thread.start()
         self._threads.append(thread)
-        thread.start()
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         if not isinstance(message, MapSegment):
