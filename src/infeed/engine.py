@@ -95,6 +95,11 @@ class EpochEnd(Exception):
     """There are no more batches in this epoch. Internal."""
 
 
+def _without_frames(error: MemoryLimitError) -> MemoryLimitError:
+    # Its traceback holds the frame of `next`, that holds the epoch, and a forgotten epoch is what ends an engine.
+    return MemoryLimitError(str(error))
+
+
 @final
 class Engine:
     """Loads batches. Used by one thread at a time; ``close`` may come from another."""
@@ -521,7 +526,7 @@ class Engine:
                 self._arena.reclaim(self._scheduler.free_slots)
                 return self._arena.enlarge(slot, nbytes)
         except MemoryLimitError as error:
-            self._shortage = error
+            self._shortage = _without_frames(error)
             return None
         finally:
             self._announce_segments()
@@ -538,7 +543,7 @@ class Engine:
         try:
             slot = self._arena.add_slot(self._slot_bytes)
         except MemoryLimitError as error:
-            self._shortage = error
+            self._shortage = _without_frames(error)
             self._tell(GrowthRefused())
             return
         self._announce_segments()

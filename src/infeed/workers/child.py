@@ -26,6 +26,7 @@ from infeed.workers.messages import (
     LoadGrains,
     LoadNext,
     MapSegment,
+    PlaceTask,
     Started,
     StartFailed,
     ToWorker,
@@ -154,8 +155,8 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
             try:
                 return runner.handle(message)
             except BaseException as error:
-                # SystemExit and its like: what ends a plain loop must reach the user's loop.
-                if isinstance(message, LoadGrains | LoadNext):
+                # SystemExit and its like: what ends a plain loop must reach the user's loop. And so must a lack of memory.
+                if isinstance(message, LoadGrains | LoadNext | PlaceTask):
                     return LoadFailed(message.task, Failure.of(error, "loading a batch"))
                 raise
 

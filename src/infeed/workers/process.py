@@ -40,6 +40,8 @@ _LOG: Final = logging.getLogger("infeed")
 # never come back, and Ctrl+C must not feel dead.
 _CLOSE_S: Final = 0.5
 
+_SIGKILL: Final = 9  # Windows has no name for it
+
 StartMethod = Literal["auto", "forkserver", "spawn"]
 
 
@@ -317,6 +319,8 @@ if sys.platform != "win32":
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "vanished"
+    if code == -_SIGKILL:
+        return "was killed by SIGKILL (by someone, or by the system because memory was short)"
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"
