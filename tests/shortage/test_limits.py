@@ -80,7 +80,7 @@ def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
     limit(resource.RLIMIT_NOFILE, 64)
     infeed.DataLoader(Data(8, 1), num_workers=1)  # all is imported
     for kind in ("forkserver", "spawn"):
-        with infeed.DataLoader(Data(4000, 1), batch_size=2, num_workers=8, timeout=30, **KINDS[kind]) as loader:
+        with infeed.DataLoader(Data(4000, 1), batch_size=2, num_workers=4, timeout=30, **KINDS[kind]) as loader:
             before = files()
             limit(resource.RLIMIT_NOFILE, before + 6)
             told(lambda: next(iter(loader)))
@@ -94,7 +94,7 @@ def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
             told(lambda: list(batches))
             limit(resource.RLIMIT_NOFILE, 64)
-            told(lambda: list(loader))
+            told(lambda: next(iter(loader)))
     """
     first, replaced, after = range(3)
     result = run_script(tmp_path, HEAD + dedent(code))
@@ -155,12 +155,12 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
     """Address space and file size: too small for a batch, for the dataset, or for what a worker makes of it."""
     code = """
     MIB = 1 << 20
-    TABLE = np.ones(500 * MIB, np.uint8)
+    TABLE = np.ones(300 * MIB, np.uint8)
     class Grows(Data):
         def __setstate__(self, state):
             self.__dict__.update(state, all=np.ones(1 << 30, np.uint8))
     loaders = {
-        "batch": lambda options: infeed.DataLoader(Data(8, 300 << 10), batch_size=2, num_workers=1, timeout=30, **options),
+        "batch": lambda options: infeed.DataLoader(Data(8, 150 << 10), batch_size=2, num_workers=1, timeout=30, **options),
         "dataset": lambda options: infeed.DataLoader(
             Data(8, 1), collate_fn=__import__("functools").partial(stack, TABLE), num_workers=1,
             timeout=30, **options),
@@ -169,7 +169,7 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
     def stack(table, samples):
         return np.stack(samples)
     for kind in ("forkserver", "spawn"):
-        limit(resource.RLIMIT_AS, 1000 * MIB)
+        limit(resource.RLIMIT_AS, 700 * MIB)
         for name, make in loaders.items():
             told(lambda: next(iter(make(KINDS[kind]))))
         limit(resource.RLIMIT_AS, None)
@@ -183,7 +183,7 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
     for batch, dataset, worker, file in (told[:4], told[4:]):
         assert "MemoryError" in batch or "MemoryLimitError" in batch, batch
         assert "MiB" in batch, batch
-        assert dataset.startswith("MemoryLimitError | asked for 500.0 MiB of shared memory, but a process may have "), dataset
+        assert dataset.startswith("MemoryLimitError | asked for 300.0 MiB of shared memory, but a process may have "), dataset
         assert dataset.endswith("(workers are sent all of it), or use worker='thread'"), dataset
         assert worker.startswith("WorkerStartError | worker 0 could not build the dataset: "), worker
         assert "Unable to allocate 1.00 GiB" in worker, worker

@@ -20,6 +20,8 @@ from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, 
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
+# For a server that was told to end. It kills its workers and is gone in some milliseconds; if it is killed they are as well.
+_CLOSE_S: Final = 1.0
 
 
 class ForkRefusedError(WorkerStartError):
@@ -158,7 +160,7 @@ class ForkServer:
             return
         self._sock.close()
         try:
-            self._process.wait(_EXIT_S)
+            self._process.wait(_CLOSE_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):  # it hangs, or the user has no more patience
             self._process.kill()
             self._process.wait()

@@ -208,10 +208,12 @@ class ProcessCrew(Crew):
             return  # a forked child of the user's: the workers are not its own
         deadline = time.monotonic() + _CLOSE_S
         try:
-            for member in members:
-                if member.process.wait(max(0.0, deadline - time.monotonic())) is None:
-                    member.process.kill()
-                    member.process.wait(_CLOSE_S)
+            late = [member for member in members if member.process.wait(max(0.0, deadline - time.monotonic())) is None]
+            for member in late:
+                member.process.kill()
+            deadline = time.monotonic() + _CLOSE_S
+            for member in late:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
         except BaseException:  # Ctrl+C: the user has no more patience
             for member in members:
                 member.process.kill()
