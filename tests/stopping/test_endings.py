@@ -199,9 +199,13 @@ def test_a_terminal_that_is_closed_takes_all_along(tmp_path: Path) -> None:
             os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
             os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("program.py")), kind, "slow", "loop"])
         journal = folder / "journal"
-        wait_until(lambda journal=journal: journal.exists() and "blocked" in journal.read_text(), "a worker in a sample")  # type: ignore[misc]
-        os.close(terminal)
-        wait_until(lambda pid=pid: not in_session(pid), "the end of all processes of the terminal", 10)  # type: ignore[misc]
+        try:
+            wait_until(lambda journal=journal: journal.exists() and "blocked" in journal.read_text(), "a worker in a sample")  # type: ignore[misc]
+            os.close(terminal)
+            wait_until(lambda pid=pid: not in_session(pid), "the end of all processes of the terminal", 10)  # type: ignore[misc]
+        finally:
+            for one in in_session(pid):
+                os.kill(one, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGHUP
 
