@@ -14,6 +14,7 @@ import infeed
 from infeed.workers.forkserver import close_fork_server
 from tests.helpers import (
     Blocking,
+    Journal,
     Tree,
     assert_faster_than,
     collected,
@@ -28,14 +29,21 @@ from tests.stopping.watching import GONE_S, Program
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
 
 
-def test_a_stopped_worker_is_told_of_and_goes_on_when_continued(process_engine: dict[str, Any]) -> None:
+def test_a_stopped_worker_is_told_of_and_goes_on_when_continued(process_engine: dict[str, Any], tmp_path: Path) -> None:
     """While it is stopped the time-out names it; afterwards each sample comes once, in order."""
     process_engine["timeout"] = 0.3
-    seen: set[int] = set()  # workers that have loaded something: one that still starts would not be missed
+    starts = Journal(tmp_path / "starts")
+
+    def load(index: int) -> tuple[int, int]:
+        if index == 0:  # one worker alone would be through before the other has started
+            wait_until(lambda: len(starts.lines()) == 2, "both workers")
+        return index, os.getpid()
+
+    seen: set[int] = set()  # workers that have loaded something
     got: list[int] = []
     stopped = None
     told = ""
-    with infeed.DataLoader(Tree(4000, lambda i: (i, os.getpid())), batch_size=2, **process_engine) as loader:
+    with infeed.DataLoader(Tree(4000, load), batch_size=2, worker_init_fn=starts.write, **process_engine) as loader:
         batches = iter(loader)
         while len(got) < 4000:
             try:
@@ -84,10 +92,13 @@ def test_close_does_not_wait_for_a_stopped_fork_server() -> None:
 def test_stopped_workers_do_not_outlive_the_users_process(tmp_path: Path, kind: str) -> None:
     """SIGKILL to the one while the others are stopped."""
     program = Program(tmp_path, kind, "slow", "loop")
-    program.wait_line("blocked")
-    for process in psutil.Process(program.pid).children(recursive=True):
-        if not any("infeed.workers.server" in word for word in process.cmdline()) or process.ppid() != program.pid:
-            process.suspend()
+    wait_until(lambda: program.journal.lines().count("blocked") == 2, "two workers in a sample")
+    below = psutil.Process(program.pid).children(recursive=True)
+    workers = [process for process in below if process.name().startswith("infeed:worker")]
+    assert len(workers) == 2
+    for process in workers:
+        process.suspend()
+    wait_until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in workers), "stopped workers")
     ended = program.ended(lambda: os.kill(program.pid, signal.SIGKILL))
     assert (ended.code, ended.err) == (-signal.SIGKILL, "")
 
