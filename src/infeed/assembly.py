@@ -15,11 +15,14 @@ from infeed.memory.arena import Arena
 from infeed.memory.budget import available_bytes
 from infeed.memory.parcel import send
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
+from infeed.mending import Mender
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor
 from infeed.planning import Plan, rows_of, seed_grain
 from infeed.records import EngineSetup
 from infeed.scheduler.messages import WorkerId
+from infeed.watching import Limits, Watch
+from infeed.workers.board import Board
 from infeed.workers.crew import Crew
 from infeed.workers.hearers import Hearers
 from infeed.workers.inline import InlineCrew
@@ -66,19 +69,25 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             cut=plan.cut,
             kind=kind,
             torch_seed=plan.torch_seed,
+            retries=config.retries,
+            mends=config.on_error != "raise",
+            is_watched=config.sample_timeout > 0,
         )
         for worker in workers
     }
     stream = StreamShares(count) if config.is_stream else None
     if stream is not None and config.is_torch:
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
+    limits = Limits(float(config.sample_timeout), config.hang_warning)
     window, least_window = _windows(config, count, is_inline=kind == "inline")
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
     is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
     with undo:
-        crew = _crew(config, kind, source, store, arena, specs)
+        board = Board(workers, store if kind == "process" else None)
+        undo.callback(board.close)
+        crew = _crew(config, kind, source, store, arena, board, specs)
         undo.callback(crew.close)
         setup = EngineSetup(
             crew=crew,
@@ -93,9 +102,13 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             whole_batches=count == 1 or source.making is not Making.ROWS or source.is_batched,
             grain_size=grain_size,
             timeout_s=float(config.timeout),
+            sample_timeout_s=float(config.sample_timeout),
             drop_last=config.drop_last,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            mender=Mender(config.on_error, plan),
+            watch=None if kind == "inline" else Watch(crew, board, workers, limits),
+            epoch_length=partial(_epoch_length, plan),
             prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
         )
         engine = Engine(setup)
@@ -132,19 +145,27 @@ def _crew(
     source: Source,
     store: SegmentStore,
     arena: Arena,
+    board: Board,
     specs: dict[WorkerId, WorkerSpec],
 ) -> Crew:
     if kind == "inline":
         return InlineCrew(Runner(specs[WorkerId(0)], source, arena))
     if kind == "thread":
-        return ThreadCrew(lambda worker: Runner(specs[worker], source, arena))
+        return ThreadCrew(lambda worker: Runner(specs[worker], source, arena, board.cell(worker)))
     given = {
         "dataset": config.dataset,
         "collate_fn": config.collate_fn,
         "worker_init_fn": config.worker_init_fn,
     }
     parcel = send(given, source, store)
-    return ProcessCrew(parcel=parcel, store=store, specs=specs, start_method=config.start_method)
+    return ProcessCrew(
+        parcel=parcel,
+        store=store,
+        board=board,
+        specs=specs,
+        start_method=config.start_method,
+        threads=config.threads_per_worker,
+    )
 
 
 def _make_feed(
@@ -158,3 +179,9 @@ def _make_feed(
     if stream is not None:
         return StreamFeed(cursor, config.batch_size or 1, stream)
     return IndexedFeed(cursor, plan.batches(cursor) if only is None else iter([only]), grain_size)
+
+
+def _epoch_length(plan: Plan) -> int | None:
+    """Samples of this rank in an epoch, if it is known."""
+    identity = plan.identity(is_fresh=False)
+    return None if identity.epoch_length is None else identity.epoch_length // identity.world_size

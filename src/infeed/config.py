@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from infeed.ranks import find_shard
 
 WorkerKind = Literal["process", "thread", "inline"]
 StartMethod = Literal["auto", "forkserver", "spawn"]
+Verdict: TypeAlias = Literal["raise", "skip", "replace"]
+OnError: TypeAlias = Verdict | Callable[[BaseException, Any], Verdict]
 
 # Mistakes beyond this are typing errors, and would start that many processes before anyone can react.
 _MOST_WORKERS: Final = 1024
@@ -50,11 +52,26 @@ class LoaderConfig:
     replacement: bool = False
     weights: Any = None
     num_samples: int | None = None
+    on_error: OnError = "raise"
+    error_budget: float | None = None
+    retries: int = 0
+    sample_timeout: float = 0
+    hang_warning: float | None = None
+    threads_per_worker: int = 1
     is_torch: bool = False  # made by infeed.torch: torch has checked its own arguments, and batches are as it makes them
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("batch_size", "num_workers", "seed", "prefetch", "grain_size", "num_samples"):
+        for name in (
+            "batch_size",
+            "num_workers",
+            "seed",
+            "prefetch",
+            "grain_size",
+            "num_samples",
+            "retries",
+            "threads_per_worker",
+        ):
             value = getattr(self, name)
             if value is not None:  # NumPy's integers are taken, and are Python's from here on
                 object.__setattr__(self, name, index(value))
@@ -100,11 +117,37 @@ class LoaderConfig:
             _check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
         if self.num_samples is not None:
             _check_int("num_samples", self.num_samples, 1, "use None for as many as the dataset has")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real) or not self.timeout >= 0:
-            raise ConfigError(f"timeout={self.timeout!r} must be a number of seconds, 0 or more; 0 waits without limit")
+        _check_int("threads_per_worker", self.threads_per_worker, 1, "use 1 for as many threads as there are workers")
+        _check_seconds("timeout", self.timeout, "0 waits without limit")
+        self._check_failures()
         limit = self.memory_limit_bytes
         if limit is not None and limit < 1:
             raise ConfigError(f"memory_limit={self.memory_limit!r} must be at least 1 byte; use None for the default")
+
+    def _check_failures(self) -> None:
+        """What is to be done about samples that fail."""
+        if not callable(self.on_error):
+            _check_choice("on_error", self.on_error, get_args(Verdict))
+        _check_int("retries", self.retries, 0, "0 asks for a sample once")
+        _check_seconds("sample_timeout", self.sample_timeout, "0 lets a sample take as long as it likes")
+        if self.on_error == "replace" and self.is_stream:
+            raise ConfigError("on_error='replace' cannot go with a stream; nothing else can be asked for, so use 'skip'")
+        if self.sample_timeout and self.kind == "thread":
+            raise ConfigError("sample_timeout cannot go with worker='thread'; a thread cannot be stopped, so use processes")
+        if self.hang_warning is not None:
+            _check_seconds("hang_warning", self.hang_warning, "None goes by what samples usually take, 0 says nothing")
+        budget = self.error_budget
+        if budget is None:
+            return
+        rule = "must be a number of samples, or a fraction of them from 0.0 to 1.0; None sets no limit"
+        if isinstance(budget, bool) or not isinstance(budget, Real) or not budget >= 0:
+            raise ConfigError(f"error_budget={_short(budget)} {rule}")
+        if not _is_int(budget) or isinstance(budget, float):
+            if not budget <= 1:
+                raise ConfigError(f"error_budget={_short(budget)} {rule}")
+            object.__setattr__(self, "error_budget", float(budget))
+        else:
+            object.__setattr__(self, "error_budget", index(budget))
 
     def _check_choices(self) -> None:
         _check_choice("worker", self.worker, get_args(WorkerKind))
@@ -244,6 +287,11 @@ def _check_int(name: str, value: Any, least: int | None, cure: str) -> None:
         raise ConfigError(f"{name}={_short(value)} must be a whole number; {cure}")
     if least is not None and value < least:
         raise ConfigError(f"{name}={_short(value)} must be at least {least}; {cure}")
+
+
+def _check_seconds(name: str, value: Any, cure: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+        raise ConfigError(f"{name}={_short(value)} must be a number of seconds, 0 or more; {cure}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

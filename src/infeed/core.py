@@ -17,6 +17,7 @@ from infeed.config import LoaderConfig
 from infeed.engine import Engine, EpochEnd
 from infeed.errors import ConfigError, LoaderClosedError
 from infeed.garage import MSG_CLOSED, Garage
+from infeed.ledger import BadSample, Ledger, new_list
 from infeed.lineage import Lineage, lineage_of
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
@@ -37,6 +38,7 @@ class Core:
         self._trail: Trail | None = None  # of the epoch that was begun last
         self._lock = threading.Lock()  # guards both while an epoch begins
         self.garage = Garage()
+        self._bad_samples = new_list()
 
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
@@ -147,11 +149,18 @@ class Core:
         with self._lock:
             if self._next is not offered and self._trail is None:
                 # A state was loaded, or an epoch set, after `iter`: that is for the next one.
-                return Trail(offered)
+                return Trail(offered, self._ledger())
             start = self._next
-            self._trail = Trail(start)
+            self._trail = Trail(start, self._ledger())
             self._next = Cursor(start.epoch + 1)
             return self._trail
+
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        return list(self._bad_samples)
+
+    def _ledger(self) -> Ledger:
+        return Ledger(self.config.error_budget, self._bad_samples)
 
     def take_back(self, trail: Trail) -> None:
         """The epoch could not begin: it is still the next."""
@@ -236,6 +245,8 @@ class Epoch(Iterator[Any]):
 
     def _end(self) -> None:
         self._is_over = True
+        if self._trail is not None:
+            self._trail.ledger.end_epoch()
         if self._finalizer is not None:
             self._finalizer()
         self._engine = None

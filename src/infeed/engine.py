@@ -11,16 +11,17 @@ import os
 import threading
 import time
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
 from infeed.delivery.host import HostDelivery
-from infeed.errors import LoaderClosedError, MemoryLimitError, WorkerStartError
+from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
-from infeed.memory.arena import Block
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
-from infeed.reports import batch_error, memory_error, start_error, timeout_error, workers_error
+from infeed.reports import batch_error, start_error, workers_error
+from infeed.rooms import Rooms
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
     Action,
@@ -38,6 +39,7 @@ from infeed.scheduler.messages import (
     Forget,
     Grow,
     GrowthRefused,
+    Pass,
     Place,
     PlaceRefused,
     Reload,
@@ -47,17 +49,16 @@ from infeed.scheduler.messages import (
     SlotsAdded,
     StartWorker,
     TaskEmpty,
-    TaskFailed,
     TaskId,
     TaskLoaded,
     TaskMismatched,
     TaskUnplaced,
     WindowChanged,
-    WorkerDied,
     WorkerId,
     WorkerReady,
 )
 from infeed.trail import Trail
+from infeed.troubles import Troubles
 from infeed.workers.crew import Death
 from infeed.workers.failures import Failure
 from infeed.workers.messages import (
@@ -71,6 +72,7 @@ from infeed.workers.messages import (
     PackedLoaded,
     PlaceTask,
     RowsLoaded,
+    Stack,
     Started,
     StartFailed,
     Unplaced,
@@ -89,15 +91,12 @@ _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 # Layouts kept so that equal ones are one object, by which workers know them.
 _LAYOUTS_KEPT: Final = 64
+# A grain of a batch that is collated as a whole has no length of its own.
+_LONG_GRAIN: Final = 1 << 20
 
 
 class EpochEnd(Exception):
     """There are no more batches in this epoch. Internal."""
-
-
-def _without_frames(error: MemoryLimitError) -> MemoryLimitError:
-    # Its traceback holds the frame of `next`, that holds the epoch, and a forgotten epoch is what ends an engine.
-    return MemoryLimitError(str(error))
 
 
 @final
@@ -124,8 +123,10 @@ class Engine:
         self._started: set[WorkerId] = set()
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
-        self._shortage: MemoryLimitError | None = None
-        self._last_death = ""
+        self._rooms = Rooms(setup.arena, setup.crew, self._scheduler)
+        self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
+        self._next_look = 0.0  # when to look after workers, while waiting
+        self._given_count = 0  # batches of this epoch that the user has had
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._is_closed = False
         self._is_down = False
@@ -156,6 +157,7 @@ class Engine:
     def begin_epoch(self, trail: Trail) -> None:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
         self._trail = trail
+        self._given_count = trail.start.step
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
         if prefetched is not None and trail.start == Cursor(prefetched.epoch):
@@ -222,15 +224,25 @@ class Engine:
             error, feed.error = feed.error, None  # told once; then the epoch is over
             raise error
         self._feed = None
+        emptiness = None if self._given_count or self._trail is None else self._trail.ledger.emptiness()
+        if emptiness is not None:
+            raise emptiness
         raise EpochEnd
 
     def _wait(self, deadline: float | None) -> None:
-        """The one place where the user's thread waits: for news, a death, the time-out, or close."""
+        """The one place where the user's thread waits: for news, a death, the time-out, a look at the workers, or close."""
         if self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
-        timeout_s = None if deadline is None else deadline - time.monotonic()
+        now = time.monotonic()
+        timeout_s = None if deadline is None else deadline - now
         if timeout_s is not None and timeout_s <= 0:
-            raise timeout_error(self._setup, self._scheduler, self._records)
+            raise self._troubles.timeout_error()
+        watch = self._setup.watch
+        if watch is not None:
+            if now >= self._next_look:
+                self._troubles.look(self._scheduler.grain_s / min(self._setup.grain_size, _LONG_GRAIN))
+                self._next_look = time.monotonic() + watch.look_s
+            timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
         for worker, message in self._crew.receive(timeout_s):
             self._hear(worker, message)
         self._plan()
@@ -262,6 +274,8 @@ class Engine:
         self._scheduler.handle(Closed())
         try:
             self._crew.close()
+            if self._setup.watch is not None:
+                self._setup.watch.close()
         finally:  # Ctrl+C may end the wait for workers, which are killed then
             self._records.clear()
             self._arena.close()
@@ -325,31 +339,20 @@ class Engine:
             case Mismatched(task):
                 self._tasks.pop(task, None)
                 self._tell(TaskMismatched(worker, task))
-            case Emptied(task, shards_itself):
-                self._on_empty(worker, task, shards_itself)
-            case LoadFailed(task, failure, row_count):
-                entry = self._tasks.pop(task, None)
-                record = None if entry is None else self._records.get(entry.batch)
-                if record is not None:
-                    record.failures = (record.failures or {}) | {task: (worker, failure)}
-                    if self._setup.stream is not None:
-                        record.row_count = row_count
-                        self._setup.stream.decide(shards_itself=False)
-                        self._stream_loaded(record, row_count, None)
-                self._tell(TaskFailed(worker, task))
+            case Emptied():
+                self._on_empty(worker, message)
+            case LoadFailed():
+                self._on_failed(worker, message)
+            case Stack():
+                pass  # asked for, and too late
             case StartFailed(failure):
                 # Nothing that this engine starts would fare better.
                 self.close()
                 self._error = start_error(worker, failure)
-            case Death(text):
-                for batch, _, _ in self._scheduler.worker_tasks(worker)[:1]:
-                    if batch in self._records:
-                        record = self._records[batch]
-                        record.deaths = [*(record.deaths or ()), f"worker {worker} {text}"]
-                self._last_death = f"worker {worker} {text}"
-                for task in [task for task, entry in self._tasks.items() if entry.worker == worker]:
-                    del self._tasks[task]
-                self._tell(WorkerDied(worker))
+            case Death():
+                self._troubles.died(worker, message)
+                if self._troubles.is_storm and not self._is_closed:
+                    self._do(FailWorkers(worker))
             case _:
                 assert_never(message)
 
@@ -375,19 +378,35 @@ class Engine:
                 is_short = message.row_count < record.plan.row_count
                 record.stream_state = message.stream_state
                 self._stream_loaded(record, message.row_count, message.stream_state)
+                if message.bad and not self._troubles.left_out(worker, record, message.task, message.bad):
+                    return
                 if is_short and self._setup.drop_last:
                     self._tell(TaskEmpty(worker, message.task))
                     return
         self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
 
-    def _on_empty(self, worker: WorkerId, task: TaskId, shards_itself: bool) -> None:
-        entry = self._tasks.pop(task, None)
+    def _on_empty(self, worker: WorkerId, message: Emptied) -> None:
+        entry = self._tasks.pop(message.task, None)
         record = None if entry is None else self._records.get(entry.batch)
         if self._setup.stream is not None:
-            self._setup.stream.decide(shards_itself=shards_itself)
+            self._setup.stream.decide(shards_itself=message.shards_itself)
         if record is not None:
             self._stream_loaded(record, 0, None)
-        self._tell(TaskEmpty(worker, task))
+            if message.bad:
+                if not self._troubles.left_out(worker, record, message.task, message.bad):
+                    return
+                assert record.mend is not None
+                self._note_bad(record)
+        self._tell(TaskEmpty(worker, message.task))
+
+    def _on_failed(self, worker: WorkerId, message: LoadFailed) -> None:
+        entry = self._tasks.get(message.task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if record is not None and self._setup.stream is not None:
+            record.row_count = message.row_count
+            self._setup.stream.decide(shards_itself=False)
+            self._stream_loaded(record, message.row_count, None)
+        self._troubles.load_failed(worker, message)
 
     def _stream_loaded(self, record: Record, row_count: int, state: Any) -> None:
         if isinstance(self._feed, StreamFeed) and self._feed.epoch == record.plan.epoch:
@@ -453,12 +472,19 @@ class Engine:
                 self._grow()
             case DeliverError(batch, task):
                 record = self._records.pop(batch)
-                self._note_failed(record)
                 self._error = batch_error(record, task, self._worker_name)
+                self._note_failed(record)
             case Reload(batch):
-                deaths = self._records[batch].deaths
-                self._records[batch] = Record(self._records[batch].plan)
-                self._records[batch].deaths = deaths
+                before = self._records[batch]
+                plan = before.plan
+                if before.mend is not None and plan.indices is not None:
+                    plan = before.mend.apply(plan, self._setup.grain_size)
+                self._records[batch] = Record(plan, before)
+            case Pass(batch):
+                record = self._records.pop(batch)
+                if self._trail is not None:
+                    self._trail.delivered(record, 0)
+                self._note_bad(record)
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
@@ -471,7 +497,7 @@ class Engine:
                     self._open_share(worker, self._feed)
             case FailWorkers():
                 self.close()
-                self._error = workers_error(self._last_death)
+                self._error = workers_error(self._troubles.last_death)
             case FailMemory():
                 self._fail_memory()
             case _:
@@ -484,9 +510,9 @@ class Engine:
         block = None
         if action.slot is not None:
             needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
-            block = self._block(action.slot, needed)
+            block = self._rooms.block(action.slot, needed)
         if plan.indices is None:
-            self._tasks[action.task] = Task(action.worker, action.batch, 0, layout)
+            self._tasks[action.task] = Task(action.worker, action.batch, 0, plan.row_count, layout)
             self._crew.send(
                 action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
             )
@@ -498,56 +524,25 @@ class Engine:
         indices = plan.indices
         if not action.is_whole:
             indices = indices[first_row : first_row + action.grain_count * grain_size]
-        self._tasks[action.task] = Task(action.worker, action.batch, first_row, layout)
+        self._tasks[action.task] = Task(action.worker, action.batch, first_row, len(indices), layout)
         self._crew.send(
             action.worker,
             LoadGrains(
                 action.task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
-                action.is_whole, indices,
+                action.is_whole, indices, record.deaths is not None,
             ),
         )  # fmt: skip
 
     def _place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
-        block = self._block(slot, record.needed_bytes)
+        block = self._rooms.block(slot, record.needed_bytes)
         if block is None:
             self._tell(PlaceRefused(worker, task))
         else:
             self._crew.send(worker, PlaceTask(task, block, record.layout))
 
-    def _block(self, slot: SlotId, nbytes: int) -> Block | None:
-        """The slot's block, made large enough; ``None`` if there is no memory for it, even with that of all free slots."""
-        block = self._arena.block(slot)
-        if block.size >= nbytes:
-            return block
-        try:
-            try:
-                return self._arena.enlarge(slot, nbytes)
-            except MemoryLimitError:
-                self._arena.reclaim(self._scheduler.free_slots)
-                return self._arena.enlarge(slot, nbytes)
-        except MemoryLimitError as error:
-            self._shortage = _without_frames(error)
-            return None
-        finally:
-            self._announce_segments()
-
-    def _announce_segments(self) -> None:
-        for number in self._arena.gone_segments:
-            self._crew.remove_segment(number)
-        for handle in self._arena.new_segments:
-            self._crew.add_segment(handle)
-        self._arena.gone_segments.clear()
-        self._arena.new_segments.clear()
-
     def _grow(self) -> None:
-        try:
-            slot = self._arena.add_slot(self._slot_bytes)
-        except MemoryLimitError as error:
-            self._shortage = _without_frames(error)
-            self._tell(GrowthRefused())
-            return
-        self._announce_segments()
-        self._tell(SlotsAdded((slot,)))
+        slot = self._rooms.add_slot(self._slot_bytes)
+        self._tell(GrowthRefused() if slot is None else SlotsAdded((slot,)))
 
     def _fail_memory(self) -> None:
         # Batches that only the garbage collector can find are no longer the user's.
@@ -558,8 +553,7 @@ class Engine:
         if ended and self._feed is not None:
             self._tell(BatchWanted(self._feed.epoch))
             return
-        assert self._shortage is not None
-        self._error = memory_error(self._shortage, self._scheduler.held_slots, self._slot_bytes)
+        self._error = self._rooms.error(self._scheduler.held_slots, self._slot_bytes)
 
     def _deliver(self, batch: BatchId, slot: SlotId) -> None:
         record = self._records.pop(batch)
@@ -576,9 +570,26 @@ class Engine:
                 self._error = failure.exception(place)
                 return
         record.let_go()
+        if self._setup.mender.is_active and self._note_bad(record):
+            return
         if self._trail is not None:
             self._trail.delivered(record, 0 if self._feed is None else self._feed.share_count)
+        self._given_count += 1
         self._delivered.append(value)
+
+    def _note_bad(self, record: Record) -> bool:
+        """Enter a batch into the ledger, with its bad samples; whether there are more of them than may be."""
+        if self._trail is None:
+            return False
+        ledger = self._trail.ledger
+        # Workers have told of them in any order.
+        bad = [] if record.mend is None else sorted(record.mend.done, key=attrgetter("position"))
+        ledger.note(bad, record.row_count)
+        error = ledger.excess(self._setup.epoch_length())
+        if error is not None:
+            self._note_failed(record)
+            self._error = error
+        return error is not None
 
     def _note_failed(self, record: Record) -> None:
         record.let_go()

@@ -7,8 +7,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
-from infeed.config import LoaderConfig, StartMethod, WorkerKind
+from infeed.config import LoaderConfig, OnError, StartMethod, WorkerKind
 from infeed.core import Core
+from infeed.ledger import BadSample
 from infeed.lineage import Lineage
 from infeed.plan.shards import Shard
 from infeed.planning import Planner
@@ -53,6 +54,17 @@ class DataLoader:
         replacement: draw every sample anew from the whole dataset, so that one may come several times in an epoch.
         weights: one number for each sample: how likely it is to be drawn, with replacement.
         num_samples: samples in an epoch; by default as many as the dataset has.
+        on_error: what to do with a sample that raises, or that kills its worker: ``"raise"``; ``"skip"`` leaves it out, and
+            its batch is smaller; ``"replace"`` puts another in its place, drawn from seed and position; or a function of
+            the exception and the index that returns one of these, called in this process. See ``bad_samples``.
+        error_budget: how many bad samples an epoch may have before it is an error all the same: a number, or a fraction.
+        retries: how often a sample that raises is asked for again before it is bad.
+        sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
+        hang_warning: after how many seconds at one sample a line in the log says where its worker is; by default 10, or 30
+            times what samples usually take; 0 says nothing.
+        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, whatever the
+            environment of this process says for itself (``OMP_NUM_THREADS``). Threads and inline use this process's own pools,
+            which are left as they are.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -85,6 +97,12 @@ class DataLoader:
         replacement: bool = False,
         weights: Any = None,
         num_samples: int | None = None,
+        on_error: OnError = "raise",
+        error_budget: float | None = None,
+        retries: int = 0,
+        sample_timeout: float = 0,
+        hang_warning: float | None = None,
+        threads_per_worker: int = 1,
     ) -> None:
         config = LoaderConfig(
             dataset=dataset,
@@ -109,6 +127,12 @@ class DataLoader:
             replacement=replacement,
             weights=weights,
             num_samples=num_samples,
+            on_error=on_error,
+            error_budget=error_budget,
+            retries=retries,
+            sample_timeout=sample_timeout,
+            hang_warning=hang_warning,
+            threads_per_worker=threads_per_worker,
         )
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
@@ -142,6 +166,11 @@ class DataLoader:
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one if there is none."""
         return self._core.epoch
+
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        """Samples that were left out or replaced because they could not be loaded; the latest thousand of all epochs."""
+        return self._core.bad_samples
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch; later ones follow by themselves.

@@ -45,6 +45,9 @@ class Plan(Protocol):
     def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
         """Batch ``step`` of an epoch that goes on at ``cursor``; ``None`` if there is none. Not if ``is_given``."""
 
+    def substitute(self, epoch: int, drawn: int) -> Any:
+        """An index of the epoch, chosen by a random number; ``None`` if its order is known to the user's sampler only."""
+
     def batch_count(self) -> int:
         """Batches in an epoch of this rank.
 
@@ -110,6 +113,9 @@ class Planner(Plan):
         steps = Steps(cursor.position, order.length, self.cut)
         number = step - cursor.step
         return ordered_batch(order, steps.piece(number)) if 0 <= number < steps.count else None
+
+    def substitute(self, epoch: int, drawn: int) -> Any:
+        return None if self.is_given else substitute_in(self._order(epoch), drawn)
 
     def batch_count(self) -> int:
         config = self._config
@@ -206,6 +212,12 @@ def seed_grain(config: LoaderConfig) -> int:
     if config.batch_sampler is not None:
         return default_grain_size(_USUAL_BATCH_SIZE)
     return default_grain_size(config.batch_size or 1)
+
+
+def substitute_in(order: Order, drawn: int) -> int:
+    """The index at a random position of an order."""
+    position = drawn % order.length
+    return int(order.take(position, position + 1)[0])
 
 
 def rows_of(config: LoaderConfig) -> Any:

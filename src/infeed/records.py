@@ -11,8 +11,10 @@ from infeed.batch.packing import Handed, Packed
 from infeed.feeds import Feed, PlannedBatch, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.segments import SegmentStore
+from infeed.mending import Mend, Mender
 from infeed.plan.cursor import Cursor
 from infeed.scheduler.messages import BatchId, TaskId, WorkerId
+from infeed.watching import Watch
 from infeed.workers.crew import Crew
 from infeed.workers.failures import Failure
 
@@ -34,15 +36,26 @@ class EngineSetup:
     whole_batches: bool
     grain_size: int
     timeout_s: float
+    sample_timeout_s: float
     drop_last: bool
     stream: StreamShares | None
     make_feed: Callable[[Cursor], Feed]
     prefetches_epochs: bool
+    mender: Mender
+    watch: Watch | None  # inline there is nobody to look after
+    epoch_length: Callable[[], int | None]
 
 
 # What one worker did for a batch: who, from which row on, how many rows, how long in nanoseconds. Plain, because one is made
 # for every task.
 Part: TypeAlias = tuple[WorkerId, int, int, int]
+
+
+class Loss(NamedTuple):
+    """A worker died while it had a task of the batch."""
+
+    text: str
+    row: int | None  # the one it was at, if it said so
 
 
 _NOTHING: Final[dict[int, list[list[Any]]]] = {}
@@ -53,10 +66,12 @@ class Record:
     """A batch between plan and delivery. One is made for every batch, so what few need is made when it is."""
 
     __slots__ = (
-        "beside", "deaths", "failures", "layout", "needed_bytes", "packed", "parts", "plan", "row_count", "stream_state",
+        "beside", "deaths", "doom", "failures", "layout", "mend", "needed_bytes", "packed", "parts", "plan", "row_count",
+        "stream_state",
     )  # fmt: skip
 
-    def __init__(self, plan: PlannedBatch) -> None:
+    def __init__(self, plan: PlannedBatch, before: Record | None = None) -> None:
+        """``before`` is the record of the same batch, when all of it is loaded again."""
         self.plan = plan
         self.layout: Layout | None = None
         self.row_count = 0
@@ -66,10 +81,17 @@ class Record:
         self.stream_state: Any = None
         self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task
         self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
-        self.deaths: list[str] | None = None
+        self.deaths: list[Loss] | None = None if before is None else before.deaths
+        self.mend: Mend | None = None if before is None else before.mend
+        self.doom: BaseException | None = None  # what is raised in its place, if nothing can be done about it
 
     def let_go(self) -> None:
-        """Forget what the batch itself is; what is left tells how it came about."""
+        """Forget what the batch itself is; what is left tells how it came about.
+
+        And what was raised for it: an exception knows the loop that it was raised in, which would never end then.
+        """
+        self.failures = None
+        self.doom = None
         self.beside = _NOTHING
         self.packed = None
         self.layout = None
@@ -79,4 +101,5 @@ class Task(NamedTuple):
     worker: WorkerId
     batch: BatchId
     first_row: int
+    row_count: int
     layout: Layout | None

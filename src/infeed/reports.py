@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
 from infeed.memory.budget import format_bytes
 from infeed.plan.order import plain_indices
-from infeed.records import EngineSetup, Record
-from infeed.scheduler.machine import Scheduler
-from infeed.scheduler.messages import BatchId, TaskId, WorkerId
+from infeed.records import Record
+from infeed.scheduler.messages import TaskId, WorkerId
+from infeed.watching import Overdue
+from infeed.workers.board import Doing
+from infeed.workers.crew import Death
 from infeed.workers.failures import BUILDING, Failure
 
 
 def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[WorkerId], str]) -> BaseException:
     """What is raised in place of a batch: what the user's code raised in ``task``, or that its workers died."""
     plan = record.plan
+    if record.doom is not None:
+        return record.doom
     if task is None:
         assert record.deaths is not None
         listed = "" if plan.indices is None else f", indices {reprlib.repr(plain_indices(plan.indices))}"
         return WorkerDiedError(
             f"workers died {len(record.deaths)} times while loading the batch at position {plan.first_position} of "
-            f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1]}\n"
+            f"epoch {plan.epoch}{listed}; the last was {record.deaths[-1].text}\n"
             "  a sample of it seems to kill its worker; load it with num_workers=0 to see how"
         )
     assert record.failures is not None
@@ -57,15 +62,35 @@ def memory_error(shortage: MemoryLimitError, held_count: int, batch_bytes: int) 
     return MemoryLimitError(f"{shortage}\n  {held_count} batches of some {format_bytes(batch_bytes)} are still looked into")
 
 
-def timeout_error(setup: EngineSetup, scheduler: Scheduler, records: Mapping[BatchId, Record]) -> LoadTimeoutError:
-    """No batch within ``timeout``: who is busy with what."""
-    busy = []
-    for worker in setup.workers:
-        for batch, first_grain, _ in scheduler.worker_tasks(worker)[:1]:
-            if batch in records:
-                position = records[batch].plan.first_position + first_grain * setup.grain_size
-                busy.append(f"worker {worker} at position {position}")
+def timeout_error(timeout_s: float, busy: list[str], stack: str | None) -> LoadTimeoutError:
+    """No batch within ``timeout``: who is busy with what, and where the one is that is waited for."""
     listed = "; ".join(busy) or "no worker has a task"
+    where = "" if stack is None else f"\n  the first of them is here:\n{stack}"
     return LoadTimeoutError(
-        f"timeout={setup.timeout_s} seconds passed without a batch; raise timeout, or look at what is slow\n  busy: {listed}"
+        f"timeout={timeout_s} seconds passed without a batch; raise timeout, or look at what is slow\n  busy: {listed}{where}"
     )
+
+
+def death_text(death: Death, doing: Doing | None, held: list[list[Any]]) -> str:
+    """How a worker ended, what it had, how large it was, and who did it, as far as is known."""
+    text = death.text
+    indices = [index for part in held for index in part]
+    if indices:
+        text += f"; it had {len(indices)} samples to load, indices {reprlib.repr(indices)}"
+    if doing is not None and doing.rss_bytes:
+        text += f"; its memory was {format_bytes(doing.rss_bytes)} when last looked at"
+    if death.cause is not None:
+        text += f"; {death.cause}: use fewer workers, or smaller samples and batches"
+    return text
+
+
+def lost_sample_text(count: int, last: str) -> str:
+    return (
+        f"{count} workers died while loading this sample, the last was {last}\n"
+        "  load it with num_workers=0 to see how, or leave such samples out with on_error='skip'"
+    )
+
+
+def overdue_text(limit_s: float, overdue: Overdue) -> str:
+    stack = f"; it was here:\n{overdue.stack}" if overdue.stack else ""
+    return f"sample_timeout={limit_s:g} seconds passed; worker {overdue.worker} was killed after {overdue.for_s:.1f} s{stack}"

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Final, NamedTuple, final
 
 from infeed.feeds import PlannedBatch
+from infeed.ledger import Ledger
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
 from infeed.records import Part, Record
 
@@ -26,8 +27,10 @@ class Past(NamedTuple):
 class Trail:
     """Belongs to one iteration of a loader; the engine notes every batch in it, when it gives it away."""
 
-    def __init__(self, start: Cursor) -> None:
+    def __init__(self, start: Cursor, ledger: Ledger | None = None) -> None:
         self.start = start
+        self.ledger = ledger or Ledger()
+        self.ledger.begin_epoch(start.epoch, start.bad_count)
         self._step = start.step
         self._position = start.position
         # Later steps that came before this one, with the position each ended at. Of those that came in an earlier run it is not
@@ -73,7 +76,8 @@ class Trail:
     def cursor(self) -> Cursor:
         if self._is_over:
             return Cursor(self.epoch + 1)
-        return Cursor(self.epoch, self._step, self._position, tuple(sorted(self._ahead)), self._stream())
+        ahead = tuple(sorted(self._ahead))
+        return Cursor(self.epoch, self._step, self._position, ahead, self._stream(), self.ledger.bad_count)
 
     def find(self, step: int) -> Past | None:
         """The latest of what is remembered of a step."""

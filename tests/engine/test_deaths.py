@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,13 @@ def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp
                 try:
                     got.append(plain(next(batches)))
                 except infeed.WorkerDiedError as error:
-                    got.append(str(error))
+                    got.append("\n".join([str(error), *error.__notes__]))
         assert list(batches) == []
     assert [part for part in got if isinstance(part, list)] == [[i, i + 1, i + 2, i + 3] for i in (0, 4, 12, 16, 20)]
     text = got[2]
-    assert "position 8 of epoch 0" in text
-    assert "indices [8, 9, 10, 11]" in text
+    assert "index=9 (position 9 of epoch 0, worker" in text
+    assert re.search(r"it had \d samples to load, indices \[[^]]*9[],]", text)
+    assert "its memory was" in text
     assert ("was killed by SIGKILL" if how == "kill" else "exit code 86") in text
     assert "num_workers=0" in text
 
@@ -142,7 +144,7 @@ def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
 
 def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
     """Its workers die with it; new ones come from a new server, and each sample comes once."""
-    # More than is loaded ahead: otherwise nobody would notice.
+    # More than is loaded ahead: else nobody is needed any more, and nothing is started.
     with infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, num_workers=2, timeout=30) as loader:
         for _ in range(3):
             batches = iter(loader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import threading
 import traceback
@@ -408,9 +409,12 @@ def test_a_timeout_names_the_worker_and_the_position(kind: Any, tmp_path: Path) 
         batches = iter(loader)
         with assert_faster_than(20):
             assert plain(next(batches)) == [0, 1]
-            with pytest.raises(infeed.LoadTimeoutError, match=r"timeout=1\.0 .*\n.*worker \d at position 2") as caught:
+            with pytest.raises(
+                infeed.LoadTimeoutError, match=r"timeout=1\.0 .*\n.*worker \d loading index=2 \(position 2 of epoch 0\)"
+            ) as caught:
                 next(batches)
         assert isinstance(caught.value, TimeoutError)
+        assert re.search(r"helpers\.py\", line \d+ in __getitem__", str(caught.value))  # where it is
         dataset.let_go()
         for _ in range(20):
             try:

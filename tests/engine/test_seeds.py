@@ -270,17 +270,6 @@ def test_workers_have_different_seeds_that_follow_the_loaders() -> None:
 
 
 @pytest.mark.process
-def test_libraries_in_workers_are_told_to_use_one_thread(process_engine: dict[str, Any]) -> None:
-    """What is imported in a worker later finds the thread counts at one, unless the user has set them."""
-    names = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
-    expected = {name: os.environ.get(name, "1") for name in names}
-    with infeed.DataLoader(
-        Tree(1, lambda i: {n: os.environ.get(n) for n in names}), batch_size=None, **process_engine
-    ) as loader:
-        assert list(loader) == [expected]
-
-
-@pytest.mark.process
 def test_workers_see_the_environment_and_folder_of_the_user(
     process_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

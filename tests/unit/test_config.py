@@ -77,6 +77,11 @@ REFUSED = [
     case({"prefetch": 0}, "prefetch=0 must be at least 1; use num_workers=0 to load without prefetching"),
     case({"prefetch": 2.5}, "prefetch=2.5 must be a whole number; use num_workers=0 to load without prefetching"),
     case({"grain_size": 0}, "grain_size=0 must be at least 1; use grain_size=1 for one seed per sample"),
+    case({"threads_per_worker": 0}, "threads_per_worker=0 must be at least 1; use 1 for as many threads as there are workers"),
+    case(
+        {"threads_per_worker": None},
+        "threads_per_worker=None must be a whole number; use 1 for as many threads as there are workers",
+    ),
     case({"timeout": -1}, "timeout=-1 must be a number of seconds, 0 or more; 0 waits without limit"),
     case({"timeout": "5"}, "timeout='5' must be a number of seconds, 0 or more; 0 waits without limit"),
     case({"timeout": True}, "timeout=True must be a number of seconds, 0 or more; 0 waits without limit"),

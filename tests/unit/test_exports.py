@@ -10,6 +10,7 @@ import infeed
 from tests.unit.fresh import SOURCE, run_fresh
 
 PUBLIC = [
+    "BadSample",
     "CollateError",
     "ConfigError",
     "DataLoader",

@@ -58,6 +58,7 @@ class Cursor:
     position: int = 0
     ahead: tuple[int, ...] = ()
     stream: StreamCursor | None = None
+    bad_count: int = 0  # samples of this epoch that were left out or replaced so far
 
 
 @final
@@ -101,6 +102,8 @@ def write_state(cursor: Cursor, identity: Identity) -> dict[str, Any]:
     }
     if cursor.ahead:
         state["ahead"] = list(cursor.ahead)
+    if cursor.bad_count:
+        state["bad_count"] = cursor.bad_count
     if cursor.stream is not None:
         state["stream"] = {
             "turn": cursor.stream.turn,
@@ -138,6 +141,7 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
         position=position,
         ahead=_ahead(fields, step),
         stream=_stream(fields, identity),
+        bad_count=_whole(fields, "bad_count") if "bad_count" in fields else 0,
     )
     batch_size = None if fields.get("batch_size", 0) is None else _whole(fields, "batch_size", least=1)
     world_size = _whole(fields, "world_size", least=1)
@@ -150,7 +154,7 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
             f"state has batch_size={batch_size} and world_size={world_size}, this loader has batch_size={identity.batch_size} "
             f"and world_size={identity.world_size}; {why}, so the two must be the same until the epoch is over"
         )
-    return Cursor(cursor.epoch, position // identity.step_size, position, (), cursor.stream), seed
+    return Cursor(cursor.epoch, position // identity.step_size, position, (), cursor.stream, cursor.bad_count), seed
 
 
 def _check_same(fields: Mapping[str, Any], identity: Identity) -> None:

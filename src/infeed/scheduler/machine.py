@@ -15,16 +15,18 @@ Invariants, checked by ``validate`` (in ``invariants``), which the tests call af
 
 from __future__ import annotations
 
+import re
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 from infeed.scheduler.invariants import check
 from infeed.scheduler.messages import (
     Action,
     BatchId,
     BatchPlanned,
+    BatchSpoiled,
     BatchWanted,
     Closed,
     Deliver,
@@ -37,6 +39,7 @@ from infeed.scheduler.messages import (
     Forget,
     Grow,
     GrowthRefused,
+    Pass,
     Place,
     PlaceRefused,
     Reload,
@@ -57,10 +60,12 @@ from infeed.scheduler.messages import (
     WorkerReady,
 )
 from infeed.scheduler.pace import Pace
-from infeed.scheduler.records import BATCH_DEATHS, Batch, SlotState, Task, Worker
+from infeed.scheduler.patience import Patience
+from infeed.scheduler.records import Batch, SlotState, Task, Worker
+from infeed.scheduler.slots import Slots
 
-# Batches in a row, besides one for each worker, that may kill all their workers before it is given up.
-_BAD_BATCHES: Final = 3
+# The method for each event: _on_batch_planned for BatchPlanned.
+_HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower() for event in get_args(Event)}
 
 
 @final
@@ -78,37 +83,18 @@ class Scheduler:
         self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of finishing
         self._tasks: dict[TaskId, Task] = {}
         self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently served first
-        self._slots: dict[SlotId, SlotState] = {}
-        self._free: list[SlotId] = []  # last in, first out: the memory that is still in the processor's cache
+        self._slots = Slots()
         self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
         self._slotless: set[BatchId] = set()  # begun without a slot, because there was none yet
         self._next_task = 0
         self._pace = Pace()
         self._wanted: int | None = None
-        self._is_growth_refused = False
         self._has_asked_again = False
-        self._asks_for_growth = False
         self._is_closed = False
-        self._deaths_in_a_row = 0
-        self._idle_deaths_in_a_row = 0
+        self._patience = Patience(len(workers))
         self._actions: list[Action] = []
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            BatchPlanned: self._on_batch_planned,
-            BatchWanted: self._on_batch_wanted,
-            EpochAbandoned: self._on_epoch_abandoned,
-            WorkerReady: self._on_worker_ready,
-            WorkerDied: self._on_worker_died,
-            TaskLoaded: self._on_task_loaded,
-            TaskEmpty: self._on_task_empty,
-            TaskUnplaced: self._on_task_unplaced,
-            TaskMismatched: self._on_task_mismatched,
-            TaskFailed: self._on_task_failed,
-            SlotsAdded: self._on_slots_added,
-            GrowthRefused: self._on_growth_refused,
-            PlaceRefused: self._on_place_refused,
-            SlotFreed: self._on_slot_freed,
-            WindowChanged: self._on_window_changed,
-            Closed: self._on_closed,
+            event: getattr(self, name) for event, name in _HANDLERS.items()
         }
 
     def handle(self, event: Event) -> list[Action]:
@@ -116,14 +102,14 @@ class Scheduler:
         if self._is_closed:
             return []
         self._handlers[type(event)](event)
-        if self._unplaced and not self._is_growth_refused:
+        if self._unplaced and not self._slots.is_growth_refused:
             self._place()
         if self._wanted is not None and self._is_stuck:
             self._unstick()
         actions, self._actions = self._actions, []
-        if self._asks_for_growth:
+        if self._slots.asks_for_growth:
             # Last: it is answered at once, and what follows from the answer must not come before what was decided without it.
-            self._asks_for_growth = False
+            self._slots.asks_for_growth = False
             actions.append(Grow())
         return actions
 
@@ -144,12 +130,17 @@ class Scheduler:
     @property
     def free_slots(self) -> tuple[SlotId, ...]:
         """Slots that nobody uses."""
-        return tuple(self._free)
+        return tuple(self._slots.free)
 
     @property
     def held_slots(self) -> int:
         """Slots that the user looks into."""
-        return sum(state is SlotState.LEASED for state in self._slots.values())
+        return self._slots.held_count
+
+    @property
+    def grain_s(self) -> float:
+        """What a grain usually takes, in seconds; 0 while nothing is known."""
+        return self._pace.grain_s
 
     def worker_tasks(self, worker: WorkerId) -> list[tuple[BatchId, int, int]]:
         """(batch, first grain, grains) of what a worker has been given and not reported."""
@@ -209,16 +200,15 @@ class Scheduler:
         worker = self._workers[event.worker]
         worker.is_ready = False
         self._roomy.pop(event.worker, None)
-        self._deaths_in_a_row += 1
-        if not worker.tasks:
-            self._idle_deaths_in_a_row += 1
-        # A worker does its tasks in order: it died of the first, or it had done that and not said so yet. From the second death
-        # on there is no doubt, because then the task goes to a worker that has nothing else.
-        for number, task_id in enumerate(sorted(worker.tasks)):
+        self._patience.lose(is_idle=not worker.tasks)
+        # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
+        # doubt, because then the task goes to a worker that has nothing else.
+        culprit = event.task if event.task in worker.tasks else min(worker.tasks, default=None)
+        for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch
             batch.task_count -= 1
-            if number == 0:
+            if task_id == culprit:
                 batch.death_count += 1
             if task.is_unplaced:
                 self._unplaced.remove(task_id)
@@ -228,13 +218,9 @@ class Scheduler:
                 self._stop_waiting(batch)
             self._settle(batch)
         worker.tasks.clear()
-        # Workers that die without a task, each in turn, are a broken environment and not a bad batch; so are several batches
-        # in a row of which nothing could be loaded.
-        if self._idle_deaths_in_a_row > len(self._workers) + BATCH_DEATHS or self._deaths_in_a_row > (
-            len(self._workers) + _BAD_BATCHES
-        ) * (BATCH_DEATHS + 1):
+        if self._patience.is_lost:
             self._actions = [FailWorkers(event.worker)]
-            self._asks_for_growth = False
+            self._slots.asks_for_growth = False
             self._is_closed = True
             return
         self._actions.append(StartWorker(event.worker))
@@ -247,7 +233,7 @@ class Scheduler:
         task = self._finish(event.worker, event.task)
         if task is None:
             return
-        self._deaths_in_a_row = self._idle_deaths_in_a_row = 0
+        self._patience.renew()
         self._pace.learn_task(event.elapsed_ns, task.grain_count)
         task.batch.loaded_count += task.grain_count
         self._settle(task.batch)
@@ -303,7 +289,7 @@ class Scheduler:
         task = self._finish(event.worker, event.task)
         if task is None:
             return
-        self._deaths_in_a_row = self._idle_deaths_in_a_row = 0
+        self._patience.renew()
         batch = task.batch
         if not batch.is_abandoned and not batch.must_regroup:
             # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
@@ -315,18 +301,39 @@ class Scheduler:
         self._deliver()
         self._assign()
 
+    def _on_batch_spoiled(self, event: BatchSpoiled) -> None:
+        batch = self._batches.get(event.batch)
+        if event.worker is not None and event.task is not None:
+            task = self._finish(event.worker, event.task)
+            if task is None:
+                return
+            self._patience.renew()
+            if batch is None:
+                self._settle(task.batch)
+        if batch is None or batch.is_failed:
+            return
+        if event.grain_count is None:
+            batch.is_given_up = True
+        else:
+            batch.must_regroup = True
+            batch.next_grain_count = event.grain_count
+            batch.death_count = 0
+        self._stop_waiting(batch)
+        self._drop_unplaced(batch)
+        self._settle(batch)
+        self._deliver()
+        self._assign()
+
     # --- slots
 
     def _on_slots_added(self, event: SlotsAdded) -> None:
         for slot in event.slots:
-            self._slots[slot] = SlotState.FREE
-            self._free.append(slot)
-        self._is_growth_refused = False
+            self._slots.release(slot)
         self._place()
         self._assign()
 
     def _on_growth_refused(self, _event: GrowthRefused) -> None:
-        self._is_growth_refused = True
+        self._slots.is_growth_refused = True
 
     def _on_place_refused(self, event: PlaceRefused) -> None:
         task = self._tasks.get(event.task)
@@ -336,11 +343,11 @@ class Scheduler:
         # go of something, asking again would give the same answer.
         task.is_unplaced = True
         self._unplaced.append(event.task)
-        self._is_growth_refused = True
+        self._slots.is_growth_refused = True
 
     def _on_slot_freed(self, event: SlotFreed) -> None:
-        assert self._slots[event.slot] is SlotState.LEASED
-        self._release(event.slot)
+        assert self._slots.states[event.slot] is SlotState.LEASED
+        self._slots.release(event.slot)
         if self._unplaced:
             self._place()
         if self._waiting:
@@ -373,7 +380,7 @@ class Scheduler:
             if batch.batch in self._draining:
                 self._draining.discard(batch.batch)
                 if batch.slot is not None:
-                    self._release(batch.slot)
+                    self._slots.release(batch.slot)
         elif batch.must_regroup and not batch.is_failed:
             self._begin_again(batch)
         elif batch.is_finished and batch.batch not in self._finished:
@@ -395,11 +402,6 @@ class Scheduler:
             assert task is not None
             self._actions.append(Drop(task.worker, task_id))
 
-    def _release(self, slot: SlotId) -> None:
-        self._slots[slot] = SlotState.FREE
-        self._free.append(slot)
-        self._is_growth_refused = False
-
     def _take_slot(self, batch: Batch) -> bool:
         """Give the batch a slot; if there is none, ask for one and say no.
 
@@ -411,14 +413,10 @@ class Scheduler:
         older = 0
         if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
             older = sum(self._batches[other].slot is None for other in self._waiting if other < batch.batch)
-        if len(self._free) <= older:
-            if not self._is_growth_refused:
-                self._asks_for_growth = True
-                # Until it is answered nobody asks again.
-                self._is_growth_refused = True
+        if len(self._slots.free) <= older:
+            self._slots.ask_for_growth()
             return False
-        batch.slot = self._free.pop()
-        self._slots[batch.slot] = SlotState.FILLING
+        batch.slot = self._slots.take()
         self._slotless.discard(batch.batch)
         return True
 
@@ -439,6 +437,11 @@ class Scheduler:
         if self._wanted is None or not self._finished:
             return
         batch = self._next_finished(self._wanted)
+        while batch is not None and not batch.grain_count and not batch.is_failed:
+            del self._batches[batch.batch]
+            del self._finished[batch.batch]
+            self._actions.append(Pass(batch.batch))
+            batch = self._next_finished(self._wanted)
         if batch is None:
             return
         self._wanted = None
@@ -446,11 +449,11 @@ class Scheduler:
         del self._finished[batch.batch]
         if batch.is_failed:
             if batch.slot is not None:
-                self._release(batch.slot)
+                self._slots.release(batch.slot)
             self._actions.append(DeliverError(batch.batch, batch.failed))
             return
         assert batch.slot is not None
-        self._slots[batch.slot] = SlotState.LEASED
+        self._slots.lease(batch.slot)
         self._actions.append(Deliver(batch.batch, batch.slot))
 
     def _next_finished(self, epoch: int) -> Batch | None:
@@ -488,7 +491,7 @@ class Scheduler:
                     if idle is None or batch.worker is not None:
                         return  # nothing else goes out until one has nothing else to do
                     worker = idle
-                if batch.slot is None and self._slots and not self._take_slot(batch):
+                if batch.slot is None and self._slots.states and not self._take_slot(batch):
                     return
                 self._send(batch, worker)
             if not batch.waiting:
@@ -534,7 +537,7 @@ class Scheduler:
 
     @property
     def _is_moving(self) -> bool:
-        return self._asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
+        return self._slots.asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
 
     def _unstick(self) -> None:
         """There is no memory for what the loop waits for: ask once more, take it from younger batches, or say so."""
@@ -543,9 +546,9 @@ class Scheduler:
                 self._roomy.setdefault(worker)
         if not self._has_asked_again:
             self._has_asked_again = True
-            self._is_growth_refused = False
+            self._slots.is_growth_refused = False
             self._serve_oldest()
-            self._is_growth_refused = True
+            self._slots.is_growth_refused = True
         for batch in reversed(tuple(self._batches.values())):
             if self._is_moving:
                 return
@@ -569,8 +572,8 @@ class Scheduler:
         """
         if batch.worker is not None or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
             return False
-        self._release(batch.slot)
-        self._is_growth_refused = True
+        self._slots.release(batch.slot)
+        self._slots.is_growth_refused = True
         batch.slot = None
         if not batch.is_failed:
             self._finished.pop(batch.batch, None)
@@ -581,10 +584,17 @@ class Scheduler:
         batch.must_regroup = False
         batch.loaded_count = 0
         batch.failed = None
+        batch.grain_count = batch.next_grain_count
         self._stop_waiting(batch)
         self._actions.append(Reload(batch.batch))
-        self._wait_again(batch, 0, batch.grain_count)
+        if batch.grain_count:
+            self._wait_again(batch, 0, batch.grain_count)
+            return
+        if batch.slot is not None:  # nothing is left of it; it is passed over in its turn
+            self._slots.release(batch.slot)
+            batch.slot = None
+        self._finished[batch.batch] = None
 
     def validate(self) -> None:
         """Check the invariants; for tests."""
-        check(self._batches, self._tasks, self._workers, self._slots, self._free)
+        check(self._batches, self._tasks, self._workers, self._slots.states, self._slots.free)

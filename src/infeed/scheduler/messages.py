@@ -46,6 +46,7 @@ class WorkerDied(NamedTuple):
     """The process is gone (not merely silent), so nothing of it can write into a slot any more."""
 
     worker: WorkerId
+    task: TaskId | None = None  # the one it was at, if it said so
 
 
 class TaskLoaded(NamedTuple):
@@ -78,6 +79,19 @@ class TaskMismatched(NamedTuple):
 class TaskFailed(NamedTuple):
     worker: WorkerId
     task: TaskId
+
+
+class BatchSpoiled(NamedTuple):
+    """A sample of the batch is bad. It was planned anew and is to be loaded again, from the beginning.
+
+    ``grain_count`` is what it has now: 0 if nothing is left of it, ``None`` if it is given up. ``task`` is the one that ended
+    with it, if a worker has said so; of a worker that died it is heard next that it did.
+    """
+
+    batch: BatchId
+    grain_count: int | None
+    worker: WorkerId | None = None
+    task: TaskId | None = None
 
 
 class SlotsAdded(NamedTuple):
@@ -122,6 +136,7 @@ Event: TypeAlias = (
     | TaskUnplaced
     | TaskMismatched
     | TaskFailed
+    | BatchSpoiled
     | SlotsAdded
     | GrowthRefused
     | PlaceRefused
@@ -176,10 +191,16 @@ class Deliver(NamedTuple):
 
 
 class DeliverError(NamedTuple):
-    """Raise, in the batch's turn, what went wrong with it: the report of ``task``, or the deaths of its workers."""
+    """Raise, in the batch's turn, what went wrong with it: the report of ``task``, or, without one, what its record says."""
 
     batch: BatchId
     task: TaskId | None
+
+
+class Pass(NamedTuple):
+    """It is the batch's turn, and nothing is left of it: all its samples were bad and left out."""
+
+    batch: BatchId
 
 
 class Forget(NamedTuple):
@@ -211,5 +232,5 @@ class FailMemory(NamedTuple):
 
 
 Action: TypeAlias = (
-    Send | Place | Drop | Grow | Deliver | DeliverError | Forget | Reload | StartWorker | FailWorkers | FailMemory
+    Send | Place | Drop | Grow | Deliver | DeliverError | Pass | Forget | Reload | StartWorker | FailWorkers | FailMemory
 )

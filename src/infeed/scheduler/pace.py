@@ -26,6 +26,10 @@ class Pace:
         self._away_ns = 0.0
         self._queue_ns = float(_QUEUE_NS)
 
+    @property
+    def grain_s(self) -> float:
+        return self._grain_ns / 1e9
+
     def learn_task(self, elapsed_ns: int, grain_count: int) -> None:
         per_grain = elapsed_ns / grain_count
         mean = self._grain_ns

@@ -25,8 +25,8 @@ class Batch:
     """A planned batch, until it is delivered or, if it was abandoned, until nothing writes into its slot any more."""
 
     __slots__ = (
-        "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "loaded_count",
-        "must_regroup", "slot", "task_count", "waiting", "worker",
+        "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "is_given_up",
+        "loaded_count", "must_regroup", "next_grain_count", "slot", "task_count", "waiting", "worker",
     )  # fmt: skip
 
     def __init__(self, batch: BatchId, epoch: int, grain_count: int, worker: WorkerId | None) -> None:
@@ -42,6 +42,8 @@ class Batch:
         self.failed_grain = 0
         self.death_count = 0
         self.must_regroup = False
+        self.next_grain_count = grain_count  # when it is begun again
+        self.is_given_up = False
         self.is_abandoned = False
 
     @property
@@ -50,7 +52,7 @@ class Batch:
 
     @property
     def is_failed(self) -> bool:
-        return self.failed is not None or self.death_count > BATCH_DEATHS
+        return self.failed is not None or self.is_given_up or self.death_count > BATCH_DEATHS
 
 
 @final

@@ -18,7 +18,10 @@ from infeed.torch.loader import DataLoader
 _MODULE: Final = "accelerate.data_loader"
 _KEY: Final = "_infeed_source"
 # What infeed's class takes beyond torch's.
-_OWN_OPTIONS: Final = ("seed", "worker", "memory_limit", "grain_size")
+_OWN_OPTIONS: Final = (
+    "seed", "worker", "memory_limit", "grain_size", "threads_per_worker",
+    "on_error", "error_budget", "retries", "sample_timeout", "hang_warning",
+)  # fmt: skip
 
 
 def keep_loaders() -> None:

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from infeed.config import WorkerKind
+from infeed.config import OnError, WorkerKind
+from infeed.ledger import BadSample
 from infeed.lineage import Lineage
 from infeed.torch.serving import config_of, core_of, iterator_of, known_core, plan_of, stop_workers
 
@@ -27,6 +28,15 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL.
         memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together.
         grain_size: samples that share one seed and are loaded by one worker; 1 gives each sample its own.
+        on_error: what to do with a sample that raises, or that kills its worker: ``"raise"``; ``"skip"`` leaves it out, and
+            its batch is smaller; ``"replace"`` puts another in its place, drawn from seed and position; or a function of
+            the exception and the index that returns one of these, called in this process. See ``bad_samples``.
+        error_budget: how many bad samples an epoch may have before it is an error all the same: a number, or a fraction.
+        retries: how often a sample that raises is asked for again before it is bad.
+        sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
+        hang_warning: after how many seconds at one sample a line in the log says where its worker is; by default 10, or 30
+            times what samples usually take; 0 says nothing.
+        threads_per_worker: threads that torch, NumPy, OpenCV and others may use in each worker process; torch's loader: 1.
 
     The other arguments are torch's.
     """
@@ -55,6 +65,12 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         worker: WorkerKind = "process",
         memory_limit: int | str | None = None,
         grain_size: int | None = None,
+        on_error: OnError = "raise",
+        error_budget: float | None = None,
+        retries: int = 0,
+        sample_timeout: float = 0,
+        hang_warning: float | None = None,
+        threads_per_worker: int = 1,
     ) -> None:
         newer = {} if in_order else {"in_order": in_order}  # torch has it since 2.6
         super().__init__(
@@ -82,6 +98,12 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.worker = worker
         self.memory_limit = memory_limit
         self.grain_size = grain_size
+        self.on_error = on_error
+        self.error_budget = error_budget
+        self.retries = retries
+        self.sample_timeout = sample_timeout
+        self.hang_warning = hang_warning
+        self.threads_per_worker = threads_per_worker
         # Of a factor that was asked for; torch's attribute has its default by now.
         self._infeed_prefetch = None if prefetch_factor is None else max(1, prefetch_factor * num_workers)
         config_of(self)  # wrong arguments are told now
@@ -100,6 +122,11 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one if there is none."""
         return core_of(self).epoch
+
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        """Samples that were left out or replaced because they could not be loaded; the latest thousand of all epochs."""
+        return core_of(self).bad_samples
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch; the sampler is told too, if it has ``set_epoch``."""

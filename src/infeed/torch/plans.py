@@ -18,7 +18,7 @@ from infeed.plan.batches import BatchPlan, given_batches, ordered_batch, ordered
 from infeed.plan.cursor import Cursor, Identity
 from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
 from infeed.plan.shards import Cut, Steps
-from infeed.planning import Plan
+from infeed.planning import Plan, substitute_in
 
 # States of a sampler that are kept, because what it yielded lies ahead of what the user was given.
 _SNAPSHOTS_KEPT: Final = 4096
@@ -119,6 +119,10 @@ class TorchPlan(Plan):
         steps = Steps(cursor.position, order.length, self.cut)
         number = step - cursor.step
         return ordered_batch(order, steps.piece(number)) if 0 <= number < steps.count else None
+
+    def substitute(self, epoch: int, drawn: int) -> Any:
+        order = self._own_order(epoch)
+        return None if order is None else substitute_in(order, drawn)
 
     def batch_count(self) -> int:
         return len(self._sampler)

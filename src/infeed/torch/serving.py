@@ -117,7 +117,13 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
         worker_init_fn=loader.worker_init_fn,
         memory_limit=getattr(loader, "memory_limit", None),
         grain_size=getattr(loader, "grain_size", None),
+        threads_per_worker=getattr(loader, "threads_per_worker", 1),
         start_method=_start_method(loader),
+        on_error=getattr(loader, "on_error", "raise"),
+        error_budget=getattr(loader, "error_budget", None),
+        retries=getattr(loader, "retries", 0),
+        sample_timeout=getattr(loader, "sample_timeout", 0),
+        hang_warning=getattr(loader, "hang_warning", None),
         is_torch=True,
     )
 

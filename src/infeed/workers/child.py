@@ -17,28 +17,38 @@ from typing import Final, NamedTuple, NoReturn, final
 from infeed.memory.inheriting import take_handed
 from infeed.memory.parcel import Parcel, receive
 from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
+from infeed.workers.board import UNKNOWN, Cell
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, calm_libraries, name_process
+from infeed.workers.insides import adopt_environment, flush_output, name_process, resident_bytes
 from infeed.workers.messages import (
+    Emptied,
     FromWorker,
     LoadFailed,
     LoadGrains,
     LoadNext,
     MapSegment,
+    PackedLoaded,
     PlaceTask,
+    RowsLoaded,
+    Stack,
     Started,
     StartFailed,
+    TellStack,
     ToWorker,
     UnmapSegment,
 )
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
-from infeed.workers.wire import DecodeError, TaskDecoder, encode_answer
+from infeed.workers.stacks import arm, main_stack
+from infeed.workers.threadpools import limit_pools
+from infeed.workers.wire import TELL_STACK, DecodeError, TaskDecoder, encode_answer
 
 # How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
 # that tiny batches cost twice as much.
 _ANSWER_NS: Final = 200_000
+# How often a worker notes its memory, for who asks why it was killed.
+_MEASURE_NS: Final = 100_000_000
 
 
 class Birth(NamedTuple):
@@ -48,8 +58,10 @@ class Birth(NamedTuple):
     parcel: Parcel
     segments: list[SegmentHandle]
     sys_path: list[str]
-    directory: str
+    directory: str | None
     environ: dict[str, str]
+    board: SegmentHandle
+    threads: int  # that libraries may use
 
 
 @final
@@ -91,16 +103,20 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     take_handed(fds[len(memory_fds) :])
     reader = open_reader(memory_fds[0] if memory_fds else None)
     segments = _MappedSegments(reader)
+    cell = Cell.over(reader.attach(birth.board), birth.spec.worker)
+    stack_fd = arm()
+    cell.start(UNKNOWN if stack_fd is None else stack_fd)
+    cell.note_memory(resident_bytes())
     doing = BUILDING
     try:
         adopt_environment(birth.environ)
+        limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
         _change_directory(birth.directory)
         for handle in birth.segments:
             segments.add(handle)
         source: Source = receive(birth.parcel, reader)
-        calm_libraries()
-        runner = Runner(birth.spec, source, segments)
+        runner = Runner(birth.spec, source, segments, cell)
         doing = "running worker_init_fn"
         runner.start()
     except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
@@ -111,17 +127,18 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     # The dataset will live as long as the process: the collector need not look at it again.
     gc.freeze()
     gc.enable()
+    cell.rest()
     try:
         end.send([_encoded(Started())])
-        _serve(end, runner, segments)
+        _serve(end, runner, segments, cell)
     except (EOFError, BrokenPipeError):
         return
 
 
-def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments) -> None:
+def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell) -> None:
     decoder = TaskDecoder()
     answers: list[bytes] = []
-    flushed = perf_counter_ns()
+    flushed = measured = 0
     while True:
         answer: FromWorker | None
         try:
@@ -140,6 +157,9 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments) -> None:
             end.send(answers)
             answers.clear()
             flushed = perf_counter_ns()
+            if flushed - measured > _MEASURE_NS:
+                measured = flushed
+                cell.note_memory(resident_bytes())
 
 
 def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:
@@ -150,6 +170,8 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
         case UnmapSegment(number):
             runner.forget_segment(number)
             segments.remove(number)
+            return None
+        case TellStack():
             return None
         case _:
             try:
@@ -164,16 +186,20 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
 def _encoded(answer: FromWorker) -> bytes:
     if isinstance(answer, LoadFailed):
         answer = answer._replace(failure=answer.failure.packed())
+    if isinstance(answer, LoadFailed | RowsLoaded | PackedLoaded | Emptied) and answer.bad:
+        answer = answer._replace(bad=tuple((row, failure.packed()) for row, failure in answer.bad))
     try:
         return encode_answer(answer)
     except Exception as error:  # an object in a sample that does not pickle
-        if isinstance(answer, Started | StartFailed):
+        if isinstance(answer, Started | StartFailed | Stack):
             raise
         failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
         return encode_answer(LoadFailed(answer.task, failure.packed()))
 
 
-def _change_directory(directory: str) -> None:
+def _change_directory(directory: str | None) -> None:
+    if directory is None:
+        return
     with suppress(OSError):  # it is gone, or may not be entered: then what is relative to it fails where it is used
         os.chdir(directory)
 
@@ -188,10 +214,12 @@ class ThreadedEnd(WorkerEnd):
     def __init__(self, end: WorkerEnd) -> None:
         self._end = end
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while a message goes out: two threads send
         threading.Thread(target=self._read, name="infeed:reader", daemon=True).start()
 
     def send(self, frames: list[bytes]) -> None:
-        self._end.send(frames)
+        with self._lock:
+            self._end.send(frames)
 
     def has_pending(self) -> bool:
         return not self._inbox.empty()
@@ -202,17 +230,17 @@ class ThreadedEnd(WorkerEnd):
     def _read(self) -> None:
         try:
             while True:
-                self._inbox.put(self._end.receive())
-        except EOFError:
+                frame = self._end.receive()
+                if frame == TELL_STACK:
+                    self.send([encode_answer(Stack(main_stack() or ""))])
+                else:
+                    self._inbox.put(frame)
+        except (EOFError, BrokenPipeError):
             leave()
 
 
 def leave(code: int = 0) -> NoReturn:
     """End this process now, with what was printed on the screen and without waiting for anything of the user's."""
     remove_attached_names()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
+    flush_output()
     os._exit(code)

@@ -14,6 +14,7 @@ class Death(NamedTuple):
     """A worker is gone, and cannot touch memory any more."""
 
     text: str  # "(pid 4711) was killed by SIGKILL"
+    cause: str | None = None  # who did it, if the kernel tells: "the container's memory limit ..."
 
 
 News: TypeAlias = tuple[WorkerId, FromWorker | Death]
@@ -51,6 +52,15 @@ class Crew(ABC):
 
     @abstractmethod
     def remove_segment(self, number: int) -> None: ...
+
+    def kill(self, worker: WorkerId) -> None:
+        """End a worker that does not come back. Its ``Death`` is heard of. Threads cannot be ended."""
+        del worker
+
+    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
+        """The Python stack of a worker, if it can be had within a moment."""
+        del worker, stack_fd
+        return None
 
     def pids(self) -> dict[WorkerId, int]:
         """Process numbers of the workers that are processes."""

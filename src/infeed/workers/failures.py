@@ -17,6 +17,8 @@ import cloudpickle
 
 from infeed.errors import SampleError
 
+# Letters of an error's text that are shown where many are listed.
+_LINE: Final = 200
 # What a worker does before it is ready; what goes wrong then is about the dataset's way here, not about its samples.
 BUILDING: Final = "building the dataset in a worker"
 
@@ -49,6 +51,12 @@ class Failure:
         # Short: the index may be a list of all the batch's.
         shown = None if index is None else reprlib.repr(index)
         return Failure(error, type(error).__name__, _text_of(error), "", doing, shown, position)
+
+    @property
+    def line(self) -> str:
+        """Kind and text in one short line."""
+        first = self.text.strip().splitlines()[:1]
+        return f"{self.kind}: {first[0][:_LINE]}" if first else self.kind
 
     def packed(self) -> Failure:
         """The same, fit to travel to another process."""

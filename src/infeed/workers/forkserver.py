@@ -17,6 +17,7 @@ assert sys.platform == "linux"
 from infeed.errors import WorkerStartError
 from infeed.workers.launch import start_interpreter
 from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
+from infeed.workers.threadpools import SERVER_THREADS
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
@@ -45,7 +46,7 @@ class ForkServer:
         with theirs:
             try:
                 self._process = start_interpreter(
-                    "infeed.workers.server:main", [theirs.fileno(), os.getpid()], pass_fds=(theirs.fileno(),)
+                    "infeed.workers.server:main", threads=SERVER_THREADS, pass_fds=[theirs.fileno()]
                 )
             except BaseException:
                 ours.close()
@@ -102,8 +103,8 @@ class ForkServer:
     def _gone(self) -> ServerGoneError:
         self._is_broken = True
         return ServerGoneError(
-            f"the fork server (pid {self._process.pid}) ended with exit code {self._process.poll()}; see its output above, "
-            "or use start_method='spawn'"
+            f"the fork server (pid {self._process.pid}, a process of {sys.executable}) ended with exit code "
+            f"{self._process.poll()}; see its output above, or use start_method='spawn'"
         )
 
     def kill(self, pid: int) -> None:
@@ -187,11 +188,11 @@ class _Registry:
                 server = self._server = ForkServer()
             return server
 
-    def close(self) -> None:
+    def close(self, *, only_dead: bool = False) -> None:
         with self._lock:
-            if self._server is not None:
+            if self._server is not None and not (only_dead and self._server.is_alive):
                 self._server.close()
-            self._server = None
+                self._server = None
 
     def reset_after_fork(self) -> None:
         # In the child: the lock may have been held by a thread that does not exist here.
@@ -212,3 +213,8 @@ def fork_server() -> ForkServer:
 def close_fork_server() -> None:
     """End this process's fork server, if it has one; the next loader that needs one starts it again."""
     _REGISTRY.close()
+
+
+def bury_fork_server() -> None:
+    """Let go of this process's fork server if it is dead: somebody killed it, and no loader has needed it since."""
+    _REGISTRY.close(only_dead=True)

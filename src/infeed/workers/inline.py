@@ -8,7 +8,7 @@ from typing import final
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew, News
-from infeed.workers.messages import MapSegment, Started, ToWorker, UnmapSegment
+from infeed.workers.messages import MapSegment, Started, TellStack, ToWorker, UnmapSegment
 from infeed.workers.runner import Runner, Work
 
 
@@ -25,7 +25,7 @@ class InlineCrew(Crew):
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         del worker
-        if not isinstance(message, MapSegment | UnmapSegment):
+        if not isinstance(message, MapSegment | UnmapSegment | TellStack):
             self._todo.append(message)
 
     def flush(self) -> None:

@@ -1,10 +1,8 @@
-"""What is different inside a process of ours: thread pools of one thread, a name, an end when its parent ends.
-
-Thread counts are set in the environment of the fresh interpreter, before any library has read them.
-"""
+"""What is different inside a process of ours: its environment, a name, an end when its parent ends."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import signal
@@ -14,24 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-# One thread each: there are as many workers as the user wants threads of work.
-THREAD_VARIABLES: Final = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "VECLIB_MAXIMUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "NUMEXPR_MAX_THREADS": "1",
-}
+from infeed.workers.threadpools import thread_variables
 
 # How often the parent is looked for where nothing tells of its end.
 _PARENT_LOOK_S: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
-def child_environment() -> dict[str, str]:
-    """The user's environment as it is now, for a process of ours."""
-    return {**os.environ, **THREAD_VARIABLES}
+def child_environment(threads: int) -> dict[str, str]:
+    """The user's environment as it is now, for a process of ours whose libraries are to use so many threads."""
+    return {**os.environ, **thread_variables(threads)}
 
 
 def adopt_environment(environ: dict[str, str]) -> None:
@@ -41,17 +31,39 @@ def adopt_environment(environ: dict[str, str]) -> None:
     os.environ.update(environ)
 
 
-def calm_libraries() -> None:
-    """One thread for libraries that do not listen to the environment."""
-    cv2 = sys.modules.get("cv2")
-    if cv2 is not None:
-        cv2.setNumThreads(0)
-        cv2.ocl.setUseOpenCL(False)
+def current_directory() -> str | None:
+    """The working directory; ``None`` if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def flush_output() -> None:
+    """Put what was printed on the screen; user code may have put anything in the place of the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def ignore_interrupts() -> None:
     """Ctrl+C belongs to the user's process, which tells its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def resident_bytes() -> int:
+    """How much memory this process has, or had at most where the platform tells only that; 0 if it tells nothing."""
+    if sys.platform == "linux":
+        try:
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * mmap.PAGESIZE
+        except (OSError, ValueError):
+            return 0
+    if sys.platform != "win32":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 0
 
 
 def name_process(name: str) -> None:

@@ -8,15 +8,19 @@ daemonic processes and from inside other pools.
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 from infeed.errors import WorkerStartError
 from infeed.memory.budget import process_limit
 from infeed.workers.insides import child_environment
+
+_CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
 
 
 @contextmanager
@@ -59,31 +63,86 @@ def _limit_met(number: int) -> str:
     return "the system has no memory for another process; use fewer workers, or worker='thread'"
 
 
-def start_interpreter(entry: str, arguments: list[int], *, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """Start a Python that imports ``module:function`` (``entry``) and calls it with these numbers.
+def start_interpreter(entry: str, *, threads: int, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a Python that imports ``module:function`` (``entry``) and calls it with the number of this process.
 
     Args:
-        pass_fds: descriptors (handles, on Windows) that the child inherits under the same numbers.
+        threads: how many the libraries in it may use.
+        pass_fds: descriptors (handles, on Windows) that the child inherits; their numbers there are its further arguments.
     """
-    if not sys.executable:
-        raise WorkerStartError(
-            "sys.executable='' names no Python interpreter to start workers with; use worker='thread' in an embedded Python"
-        )
+    with _above_standard(pass_fds) as fds:
+        return _start(entry, (os.getpid(), *fds), threads, fds)
+
+
+def _start(entry: str, arguments: tuple[int, ...], threads: int, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    python = _interpreter()
     module, function = entry.split(":")
     # No garbage is made by imports, and looking for it takes a tenth of the start; workers turn the collector on again.
     code = (
-        f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(*{arguments!r})"
+        f"import gc, sys; gc.disable(); sys.path[:] = {search_path()!r}; "
+        f"from {module} import {function}; {function}(*{arguments!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", code],
-        stdin=subprocess.DEVNULL,
-        env=child_environment(),
-        **_platform_options(pass_fds),
-    )
+    try:
+        return subprocess.Popen(
+            [python, *flags, "-c", code],
+            stdin=subprocess.DEVNULL,
+            # Of a daemon's, or a Windows program without a console. Else what is opened next would be taken for them.
+            stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
+            stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
+            env=child_environment(threads),
+            **_platform_options(fds),
+        )
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise WorkerStartError(f"{python!r} cannot be started as a worker's Python; {_CURE}") from error
+
+
+def search_path() -> list[str]:
+    """The user's ``sys.path``, so that it means the same in another process, after another ``os.chdir``.
+
+    Python finds modules of a relative entry where it was when it first looked there. Those that came from the working
+    directory itself (``""``) may have come from an earlier one, which is not on the path any more.
+    """
+    path = [
+        getattr(sys.path_importer_cache.get(entry), "path", entry) if entry and not os.path.isabs(entry) else entry
+        for entry in sys.path
+        if isinstance(entry, str)  # the import system passes over others, such as a Path, in silence
+    ]
+    if "" in path:
+        path += sorted({root for module in list(sys.modules.values()) if (root := _root_of(module)) is not None} - set(path))
+    return path
+
+
+def _root_of(module: ModuleType) -> str | None:
+    """The folder in which the import system found a module or package of the top level, if it was found in one."""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(spec, "origin", None)
+    if spec is None or "." in spec.name or not isinstance(file, str):
+        return None
+    folder = os.path.dirname(file)
+    root = os.path.dirname(folder) if spec.submodule_search_locations is not None else folder
+    return root if root in sys.path_importer_cache else None
+
+
+def _interpreter() -> str:
+    """The Python to start. Who embeds Python in another program names it to ``multiprocessing``, which is asked here too."""
+    spawn = sys.modules.get("multiprocessing.spawn")
+    named = None if spawn is None else spawn.get_executable()
+    if named and os.fsdecode(named) != sys.executable:
+        return os.fsdecode(named)
+    if not sys.executable:
+        raise WorkerStartError(f"sys.executable={sys.executable!r} names no Python to start workers with; {_CURE}")
+    if getattr(sys, "frozen", False):
+        # It would run the whole program again, once for every worker, and each of these its own workers.
+        raise WorkerStartError(f"sys.executable={sys.executable!r} is a frozen program and no Python for workers; {_CURE}")
+    return sys.executable
 
 
 if sys.platform == "win32":
+
+    @contextmanager
+    def _above_standard(handles: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        yield tuple(handles)  # handles are no small numbers that mean something
 
     def _platform_options(handles: tuple[int, ...]) -> dict[str, Any]:
         startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(handles)})
@@ -91,6 +150,21 @@ if sys.platform == "win32":
         return {"startupinfo": startup, "creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 else:
+
+    @contextmanager
+    def _above_standard(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """These descriptors, those that have the numbers of standard streams under others.
+
+        A process whose own streams are closed is given their numbers for whatever it opens. The child has streams there.
+        """
+        import fcntl
+
+        copies = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds if fd < 3}
+        try:
+            yield tuple(copies.get(fd, fd) for fd in fds)
+        finally:
+            for copy in copies.values():
+                os.close(copy)
 
     def _platform_options(fds: tuple[int, ...]) -> dict[str, Any]:
         # A process group of its own gets no Ctrl+C from the terminal, not even while it starts.

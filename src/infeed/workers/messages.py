@@ -30,6 +30,7 @@ class LoadGrains(NamedTuple):
     layout: Layout | None  # what is expected; None while unknown
     is_whole: bool  # this task is the whole batch: the worker is free in the layout
     indices: Indices | list[Any]  # of this task
+    is_careful: bool = False  # a worker died with it: note each sample
 
 
 class LoadNext(NamedTuple):
@@ -78,7 +79,11 @@ class UnmapSegment(NamedTuple):
     number: int
 
 
-ToWorker: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask | MapSegment | UnmapSegment
+class TellStack(NamedTuple):
+    """Say where you are; answered also while user code runs, where the platform has no better way."""
+
+
+ToWorker: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask | MapSegment | UnmapSegment | TellStack
 
 
 # --- from a worker --------------------------------------------------------------------------------------------------
@@ -102,6 +107,7 @@ class RowsLoaded(NamedTuple):
     beside: list[list[Any]]
     shards_itself: bool = False  # of a stream: the dataset asked which worker it is in
     stream_state: Any = None  # of a stream that can say where it is: after these rows
+    bad: tuple[tuple[int, Failure], ...] = ()  # elements of a stream that were left out before these rows, or among them
 
 
 class PackedLoaded(NamedTuple):
@@ -113,6 +119,7 @@ class PackedLoaded(NamedTuple):
     packed: Packed | Handed  # handed over by workers of this process
     shards_itself: bool = False
     stream_state: Any = None
+    bad: tuple[tuple[int, Failure], ...] = ()
 
 
 class Unplaced(NamedTuple):
@@ -134,12 +141,20 @@ class Emptied(NamedTuple):
 
     task: TaskId
     shards_itself: bool = False
+    bad: tuple[tuple[int, Failure], ...] = ()
 
 
 class LoadFailed(NamedTuple):
     task: TaskId
     failure: Failure
     row_count: int = 0  # of a stream: elements that were read for it; fewer than asked for if the stream itself failed
+    bad: tuple[tuple[int, Failure], ...] = ()  # rows of the batch that cannot be loaded, if they are to be mended
 
 
-FromWorker: TypeAlias = Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed
+class Stack(NamedTuple):
+    """Where the worker is, as text: the answer to ``TellStack``."""
+
+    text: str
+
+
+FromWorker: TypeAlias = Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed | Stack

@@ -17,21 +17,25 @@ from typing import Final, Literal, NoReturn, final
 
 from infeed.errors import ConfigError
 from infeed.memory.parcel import Parcel
+from infeed.memory.pressure import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.board import Board
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, die_with_parent, ignore_interrupts, watch_parent
-from infeed.workers.launch import explaining_limits, start_interpreter
-from infeed.workers.messages import MapSegment, ToWorker, UnmapSegment
+from infeed.workers.insides import child_environment, current_directory, die_with_parent, ignore_interrupts, watch_parent
+from infeed.workers.launch import explaining_limits, search_path, start_interpreter
+from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
+from infeed.workers.stacks import take as take_stack
+from infeed.workers.threadpools import modules_for
 from infeed.workers.wire import TaskEncoder, decode_answer
 
 if sys.platform == "linux":
-    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, fork_server
+    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, bury_fork_server, fork_server
 if sys.platform != "win32":
     from infeed.workers.pipes import PipeEnd, PipeLink
 
@@ -39,8 +43,9 @@ _LOG: Final = logging.getLogger("infeed")
 # How long close() lets workers end by themselves before it kills them. An idle one needs a millisecond; one in user code may
 # never come back, and Ctrl+C must not feel dead.
 _CLOSE_S: Final = 0.5
-
-_SIGKILL: Final = 9  # Windows has no name for it
+_SIGKILL: Final = 9  # not in `signal` on Windows
+# How long a worker has to say where it is.
+_STACK_S: Final = 0.5
 
 StartMethod = Literal["auto", "forkserver", "spawn"]
 
@@ -124,33 +129,48 @@ class _Member:
 @final
 class ProcessCrew(Crew):
     def __init__(
-        self, *, parcel: Parcel, store: SegmentStore, specs: dict[WorkerId, WorkerSpec], start_method: StartMethod
+        self,
+        *,
+        parcel: Parcel,
+        store: SegmentStore,
+        board: Board,
+        specs: dict[WorkerId, WorkerSpec],
+        start_method: StartMethod,
+        threads: int,
     ) -> None:
         self._parcel = parcel
+        self._board = board
         self._store = store
         self._specs = specs
+        self._threads = threads
         self._uses_fork = uses_fork(start_method)
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
+        self._early: list[News] = []  # heard while a stack was waited for
+        self._oom = OomWatch()
         with explaining_limits():
             self._poller = open_poller()
         self._owner_pid = os.getpid()
         # Looked for once: it goes through everything that the user's modules have imported.
-        self._preload = preloadable(parcel.modules) if self._uses_fork else []
+        self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
+        assert self._board.handle is not None
         with explaining_limits():
             link, process = self._start_process()
         birth = Birth(
             self._specs[worker],
             self._parcel,
             list(self._segments.values()),
-            list(sys.path),
-            os.getcwd(),
-            child_environment(),
+            search_path(),
+            current_directory(),
+            child_environment(self._threads),
+            self._board.handle,
+            self._threads,
         )
+        self._board.clear(worker)
         self._members[worker] = _Member(link, process)
         self._worker_of[link] = worker
         self._poller.add(link)
@@ -171,14 +191,40 @@ class ProcessCrew(Crew):
 
     def receive(self, timeout_s: float | None) -> list[News]:
         self.flush()
-        news: list[News] = []
-        for link in self._poller.wait(timeout_s):
+        news, self._early = self._early, []
+        for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
             try:
                 news.extend((worker, decode_answer(frame)) for frame in link.receive())
             except EOFError:
                 news.append((worker, self._bury(worker)))
         return news
+
+    def kill(self, worker: WorkerId) -> None:
+        member = self._members.get(worker)
+        if member is not None:
+            member.process.kill()
+
+    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
+        member = self._members.get(worker)
+        if member is None:
+            return None
+        if stack_fd >= 0:
+            return take_stack(member.process.pid, stack_fd)
+        if self._uses_fork:
+            return None
+        self.send(worker, TellStack())
+        deadline = time.monotonic() + _STACK_S
+        heard: list[News] = []
+        text: str | None = None
+        while text is None and (left_s := deadline - time.monotonic()) > 0:
+            for news in self.receive(left_s):
+                if isinstance(news[1], Stack):
+                    text = news[1].text
+                else:
+                    heard.append(news)
+        self._early = heard
+        return text or None
 
     def add_segment(self, handle: SegmentHandle) -> None:
         self._segments[handle.number] = handle
@@ -218,6 +264,8 @@ class ProcessCrew(Crew):
             for member in members:
                 member.process.kill()
             raise
+        if sys.platform == "linux" and self._uses_fork:
+            bury_fork_server()
 
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
@@ -232,7 +280,8 @@ class ProcessCrew(Crew):
             # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
             member.process.kill()
             code = member.process.wait(_CLOSE_S)
-        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}")
+        verdict = self._oom.verdict() if code == -_SIGKILL else None
+        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict)
 
     def _start_process(self) -> tuple[Link, _Process]:
         if sys.platform == "linux" and self._uses_fork:
@@ -272,9 +321,9 @@ class ProcessCrew(Crew):
             # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
             # that is killed removes no names.
             is_bound = threading.current_thread() is threading.main_thread() and descriptor is not None
+            entry = "infeed.workers.process:spawned_bound" if is_bound else "infeed.workers.process:spawned"
             try:
-                arguments = [os.getpid(), int(is_bound), *fds]
-                return link, _SpawnedProcess(start_interpreter("infeed.workers.process:spawned", arguments, pass_fds=fds))
+                return link, _SpawnedProcess(start_interpreter(entry, threads=self._threads, pass_fds=fds))
             except BaseException:
                 link.close()
                 raise
@@ -287,7 +336,7 @@ class ProcessCrew(Crew):
         with theirs:
             handles = (theirs.fileno(), *shared)
             try:
-                process = start_interpreter("infeed.workers.connections:spawned", [os.getpid(), *handles], pass_fds=handles)
+                process = start_interpreter("infeed.workers.connections:spawned", threads=self._threads, pass_fds=handles)
             except BaseException:
                 connection.close()
                 raise
@@ -307,11 +356,17 @@ if sys.platform != "win32":
             raise
         return PipeLink(task_write, done_read), task_read, done_write
 
-    def spawned(parent_pid: int, is_bound: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
+    def spawned_bound(*arguments: int) -> NoReturn:
+        """Entry point of a spawned worker that the kernel ends with its parent.
+
+        Threads, as in the other, do not run while native code of the user's keeps the GIL.
+        """
+        die_with_parent()
+        spawned(*arguments)
+
+    def spawned(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
         """Entry point of a spawned worker."""
         ignore_interrupts()
-        if is_bound:
-            die_with_parent()  # threads, as below, do not run while native code of the user's keeps the GIL
         watch_parent(parent_pid, leave)
         seed_lazily()
         run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), fds)
@@ -321,8 +376,6 @@ if sys.platform != "win32":
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "vanished"
-    if code == -_SIGKILL:
-        return "was killed by SIGKILL (by someone, or by the system because memory was short)"
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

@@ -10,11 +10,7 @@ Three outcomes of loading rows under an expected layout:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import islice
 from mmap import mmap
-from operator import getitem, length_hint
 from time import perf_counter_ns
 from typing import Any, Final, Protocol, TypeAlias, assert_never, final
 
@@ -26,9 +22,11 @@ from infeed.batch.tree import Sample
 from infeed.errors import CollateError, InternalError
 from infeed.memory.arena import Block
 from infeed.plan.order import plain_indices
-from infeed.plan.seeds import derive, mix
+from infeed.plan.seeds import derive
 from infeed.scheduler.messages import TaskId
+from infeed.workers.board import Cell
 from infeed.workers.failures import Failure
+from infeed.workers.fetching import Fetcher, LoadError
 from infeed.workers.hearers import Hearers
 from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked, tell_torch
 from infeed.workers.messages import (
@@ -46,7 +44,7 @@ from infeed.workers.messages import (
     Unplaced,
 )
 from infeed.workers.places import Place, swap_place
-from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed, torch_seed
+from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import StreamShare, open_share
 
@@ -65,15 +63,6 @@ class Segments(Protocol):
     def memory(self, segment: int) -> mmap: ...
 
 
-class _LoadError(Exception):
-    """User code raised; the cause is what it raised. Internal."""
-
-    def __init__(self, doing: str, index: Any, position: int | None) -> None:
-        super().__init__(doing, index, position)
-        self.doing, self.index, self.position = doing, index, position
-        self.row_count = 0  # of a stream: elements that were read
-
-
 @final
 class _Held:
     """Samples that wait for a place."""
@@ -86,37 +75,29 @@ class _Held:
         self.elapsed_ns = 0  # what loading took; waiting for a place does not count
         self.shards_itself = False
         self.stream_state: Any = None
+        self.bad: tuple[tuple[int, Failure], ...] = ()  # elements of a stream that were left out
 
 
 @final
 class Runner:
     """Does what messages ask, one after another. Belongs to one worker."""
 
-    def __init__(self, spec: WorkerSpec, source: Source, segments: Segments) -> None:
+    def __init__(self, spec: WorkerSpec, source: Source, segments: Segments, cell: Cell | None = None) -> None:
         self._spec = spec
         self._source = source
         self._segments = segments
         self._held: dict[TaskId, _Held] = {}
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
         self._layouts_alive: dict[int, Layout] = {}
-        # Bound once, as `dataset[index]` finds it: on the class.
-        getter = getattr(type(source.dataset), "__getitem__", None)
-        self._get: Callable[[Any], Sample] = _not_indexed
-        if not source.is_stream:
-            self._get = getter.__get__(source.dataset) if getter is not None else partial(getitem, source.dataset)
         self._share: StreamShare | None = None
         self._opened: OpenStream | None = None
         self._is_stream_known = True
         self._place_now = Place()
-        self._seeds_torch = True
+        self._cell = cell
+        self._fetcher = Fetcher(spec, source, self._place_now, cell)
         self._hearers = Hearers(source.dataset, source.collate_fn)
         self._began = 0
         self._epoch = -1  # the one that tasks were last of
-        self._epoch_seed = 0
-        self._is_fetched_together = source.is_batched and source.making is not Making.SINGLE
-        self._fetch: Callable[[list[Any], int], list[Sample]] = (
-            self._fetch_together if self._is_fetched_together else self._fetch_singly
-        )
 
     def start(self) -> None:
         """Make this thread the worker, and run the user's ``worker_init_fn`` in it."""
@@ -129,8 +110,7 @@ class Runner:
         if self._source.worker_init_fn is not None:
             self._source.worker_init_fn(spec.worker)
         if spec.torch_seed is not None and spec.seeding is Seeding.SET:
-            # Who seeds torch in worker_init_fn wants that seed, as with torch's loader.
-            self._seeds_torch = torch_seed() in (None, spec.worker_seed)
+            self._fetcher.keep_torch_seed()
 
     def handle(self, message: Work) -> FromWorker | None:
         """Do one thing; the answer, if it has one. What user code raises is in the answer."""
@@ -157,36 +137,41 @@ class Runner:
 
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
         self._began = perf_counter_ns()
+        if self._cell is not None:
+            self._cell.begin(message.task)
         before = swap_place(self._place_now)
         try:
             if self._spec.seeding is Seeding.LEND:
                 with lent_generators():
-                    return self._load_now(message)
-            return self._load_now(message)
-        except _LoadError as error:
-            cause = error.__cause__
-            assert cause is not None
-            failure = Failure.of(cause, error.doing, index=error.index, position=error.position)
-            return LoadFailed(message.task, failure, error.row_count)
+                    answer = self._load_now(message)
+            else:
+                answer = self._load_now(message)
+            if self._cell is not None:
+                self._fetcher.learn(self._elapsed(), message.row_count)
+            return answer
+        except LoadError as error:
+            return LoadFailed(message.task, error.failure(), error.row_count, error.bad)
         finally:
             swap_place(before)
+            if self._cell is not None:
+                self._cell.rest()
 
     def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
         if message.epoch != self._epoch:
             self._epoch = message.epoch
-            self._epoch_seed = derive(self._spec.seed, message.epoch)
+            self._fetcher.epoch_seed = derive(self._spec.seed, message.epoch)
         if self._hearers:
             self._tell_epoch(message.epoch)
         return self._load_grains(message) if isinstance(message, LoadGrains) else self._load_next(message)
 
     def _tell_epoch(self, epoch: int) -> None:
         for hearer in self._hearers.untold(epoch):
-            self._seed(_TELLING)
-            self._place_now.at_collation(self._epoch_seed, _TELLING)
+            self._fetcher.seed(_TELLING)
+            self._place_now.at_collation(self._fetcher.epoch_seed, _TELLING)
             try:
                 self._hearers.tell(hearer, epoch)
             except Exception as error:
-                raise _LoadError(f"telling it about epoch {epoch} (set_epoch)", None, None) from error
+                raise LoadError(f"telling it about epoch {epoch} (set_epoch)", None, None) from error
 
     def _elapsed(self) -> int:
         return perf_counter_ns() - self._began
@@ -197,7 +182,7 @@ class Runner:
             return self._gather(message)
         if making is Making.ROWS:
             return self._load_rows(message)
-        samples = self._fetch_grains(message)
+        samples = self._fetcher.grains(message)
         return self._pack(message, samples, message.row_count, plain_indices(message.indices))
 
     def _gather(self, message: LoadGrains) -> FromWorker:
@@ -220,22 +205,22 @@ class Runner:
 
     def _load_rows(self, message: LoadGrains) -> FromWorker:
         is_torch = self._source.torch_collate is not None
-        if is_torch and (self._is_fetched_together or not len(message.indices)):
+        if is_torch and (self._fetcher.is_together or not len(message.indices)):
             # What __getitems__ returns is what is collated, however many they are; and so is nothing at all.
-            samples = self._fetch_grains(message)
+            samples = self._fetcher.grains(message)
             if len(samples) != message.row_count or not samples:
                 return self._pack(message, samples, len(samples), plain_indices(message.indices))
             return self._write_fetched(message, samples)
         writer = self._writer(message.block, message.layout, message.row_count)
         if writer is None:
-            samples = self._fetch_grains(message)
+            samples = self._fetcher.grains(message)
         else:
             beside = writer.new_beside()
             row = message.first_row
             fits = True
             # Where nothing is seeded a sample must not be loaded twice, so none is forgotten before all are known to fit.
             chunk_rows = len(message.indices) if self._spec.seeding is Seeding.LEAVE else writer.chunk_rows
-            for samples in self._chunks(message, chunk_rows):
+            for samples in self._fetcher.chunks(message, chunk_rows):
                 try:
                     writer.write(row, samples, beside)
                 except RowMismatch:
@@ -248,7 +233,7 @@ class Runner:
                 return Mismatched(message.task)
             if len(samples) < len(message.indices):
                 # Some rows are written and forgotten. Seeds make it harmless to load them again.
-                samples = self._fetch_grains(message)
+                samples = self._fetcher.grains(message)
         return self._place_fetched(message, samples)
 
     def _write_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
@@ -285,7 +270,7 @@ class Runner:
         try:
             layout = infer_layout(samples, indices) if self._source.torch_collate is None else torch_layout(samples)
         except CollateError as error:
-            raise _LoadError("collating samples", indices, None) from error
+            raise LoadError("collating samples", indices, None) from error
         assert layout is not None
         _, nbytes = layout.offsets(row_count)
         held = _Held(first_row, row_count, samples, layout, None)
@@ -299,13 +284,15 @@ class Runner:
         if held.packing is not None:
             held.packing.write(self._segments.memory(block.segment), block.offset)
             return PackedLoaded(
-                task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state
+                task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state, held.bad
             )
         writer = self._writer(block, held.layout, held.row_count)
         assert writer is not None
         beside = writer.new_beside()
         writer.write_any(held.first_row, held.samples, beside)
-        return RowsLoaded(task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state)
+        return RowsLoaded(
+            task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state, held.bad
+        )
 
     def _place(self, task: TaskId, block: Block, layout: Layout | None) -> FromWorker | None:
         held = self._held.pop(task, None)
@@ -323,17 +310,17 @@ class Runner:
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         collate = source.collate_fn or source.torch_collate
         if collate is not None:
-            self._place_now.at_collation(self._epoch_seed, message.first_position)
+            self._place_now.at_collation(self._fetcher.epoch_seed, message.first_position)
             try:
                 tree = collate(tree)
             except Exception as error:
-                raise _LoadError("collate_fn ran on the batch of", indices, None) from error
+                raise LoadError("collate_fn ran on the batch of", indices, None) from error
         try:
             # To torch's users what is made in their own process is handed over as it is, with its graph and its identity.
             is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"
             packing = Handed(tree) if is_handed else Packing(tree)
         except Exception as error:  # the user's objects may refuse in any way
-            raise _LoadError("sending the batch of", indices, None) from error
+            raise LoadError("sending the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
             held = self._held[task] = _Held(0, row_count, samples, None, packing)
             held.elapsed_ns = self._elapsed()
@@ -359,58 +346,6 @@ class Runner:
             self._layouts_alive[id(layout)] = layout
         return writer
 
-    # --- fetching samples
-
-    def _chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
-        """Samples of a task in order, some ``chunk_rows`` at a time, each grain under its own seed."""
-        indices = plain_indices(message.indices)
-        position = message.first_position + message.first_row
-        grain_size = self._spec.grain_size
-        # What is fetched together is one call for each grain, however it is written.
-        fetch_rows = grain_size if self._is_fetched_together else chunk_rows
-        chunk: list[Sample] = []
-        for begin in range(0, len(indices), grain_size):
-            self._seed(position + begin)
-            stop = min(begin + grain_size, len(indices))
-            for start in range(begin, stop, fetch_rows):
-                chunk += self._fetch(indices[start : min(start + fetch_rows, stop)], position + start)
-                if len(chunk) >= chunk_rows:
-                    yield chunk
-                    chunk = []
-        if chunk:
-            yield chunk
-
-    def _fetch_grains(self, message: LoadGrains) -> list[Sample]:
-        return [sample for chunk in self._chunks(message, len(message.indices)) for sample in chunk]
-
-    def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
-        # Runs in C; on an exception the iterator tells how far it came.
-        rest = iter(indices)
-        self._place_now.at_rows(self._epoch_seed, position, len(indices), rest)
-        try:
-            samples = list(map(self._get, rest))
-            if len(samples) != len(indices):
-                raise RuntimeError("the dataset raised StopIteration")
-        except Exception as error:
-            row = len(indices) - length_hint(rest) - 1
-            raise _LoadError("loading sample", indices[row], position + row) from error
-        return samples
-
-    def _fetch_together(self, indices: list[Any], position: int) -> list[Sample]:
-        self._place_now.at_rows(self._epoch_seed, position, len(indices), None)
-        try:
-            samples = list(self._source.dataset.__getitems__(indices))
-            if len(samples) != len(indices) and self._source.torch_collate is None:
-                raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
-        except Exception as error:
-            raise _LoadError("loading samples", indices, position) from error
-        return samples
-
-    def _seed(self, place: int) -> None:
-        """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
-        if self._spec.seeding is not Seeding.LEAVE:
-            seed_generators(mix(self._epoch_seed ^ place), with_torch=self._seeds_torch)
-
     # --- streams
 
     def _open_stream(self, message: OpenStream) -> None:
@@ -425,52 +360,40 @@ class Runner:
         try:
             if self._share is None:
                 assert self._opened is not None
-                self._seed(derive(self._spec.share))
+                self._fetcher.seed(derive(self._spec.share))
                 self._share = open_share(self._source.dataset, self._spec.cut, self._opened, message.row_count)
                 # What was delivered before is read again as it was then, batch by batch: its random numbers must be drawn too.
                 for begin in self._share.skipped:
                     wanted = min(message.row_count, self._share.skipped.stop - begin)
                     forgotten: list[Sample] = []
-                    self._read(begin, wanted, forgotten)
+                    self._fetcher.read(self._share, begin, wanted, forgotten)
                     if len(forgotten) < wanted:
                         break  # there is less than there was
-            self._read(message.first_position, message.row_count, samples)
+                self._fetcher.take_bad_elements()  # they were counted then
+            self._fetcher.read(self._share, message.first_position, message.row_count, samples)
             state = self._share.state()
         except Exception as error:
             self._share = StreamShare()  # as a generator that raised: it has ended
-            raise _LoadError("reading the stream", f"element {message.first_position + len(samples)}", None) from error
+            raise LoadError("reading the stream", f"element {message.first_position + len(samples)}", None) from error
         asked = take_was_asked()
         if not self._is_stream_known:
             self._is_stream_known = True
             if not asked:
                 self._set_info(1)  # nobody else will read: should it ask later, it must not leave anything out
+        bad = self._fetcher.take_bad_elements()
         if not samples:
-            return Emptied(message.task, asked)
+            return Emptied(message.task, asked, bad)
         try:
             answer = self._make_streamed(message, samples)
-        except _LoadError as error:
+        except LoadError as error:
             error.row_count = len(samples)
             raise
         if isinstance(answer, RowsLoaded | PackedLoaded):
-            return answer._replace(shards_itself=asked, stream_state=state)
+            return answer._replace(shards_itself=asked, stream_state=state, bad=bad)
         if message.task in self._held:
             held = self._held[message.task]
-            held.shards_itself, held.stream_state = asked, state
+            held.shards_itself, held.stream_state, held.bad = asked, state, bad
         return answer
-
-    def _read(self, position: int, count: int, samples: list[Sample]) -> None:
-        """Append the next elements of the stream, each grain under its own seed, until there are ``count`` or it ends."""
-        assert self._share is not None
-        share = self._spec.share
-        self._place_now.at_stream(derive(self._epoch_seed, share), position, samples)
-        while len(samples) < count:
-            wanted = min(len(samples) + self._spec.grain_size, count)
-            self._seed(derive(position + len(samples), share))
-            # Not extend: what came before an exception is to be counted.
-            for sample in islice(self._share.elements, wanted - len(samples)):
-                samples.append(sample)
-            if len(samples) < wanted:
-                return
 
     def _make_streamed(self, message: LoadNext, samples: list[Sample]) -> FromWorker:
         indices = list(range(message.first_position, message.first_position + len(samples)))
@@ -497,7 +420,3 @@ class Runner:
         set_worker_info(info)
         if spec.torch_seed is not None and spec.seeding is Seeding.SET:
             tell_torch(info)
-
-
-def _not_indexed(_index: Any) -> Sample:
-    raise InternalError("a stream was asked for an index; this is a bug in infeed")

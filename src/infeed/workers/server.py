@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 assert sys.platform == "linux"
 
 from infeed.workers.child import leave, run_worker
-from infeed.workers.insides import die_with_parent, ignore_interrupts, name_process, open_process
+from infeed.workers.insides import die_with_parent, flush_output, ignore_interrupts, name_process, open_process
 from infeed.workers.pipes import PipeEnd
 from infeed.workers.seeding import seed_lazily
 
@@ -31,6 +31,7 @@ from infeed.workers.seeding import seed_lazily
 _IDLE_S: Final = 120.0
 _HEAD: Final = struct.Struct("<I")
 _RULE: Final = "a process with threads cannot be forked safely"
+_AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
 _MAX_FDS: Final = 200  # of one message; the kernel takes 253
 
 
@@ -96,7 +97,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
     return pickle.loads(body), list(fds)
 
 
-def main(fd: int, parent_pid: int) -> NoReturn:
+def main(parent_pid: int, fd: int) -> NoReturn:
     """Serve the process at the other end of socket ``fd``, until it is gone."""
     name_process("infeed:server")
     ignore_interrupts()
@@ -113,7 +114,7 @@ class _Server:
         # Readable when the user's process has ended, also if a forked child of it holds the other end of the socket.
         self._parent = parent
         self._children: set[int] = set()
-        self._culprits: list[str] = []
+        self._culprits: list[str] = [_AT_START] if _thread_count() > 1 else []
         self._tried: set[str] = set()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -175,8 +176,7 @@ class _Server:
         why = self._why_not()
         pid = -1
         if why is None:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_output()
             try:
                 pid = os.fork()
             except OSError as error:
@@ -197,7 +197,7 @@ class _Server:
         if count == 0:
             return f"without /proc nobody knows which libraries started threads, and {_RULE}"
         if count > 1:
-            return f"{', '.join(self._culprits) or 'something unknown'} started threads when it was imported, and {_RULE}"
+            return f"{', '.join(self._culprits) or 'unknown'} started threads in the fork server, and {_RULE}"
         return None
 
     def _become_worker(self, fds: list[int]) -> NoReturn:

@@ -61,6 +61,9 @@ class WorkerSpec:
     seeding: Seeding
     cut: Cut  # how a stream is shared with other ranks
     kind: Literal["inline", "thread", "process"]
+    retries: int = 0  # how often a sample that raises is asked for again
+    mends: bool = False  # bad samples are left out or replaced: tell of all that a task has
+    is_watched: bool = False  # samples have a time limit: note each
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property

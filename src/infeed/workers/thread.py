@@ -22,11 +22,13 @@ from infeed.workers.messages import (
     PlaceTask,
     Started,
     StartFailed,
+    TellStack,
     ToWorker,
     UnmapSegment,
 )
 from infeed.workers.runner import Runner
 from infeed.workers.seeding import generator_states
+from infeed.workers.stacks import thread_stack
 
 _LOG: Final = logging.getLogger("infeed")
 # How long close() waits for threads in user code. They cannot be stopped, and they are daemons: longer gains nothing, shorter
@@ -43,6 +45,7 @@ class ThreadCrew(Crew):
         self._make_runner = make_runner
         self._inboxes: dict[WorkerId, _Inbox] = {}
         self._threads: list[threading.Thread] = []
+        self._idents: dict[WorkerId, int | None] = {}
         self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
 
     def start(self, worker: WorkerId) -> None:
@@ -53,6 +56,7 @@ class ThreadCrew(Crew):
         with explaining_limits():
             thread.start()
         self._threads.append(thread)
+        self._idents[worker] = thread.ident
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         if not isinstance(message, MapSegment):
@@ -60,6 +64,10 @@ class ThreadCrew(Crew):
 
     def flush(self) -> None:
         return
+
+    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
+        del stack_fd
+        return thread_stack(self._idents.get(worker))
 
     def receive(self, timeout_s: float | None) -> list[News]:
         try:
@@ -109,7 +117,7 @@ def _work(
         if isinstance(message, UnmapSegment):
             runner.forget_segment(message.number)
             continue
-        assert not isinstance(message, MapSegment)
+        assert not isinstance(message, MapSegment | TellStack)
         # While the first task is loaded, the user's loop waits for it: whoever draws is the dataset.
         before = generator_states() if is_first and isinstance(message, LoadGrains | LoadNext) else None
         try:

@@ -25,8 +25,10 @@ from infeed.workers.messages import (
     LoadNext,
     PlaceTask,
     RowsLoaded,
+    Stack,
     Started,
     StartFailed,
+    TellStack,
     ToWorker,
 )
 
@@ -34,7 +36,9 @@ _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
 _NUMBER: Final = struct.Struct("<q")
 
-_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED = range(6)
+_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK = range(7)
+# Short, because the thread that reads a worker's pipe compares every message with it.
+TELL_STACK: Final = bytes([_TELL_STACK])
 _NONE: Final = -1
 # Layouts that are known by number; beyond, the table begins anew. A loader whose every batch has another layout must not
 # grow it without end.
@@ -52,7 +56,7 @@ class TaskEncoder:
     def encode(self, message: ToWorker, frames: list[bytes]) -> None:
         """Append the frames of a message."""
         if isinstance(message, LoadGrains):
-            task, epoch, position, row_count, first_row, block, layout, is_whole, indices = message
+            task, epoch, position, row_count, first_row, block, layout, is_whole, indices, is_careful = message
             number = self._number(layout, frames)
             segment, offset, size = block or (_NONE, _NONE, _NONE)
             if isinstance(indices, np.ndarray):
@@ -60,8 +64,13 @@ class TaskEncoder:
             else:
                 tag, body = _GRAINS_PICKLED, dumps_by_value(indices)
             frames.append(
-                _TASK.pack(tag, task, epoch, position, row_count, first_row, segment, offset, size, number, is_whole) + body
+                _TASK.pack(
+                    tag, task, epoch, position, row_count, first_row, segment, offset, size, number, is_whole + 2 * is_careful
+                )
+                + body
             )
+        elif isinstance(message, TellStack):
+            frames.append(TELL_STACK)
         elif isinstance(message, LoadNext | PlaceTask):
             number = self._number(message.layout, frames)
             frames.append(bytes([_OTHER]) + dumps((number, message._replace(layout=None))))
@@ -108,16 +117,19 @@ class TaskDecoder:
         """
         tag = frame[0]
         if tag in (_GRAINS, _GRAINS_PICKLED):
-            _, number, epoch, position, row_count, first_row, *where, layout, whole = _TASK.unpack_from(frame)
+            _, number, epoch, position, row_count, first_row, *where, layout, flags = _TASK.unpack_from(frame)
             task = TaskId(number)
             body = memoryview(frame)[_TASK.size :]
             indices = np.frombuffer(body, dtype=np.int64) if tag == _GRAINS else _loaded(task, body)
             block = None if where[0] == _NONE else Block(*where)
             known = self._layout(task, layout)
-            return LoadGrains(task, epoch, position, row_count, first_row, block, known, bool(whole), indices)
+            is_whole, is_careful = bool(flags & 1), bool(flags & 2)
+            return LoadGrains(task, epoch, position, row_count, first_row, block, known, is_whole, indices, is_careful)
         if tag == _LAYOUT:
             self._learn(frame)
             return None
+        if tag == _TELL_STACK:
+            return None  # nobody asks a worker that is told this way, and it is not busy
         number, content = pickle.loads(memoryview(frame)[1:])
         message: ToWorker = content
         if isinstance(message, LoadNext | PlaceTask):
@@ -146,13 +158,13 @@ def _loaded(task: TaskId, body: memoryview) -> Any:
 
 
 def encode_answer(message: FromWorker) -> bytes:
-    if isinstance(message, RowsLoaded) and message.stream_state is None:
+    if isinstance(message, RowsLoaded) and message.stream_state is None and not message.bad:
         head = (message.task, message.elapsed_ns, message.row_count, message.shards_itself)
         if message.layout is None and not message.beside:
             return _DONE.pack(_ROWS, *head)
         return _DONE.pack(_ROWS_PICKLED, *head) + dumps((message.layout, message.beside))
     # The task stands in the head as well: if the rest cannot be read, it is known whose answer it was.
-    task = _NONE if isinstance(message, Started | StartFailed) else message.task
+    task = _NONE if isinstance(message, Started | StartFailed | Stack) else message.task
     return _DONE.pack(_OTHER, task, 0, 0, 0) + dumps(message)
 
 

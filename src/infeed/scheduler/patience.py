@@ -1,0 +1,37 @@
+"""How many deaths are borne before it is the surroundings that are broken, and not a batch that is bad."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from infeed.scheduler.records import BATCH_DEATHS
+
+# Batches in a row, besides one for each worker, that may kill all their workers before it is given up.
+_BAD_BATCHES: Final = 3
+
+
+@final
+class Patience:
+    """Counts deaths between which nothing was done."""
+
+    def __init__(self, worker_count: int) -> None:
+        self._worker_count = worker_count
+        self._in_a_row = 0
+        self._idle_in_a_row = 0
+
+    def renew(self) -> None:
+        """A worker has done something: it is not hopeless."""
+        self._in_a_row = self._idle_in_a_row = 0
+
+    def lose(self, *, is_idle: bool) -> None:
+        """A worker died; ``is_idle``: without a task."""
+        self._in_a_row += 1
+        self._idle_in_a_row += is_idle
+
+    @property
+    def is_lost(self) -> bool:
+        """Workers that die without a task, each in turn, are a broken environment and not a bad batch; so are several batches
+        in a row of which nothing could be loaded."""
+        most_idle = self._worker_count + BATCH_DEATHS
+        most = (self._worker_count + _BAD_BATCHES) * (BATCH_DEATHS + 1)
+        return self._idle_in_a_row > most_idle or self._in_a_row > most

@@ -1,0 +1,219 @@
+"""What goes wrong while batches are loaded, and what is done about it: samples that raise, workers that die or hang.
+
+The engine hears of it and asks here; the answer is an event for the scheduler. What is raised in the user's loop waits in the
+batch's record for its turn.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from infeed.errors import LoadTimeoutError, WorkerDiedError
+from infeed.mending import Mend
+from infeed.plan.batches import grain_count
+from infeed.plan.order import plain_indices
+from infeed.records import EngineSetup, Loss, Record, Task
+from infeed.reports import death_text, lost_sample_text, overdue_text, timeout_error
+from infeed.scheduler.messages import BatchId, BatchSpoiled, Event, TaskFailed, TaskId, WorkerDied, WorkerId
+from infeed.watching import Overdue
+from infeed.workers.board import Doing
+from infeed.workers.crew import Death
+from infeed.workers.failures import Failure
+from infeed.workers.messages import LoadFailed
+
+# A sample that its worker died of so often is given up: it is the sample that kills.
+_SAMPLE_DEATHS: Final = 3
+# Workers that may die in a minute, and as many more for each that there is. Beyond, the machine is broken, and starting others
+# would only keep it busy.
+_DEATHS: Final = 256
+_DEATHS_PER_WORKER: Final = 64
+_MINUTE_S: Final = 60.0
+
+
+@final
+class Troubles:
+    """Belongs to one engine, and works on its books."""
+
+    def __init__(
+        self, setup: EngineSetup, records: dict[BatchId, Record], tasks: dict[TaskId, Task], tell: Callable[[Event], None]
+    ) -> None:
+        self._setup = setup
+        self._records, self._tasks = records, tasks
+        self._tell = tell
+        self._ended: dict[WorkerId, Overdue] = {}  # workers that were killed because they took too long
+        self._death_times: deque[float] = deque(maxlen=_DEATHS + _DEATHS_PER_WORKER * len(setup.workers))
+        self.last_death = ""
+
+    @property
+    def is_storm(self) -> bool:
+        """Whether workers have been dying so fast for so long that starting others is of no use."""
+        times = self._death_times
+        return len(times) == times.maxlen and times[-1] - times[0] < _MINUTE_S
+
+    # --- samples that raise
+
+    def load_failed(self, worker: WorkerId, message: LoadFailed) -> None:
+        """A task of an indexed dataset ended with an exception."""
+        entry = self._tasks.pop(message.task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is None or record is None:
+            self._tell(TaskFailed(worker, message.task))
+            return
+        if message.bad:
+            self._spoil(entry.batch, record, dict(message.bad), worker, message.task)
+            return
+        record.failures = (record.failures or {}) | {message.task: (worker, message.failure)}
+        self._tell(TaskFailed(worker, message.task))
+
+    def left_out(self, worker: WorkerId, record: Record, task: TaskId, bad: tuple[tuple[int, Failure], ...]) -> bool:
+        """A worker left elements of its stream out; whether that is all right."""
+        mend = record.mend = record.mend or Mend(None)
+        for element, failure in bad:
+            place = f"position {element} of epoch {record.plan.epoch}, {self._name(worker)}"
+            outcome = self._setup.mender.decide_element(record.plan.epoch, element, failure, place)
+            if isinstance(outcome, BaseException):
+                record.failures = (record.failures or {}) | {task: (worker, Failure.of(outcome, "reading the stream"))}
+                self._tell(TaskFailed(worker, task))
+                return False
+            mend.done.append(outcome)
+        return True
+
+    def _spoil(
+        self,
+        batch: BatchId,
+        record: Record,
+        bad: dict[int, Failure],
+        worker: WorkerId,
+        task: TaskId | None,
+    ) -> None:
+        """Decide about bad rows; the batch is then loaded again, or given up."""
+        plan = record.plan
+        mend = record.mend = record.mend or Mend(plan.indices)
+        for row, failure in sorted(bad.items()):
+            if mend.knows(row):
+                continue
+            position = plan.first_position + mend.first_row(row)
+            place = f"position {position} of epoch {plan.epoch}, {self._name(worker)}"
+            record.doom = record.doom or self._setup.mender.decide(plan, mend, row, failure, place)
+        grains = None if record.doom is not None else grain_count(mend.row_count, self._setup.grain_size)
+        self._tell(BatchSpoiled(batch, grains, None if task is None else worker, task))
+
+    # --- workers that die
+
+    def died(self, worker: WorkerId, death: Death) -> None:
+        self._death_times.append(time.monotonic())
+        doing = self._setup.watch.doing(worker) if self._setup.watch is not None else None
+        held = sorted(task for task, entry in self._tasks.items() if entry.worker == worker)
+        entries = {task: self._tasks.pop(task) for task in held}
+        overdue = self._ended.pop(worker, None)
+        indices = [self._indices(entry) for entry in entries.values()]
+        self.last_death = f"worker {worker} " + death_text(death, doing, indices)
+        # What it has loaded and not told of yet is lost with it, but it is not what it died of.
+        culprit = next((task for task in held if doing is not None and task == doing.task), None)
+        first = entries[held[0] if culprit is None else culprit] if held else None
+        record = None if first is None else self._records.get(first.batch)
+        if first is not None and record is not None:
+            row = doing.exact_row if culprit is not None and doing is not None else None
+            record.deaths = [*(record.deaths or ()), Loss(self.last_death, row)]
+            failure = self._cause(record, row, overdue)
+            if failure is not None:
+                # Before the death is told, so that the same sample is not given to another worker in between.
+                self._blame(first.batch, record, row, failure, worker)
+        self._tell(WorkerDied(worker, culprit))
+
+    def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
+        """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""
+        index, position = self._sample(record, row)
+        if overdue is not None:
+            limit_s = self._setup.sample_timeout_s
+            error: Exception = LoadTimeoutError(overdue_text(limit_s, overdue))
+            return Failure.of(error, "loading sample" if row is not None else "loading samples", index=index, position=position)
+        losses = [] if row is None else [loss for loss in record.deaths or () if loss.row == row]
+        if len(losses) < _SAMPLE_DEATHS:
+            return None
+        error = WorkerDiedError(lost_sample_text(len(losses), losses[-1].text))
+        return Failure.of(error, "loading sample", index=index, position=position)
+
+    def _blame(self, batch: BatchId, record: Record, row: int | None, failure: Failure, worker: WorkerId) -> None:
+        if row is not None and record.plan.indices is not None:
+            self._spoil(batch, record, {row: failure}, worker, None)
+            return
+        position = failure.position if failure.position is not None else record.plan.first_position
+        record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self._name(worker)}")
+        self._tell(BatchSpoiled(batch, None))
+
+    # --- workers that do not come back
+
+    def look(self, usual_s: float) -> None:
+        """Warn of workers that hang, and end those that may not."""
+        watch = self._setup.watch
+        if watch is None:
+            return
+        for overdue in watch.look(usual_s, self._rows_of, self.describe):
+            if overdue.worker not in self._ended:
+                self._ended[overdue.worker] = overdue
+                self._setup.crew.kill(overdue.worker)
+
+    def timeout_error(self) -> LoadTimeoutError:
+        """Who is busy with what, the one that is waited for first."""
+        watch = self._setup.watch
+        doing = {} if watch is None else {worker: watch.doing(worker) for worker in self._setup.workers}
+        at = {worker: one for worker, one in doing.items() if one.since_ns}
+        oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
+        now_ns = time.monotonic_ns()
+        busy = [
+            f"worker {worker} {self.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s" for worker in oldest
+        ]
+        # It was sent something and rests: it is stopped, or the machine is too busy to let it run.
+        idle = sorted({entry.worker for entry in self._tasks.values()} - at.keys())
+        busy += [f"worker {worker} has not begun with what it was sent" for worker in idle]
+        stack = watch.stack_of(oldest[0]) if watch is not None and oldest else None
+        return timeout_error(self._setup.timeout_s, busy, stack)
+
+    def describe(self, doing: Doing) -> str:
+        """What a worker is at, in words that follow "has been"."""
+        if doing.task is None:
+            return "starting (building the dataset, or in worker_init_fn)"
+        entry = self._tasks.get(doing.task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is None or record is None:
+            return "loading a batch that nobody wants any more"
+        plan = record.plan
+        if doing.exact_row is not None:
+            index, position = self._sample(record, doing.row)
+            return f"loading index={index!r} (position {position} of epoch {plan.epoch})"
+        if doing.row >= 0 and plan.indices is not None:
+            among = plain_indices(plan.indices)[doing.row : doing.row + doing.row_count]
+            first = plan.first_position + doing.row
+            return f"loading one of index={reprlib.repr(among)} (position {first} of epoch {plan.epoch} and following)"
+        first = plan.first_position + entry.first_row
+        return f"loading samples from position {first} of epoch {plan.epoch} on"
+
+    def _rows_of(self, doing: Doing) -> int:
+        entry = None if doing.task is None else self._tasks.get(doing.task)
+        record = None if entry is None else self._records.get(entry.batch)
+        return 1 if record is None else record.plan.row_count
+
+    def _sample(self, record: Record, row: int | None) -> tuple[Any, int | None]:
+        """Index and position of a row; of a stream the number of the element."""
+        plan = record.plan
+        if plan.indices is None:
+            return (f"element {row}", row) if row is not None else (None, None)
+        if row is None or row >= len(plan.indices):
+            return plain_indices(plan.indices), None
+        first_row = row if record.mend is None else record.mend.first_row(row)
+        return plain_indices(plan.indices)[row], plan.first_position + first_row
+
+    def _indices(self, entry: Task) -> list[Any]:
+        """What a task was to load, as far as it is known by index."""
+        record = self._records.get(entry.batch)
+        if record is None or record.plan.indices is None:
+            return []
+        return plain_indices(record.plan.indices)[entry.first_row : entry.first_row + entry.row_count]
+
+    def _name(self, worker: WorkerId) -> str:
+        return "inline" if self._setup.is_lazy else f"worker {worker}"

@@ -1,0 +1,100 @@
+"""Looking after workers while the user's loop waits: who has not come on for a while, and where it is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple, final
+
+from infeed.scheduler.messages import WorkerId
+from infeed.workers.board import Board, Doing
+from infeed.workers.crew import Crew
+
+_LOG: Final = logging.getLogger("infeed")
+# Nobody is told of a wait that is shorter than this, or than so many times what a sample usually takes...
+_WARN_S: Final = 10.0
+_WARN_TIMES: Final = 30
+# ...and of the same wait again when it has become so many times as long.
+_AGAIN_TIMES: Final = 2
+_LOOK_S: Final = 1.0
+_SOONEST_LOOK_S: Final = 0.01
+
+
+class Limits(NamedTuple):
+    """The user's options."""
+
+    sample_timeout_s: float = 0.0  # 0: none
+    warning_s: float | None = None  # None: by what samples usually take; 0: never
+
+
+class Overdue(NamedTuple):
+    """A worker that has been at one sample for longer than it may."""
+
+    worker: WorkerId
+    doing: Doing
+    for_s: float
+    stack: str | None
+
+
+@final
+class Watch:
+    """Belongs to one engine; looks at its board."""
+
+    def __init__(self, crew: Crew, board: Board, workers: tuple[WorkerId, ...], limits: Limits) -> None:
+        self._crew, self._board, self._workers = crew, board, workers
+        self._limits = limits
+        shortest = [_LOOK_S]
+        shortest += [limit / 4 for limit in (limits.sample_timeout_s, limits.warning_s or 0.0) if limit]
+        self.look_s = max(_SOONEST_LOOK_S, min(shortest))
+        self._told: dict[WorkerId, tuple[int, float]] = {}  # since when it was at what it was told of, and how long that was
+
+    def close(self) -> None:
+        """The workers are gone; nothing is looked at any more."""
+        self._board.close()
+
+    def doing(self, worker: WorkerId) -> Doing:
+        return self._board.doing(worker)
+
+    def stack_of(self, worker: WorkerId) -> str | None:
+        return self._crew.stack_of(worker, self._board.doing(worker).stack_fd)
+
+    def look(self, usual_s: float, rows_of: Callable[[Doing], int], describe: Callable[[Doing], str]) -> list[Overdue]:
+        """Warn of workers that do not come on, and say which have passed the limit.
+
+        Args:
+            usual_s: what a sample usually takes; 0 if nothing is known.
+            rows_of: how many samples a worker may be at, where it does not say which.
+            describe: what a worker is at, in words.
+        """
+        overdue = []
+        now_ns = time.monotonic_ns()
+        pids = self._crew.pids()
+        for worker in self._workers:
+            doing = self._board.doing(worker)
+            if not doing.since_ns:
+                continue
+            for_s = (now_ns - doing.since_ns) / 1e9
+            rows = 1 if doing.exact_row is not None or doing.task is None else max(1, rows_of(doing))
+            limit_s = self._limits.sample_timeout_s * rows
+            if limit_s and for_s > limit_s and doing.task is not None:
+                overdue.append(Overdue(worker, doing, for_s, self.stack_of(worker)))
+            elif self._is_worth_telling(worker, doing, for_s, usual_s * rows):
+                stack = self.stack_of(worker)
+                where = "" if worker not in pids else f" (pid {pids[worker]})"
+                usual = f", where {usual_s:.2g} s is usual" if usual_s else ""
+                _LOG.warning(
+                    "worker %d%s has been %s for %.1f s%s; %s",
+                    worker, where, describe(doing), for_s, usual,
+                    f"it is here:\n{stack}" if stack else "its stack cannot be had",
+                )  # fmt: skip
+        return overdue
+
+    def _is_worth_telling(self, worker: WorkerId, doing: Doing, for_s: float, usual_s: float) -> bool:
+        warning_s = self._limits.warning_s
+        least_s = max(_WARN_S, _WARN_TIMES * usual_s) if warning_s is None else warning_s
+        since_ns, told_s = self._told.get(worker, (0, 0.0))
+        if not least_s or for_s < least_s or (since_ns == doing.since_ns and for_s < _AGAIN_TIMES * told_s):
+            return False
+        self._told[worker] = (doing.since_ns, for_s)
+        return True

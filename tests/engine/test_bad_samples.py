@@ -1,0 +1,362 @@
+"""Samples that cannot be loaded: raised, left out or replaced, the same whatever the workers, and within a budget."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.testing import CrashingDataset
+from tests.helpers import Journal, Tree, collected, flat, plain
+
+
+class Patchy:
+    """Sample ``i`` is ``i`` and a random number; some raise."""
+
+    def __init__(self, length: int, bad: list[int]) -> None:
+        self.length, self.bad = length, set(bad)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        if index in self.bad:
+            raise ValueError(f"sample {index} is broken")
+        return index, random.random()
+
+
+class PatchyTogether(Patchy):
+    """The same, asked for many at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        return [self[index] for index in indices]
+
+
+class Flaky:
+    """Each sample raises the first times it is asked for, in whichever process."""
+
+    def __init__(self, length: int, times: int, folder: Path) -> None:
+        self.length, self.times, self.folder = length, times, folder
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        asked = self.folder / f"asked-{index}"
+        drawn = random.random()
+        with asked.open("a") as file:
+            file.write("x")
+        if asked.stat().st_size <= self.times:
+            raise OSError(f"the disk was away at {index}")
+        return index, drawn
+
+
+class Restless:
+    """A stream that raises at some elements and goes on."""
+
+    def __init__(self, count: int, bad: list[int]) -> None:
+        self.count, self.bad = count, set(bad)
+
+    def __iter__(self) -> Iterator[int]:
+        return _RestlessIterator(self.count, self.bad)
+
+
+class _RestlessIterator(Iterator[int]):
+    def __init__(self, count: int, bad: set[int]) -> None:
+        self.next, self.count, self.bad = 0, count, bad
+
+    def __next__(self) -> int:
+        if self.next == self.count:
+            raise StopIteration
+        self.next += 1
+        if self.next - 1 in self.bad:
+            raise ValueError(f"element {self.next - 1} is broken")
+        return self.next - 1
+
+
+def _indices(loader: infeed.DataLoader) -> list[list[int]]:
+    return [batch[0].tolist() for batch in loader]
+
+
+def test_skip_leaves_the_sample_out_and_its_batch_is_smaller(engine: dict[str, Any]) -> None:
+    """The others come in their order; what was left out is listed."""
+    with infeed.DataLoader(Patchy(12, [1, 2, 9]), batch_size=4, on_error="skip", **engine) as loader:
+        assert _indices(loader) == [[0, 3], [4, 5, 6, 7], [8, 10, 11]]
+        bad = loader.bad_samples
+    assert [(one.position, one.index, one.outcome) for one in bad] == [
+        (1, "1", "skipped"),
+        (2, "2", "skipped"),
+        (9, "9", "skipped"),
+    ]
+    assert bad[0].error == "ValueError: sample 1 is broken"
+    assert str(bad[0]) == "index=1 (position 1 of epoch 0) skipped: ValueError: sample 1 is broken"
+
+
+def test_a_batch_of_which_nothing_is_left_is_not_delivered(engine: dict[str, Any]) -> None:
+    with infeed.DataLoader(Patchy(12, [4, 5, 6, 7]), batch_size=4, on_error="skip", **engine) as loader:
+        for _ in range(2):
+            assert _indices(loader) == [[0, 1, 2, 3], [8, 9, 10, 11]]
+
+
+def test_an_epoch_of_which_nothing_is_left_is_an_error(light_engine: dict[str, Any]) -> None:
+    """A folder that is not mounted must not look like an empty dataset."""
+    loader = infeed.DataLoader(Patchy(5, [0, 1, 2, 3, 4]), batch_size=2, on_error="skip", **light_engine)
+    with (
+        loader,
+        pytest.raises(infeed.SampleError, match=r"none of the 5 samples of epoch 0 could be loaded.*sample 4 is broken"),
+    ):
+        list(loader)
+
+
+def test_replace_keeps_batch_sizes(engine: dict[str, Any]) -> None:
+    """Another sample of the epoch comes in its place, and which one is written down."""
+    with infeed.DataLoader(Patchy(12, [1, 2, 9]), batch_size=4, seed=3, on_error="replace", **engine) as loader:
+        got = _indices(loader)
+        bad = loader.bad_samples
+    assert [len(batch) for batch in got] == [4, 4, 4]
+    assert got[1] == [4, 5, 6, 7]
+    assert not {1, 2, 9} & set(flat(got))
+    # One of them may have been drawn first; then the last word is what stands in the batch.
+    last = {one.position: one.replacement for one in bad}
+    assert last == {1: str(got[0][1]), 2: str(got[0][2]), 9: str(got[2][1])}
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("dataset_type", [Patchy, PatchyTogether])
+def test_the_outcome_is_the_same_whatever_the_workers(on_error: Any, dataset_type: Any) -> None:
+    """Order, contents, random numbers and the list of bad samples (P2)."""
+    got = []
+    for workers in (0, 1, 3):
+        dataset = dataset_type(60, [0, 3, 4, 31, 32, 33, 34, 35, 36, 37, 38, 39, 59])
+        options: dict[str, Any] = {"batch_size": 5, "shuffle": True, "seed": 11, "on_error": on_error}
+        with infeed.DataLoader(dataset, num_workers=workers, **options) as loader:
+            got.append(([[plain(batch) for batch in loader] for _ in range(2)], loader.bad_samples))
+    assert got[0] == got[1] == got[2]
+    assert len(got[0][1]) >= 26
+
+
+def test_a_sampler_gets_replacements_from_its_own_batch() -> None:
+    """What a sampler leaves out (the validation set) must not come in by the back door."""
+    chosen = [1, 3, 5, 7, 9, 11]
+    with infeed.DataLoader(Patchy(100, [5]), batch_size=3, sampler=chosen, on_error="replace") as loader:
+        got = _indices(loader)
+    assert [len(batch) for batch in got] == [3, 3]
+    assert set(flat(got)) == {1, 3, 7, 9, 11}
+
+
+def test_nothing_can_replace_the_only_sample_of_a_batch() -> None:
+    with infeed.DataLoader(Patchy(10, [5]), batch_size=1, sampler=[4, 5], on_error="replace") as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(infeed.SampleError, match="nothing can replace index=5 at position 1: there is no other") as caught:
+            next(batches)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_function_decides_in_this_process(engine: dict[str, Any]) -> None:
+    """It gets the exception, with its notes, and the index; what it returns is done."""
+    seen: list[tuple[str, Any]] = []
+
+    def decide(error: BaseException, index: Any) -> Any:
+        seen.append((f"{error} {error.__notes__}", index))
+        return {2: "skip", 5: "replace"}.get(index, "raise")
+
+    with infeed.DataLoader(Patchy(12, [2, 5, 11]), batch_size=4, seed=1, on_error=decide, **engine) as loader:
+        batches = iter(loader)
+        assert next(batches)[0].tolist() == [0, 1, 3]
+        assert len(next(batches)[0]) == 4
+        with pytest.raises(ValueError, match="sample 11 is broken"):
+            next(batches)
+    assert {index for _, index in seen} >= {2, 5, 11}
+    assert any("sample 2 is broken" in text and "index=2 (position 2 of epoch 0" in text for text, _ in seen)
+
+
+def test_a_function_that_raises_or_says_nonsense_is_heard_of() -> None:
+    def stumble(error: BaseException, index: Any) -> Any:
+        raise LookupError(f"no rule for {index}")
+
+    for decide, kind, words in (
+        (stumble, LookupError, "no rule for 1"),
+        (lambda error, index: "ignore", infeed.ConfigError, "on_error returned 'ignore'; it must return one of 'raise'"),
+    ):
+        loader = infeed.DataLoader(Patchy(4, [1]), batch_size=2, on_error=decide)
+        with loader, pytest.raises(kind, match=words):
+            next(iter(loader))
+
+
+def test_raise_is_the_default(engine: dict[str, Any]) -> None:
+    with infeed.DataLoader(Patchy(4, [1]), batch_size=2, **engine) as loader:
+        with pytest.raises(ValueError, match="sample 1 is broken"):
+            next(iter(loader))
+        assert loader.bad_samples == []
+
+
+def test_single_samples_and_collate_fn(light_engine: dict[str, Any]) -> None:
+    """Without batches a bad sample simply does not come; collate_fn gets a list without it."""
+    with infeed.DataLoader(Patchy(5, [1, 3]), batch_size=None, on_error="skip", **light_engine) as loader:
+        assert [sample[0] for sample in loader] == [0, 2, 4]
+    with infeed.DataLoader(
+        Patchy(6, [1, 3]), batch_size=3, collate_fn=lambda samples: [s[0] for s in samples], on_error="skip", **light_engine
+    ) as loader:
+        assert list(loader) == [[0, 2], [4, 5]]
+
+
+def test_what_collate_fn_raises_is_no_samples_fault(light_engine: dict[str, Any]) -> None:
+    def collate(samples: list[Any]) -> Any:
+        raise TypeError("they do not go together")
+
+    loader = infeed.DataLoader(Patchy(6, []), batch_size=3, collate_fn=collate, on_error="skip", **light_engine)
+    with loader, pytest.raises(TypeError, match="they do not go together"):
+        list(loader)
+
+
+def test_elements_of_a_stream_are_left_out(light_engine: dict[str, Any]) -> None:
+    """A stream that goes on after it raised: what follows moves up."""
+    with infeed.DataLoader(Restless(10, [0, 4, 5]), batch_size=3, on_error="skip", **light_engine) as loader:
+        assert collected(loader) == [[1, 2, 3], [6, 7, 8], [9]]
+        assert [one.error for one in loader.bad_samples] == [f"ValueError: element {i} is broken" for i in (0, 4, 5)]
+
+
+def test_a_stream_that_only_raises_is_an_error() -> None:
+    loader = infeed.DataLoader(Restless(1000, list(range(1000))), batch_size=3, on_error="skip")
+    with loader, pytest.raises(ValueError, match="is broken"):
+        list(loader)
+
+
+def test_a_function_may_refuse_an_element_of_a_stream() -> None:
+    with infeed.DataLoader(Restless(6, [4]), batch_size=3, on_error=lambda error, index: "raise") as loader:
+        batches = iter(loader)
+        assert plain(next(batches)) == [0, 1, 2]
+        with pytest.raises(ValueError, match="element 4 is broken"):
+            next(batches)
+
+
+# --- retries
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_passes_when_tried_again_is_as_if_it_had_never_failed(workers: int, tmp_path: Path) -> None:
+    """Bit for bit, with its neighbours: the whole grain is loaded again under its seed."""
+    options: dict[str, Any] = {"batch_size": 8, "seed": 5, "num_workers": workers, "grain_size": 4}
+    for name in ("good", "flaky"):
+        (tmp_path / name).mkdir()
+    with infeed.DataLoader(Flaky(24, 0, tmp_path / "good"), **options) as loader:
+        expected = collected(loader)
+    with infeed.DataLoader(Flaky(24, 2, tmp_path / "flaky"), retries=2, **options) as loader:
+        assert collected(loader) == expected
+        assert loader.bad_samples == []
+
+
+def test_a_sample_is_tried_as_often_as_said_and_no_more(tmp_path: Path) -> None:
+    loader = infeed.DataLoader(Flaky(1, 3, tmp_path), retries=2)
+    with loader, pytest.raises(OSError, match="the disk was away at 0"):
+        next(iter(loader))
+    assert (tmp_path / "asked-0").stat().st_size == 3
+
+
+# --- samples that kill
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_sample_that_kills_its_worker_again_and_again_is_bad(on_error: Any, tmp_path: Path) -> None:
+    dataset = CrashingDataset(24, [9], tmp_path / "deaths", times=None)
+    with infeed.DataLoader(dataset, batch_size=4, num_workers=2, seed=1, timeout=60, on_error=on_error) as loader:
+        got = collected(loader)
+        (bad,) = loader.bad_samples
+    assert [len(batch) for batch in got] == [4, 4, 3 if on_error == "skip" else 4, 4, 4, 4]
+    assert 9 not in flat(got)
+    assert bad.index == "9"
+    assert bad.error.startswith("WorkerDiedError: 3 workers died while loading this sample")
+
+
+# --- budget, list and state
+
+
+@pytest.mark.parametrize(("budget", "is_enough"), [(3, True), (2, False), (0.25, True), (0.24, False), (0, False), (1.0, True)])
+def test_more_bad_samples_than_the_budget_allows_are_an_error(budget: Any, is_enough: bool) -> None:
+    """In the turn of the batch that goes beyond it, whatever was loaded ahead."""
+    for workers in (0, 2):
+        options: dict[str, Any] = {"batch_size": 2, "on_error": "skip", "num_workers": workers}
+        with infeed.DataLoader(Patchy(12, [1, 5, 10]), error_budget=budget, **options) as loader:
+            if is_enough:
+                assert sum(len(batch) for batch in _indices(loader)) == 9
+                continue
+            batches = iter(loader)
+            with pytest.raises(infeed.SampleError, match=rf"error_budget={budget}.* is exceeded; the last was index=\d+ "):
+                for _ in batches:
+                    pass
+
+
+def test_the_epoch_ends_with_a_line_about_what_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "infeed")
+    with infeed.DataLoader(Patchy(20, list(range(8))), batch_size=4, on_error="skip") as loader:
+        list(loader)
+    (text,) = caplog.messages
+    assert text.startswith("epoch 0 had 8 bad samples:\n  index=0 (position 0 of epoch 0) skipped: ValueError")
+    assert text.endswith("and 3 more; see bad_samples")
+
+
+def test_the_count_is_part_of_the_state() -> None:
+    """Whoever goes on from a state has spent as much of the budget."""
+    options: dict[str, Any] = {"batch_size": 2, "on_error": "skip", "error_budget": 2, "seed": 0}
+    loader = infeed.DataLoader(Patchy(12, [1, 3, 9]), **options)
+    batches = iter(loader)
+    got = [next(batches)[0].tolist() for _ in range(3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert got == [[0], [2], [4, 5]]
+    assert state["bad_count"] == 2
+    again = infeed.DataLoader(Patchy(12, [1, 3, 9]), **options)
+    again.load_state_dict(state)
+    batches = iter(again)
+    assert next(batches)[0].tolist() == [6, 7]
+    with pytest.raises(infeed.SampleError, match="3 samples of epoch 0 were bad"):
+        next(batches)
+    with pytest.raises(infeed.StateError, match="bad_count"):
+        again.load_state_dict({**state, "bad_count": -1})
+
+
+def test_what_stands_in_a_mended_batch_can_be_explained_and_replayed() -> None:
+    with infeed.DataLoader(Patchy(12, [1]), batch_size=4, seed=2, on_error="replace", num_workers=2) as loader:
+        first = plain(next(iter(loader)))
+        assert loader.explain(0).indices == tuple(first[0]) or list(loader.explain(0).indices) == list(first[0])
+        assert plain(loader.replay(0)) == first
+
+
+def test_workers_are_asked_once_more_for_a_bad_batch_and_not_once_for_each_bad_sample(tmp_path: Path) -> None:
+    """A task tells of all its bad samples at once."""
+    journal = Journal(tmp_path / "asked")
+
+    def load(index: int) -> int:
+        journal.write(index)
+        if index % 2:
+            raise ValueError(index)
+        return index
+
+    with infeed.DataLoader(Tree(16, load), batch_size=16, num_workers=1, on_error="skip", timeout=60) as loader:
+        assert plain(next(iter(loader))) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert len(journal.lines()) <= 3 * 16
+
+
+def test_the_arguments_are_checked() -> None:
+    data = np.arange(4)
+    for options, words in (
+        ({"on_error": "ignore"}, "on_error='ignore' is not one of 'raise', 'skip', 'replace'"),
+        ({"error_budget": -1}, "error_budget=-1 must be a number of samples, or a fraction"),
+        ({"error_budget": 1.5}, "error_budget=1.5 must be"),
+        ({"error_budget": True}, "error_budget=True must be"),
+        ({"retries": -1}, "retries=-1 must be at least 0"),
+        ({"sample_timeout": -1}, "sample_timeout=-1 must be a number of seconds"),
+        ({"hang_warning": "soon"}, "hang_warning='soon' must be a number of seconds"),
+        ({"sample_timeout": 1, "num_workers": 1, "worker": "thread"}, "a thread cannot be stopped"),
+    ):
+        with pytest.raises(infeed.ConfigError, match=words):
+            infeed.DataLoader(data, **options)  # type: ignore[arg-type]
+    with pytest.raises(infeed.ConfigError, match="on_error='replace' cannot go with a stream"):
+        infeed.DataLoader(Restless(3, []), on_error="replace")

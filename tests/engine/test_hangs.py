@@ -1,0 +1,178 @@
+"""Workers that do not come back: seen, told of with their stack, and ended if the user says so (P4)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infeed
+from infeed.workers import stacks
+from tests.helpers import Blocking, Tree, assert_faster_than, collected, flat, plain, wait_until
+
+
+def hang_in_native_code(index: int) -> int:
+    """Sleeps in C with the interpreter locked: no Python of this process runs meanwhile."""
+    while index == 3:
+        ctypes.PyDLL(None).sleep(60)  # a signal ends it early
+    return index
+
+
+def hang_in_python(index: int) -> int:
+    if index == 3:
+        threading.Event().wait(60)
+    return index
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_hang_is_told_with_worker_index_and_stack(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While the loop waits; and it goes on by itself when the sample comes after all."""
+    dataset = Blocking(8, 2, tmp_path)
+
+    def let_go() -> None:
+        wait_until(lambda: any("has been loading" in text for text in caplog.messages), "the warning")
+        dataset.let_go()
+
+    waiter = threading.Thread(target=let_go)
+    waiter.start()
+    caplog.set_level(logging.WARNING, "infeed")
+    with infeed.DataLoader(dataset, batch_size=2, num_workers=2, worker=kind, hang_warning=0.1, timeout=60) as loader:
+        assert flat(collected(loader)) == list(range(8))
+    waiter.join()
+    text = next(text for text in caplog.messages if "of epoch 0" in text)
+    assert re.match(r"worker \d( \(pid \d+\))? has been loading (index=2|one of index=\[2.*\]) \(position 2 of epoch 0", text)
+    assert re.search(r'helpers\.py", line \d+ in __getitem__', text)
+    assert "infeed/workers" not in text  # our own frames are the same every time
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("hang", [hang_in_native_code, hang_in_python])
+def test_sample_timeout_ends_the_worker_and_the_error_shows_where_it_was(start_method: Any, hang: Any) -> None:
+    """In native code that holds the interpreter as well."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "sample_timeout": 0.5, "start_method": start_method}
+    with assert_faster_than(25), infeed.DataLoader(Tree(12, hang), **options) as loader:
+        batches = iter(loader)
+        with pytest.raises(infeed.LoadTimeoutError, match=r"sample_timeout=0\.5 seconds passed; worker . was killed") as caught:
+            next(batches)
+        assert flat(collected(batches)) == list(range(4, 12))
+    assert f"in {hang.__name__}" in str(caught.value)
+    assert any("index=3 (position 3 of epoch 0, worker" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_sample_that_takes_too_long_is_bad(process_engine: dict[str, Any], on_error: Any) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "seed": 1, "sample_timeout": 0.5, "on_error": on_error}
+    with infeed.DataLoader(Tree(12, hang_in_python), **options, **process_engine) as loader:
+        got = collected(loader)
+        (bad,) = loader.bad_samples
+    assert [len(batch) for batch in got] == [3 if on_error == "skip" else 4, 4, 4]
+    assert 3 not in flat(got)
+    assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 seconds passed")
+
+
+def test_samples_within_the_limit_are_left_alone(forkserver: dict[str, Any]) -> None:
+    """Many that together take longer than the limit."""
+
+    def load(index: int) -> int:
+        time.sleep(0.05)
+        return index
+
+    with infeed.DataLoader(Tree(40, load), batch_size=20, sample_timeout=0.5, **forkserver) as loader:
+        assert flat(collected(loader)) == list(range(40))
+
+
+def test_a_collate_fn_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
+    """It has as long as all samples of the batch together."""
+
+    def collate(samples: list[int]) -> list[int]:
+        if 0 in samples:
+            threading.Event().wait(60)
+        return samples
+
+    with infeed.DataLoader(range(6), batch_size=3, collate_fn=collate, sample_timeout=0.2, **forkserver) as loader:
+        batches = iter(loader)
+        with assert_faster_than(25), pytest.raises(infeed.LoadTimeoutError, match="sample_timeout"):
+            next(batches)
+        assert plain(next(batches)) == [3, 4, 5]
+
+
+def test_a_stream_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
+    class Stuck:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            threading.Event().wait(60)
+
+    with infeed.DataLoader(Stuck(), batch_size=2, sample_timeout=0.3, **forkserver) as loader:
+        batches = iter(loader)
+        assert [plain(next(batches)), plain(next(batches))] == [[0, 1], [2, 3]]
+        with assert_faster_than(25), pytest.raises(infeed.LoadTimeoutError, match="sample_timeout"):
+            next(batches)
+
+
+def test_a_worker_that_does_not_come_up_is_told_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """It hangs in worker_init_fn: the log says so, with the stack."""
+
+    def init(_worker: int) -> None:
+        wait_until((tmp_path / "go").exists, "the test's permission to go on")
+
+    def let_go() -> None:
+        wait_until(lambda: any("has been starting" in text for text in caplog.messages), "the warning")
+        (tmp_path / "go").touch()
+
+    waiter = threading.Thread(target=let_go)
+    waiter.start()
+    caplog.set_level(logging.WARNING, "infeed")
+    with infeed.DataLoader(range(4), num_workers=1, worker_init_fn=init, hang_warning=0.1, timeout=60) as loader:
+        assert flat(collected(loader)) == [0, 1, 2, 3]
+    waiter.join()
+    text = next(text for text in caplog.messages if "starting" in text)
+    assert re.match(r"worker 0 \(pid \d+\) has been starting \(building the dataset, or in worker_init_fn\) for", text)
+    assert "in init" in text
+
+
+def test_a_worker_without_signals_is_asked_through_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on Windows: the thread that reads the pipe answers."""
+    from infeed.workers.board import UNKNOWN, Board
+
+    real = Board.doing
+    monkeypatch.setattr(Board, "doing", lambda self, worker: real(self, worker)._replace(stack_fd=UNKNOWN))
+    dataset = Blocking(8, 2, tmp_path)
+    with infeed.DataLoader(dataset, batch_size=2, num_workers=2, start_method="spawn", timeout=4.0) as loader:
+        batches = iter(loader)
+        assert plain(next(batches)) == [0, 1]
+        with pytest.raises(infeed.LoadTimeoutError, match=r'helpers\.py", line \d+ in __getitem__'):
+            next(batches)
+        dataset.let_go()
+
+
+def test_hang_warning_may_be_silenced(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    dataset = Blocking(4, 2, tmp_path)
+    caplog.set_level(logging.WARNING, "infeed")
+    with infeed.DataLoader(dataset, batch_size=2, num_workers=1, hang_warning=0, timeout=0.5) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(infeed.LoadTimeoutError):
+            next(batches)
+        dataset.let_go()
+    assert caplog.messages == []
+
+
+@pytest.mark.linux
+def test_no_signal_is_sent_to_a_process_that_is_not_armed() -> None:
+    """The number may be another process's by now, which the signal would end."""
+    import subprocess
+    import sys
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        assert stacks.take(stranger.pid, 0) is None
+        assert stranger.poll() is None
+        assert stacks.take(stranger.pid, 99) is None
+        stranger.kill()

@@ -1,0 +1,82 @@
+"""Debuggers, profilers and coverage: whoever watches the user's process sees it work as always."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.helpers import ROOT, assert_clean, run_script, start_python
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def test_a_program_that_is_traced_or_profiled_loads(tmp_path: Path) -> None:
+    """sys.settrace and sys.setprofile in all threads, and a debugger that steps; they stay set, and thread workers are seen."""
+    result = run_script(tmp_path, dedent("""
+        import bdb, sys, threading
+        import infeed
+
+        class Data:
+            def __len__(self): return 4
+            def __getitem__(self, i): return i
+
+        def load(**options):
+            with infeed.DataLoader(Data(), batch_size=2, num_workers=2, timeout=30, **options) as loader:
+                return [batch.tolist() for batch in loader]
+
+        seen = set()
+        def watch(frame, event, argument):
+            seen.add(frame.f_code.co_name)
+            return watch
+
+        KINDS = [{}, {"start_method": "spawn"}, {"worker": "thread"}]
+        for setter, getter in ((sys.settrace, sys.gettrace), (sys.setprofile, sys.getprofile)):
+            seen.clear()
+            setter(watch)
+            getattr(threading, setter.__name__)(watch)
+            got = [load(**kind) for kind in KINDS]
+            is_kept = getter() is watch
+            setter(None)
+            getattr(threading, setter.__name__)(None)
+            print(got == [[[0, 1], [2, 3]]] * 3, is_kept, "__getitem__" in seen)
+
+        class Stepper(bdb.Bdb):
+            lines = 0
+            def user_line(self, frame):
+                self.lines += 1
+                self.set_step()
+
+        stepper = Stepper()
+        stepper.runctx("got = load()", globals(), globals())
+        print(got, stepper.lines > 100)
+    """))  # fmt: skip
+    assert_clean(result)
+    assert result.out == "True True True\n" * 2 + "[[0, 1], [2, 3]] True\n"
+
+
+@pytest.mark.linux
+def test_where_python_itself_starts_with_threads_workers_are_spawned(tmp_path: Path) -> None:
+    """As under debuggers that follow every process a program starts; the log says that it was no module of the dataset's."""
+    (tmp_path / "sitecustomize.py").write_text(dedent("""
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    """))  # fmt: skip
+    (tmp_path / "script.py").write_text(dedent("""
+        import numpy as np
+        import infeed
+        class Data:
+            def __len__(self): return 4
+            def __getitem__(self, i): return np.sum([i])
+        with infeed.DataLoader(Data(), batch_size=4, num_workers=2, timeout=30) as loader:
+            print([batch.tolist() for batch in loader])
+    """))  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])
+    result = start_python(["script.py"], cwd=tmp_path, env={"PYTHONPATH": path}).finish()
+    assert (result.code, result.out) == (0, "[[0, 1, 2, 3]]\n")
+    assert result.err == (
+        "workers are spawned instead of forked: what runs when Python starts (a debugger, sitecustomize) started threads in "
+        "the fork server, and a process with threads cannot be forked safely\n"
+    )
