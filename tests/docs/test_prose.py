@@ -122,14 +122,13 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-README_BLOCKS = python_blocks(ROOT / "README.md")
+RUN_BLOCKS = [(name, block) for name in ("README.md", "docs/sharing.md") for block in python_blocks(ROOT / name)]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
-def test_a_python_block_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [block for _, block in RUN_BLOCKS], ids=[name for name, _ in RUN_BLOCKS])
+def test_a_python_block_runs(code: str, tmp_path: Path) -> None:
     """What a reader copies into a file of its own works as it stands, without a word on the terminal."""
-    code = README_BLOCKS[number]
     if "torch" in code:
         pytest.importorskip("torch")
     script = tmp_path / "block.py"

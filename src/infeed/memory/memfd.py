@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Final, final
 
 from infeed.memory.segments import (
     CURE,
+    Address,
     Segment,
     SegmentHandle,
     SegmentReader,
@@ -28,8 +30,9 @@ _PUNCH_HOLE: Final = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 
 @final
 class MemfdStore(SegmentStore):
     def __init__(self) -> None:
+        self.name = f"infeed.{os.urandom(8).hex()}"
         try:
-            self._fd = os.memfd_create("infeed", os.MFD_CLOEXEC)
+            self._fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
         except OSError as error:
             raise refused(0, error) from error
         self._end = 0
@@ -63,6 +66,19 @@ class MemfdStore(SegmentStore):
 
     def close(self) -> None:
         self._closer()
+
+
+def open_memfd(address: Address) -> int:
+    """A descriptor of this process for the memory of a store of another.
+
+    Raises:
+        OSError: that process is gone or has let go of it, or belongs to another user or container.
+    """
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    # Numbers of processes and descriptors are used again; the name tells whether it is still this one.
+    if not os.readlink(path).startswith(f"/memfd:{address.name} "):
+        raise FileNotFoundError(errno.ENOENT, "no longer there", path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 @final
