@@ -156,7 +156,7 @@ def _crew(
     if kind == "inline":
         return InlineCrew(Runner(specs[WorkerId(0)], source, arena))
     if kind == "thread":
-        return ThreadCrew(lambda worker: Runner(specs[worker], source, arena, board.cell(worker)))
+        return ThreadCrew(lambda worker, recalls: Runner(specs[worker], source, arena, board.cell(worker), recalls))
     given = {
         "dataset": config.dataset,
         "collate_fn": config.collate_fn,
