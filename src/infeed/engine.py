@@ -190,7 +190,9 @@ class Engine:
             self._driver = threading.get_ident()
             try:
                 return self._next_batch()
-            except (EpochEnd, Exception):
+            except (EpochEnd, Exception) as error:
+                # Whoever asked again would wait for a worker that nobody starts.
+                self._is_closed |= isinstance(error, WorkerStartError)
                 raise
             except BaseException:
                 # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
@@ -279,14 +281,8 @@ class Engine:
             return
         self._is_down = True
         self._scheduler.handle(Closed())
-        try:
-            self._crew.close()
-            if self._setup.watch is not None:
-                self._setup.watch.close()
-        finally:  # Ctrl+C may end the wait for workers, which are killed then
-            self._records.clear()
-            self._arena.close()
-            self._setup.store.close()
+        self._records.clear()
+        self._setup.close()
 
     # --- planning
 
@@ -495,11 +491,7 @@ class Engine:
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
-                try:
-                    self._crew.start(worker)
-                except WorkerStartError:
-                    self.close()  # whoever asked again would wait for a worker that nobody starts
-                    raise
+                self._crew.start(worker)
                 if isinstance(self._feed, StreamFeed):
                     self._open_share(worker, self._feed)
             case FailWorkers():

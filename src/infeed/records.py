@@ -45,6 +45,16 @@ class EngineSetup:
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]
 
+    def close(self) -> None:
+        """Close all of it, memory last: a worker may write until it is gone."""
+        try:
+            self.crew.close()
+            if self.watch is not None:
+                self.watch.close()
+        finally:  # Ctrl+C may end the wait for workers, which are killed then
+            self.arena.close()
+            self.store.close()
+
 
 # What one worker did for a batch: who, from which row on, how many rows, how long in nanoseconds. Plain, because one is made
 # for every task.
