@@ -11,6 +11,7 @@ from infeed.batch.arrays import ArrayTable
 from infeed.batch.torchlike import collate_as_torch
 from infeed.config import LoaderConfig
 from infeed.delivery.backend import find_backend
+from infeed.delivery.host import HostDelivery
 from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
 from infeed.memory.arena import Arena
@@ -91,6 +92,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
     undo.callback(store.close)
     with undo:
         board = Board(workers, store if kind == "process" else None)
+        undo.callback(board.close)
         crew = _crew(config, plan, kind, source, store, arena, board, specs)
         undo.callback(crew.close)
         setup = EngineSetup(
@@ -110,7 +112,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             drop_last=config.drop_last,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
-            backend=find_backend() if config.pin_memory or config.device is not None else None,
+            delivery=HostDelivery(arena, find_backend() if config.pin_memory or config.device is not None else None),
             mender=Mender(config.on_error, plan),
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, plan),

@@ -262,9 +262,18 @@ class Epoch(Iterator[Any]):
         return [] if self._engine is None else self._engine.worker_pids()
 
     def leave(self) -> None:
-        """End it here; what is left of the epoch is forgotten."""
-        with self._lock:
+        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told."""
+        engine = self._engine
+        if not self._lock.acquire(blocking=False):
+            if engine is not None:
+                # Another thread is in `next`, or this one, and a signal handler called: `next` ends the epoch on its way out.
+                engine.close()
+                return
+            self._lock.acquire()  # it is beginning only
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     def _end(self) -> None:
         self._is_over = True

@@ -10,12 +10,12 @@ import gc
 import os
 import threading
 import time
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout
-from infeed.delivery.host import HostDelivery
-from infeed.errors import LoaderClosedError
+from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
@@ -77,12 +77,6 @@ from infeed.workers.messages import (
     Unplaced,
 )
 
-# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy...
-_IN_FLIGHT_BYTES: Final = 256 << 20
-# ...and there may be more of them than usual while they are tiny: waking a process costs as much as loading a tiny batch, and
-# a deep queue is filled and emptied many at a time.
-_TINY_BYTES: Final = 4 << 20
-_TINY_WINDOW: Final = 256
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
@@ -109,7 +103,7 @@ class Engine:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         self._crew, self._arena = setup.crew, setup.arena
-        self._delivery = HostDelivery(setup.arena, setup.backend)
+        self._delivery = setup.delivery
         self._scheduler = Scheduler(
             workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
@@ -117,7 +111,6 @@ class Engine:
         self._tasks: dict[TaskId, Task] = {}
         self._layout: Layout | None = None  # what the next batch is expected to look like
         self._layouts: dict[Layout, Layout] = {}
-        self._slot_bytes = 0
         self._refill = max(1, setup.window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
@@ -126,13 +119,15 @@ class Engine:
         self._started: set[WorkerId] = set()
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
-        self._rooms = Rooms(setup.arena, setup.crew, self._delivery, self._scheduler)
+        self._rooms = Rooms(setup, self._scheduler)
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._next_look = 0.0  # when to look after workers, while waiting
         self._given_count = 0  # batches of this epoch that the user has had
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._is_closed = False
+        self._is_down = False
         self._lock = threading.RLock()  # held by the thread that drives this engine
+        self._driver = 0  # that thread, while it is in `next_batch`
         self.owner_pid = os.getpid()
         for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
             self._start(worker)
@@ -188,14 +183,23 @@ class Engine:
             EpochEnd: there is none.
         """
         with self._lock:
+            self._driver = threading.get_ident()
             try:
                 return self._next_batch(waits)
-            except (EpochEnd, Exception):
+            except (EpochEnd, Exception) as error:
+                # Whoever asked again would wait for a worker that nobody starts.
+                self._is_closed |= isinstance(error, WorkerStartError)
                 raise
             except BaseException:
                 # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
-                self.close()
+                self._is_closed = True
+                with suppress(KeyboardInterrupt):  # once more, while it is closed: one is on its way to the user already
+                    self._tear_down()
                 raise
+            finally:
+                self._driver = 0
+                if self._is_closed:
+                    self._tear_down()
 
     def _next_batch(self, waits: bool) -> Any:
         feed = self._feed
@@ -267,7 +271,8 @@ class Engine:
 
         NOTE [close order]
           1. mark closed and wake whoever waits in `next_batch`; wait until they are out, because a descriptor that is closed
-             under a thread that polls it may be another file's by the time it looks
+             under a thread that polls it may be another file's by the time it looks. If that is this very thread (a signal
+             handler of the user's closes the loader) it cannot be waited for: then `next_batch` does the rest on its way out
           2. the scheduler hears of it and asks for nothing more
           3. workers are told by the end of their pipes; those in user code are killed after a moment
           4. memory last: a worker may write until it is gone
@@ -276,15 +281,18 @@ class Engine:
             return
         self._is_closed = True
         self._crew.wake()
+        if self._driver == threading.get_ident():
+            return
         with self._lock:
-            self._scheduler.handle(Closed())
-            self._crew.close()
-            self._delivery.close()
-            if self._setup.watch is not None:
-                self._setup.watch.close()
-            self._records.clear()
-            self._arena.close()
-            self._setup.store.close()
+            self._tear_down()
+
+    def _tear_down(self) -> None:
+        if self._is_down:
+            return
+        self._is_down = True
+        self._scheduler.handle(Closed())
+        self._records.clear()
+        self._setup.close()
 
     # --- planning
 
@@ -446,15 +454,10 @@ class Engine:
 
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
-        if nbytes <= self._slot_bytes:
-            return
-        self._slot_bytes = nbytes
-        if self._setup.is_window_fixed:
-            return
-        window = max(self._setup.window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
-        window = max(self._setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
-        self._refill = max(1, window // _REFILL_SHARE)
-        self._tell(WindowChanged(window))
+        window = self._rooms.learn_size(nbytes)
+        if window is not None:
+            self._refill = max(1, window // _REFILL_SHARE)
+            self._tell(WindowChanged(window))
 
     # --- what the scheduler asks
 
@@ -542,7 +545,7 @@ class Engine:
             self._crew.send(worker, PlaceTask(task, block, record.layout))
 
     def _grow(self) -> None:
-        slot = self._rooms.add_slot(self._slot_bytes)
+        slot = self._rooms.add_slot()
         self._tell(GrowthRefused() if slot is None else SlotsAdded((slot,)))
 
     def _fail_memory(self) -> None:
@@ -556,7 +559,7 @@ class Engine:
         if ended and self._feed is not None:
             self._tell(BatchWanted(self._feed.epoch))
             return
-        self._error = self._rooms.error(self._scheduler.held_slots, self._slot_bytes)
+        self._error = self._rooms.error(self._scheduler.held_slots)
 
     def _deliver(self, batch: BatchId, slot: SlotId) -> None:
         record = self._records.pop(batch)

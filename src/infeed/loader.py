@@ -149,7 +149,7 @@ class DataLoader:
         )
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
-        self._finalizer = weakref.finalize(self, self._core.garage.close)
+        self._finalizer = weakref.finalize(self, self._core.garage.close_unasked)
 
     def __iter__(self) -> Iterator[Any]:
         return self._core.iterate(self)
@@ -235,7 +235,8 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._core.garage.close()
 
     def __enter__(self) -> DataLoader:
         return self

@@ -168,6 +168,9 @@ class Troubles:
         busy = [
             f"worker {worker} {self.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s" for worker in oldest
         ]
+        # It was sent something and rests: it is stopped, or the machine is too busy to let it run.
+        idle = sorted({entry.worker for entry in self._tasks.values()} - at.keys())
+        busy += [f"worker {worker} has not begun with what it was sent" for worker in idle]
         stack = watch.stack_of(oldest[0]) if watch is not None and oldest else None
         return timeout_error(self._setup.timeout_s, busy, stack)
 

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "watching": WORKERS,
     "records": RECORDS,
     "reports": RECORDS | {"records"},
-    "rooms": DELIVERY | {"reports"},
+    "rooms": RECORDS | {"records", "reports"},
     "trail": RECORDS | {"records"},
     "troubles": RECORDS | {"records", "reports"},
     "lineage": RECORDS | {"records", "trail"},

@@ -14,11 +14,13 @@ from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.crew import Crew, News
 from infeed.workers.failures import Failure
 from infeed.workers.hearers import Recalls
+from infeed.workers.launch import explaining_limits
 from infeed.workers.messages import (
     LoadFailed,
     LoadGrains,
     LoadNext,
     MapSegment,
+    PlaceTask,
     Started,
     StartFailed,
     TellStack,
@@ -53,8 +55,9 @@ class ThreadCrew(Crew):
         self._inboxes[worker] = inbox
         arguments = (worker, self._make_runner, inbox, self._news)
         thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
+        with explaining_limits():
+            thread.start()
         self._threads.append(thread)
-        thread.start()
         self._idents[worker] = thread.ident
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
@@ -125,7 +128,7 @@ def _work(
         try:
             answer = runner.handle(message)
         except BaseException as error:  # SystemExit and its like end a plain loop, so they must reach the user's
-            if not isinstance(message, LoadGrains | LoadNext):
+            if not isinstance(message, LoadGrains | LoadNext | PlaceTask):
                 raise
             answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
         if before is not None:
