@@ -14,7 +14,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
-from infeed.batch.layout import Layout
+from infeed.batch.layout import Layout, LayoutPool
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.plan.cursor import Cursor
@@ -82,8 +82,6 @@ from infeed.workers.messages import (
 _REFILL_SHARE: Final = 4
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
-# Layouts kept so that equal ones are one object, by which workers know them.
-_LAYOUTS_KEPT: Final = 64
 _COOLING_LOOK_S: Final = 0.0005
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20
@@ -110,7 +108,7 @@ class Engine:
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._layout: Layout | None = None  # what the next batch is expected to look like
-        self._layouts: dict[Layout, Layout] = {}
+        self._layouts = LayoutPool()
         self._refill = max(1, setup.window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
@@ -383,7 +381,7 @@ class Engine:
                 if layout is None:
                     layout = entry.layout
                 elif layout is not entry.layout:
-                    layout = self._layout = self._interned(layout)
+                    layout = self._layout = self._layouts.interned(layout)
                 record.layout = layout
                 record.beside[entry.first_row] = message.beside
             if self._setup.stream is not None:
@@ -433,7 +431,7 @@ class Engine:
             record.needed_bytes = nbytes
             self._learn_size(nbytes)
             if layout is not None:
-                layout = self._interned(layout)
+                layout = self._layouts.interned(layout)
                 if self._layout is None:
                     self._layout = layout
                 if record.layout is None:
@@ -446,11 +444,6 @@ class Engine:
                     return
                 self._tasks[task] = entry._replace(layout=layout)
         self._tell(TaskUnplaced(worker, task))
-
-    def _interned(self, layout: Layout) -> Layout:
-        if len(self._layouts) >= _LAYOUTS_KEPT:
-            self._layouts.clear()
-        return self._layouts.setdefault(layout, layout)
 
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
