@@ -189,7 +189,7 @@ class Epoch(Iterator[Any]):
         self._is_over = False
         self._ahead: Ahead | None = None
         self._is_drained = False  # all batches are on their way to the device
-        self._finalizer: weakref.finalize[[Garage, Engine], Epoch] | None = None
+        self._finalizer: weakref.finalize[[Garage, Engine, Ahead | None], Epoch] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -238,7 +238,8 @@ class Epoch(Iterator[Any]):
     def begin(self) -> Engine:
         """Take an engine and begin. Happens by itself with the first batch."""
         core = self._core
-        garage = core.garage
+        config, garage = core.config, core.garage
+        stage = None if config.device is None else open_stage(config.device, config.convert)
         engine = garage.take(lambda: build_engine(core.config, core.plan))
         trail = core.begin(self._offered)
         try:
@@ -248,12 +249,11 @@ class Epoch(Iterator[Any]):
             garage.give_back(engine)
             raise
         self._engine, self._trail = engine, trail
-        config = core.config
-        if config.device is not None:
+        if stage is not None:
             trail.show(trail.start)
-            self._ahead = Ahead(open_stage(config.device, config.convert), config.device_prefetch)
+            self._ahead = Ahead(stage, config.device_prefetch)
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, garage, engine)
+        self._finalizer = weakref.finalize(self, _leave, garage, engine, self._ahead)
         self._finalizer.atexit = False
         return engine
 
@@ -279,15 +279,15 @@ class Epoch(Iterator[Any]):
         self._is_over = True
         if self._trail is not None:
             self._trail.ledger.end_epoch()
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        self._ahead = None
         if self._finalizer is not None:
             self._finalizer()
         self._engine = None
 
 
-def _leave(garage: Garage, engine: Engine) -> None:
+def _leave(garage: Garage, engine: Engine, ahead: Ahead | None) -> None:
+    if ahead is not None:
+        ahead.close()
     if engine.is_usable:
         engine.leave_epoch()
     garage.give_back(engine)

@@ -91,7 +91,7 @@ class _CudaSent(Sent):
 
 
 def _recorded(stream: Any) -> Any:
-    event = _cuda.Event()
+    event = _cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
     event.record(stream)
     return event
 

@@ -25,6 +25,9 @@ from infeed.delivery.backend import Backend, BackendError, Mark
 from infeed.scheduler.messages import SlotId
 
 _LOG: Final = logging.getLogger("infeed")
+# Times that the user let go of batches which the device has not come to yet. A loop that is further ahead of the device gains
+# nothing, and would fill all memory.
+_MOST_WAITING: Final = 4
 
 
 @final
@@ -109,8 +112,10 @@ class Cooling:
         if ended:
             self._waiting.append((self._backend.mark(), ended))
         slots: list[SlotId] = []
-        while self._waiting and self._waiting[0][0].is_done():
-            slots += self._waiting.popleft()[1]
+        while self._waiting and (len(self._waiting) > _MOST_WAITING or self._waiting[0][0].is_done()):
+            mark, done = self._waiting.popleft()
+            mark.wait()
+            slots += done
         return slots
 
     def wait(self) -> None:
