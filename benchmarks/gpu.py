@@ -85,13 +85,6 @@ def on_device(mode: str, loader: Any, convert: Callable[[Any], Any] | None) -> I
         yield moved if convert is None else convert(moved)
 
 
-def images_to_float(batch: Any) -> Any:
-    import torch
-
-    pictures, labels = batch
-    return pictures.to(torch.bfloat16, memory_format=torch.channels_last).div_(255), labels
-
-
 def measure_copy(mode: str, dtype: str, batch_size: int, workers: int, length: int) -> dict[str, float]:
     """Bytes into the GPU, with nothing else to do there."""
     import torch
@@ -142,14 +135,19 @@ def measure_step(mode: str, net_name: str, source: str, batch_size: int, workers
         torch.cuda.synchronize()
         alone = count * batch_size / (time.perf_counter() - start)
     dataset: Any = Jpegs(steps * batch_size) if source == "jpeg" else Images(steps * batch_size, source)
-    convert = None if source == "float32" else images_to_float
+    from infeed.torch import ImageConvert
+
+    def lay_out(batch: Any) -> Any:
+        return [batch[0].to(memory_format=torch.channels_last), batch[1]]
+
+    convert = lay_out if source == "float32" else ImageConvert(torch.bfloat16, channels_last=True)
     loader = open_loader(mode, dataset, batch_size, workers, convert)
     fed = 0.0
     for _ in range(2):
         torch.cuda.synchronize()
         start, count = time.perf_counter(), 0
         for given, labels in on_device(mode, loader, convert):
-            step(given.to(memory_format=torch.channels_last), labels)
+            step(given, labels)
             count += 1
         torch.cuda.synchronize()
         fed = count * batch_size / (time.perf_counter() - start)
@@ -179,7 +177,7 @@ def run_one(case: str, mode: str, workers: int) -> dict[str, float]:
     if kind == "copy":
         return measure_copy(mode, rest[0], 64, workers, 64 * (150 if mode.startswith("torch") else 400))
     batch_size = 512 if rest[0] == "resnet18" else 256
-    return measure_step(mode, rest[0], rest[1], batch_size, workers, 15 if mode.startswith("torch") else 40)
+    return measure_step(mode, rest[0], rest[1], batch_size, workers, 40 if mode.startswith("torch") else 100)
 
 
 def main() -> None:

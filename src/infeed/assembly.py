@@ -113,7 +113,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             drop_last=config.drop_last,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
-            delivery=HostDelivery(arena, find_backend() if config.pin_memory or config.device is not None else None),
+            delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None),
             mender=Mender(config.on_error, plan),
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, plan),
@@ -198,3 +198,8 @@ def _epoch_length(plan: Plan) -> int | None:
     """Samples of this rank in an epoch, if it is known."""
     identity = plan.identity(is_fresh=False)
     return None if identity.epoch_length is None else identity.epoch_length // identity.world_size
+
+
+def _is_pinned(config: LoaderConfig) -> bool:
+    """Whether an accelerator that torch uses is to read batches by itself."""
+    return config.pin_memory or (config.device is not None and config.output is None)

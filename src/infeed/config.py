@@ -18,6 +18,7 @@ from infeed.ranks import find_shard
 
 WorkerKind = Literal["process", "thread", "inline"]
 StartMethod = Literal["auto", "forkserver", "spawn"]
+Output = Literal["jax"]
 Verdict: TypeAlias = Literal["raise", "skip", "replace"]
 OnError: TypeAlias = Verdict | Callable[[BaseException, Any], Verdict]
 
@@ -53,6 +54,7 @@ class LoaderConfig:
     weights: Any = None
     num_samples: int | None = None
     pin_memory: bool = False
+    output: Output | None = None
     device: Any = None
     device_prefetch: int = 2
     convert: Callable[[Any], Any] | None = None
@@ -98,6 +100,11 @@ class LoaderConfig:
         return "inline" if self.num_workers == 0 else self.worker
 
     @property
+    def is_staged(self) -> bool:
+        """Whether batches are made into something else than arrays over shared memory, before the user has them."""
+        return self.device is not None or self.output is not None
+
+    @property
     def memory_limit_bytes(self) -> int | None:
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
@@ -133,7 +140,9 @@ class LoaderConfig:
         if not callable(self.on_error):
             _check_choice("on_error", self.on_error, get_args(Verdict))
         _check_int("device_prefetch", self.device_prefetch, 0, "0 copies a batch when it is asked for")
-        if self.convert is not None and (not callable(self.convert) or self.device is None):
+        if self.output is not None:
+            _check_choice("output", self.output, get_args(Output))
+        if self.convert is not None and (not callable(self.convert) or not self.is_staged):
             raise ConfigError("convert must be a function of a batch on the device; pass device= as well")
         _check_int("retries", self.retries, 0, "0 asks for a sample once")
         _check_seconds("sample_timeout", self.sample_timeout, "0 lets a sample take as long as it likes")

@@ -239,7 +239,7 @@ class Epoch(Iterator[Any]):
         """Take an engine and begin. Happens by itself with the first batch."""
         core = self._core
         config, garage = core.config, core.garage
-        stage = None if config.device is None else open_stage(config.device, config.convert)
+        stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
         engine = garage.take(lambda: build_engine(core.config, core.plan))
         trail = core.begin(self._offered)
         try:

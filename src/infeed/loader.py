@@ -55,6 +55,7 @@ class DataLoader:
         weights: one number for each sample: how likely it is to be drawn, with replacement.
         num_samples: samples in an epoch; by default as many as the dataset has.
         pin_memory: page-lock the memory that batches lie in, if torch has an accelerator, so that it can read them by itself.
+        output: ``"jax"`` gives arrays of JAX, on ``device`` or where JAX puts them.
         device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
             leaves that are no numbers stay on the host.
         device_prefetch: how many batches are on their way to the device besides the one that the loop has.
@@ -103,6 +104,7 @@ class DataLoader:
         weights: Any = None,
         num_samples: int | None = None,
         pin_memory: bool = False,
+        output: Literal["jax"] | None = None,
         device: Any = None,
         device_prefetch: int = 2,
         convert: Callable[[Any], Any] | None = None,
@@ -137,6 +139,7 @@ class DataLoader:
             weights=weights,
             num_samples=num_samples,
             pin_memory=pin_memory,
+            output=output,
             device=device,
             device_prefetch=device_prefetch,
             convert=convert,

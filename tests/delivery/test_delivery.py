@@ -26,7 +26,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
 
 def _install(monkeypatch: pytest.MonkeyPatch, fake: FakeBackend) -> FakeBackend:
     monkeypatch.setattr("infeed.assembly.find_backend", lambda: fake)
-    monkeypatch.setattr("infeed.core.open_stage", fake.open_stage)
+    monkeypatch.setattr("infeed.core.open_stage", lambda _output, device, convert: fake.open_stage(device, convert))
     return fake
 
 
@@ -185,6 +185,7 @@ def test_without_an_accelerator_pin_memory_changes_nothing() -> None:
 def test_the_arguments_are_checked() -> None:
     for options, words in (
         ({"device_prefetch": -1, "device": "cpu"}, "device_prefetch=-1 must be at least 0"),
+        ({"output": "tensorflow"}, "output='tensorflow' is not one of 'jax'"),
         ({"convert": len}, "convert must be a function of a batch on the device; pass device="),
         ({"convert": 3, "device": "cpu"}, "convert must be a function"),
         ({"pin_memory": 1}, "pin_memory=1 must be True or False"),

@@ -17,6 +17,10 @@ if not torch.cuda.is_available():
 
 from infeed.torch import DataLoader  # noqa: E402  # needs torch
 
+# What the driver opens when it is first used stays open: that is no leak of ours.
+torch.ones(8, pin_memory=True).cuda(non_blocking=True) @ torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+
 
 class Coded:
     """Every number of sample ``i`` is made of ``i``: one that is read too late, or too early, shows."""

@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.torch
 
 PUBLIC = {
-    "infeed.torch": ["DataLoader", "install", "uninstall"],
+    "infeed.torch": ["DataLoader", "ImageConvert", "install", "uninstall"],
     "infeed.testing": [
         "CrashingDataset", "FaultyDataset", "RandomDataset", "SlowDataset", "UnevenDataset", "assert_resumable",
     ],

@@ -71,12 +71,16 @@ class Backend(ABC):
         """
 
 
-def open_stage(device: Any, convert: Convert | None) -> Stage:
-    """What brings batches to this device.
+def open_stage(output: str | None, device: Any, convert: Convert | None) -> Stage:
+    """What brings batches to this device, as arrays of this library.
 
     Raises:
         ConfigError: there is no such device here.
     """
+    if output == "jax":
+        from infeed.delivery.jax import JaxStage
+
+        return JaxStage(device, convert)
     import torch  # whoever names a device means one of torch's
 
     from infeed.delivery.plain import PlainStage, usable_device

@@ -1,0 +1,57 @@
+"""JAX: batches as its arrays, on the device that it uses or on one that is named. Imported only where JAX is asked for."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from infeed.delivery.backend import Convert, Mark, Sent, Stage
+from infeed.delivery.trees import map_leaves
+
+
+@final
+class JaxStage(Stage):
+    """Hands arrays to JAX, which copies them in the background; on the processor it may use them where they are."""
+
+    def __init__(self, device: Any, convert: Convert | None) -> None:
+        self._device = device
+        self._convert = convert
+
+    def send(self, batch: Any) -> Sent:
+        moved: list[Any] = []
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
+                return leaf
+            moved.append(jax.device_put(leaf, self._device))
+            return moved[-1]
+
+        tree = map_leaves(batch, move)
+        return _JaxSent(tree if self._convert is None else self._convert(tree), _Ready(moved))
+
+
+@final
+class _Ready(Mark):
+    """JAX itself keeps what it still reads; the batch on the host is held until then, so that it is not looked for anew."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self._arrays = arrays
+
+    def is_done(self) -> bool:
+        return all(array.is_deleted() or array.is_ready() for array in self._arrays)
+
+    def wait(self) -> None:
+        for array in self._arrays:
+            if not array.is_deleted():  # given away to a function that may use its memory
+                array.block_until_ready()
+
+
+@final
+class _JaxSent(Sent):
+    def __init__(self, batch: Any, copied: Mark) -> None:
+        self._batch, self.copied = batch, copied
+
+    def adopt(self) -> Any:
+        return self._batch  # JAX orders what uses it behind its copy
