@@ -1,8 +1,6 @@
-"""The scheduler: each rule by hand, then all of them under random orders of events."""
+"""The scheduler: each rule by hand. All of them under random schedules: ``test_schedules``."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from infeed.scheduler.messages import (
     BatchId,
@@ -25,7 +23,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
-from tests.unit.engine_model import EngineModel, Options, Task, play
+from tests.unit.engine_model import EngineModel, Options, Task
 
 W0, W1, W2 = map(WorkerId, range(3))
 SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sent ahead
@@ -956,47 +954,3 @@ def test_a_closed_scheduler_asks_for_nothing(event: object) -> None:
     model.close()
 
     assert model.scheduler.handle(event) == []  # type: ignore[arg-type]
-
-
-# --- any order of events
-
-RUNS = st.builds(
-    Options,
-    workers=st.integers(1, 4),
-    window=st.integers(1, 6),
-    in_order=st.booleans(),
-    whole_batches=st.booleans(),
-    slots=st.sampled_from([0, 1, 2, 3, 20]),
-)
-STREAMS = st.builds(
-    Options,
-    workers=st.integers(1, 4),
-    window=st.integers(1, 6),
-    in_order=st.booleans(),
-    whole_batches=st.just(True),
-    is_stream=st.just(True),
-    slots=st.sampled_from([0, 1, 2, 3, 20]),
-)
-SCRIPTS = st.binary(max_size=40) | st.binary(min_size=100, max_size=300)
-
-
-@pytest.mark.slow
-@given(options=RUNS, script=SCRIPTS)
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_promises_hold_under_any_order_of_events(options: Options, script: bytes) -> None:
-    """Nothing twice, nothing lost, nothing out of order, no slot in two hands, whatever dies or fails on the way."""
-    assert_all_accounted_for(play(options, script))
-
-
-@pytest.mark.slow
-@given(options=STREAMS, script=SCRIPTS)
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_promises_hold_for_streams_under_any_order_of_events(options: Options, script: bytes) -> None:
-    """The same where each batch is the share of one worker, and where a share may end."""
-    assert_all_accounted_for(play(options, script))
-
-
-def assert_all_accounted_for(model: EngineModel) -> None:
-    if not model.is_closed:
-        assert [batch.batch for batch in model.batches.values() if not batch.outcome] == []
-    assert len(set(model.delivered)) == len(model.delivered)

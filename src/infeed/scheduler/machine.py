@@ -308,18 +308,19 @@ class Scheduler:
             if task is None:
                 return
             self._patience.renew()
-            if batch is None:
-                self._settle(task.batch)
-        if batch is None or batch.is_failed:
+            batch = task.batch
+        if batch is None:
             return
-        if event.grain_count is None:
-            batch.is_given_up = True
-        else:
-            batch.must_regroup = True
-            batch.next_grain_count = event.grain_count
-            batch.death_count = 0
-        self._stop_waiting(batch)
-        self._drop_unplaced(batch)
+        if not batch.is_abandoned and not batch.is_failed:
+            if event.grain_count is None:
+                batch.is_given_up = True
+            else:
+                batch.must_regroup = True
+                batch.next_grain_count = event.grain_count
+                batch.death_count = 0
+            self._stop_waiting(batch)
+            self._drop_unplaced(batch)
+        # Also if it has failed already: this may have been its last task.
         self._settle(batch)
         self._deliver()
         self._assign()
