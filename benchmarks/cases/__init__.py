@@ -18,6 +18,8 @@ _MODULES: Final = {
     "first_warm": "first_batch",
     "memory": "memory",
     "memory_strings": "memory",
+    "memory_plain": "memory",
+    "memory_strings_plain": "memory",
     "shuffle_billion": "shuffle_billion",
     "main_cpu": "main_cpu",
     "state": "state",

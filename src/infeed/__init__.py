@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from infeed.ledger import BadSample as BadSample
     from infeed.lineage import Lineage as Lineage
     from infeed.loader import DataLoader as DataLoader
+    from infeed.memory.sharing import share as share
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
     from infeed.workers.places import get_rng as get_rng
@@ -42,6 +43,7 @@ _HOMES: Final = {
     "WorkerInfo": "infeed.workers.info",
     "get_rng": "infeed.workers.places",
     "get_worker_info": "infeed.workers.info",
+    "share": "infeed.memory.sharing",
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "WorkerStartError",
     "get_rng",
     "get_worker_info",
+    "share",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -15,6 +16,7 @@ from infeed.memory.arena import Arena
 from infeed.memory.budget import available_bytes
 from infeed.memory.parcel import send
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
+from infeed.memory.weighing import advise
 from infeed.mending import Mender
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor
@@ -33,6 +35,8 @@ from infeed.workers.thread import ThreadCrew
 
 # Batches in flight, at least, while memory allows: deep enough that one slow sample among fifty does not hold up the rest.
 _USUAL_BATCHES: Final = 16
+# Loaders, by their plans, that were looked through: each is told once.
+_advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
 
 
 def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = None) -> Engine:
@@ -86,7 +90,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
     undo.callback(store.close)
     with undo:
         board = Board(workers, store if kind == "process" else None)
-        crew = _crew(config, kind, source, store, arena, board, specs)
+        crew = _crew(config, plan, kind, source, store, arena, board, specs)
         undo.callback(crew.close)
         setup = EngineSetup(
             crew=crew,
@@ -140,6 +144,7 @@ def _windows(config: LoaderConfig, count: int, *, is_inline: bool) -> tuple[int,
 
 def _crew(
     config: LoaderConfig,
+    plan: Plan,
     kind: str,
     source: Source,
     store: SegmentStore,
@@ -150,13 +155,16 @@ def _crew(
     if kind == "inline":
         return InlineCrew(Runner(specs[WorkerId(0)], source, arena))
     if kind == "thread":
-        return ThreadCrew(lambda worker: Runner(specs[worker], source, arena, board.cell(worker)))
+        return ThreadCrew(lambda worker, recalls: Runner(specs[worker], source, arena, board.cell(worker), recalls))
     given = {
         "dataset": config.dataset,
         "collate_fn": config.collate_fn,
         "worker_init_fn": config.worker_init_fn,
     }
     parcel = send(given, source, store)
+    if plan not in _advised:
+        _advised.add(plan)
+        advise(config.dataset, parcel.sizes, config.num_workers)
     return ProcessCrew(
         parcel=parcel,
         store=store,

@@ -161,14 +161,21 @@ class Engine:
             self._feed = prefetched
             return
         if prefetched is not None:
-            self._tell(EpochAbandoned(prefetched.epoch))
+            self._abandon(prefetched.epoch)
         self._feed = self._setup.make_feed(trail.start)
 
     def leave_epoch(self) -> None:
         """Forget what is left of the epoch; the next may begin."""
         feed, self._feed = self._feed, None
         if feed is not None and not self._is_closed:
-            self._tell(EpochAbandoned(feed.epoch))
+            self._abandon(feed.epoch)
+
+    def _abandon(self, epoch: int) -> None:
+        records = self._records
+        wanted = {batch for batch, record in records.items() if record.plan.epoch != epoch}
+        left = [task for task, entry in self._tasks.items() if entry.batch not in wanted]
+        self._crew.recall(left)
+        self._tell(EpochAbandoned(epoch))
 
     def next_batch(self) -> Any:
         """Wait for the next batch.

@@ -122,14 +122,15 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-README_BLOCKS = python_blocks(ROOT / "README.md")
+RUN_BLOCKS = [
+    (name, block) for name in ("README.md", "docs/failures.md", "docs/sharing.md") for block in python_blocks(ROOT / name)
+]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
-def test_a_python_block_of_the_readme_runs(number: int, tmp_path: Path) -> None:
-    """What a reader copies into a file of its own works as it stands, without a word on the terminal."""
-    code = README_BLOCKS[number]
+@pytest.mark.parametrize(("name", "code"), RUN_BLOCKS, ids=[name for name, _ in RUN_BLOCKS])
+def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
+    """What a reader copies into a file of its own works as it stands, with no word on the terminal but those it is about."""
     if "torch" in code:
         pytest.importorskip("torch")
     script = tmp_path / "block.py"
@@ -140,7 +141,8 @@ def test_a_python_block_of_the_readme_runs(number: int, tmp_path: Path) -> None:
         [sys.executable, "-W", "error", str(script)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
 
-    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stderr.splitlines()[:1]
+    assert (done.returncode, said) == (0, ["epoch 0 had 2 bad samples:"] if name == "docs/failures.md" else [])
 
 
 def test_all_python_blocks_of_prose_are_python() -> None:

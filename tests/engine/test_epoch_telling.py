@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -597,3 +598,40 @@ def test_streams_without_ears_have_epochs_too() -> None:
         loader.set_epoch(7)
         collected(loader)
         assert loader.epoch == 8
+
+
+class Telling:
+    """Remembers what it was told; one sample waits in the first epoch."""
+
+    def __init__(self, length: int, at: int) -> None:
+        self.length, self.at = length, at
+        self.told: list[int] = []
+        self.is_waiting, self.may_go = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            self.is_waiting.set()
+            assert self.may_go.wait(30)
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+
+def test_threads_do_not_tell_of_an_epoch_that_was_left() -> None:
+    """One is stuck with more tasks of the first epoch behind, while the other loads the next one already."""
+    dataset = Telling(400, 200)
+    with infeed.DataLoader(dataset, num_workers=2, worker="thread", prefetch=300, timeout=60) as loader:
+        batches = iter(loader)
+        for _ in range(100):
+            next(batches)
+        assert dataset.is_waiting.wait(30)
+        del batches
+        rest = iter(loader)
+        first = plain(next(rest))
+        dataset.may_go.set()
+        assert flat([first, *collected(rest)]) == list(range(400))
+        assert dataset.told == [0, 1]

@@ -28,6 +28,7 @@ PUBLIC = [
     "WorkerStartError",
     "get_rng",
     "get_worker_info",
+    "share",
 ]
 
 

@@ -22,7 +22,7 @@ ASSEMBLY = ENGINE | {"engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage"}
 LOADER = CORE | {"core"}
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"errors", "ledger", "lineage", "loader", "workers"},  # for type checkers only: see test_import_is_light
+    "__init__": {"errors", "ledger", "lineage", "loader", "memory", "workers"},  # for type checkers: see test_import_is_light
     "errors": set(),
     "plan": {"errors", "plan"},
     "scheduler": {"errors", "scheduler"},

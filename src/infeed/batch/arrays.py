@@ -17,6 +17,7 @@ import numpy as np
 from infeed.batch.layout import Layout
 from infeed.batch.leaves import Kind, Leaf
 from infeed.batch.tree import LeafNode, MappingNode, Node, SequenceNode
+from infeed.memory.sharedarrays import SharedArray, is_shared_tensor
 from infeed.plan.order import Indices
 
 _TABLE_DTYPES: Final = "biufcmMSUV?"
@@ -77,7 +78,7 @@ def _gather_tensor(column: Any, where: Indices, leaf: Leaf, memory: mmap, offset
 def _as_array(column: Any) -> Any:
     """A tensor as an array over the same memory, of numbers as wide as its own: NumPy gathers faster than torch."""
     if isinstance(column, np.ndarray):
-        return column
+        return np.asarray(column)  # a shared one as a plain one over the same memory
     import torch  # the dataset is made of tensors
 
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(column.dtype.itemsize)
@@ -148,7 +149,9 @@ def _tensor_table(dataset: Any) -> ArrayTable | None:
     torch = sys.modules["torch"]
     tensors = dataset.tensors
     for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if type(tensor) is not torch.Tensor and not is_shared_tensor(tensor):
+            return None
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
@@ -161,4 +164,5 @@ def _are_columns(values: Sequence[Any]) -> bool:
 
 def _is_column(value: Any) -> bool:
     # Rows of a memory map come from a disk, which workers can wait for side by side: it is a dataset like any other.
-    return type(value) is np.ndarray and value.ndim > 0 and value.dtype.kind in _TABLE_DTYPES and not value.dtype.hasobject
+    is_array = type(value) is np.ndarray or type(value) is SharedArray
+    return is_array and value.ndim > 0 and value.dtype.kind in _TABLE_DTYPES and not value.dtype.hasobject

@@ -20,6 +20,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.batch.tree import Column
+from infeed.memory.holding import Held
+from infeed.memory.sharedarrays import SharedArray
 
 
 class Kind(enum.Enum):
@@ -92,7 +94,7 @@ def leaf_of(column: Column) -> Leaf:
     return Leaf(Kind.OBJECT)
 
 
-ARRAY_TYPES: Final[set[type[Any]]] = {np.ndarray, np.memmap}
+ARRAY_TYPES: Final[set[type[Any]]] = {np.ndarray, np.memmap, SharedArray}
 
 
 def _number_leaf(column: Column, types: set[type[Any]]) -> Leaf:
@@ -126,7 +128,7 @@ def _tensor_leaf(torch: Any, column: Column) -> Leaf:
         dtype = torch.promote_types(dtype, tensor.dtype)
     classes = {type(tensor) for tensor in column}
     cls = classes.pop() if len(classes) == 1 else torch.Tensor
-    if cls is torch.nn.Parameter:
+    if cls is torch.nn.Parameter or issubclass(cls, Held):
         cls = torch.Tensor
     shape = tuple(column[0].shape)
     row_bytes = dtype.itemsize * math.prod(shape)

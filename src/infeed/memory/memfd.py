@@ -13,6 +13,7 @@ from typing import Final, final
 from infeed.errors import MemoryLimitError
 from infeed.memory.budget import available_bytes
 from infeed.memory.segments import (
+    Address,
     Segment,
     SegmentHandle,
     SegmentReader,
@@ -30,7 +31,8 @@ _PUNCH_HOLE: Final = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 
 @final
 class MemfdStore(SegmentStore):
     def __init__(self) -> None:
-        self._fd = os.memfd_create("infeed", os.MFD_CLOEXEC)
+        self.name = f"infeed.{os.urandom(8).hex()}"
+        self._fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
         self._end = 0
         self._count = 0
         self._closer = weakref.finalize(self, os.close, self._fd)
@@ -64,6 +66,19 @@ class MemfdStore(SegmentStore):
 
     def close(self) -> None:
         self._closer()
+
+
+def open_memfd(address: Address) -> int:
+    """A descriptor of this process for the memory of a store of another.
+
+    Raises:
+        OSError: that process is gone or has let go of it, or belongs to another user or container.
+    """
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    # Numbers of processes and descriptors are used again; the name tells whether it is still this one.
+    if not os.readlink(path).startswith(f"/memfd:{address.name} "):
+        raise FileNotFoundError(errno.ENOENT, "no longer there", path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 @final

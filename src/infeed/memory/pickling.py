@@ -19,6 +19,7 @@ import cloudpickle
 import numpy as np
 
 from infeed.memory.inheriting import reduce_shared
+from infeed.memory.sharedarrays import is_plain_tensor, reduce_held
 
 _PROTOCOL: Final = 5
 BUFFER_ALIGN: Final = 64
@@ -118,7 +119,7 @@ def _reduce_arrays(obj: Any) -> Any:
             return NotImplemented
         return np.ascontiguousarray(obj).__reduce_ex__(_PROTOCOL)
     torch = sys.modules.get("torch")
-    if torch is not None and type(obj) is torch.Tensor and _is_plain_tensor(torch, obj):
+    if torch is not None and type(obj) is torch.Tensor and is_plain_tensor(torch, obj):
         # In the order in which its elements lie, so that a memory format (channels_last) stays what it is.
         order = sorted(range(obj.dim()), key=lambda axis: -obj.stride(axis))
         ordered = obj.detach().permute(order)
@@ -131,19 +132,6 @@ def _reduce_arrays(obj: Any) -> Any:
         back = sorted(range(obj.dim()), key=order.__getitem__)
         return _rebuild_permuted, (pickle.PickleBuffer(raw), name, tuple(ordered.shape), back)
     return NotImplemented
-
-
-def _is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    return bool(
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.requires_grad
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not getattr(tensor, "__dict__", None)
-    )
 
 
 def _rebuild_dates(numbers: Any, dtype: np.dtype[Any]) -> Any:
@@ -192,7 +180,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             self._modules.add(obj.__name__)
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
             self._modules.add(obj.__module__)
-        for reduce in (_reduce_draw, _reduce_memmap, _reduce_arrays, reduce_shared):
+        for reduce in (_reduce_draw, _reduce_memmap, reduce_held, _reduce_arrays, reduce_shared):
             reduced = reduce(obj)
             if reduced is not NotImplemented:
                 return reduced

@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import sys
+import time
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -40,6 +41,16 @@ class SegmentHandle:
     size: int
     offset: int = 0
     name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """How any process of this machine finds a segment that has a store of its own, while the process that made it lives."""
+
+    name: str  # no other segment ever has it; its bytes are the first of the segment
+    size: int
+    pid: int
+    fd: int | None = None  # of that process; without one the name is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,46 @@ def open_reader(descriptor: int | None) -> SegmentReader:
     return NamedReader()
 
 
+def make_findable(size: int) -> tuple[Segment, SegmentStore, str]:
+    """A segment in a store of its own, and the name under which ``find_segment`` knows it."""
+    store = open_store()
+    segment = store.create(size)
+    name = segment.handle.name
+    if sys.platform == "linux" and name is None:
+        from infeed.memory.memfd import MemfdStore
+
+        assert isinstance(store, MemfdStore)
+        name = store.name
+    assert name is not None
+    segment.memory[: len(name)] = name.encode()
+    return segment, store, name
+
+
+def find_segment(address: Address, *, private: bool = False) -> mmap.mmap:
+    """Map a segment of any process for reading; ``private`` for writing too, which no other process sees.
+
+    Raises:
+        OSError: it is gone, or may not be opened.
+    """
+    access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
+    if sys.platform == "linux" and address.fd is not None:
+        from infeed.memory.memfd import open_memfd
+
+        fd = open_memfd(address)
+        try:
+            memory = mmap.mmap(fd, address.size, access=access)
+        finally:
+            os.close(fd)
+    else:
+        memory = _map_named(address.name, address.size, create=False, access=access)
+        if address.pid != os.getpid():
+            _found_names[address.name] = (address.pid, os.getppid() == address.pid)
+    # Windows gives an empty mapping for a name that nobody has.
+    if memory[: len(address.name)] != address.name.encode():
+        raise FileNotFoundError(errno.ENOENT, "no longer there", address.name)
+    return memory
+
+
 def round_up(size: int, unit: int = PAGE_BYTES) -> int:
     """
     >>> round_up(1, 4096), round_up(4096, 4096), round_up(0, 4096)
@@ -156,7 +207,7 @@ class NamedStore(SegmentStore):
         self._prefix = f"/infeed.{os.urandom(6).hex()}"
         self._names: set[str] = set()
         self._count = 0
-        self._closer = weakref.finalize(self, _unlink_all, self._names)
+        self._closer = weakref.finalize(self, _unlink_own, self._names, os.getpid())
 
     def create(self, size: int) -> Segment:
         size = round_up(max(size, 1))
@@ -187,13 +238,19 @@ class NamedStore(SegmentStore):
 
 # Names that this process attached, to be removed when it ends: the owner does it too, unless it was killed.
 _attached_names: Final[set[str]] = set()
+# Names that it found by their address, with the process that made them and whether that is its parent. Others may still want to
+# find them: they are removed only if their maker was killed.
+_found_names: Final[dict[str, tuple[int, bool]]] = {}
+# How long a process whose pipe has ended may take to be gone.
+_DYING_S: Final = 0.05
 
 
 @final
 class NamedReader(SegmentReader):
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
         assert handle.name is not None
-        memory = _map_named(handle.name, handle.size, create=False, private=private)
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        memory = _map_named(handle.name, handle.size, create=False, access=access)
         _attached_names.add(handle.name)
         return memory
 
@@ -201,6 +258,33 @@ class NamedReader(SegmentReader):
 def remove_attached_names() -> None:
     """Remove the names of all segments that this process attached: for a worker whose owner closed the pipe or is gone."""
     _unlink_all(_attached_names)
+    for name, (pid, is_parent) in tuple(_found_names.items()):
+        if _is_gone(pid, is_parent=is_parent):
+            _unlink(name)
+    _found_names.clear()
+
+
+def _is_gone(pid: int, *, is_parent: bool) -> bool:
+    if sys.platform == "win32":
+        return False  # nothing to remove there
+    if is_parent:
+        # A dead process may keep its number for as long as nobody asks how it ended, but it loses its children at once.
+        deadline = time.monotonic() + _DYING_S
+        while os.getppid() == pid and time.monotonic() < deadline:
+            time.sleep(_DYING_S / 10)
+        return os.getppid() != pid
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _unlink_own(names: set[str], pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked child, which ends before its parent does
+        _unlink_all(names)
 
 
 def _unlink_all(names: set[str]) -> None:
@@ -214,9 +298,9 @@ if sys.platform == "win32":
     def _map_private(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
 
-    def _map_named(name: str, size: int, *, create: bool, private: bool = False) -> mmap.mmap:
+    def _map_named(name: str, size: int, *, create: bool, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
         del create  # the page file backs it either way; a tag that exists is opened
-        return mmap.mmap(-1, size, tagname=name.lstrip("/"), access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+        return mmap.mmap(-1, size, tagname=name.lstrip("/"), access=access)
 
     def _unlink(name: str) -> None:
         del name  # goes with its last handle
@@ -229,7 +313,7 @@ else:
     def _map_private(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def _map_named(name: str, size: int, *, create: bool, private: bool = False) -> mmap.mmap:
+    def _map_named(name: str, size: int, *, create: bool, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         fd = _posixshmem.shm_open(name, flags, mode=0o600)
         try:
@@ -237,7 +321,7 @@ else:
                 os.ftruncate(fd, size)
                 if sys.platform == "linux":
                     os.posix_fallocate(fd, 0, size)
-            return mmap.mmap(fd, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+            return mmap.mmap(fd, size, access=access)
         finally:
             os.close(fd)
 

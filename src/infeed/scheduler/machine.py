@@ -1,7 +1,6 @@
 """Who loads what, what is delivered when, what is done again: the scheduler.
 
-Pure: events in, actions out, no clock, no I/O. The engine tells it what happened, one event at a time, and does what it asks,
-in order. Time enters only as the durations that workers report.
+Pure: events in, actions out, no clock. The engine tells it what happened, one event at a time, and does what it asks, in order.
 
 Invariants, checked by ``validate`` (in ``invariants``), which the tests call after every event:
 
@@ -83,6 +82,7 @@ class Scheduler:
         self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of finishing
         self._tasks: dict[TaskId, Task] = {}
         self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently served first
+        self._idle: dict[WorkerId, None] = {}  # those of them that have none: nothing they get waits behind a slow sample
         self._slots = Slots()
         self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
         self._slotless: set[BatchId] = set()  # begun without a slot, because there was none yet
@@ -193,13 +193,14 @@ class Scheduler:
 
     def _on_worker_ready(self, event: WorkerReady) -> None:
         self._workers[event.worker].is_ready = True
-        self._roomy[event.worker] = None
+        self._roomy[event.worker] = self._idle[event.worker] = None
         self._assign()
 
     def _on_worker_died(self, event: WorkerDied) -> None:
         worker = self._workers[event.worker]
         worker.is_ready = False
         self._roomy.pop(event.worker, None)
+        self._idle.pop(event.worker, None)
         self._patience.lose(is_idle=not worker.tasks)
         # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
         # doubt, because then the task goes to a worker that has nothing else.
@@ -369,6 +370,8 @@ class Scheduler:
         record.tasks.discard(task_id)
         if record.is_ready:
             self._roomy.setdefault(worker)
+            if not record.tasks:
+                self._idle.setdefault(worker)
         return task
 
     def _settle(self, batch: Batch) -> None:
@@ -484,14 +487,11 @@ class Scheduler:
                         break
                     worker = batch.worker
                 elif self._roomy:
-                    worker = next(iter(self._roomy))
+                    worker = next(iter(self._idle or self._roomy))
                 else:
                     return
                 if batch.death_count and self._workers[worker].tasks:
-                    idle = next((other for other in self._roomy if not self._workers[other].tasks), None)
-                    if idle is None or batch.worker is not None:
-                        return  # nothing else goes out until one has nothing else to do
-                    worker = idle
+                    return  # nothing else goes out until one has nothing else to do
                 if batch.slot is None and self._slots.states and not self._take_slot(batch):
                     return
                 self._send(batch, worker)
@@ -514,6 +514,7 @@ class Scheduler:
         record = self._workers[worker]
         record.tasks.add(task_id)
         del self._roomy[worker]
+        self._idle.pop(worker, None)
         if self._pace.has_room(len(record.tasks), count) and not batch.death_count:
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
@@ -560,8 +561,7 @@ class Scheduler:
             self._actions.append(FailMemory())
 
     def _serve_oldest(self) -> None:
-        # And nobody else before the user has let go of something: whatever is begun now would take what was just gained, and
-        # be evicted in turn.
+        # And nobody else: whatever is begun now would take what was just gained, and be evicted in turn.
         self._place(only_oldest=True)
         if self._waiting and self._waiting[0] == next(iter(self._batches)):
             self._assign(only_oldest=True)

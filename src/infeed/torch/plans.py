@@ -14,6 +14,7 @@ from infeed.batch.arrays import ArrayTable, table_of
 from infeed.batch.torchlike import torch_table_layout
 from infeed.config import LoaderConfig
 from infeed.errors import StateError
+from infeed.memory.sharedarrays import SharedArray
 from infeed.plan.batches import BatchPlan, given_batches, ordered_batch, ordered_batches, sampled_batches
 from infeed.plan.cursor import Cursor, Identity
 from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
@@ -301,7 +302,7 @@ def _columns(config: LoaderConfig) -> tuple[Any, ...] | None:
         return None  # who has something to be done in workers wants workers
     if config.collate_fn is not None or config.is_stream or (config.batch_size is None and config.batch_sampler is None):
         return None
-    if type(dataset) is np.ndarray:
+    if type(dataset) is np.ndarray or type(dataset) is SharedArray:
         return (dataset,)
     if type(dataset) is not torch.utils.data.TensorDataset:
         return None

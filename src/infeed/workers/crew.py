@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from infeed.memory.segments import SegmentHandle
-from infeed.scheduler.messages import WorkerId
+from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.messages import FromWorker, ToWorker
 
 
@@ -45,6 +46,10 @@ class Crew(ABC):
         Returns:
             What was told; nothing if the time is up (``None`` waits for ever) or ``wake`` was called.
         """
+
+    def recall(self, tasks: Iterable[TaskId]) -> None:
+        """Nobody wants these tasks any more. Those that are not begun yet need not be, but all are answered."""
+        del tasks
 
     @abstractmethod
     def add_segment(self, handle: SegmentHandle) -> None:

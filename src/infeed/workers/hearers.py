@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Final, final
 
@@ -54,6 +56,30 @@ class Hearers:
         except TypeError:  # cannot be referred to weakly: is told every time
             return
         _TOLD[id(hearer)] = (reference, epoch)
+
+
+@final
+class Recalls:
+    """Tasks of epochs that the user left while they waited to be loaded. Shared by workers that share one dataset.
+
+    Without it a thread that comes to such a task would tell the dataset of its epoch when others load the next one.
+    """
+
+    def __init__(self) -> None:
+        # Held while the dataset is told: who comes later tells of a later epoch, or finds a recall.
+        self.lock = threading.Lock()
+        self._tasks: set[int] = set()
+
+    def recall(self, tasks: Iterable[int]) -> None:
+        """From the user's thread, before any task of another epoch is sent; ``tasks`` are all that nobody wants."""
+        self._tasks = set(tasks)
+
+    def take(self, task: int) -> bool:
+        """Whether a task was recalled. Each is asked for once."""
+        if task not in self._tasks:
+            return False
+        self._tasks.discard(task)
+        return True
 
 
 def _forget(key: int, _reference: object) -> None:

@@ -27,7 +27,7 @@ from infeed.scheduler.messages import TaskId
 from infeed.workers.board import Cell
 from infeed.workers.failures import Failure
 from infeed.workers.fetching import Fetcher, LoadError
-from infeed.workers.hearers import Hearers
+from infeed.workers.hearers import Hearers, Recalls
 from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked, tell_torch
 from infeed.workers.messages import (
     DropTask,
@@ -82,7 +82,9 @@ class _Held:
 class Runner:
     """Does what messages ask, one after another. Belongs to one worker."""
 
-    def __init__(self, spec: WorkerSpec, source: Source, segments: Segments, cell: Cell | None = None) -> None:
+    def __init__(
+        self, spec: WorkerSpec, source: Source, segments: Segments, cell: Cell | None = None, recalls: Recalls | None = None
+    ) -> None:
         self._spec = spec
         self._source = source
         self._segments = segments
@@ -96,6 +98,7 @@ class Runner:
         self._cell = cell
         self._fetcher = Fetcher(spec, source, self._place_now, cell)
         self._hearers = Hearers(source.dataset, source.collate_fn)
+        self._recalls = recalls or Recalls()
         self._began = 0
         self._epoch = -1  # the one that tasks were last of
 
@@ -161,7 +164,10 @@ class Runner:
             self._epoch = message.epoch
             self._fetcher.epoch_seed = derive(self._spec.seed, message.epoch)
         if self._hearers:
-            self._tell_epoch(message.epoch)
+            with self._recalls.lock:
+                if self._recalls.take(message.task):
+                    raise LoadError("loading a batch of an epoch that was left", None, None) from LookupError(message.task)
+                self._tell_epoch(message.epoch)
         return self._load_grains(message) if isinstance(message, LoadGrains) else self._load_next(message)
 
     def _tell_epoch(self, epoch: int) -> None:

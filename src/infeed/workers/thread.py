@@ -6,13 +6,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, final
 
 from infeed.memory.segments import SegmentHandle
-from infeed.scheduler.messages import WorkerId
+from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.crew import Crew, News
 from infeed.workers.failures import Failure
+from infeed.workers.hearers import Recalls
 from infeed.workers.messages import (
     LoadFailed,
     LoadGrains,
@@ -39,8 +40,9 @@ _Inbox = queue.SimpleQueue[ToWorker | None]
 
 @final
 class ThreadCrew(Crew):
-    def __init__(self, make_runner: Callable[[WorkerId], Runner]) -> None:
-        self._make_runner = make_runner
+    def __init__(self, make_runner: Callable[[WorkerId, Recalls], Runner]) -> None:
+        self._recalls = Recalls()
+        self._make_runner = lambda worker: make_runner(worker, self._recalls)
         self._inboxes: dict[WorkerId, _Inbox] = {}
         self._threads: list[threading.Thread] = []
         self._idents: dict[WorkerId, int | None] = {}
@@ -61,6 +63,9 @@ class ThreadCrew(Crew):
 
     def flush(self) -> None:
         return
+
+    def recall(self, tasks: Iterable[TaskId]) -> None:
+        self._recalls.recall(tasks)
 
     def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
         del stack_fd

@@ -1,0 +1,60 @@
+"""``infeed.share``: the dataset is held once, however many processes read it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from infeed.memory.holding import Held
+from infeed.memory.shared import share_dict, share_sequence
+from infeed.memory.sharedarrays import is_plain_tensor, share_array, share_tensor
+
+
+def share(obj: Any) -> Any:
+    """A copy of ``obj`` in shared memory that reads as ``obj`` does, cannot be changed, and pickles as where it lies.
+
+    A dataset that keeps large lists, tuples, dicts or arrays this way is held once, however many workers read it. Any process
+    of this machine can be sent it; the memory goes with the last process that has it.
+
+    Args:
+        obj: a list, tuple or dict, of anything that can be pickled; a NumPy array; or a torch tensor of the CPU. A tensor can
+            still be written to: what a process writes into it, it alone sees.
+
+    Raises:
+        TypeError: it is something else.
+        MemoryLimitError: there is not that much memory.
+
+    >>> names = share(["cat", "dog", "bird"])
+    >>> names[1], len(names), "dog" in names, list(names[1:])
+    ('dog', 3, True, ['dog', 'bird'])
+    """
+    if isinstance(obj, Held):
+        return obj
+    if type(obj) is list or type(obj) is tuple:
+        return share_sequence(obj)
+    if type(obj) is dict:
+        return share_dict(obj)
+    if type(obj) in (np.ndarray, np.memmap) and not obj.dtype.hasobject:
+        return share_array(obj)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(obj) is torch.Tensor and is_plain_tensor(torch, obj):
+        return share_tensor(obj)
+    raise TypeError(_refusal(obj))
+
+
+def _refusal(obj: Any) -> str:
+    rule = "share() takes a list, tuple, dict, NumPy array or torch tensor of the CPU"
+    name = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
+    if isinstance(obj, np.ndarray) and obj.dtype.hasobject:
+        return f"{rule}, not an array of objects; share(array.tolist()) holds them as a list"
+    if isinstance(obj, list | tuple | dict):
+        base = next(cls for cls in (list, tuple, dict) if isinstance(obj, cls)).__name__
+        return f"{rule}, not {name}; a shared object has the plain type, so share({base}(...)) if that is what you want"
+    return (
+        f"{rule}, not {name}; share the large lists and arrays in it, each by itself, and put them in the place of the others"
+    )
+
+
+share.__module__ = "infeed"  # where users find it, and where pickles look for it

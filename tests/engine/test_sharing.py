@@ -1,0 +1,396 @@
+"""Shared objects in datasets, and in processes of all kinds."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.memory.parcel import send
+from infeed.memory.segments import open_store
+from tests.helpers import (
+    DEADLINE_S,
+    PORTABLE,
+    ROOT,
+    Journal,
+    assert_clean,
+    flat,
+    run_script,
+    shm_names,
+    start_script,
+    wait_until,
+)
+
+
+class Shared:
+    """A dataset whose parts are all shared."""
+
+    def __init__(self, length: int) -> None:
+        self.names = infeed.share([f"name {number}" for number in range(length)])
+        self.labels = infeed.share({f"name {number}": number for number in range(length)})
+        self.boxes = infeed.share([(number, [number], {"n": np.full(2, number)}) for number in range(length)])
+        self.rows = infeed.share(np.arange(2.0 * length).reshape(length, 2))
+        self.tail = self.rows[1:]
+        self.ranges = infeed.share([np.arange(number) for number in range(length)])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        number, (same,), more = self.boxes[index]
+        assert number == same == more["n"][0] == len(self.ranges[index])
+        assert not self.rows.flags.writeable
+        row = self.rows[index]
+        return {"label": self.labels[self.names[index]], "row": row, "name": self.names[index], "pid": os.getpid()}
+
+
+def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(engine: dict[str, Any]) -> None:
+    """Inline, in threads, forked, spawned, and where memory has names: the same samples; two epochs, and a second loader."""
+    dataset = Shared(20)
+    for _ in range(2):
+        with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **engine) as loader:
+            for _ in range(2):
+                batches = [dict(batch) for batch in loader]
+                labels = flat([batch["label"].tolist() for batch in batches])
+                assert sorted(labels) == list(range(20))
+                assert flat([batch["name"] for batch in batches]) == [f"name {label}" for label in labels]
+                assert [row[0] / 2 for batch in batches for row in batch["row"]] == labels
+
+
+def test_a_shared_list_is_a_dataset(process_engine: dict[str, Any]) -> None:
+    """And so is a shared dict of whole numbers from 0."""
+    for dataset in (infeed.share([10, 20, 30]), infeed.share({0: 10, 1: 20, 2: 30})):
+        with infeed.DataLoader(dataset, batch_size=2, **process_engine) as loader:
+            assert [batch.tolist() for batch in loader] == [[10, 20], [30]]
+
+
+def test_what_is_sent_of_a_shared_dataset_is_small() -> None:
+    """A list of a million and an array of eight megabytes travel as where they lie."""
+    store = open_store()
+    dataset = Shared(5)
+    dataset.names = infeed.share(list(range(1_000_000)))
+    dataset.rows = infeed.share(np.zeros(1_000_000))
+    dataset.tail = dataset.rows[1:]
+    parcel = send({}, dataset, store)
+    store.close()
+
+    assert sum(parcel.sizes) < 20_000
+
+
+@pytest.mark.process
+def test_a_worker_that_is_replaced_finds_it_again(forkserver: dict[str, Any]) -> None:
+    """Workers come and go, the object stays."""
+    with infeed.DataLoader(Shared(40), batch_size=2, **forkserver) as loader:
+        labels: list[int] = []
+        for step, batch in enumerate(loader):
+            labels += batch["label"].tolist()
+            if step == 2:
+                os.kill(int(batch["pid"][0]), signal.SIGKILL)
+        assert labels == list(range(40))
+
+
+@pytest.mark.process
+def test_an_object_that_is_gone_is_an_error_with_a_cure(forkserver: dict[str, Any]) -> None:
+    """Not a hang: a dataset that holds only the reference is the user's mistake, and told."""
+    reference = pickle.dumps(infeed.share(["gone"]))
+
+    class Dangling:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return pickle.loads(reference)[index]
+
+    with (
+        infeed.DataLoader(Dangling(), **forkserver) as loader,
+        pytest.raises(infeed.InfeedError, match=rf"a shared object of process {os.getpid()} cannot be opened"),
+    ):
+        list(loader)
+
+
+# --- the user's own processes
+
+
+def total(shared: Any) -> tuple[int, Any]:
+    """What another process finds in a shared object."""
+    return os.getpid(), sum(shared["numbers"]) + shared["array"].sum() + len(shared["more"]["names"])
+
+
+def total_of_parts(numbers: Any, array: Any, more: Any) -> tuple[int, Any]:
+    return total({"numbers": numbers, "array": array, "more": more})
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_of_the_user_read_it(method: str) -> None:
+    """concurrent.futures with every start method; what they return of it is the same object again."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"there is no {method} here")
+    numbers, array = infeed.share(list(range(1000))), infeed.share(np.arange(1000))
+    more = infeed.share({"names": ["a", "b"]})
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        pid, found = pool.submit(total_of_parts, numbers, array, more).result(DEADLINE_S)
+        returned = pool.submit(_identity, numbers).result(DEADLINE_S)
+
+    assert pid != os.getpid()
+    assert found == 2 * sum(range(1000)) + 2
+    assert returned == numbers
+    stop_helpers_of_multiprocessing()
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def stop_helpers_of_multiprocessing() -> None:
+    """Its fork server and its tracker would stay until the end of the tests."""
+    from multiprocessing import forkserver, resource_tracker
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+READER = """
+import pickle, sys
+data = sys.stdin.buffer.read()
+shared = pickle.loads(data)
+print(type(shared).__name__, len(shared), shared[-1])
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_is_no_relative_reads_it() -> None:
+    """Between ranks of one machine: sent by any pickle."""
+    shared = infeed.share([f"sample {number}" for number in range(5000)])
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", READER],
+        input=pickle.dumps(shared),
+        capture_output=True,
+        env=environ,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+
+    assert done.stdout.decode().split() == ["SharedList", "5000", "sample", "4999"]
+
+
+HOLDER = """
+import pickle, sys, time
+from pathlib import Path
+import infeed
+shared = infeed.share(["a"] * 1000)
+Path("reference.tmp").write_bytes(pickle.dumps(shared))
+Path("reference.tmp").rename("reference")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_portable", [False, True], ids=["best", "portable"])
+def test_it_outlives_its_owner_where_it_was_opened_and_is_gone_elsewhere(is_portable: bool, tmp_path: Path) -> None:
+    """After kill -9 of the owner: who had opened it reads on, who comes later is told."""
+    if is_portable and sys.platform != "linux":
+        pytest.skip("the usual way there")
+    script = start_script(tmp_path, (PORTABLE if is_portable else "") + HOLDER)
+    wait_until((tmp_path / "reference").exists, "the script's reference")
+    reference = (tmp_path / "reference").read_bytes()
+    early = pickle.loads(reference)
+    script.process.kill()
+    script.process.communicate()
+
+    assert list(early) == ["a"] * 1000
+    del early
+    if is_portable:
+        from infeed.memory.segments import remove_attached_names
+
+        remove_attached_names()  # as a worker does when it ends
+    with pytest.raises(infeed.InfeedError, match=rf"a shared object of process {script.pid} cannot be opened"):
+        pickle.loads(reference)
+
+
+MAIN = """
+from collections import namedtuple
+import infeed
+
+Sample = namedtuple("Sample", "path label")
+
+
+class Dataset:
+    def __init__(self):
+        self.samples = infeed.share([Sample(f"{n}.jpg", n) for n in range(100)])
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        sample = self.samples[index]
+        assert type(sample) is Sample
+        return sample
+
+
+for options in ({}, {"start_method": "spawn"}):
+    with infeed.DataLoader(Dataset(), batch_size=10, num_workers=2, timeout=30, **options) as loader:
+        assert [label for batch in loader for label in batch.label.tolist()] == list(range(100))
+        assert type(next(iter(loader))) is Sample
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("prelude", ["", PORTABLE], ids=["best", "portable"])
+def test_elements_of_a_class_of_the_script(prelude: str, tmp_path: Path) -> None:
+    """Without a main guard: workers never run the script, and know its classes all the same."""
+    if prelude and sys.platform != "linux":
+        pytest.skip("the usual way there")
+    assert_clean(run_script(tmp_path, prelude + MAIN))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import infeed
+
+
+class Dataset:
+    def __init__(self):
+        self.names = infeed.share(["name"] * 1000)
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return len(self.names[index])
+
+
+from tests.helpers import Journal
+loader = infeed.DataLoader(Dataset(), batch_size=10, num_workers=2, timeout=30)
+next(iter(loader))
+Journal(Path("journal")).write("loading")
+import time
+time.sleep(1000)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("prelude", ["", PORTABLE], ids=["best", "portable"])
+def test_nothing_is_left_of_a_killed_process_and_its_workers(prelude: str, tmp_path: Path) -> None:
+    """Neither process nor name: where memory has names, the workers remove them."""
+    if prelude and sys.platform != "linux":
+        pytest.skip("the usual way there")
+    before = shm_names()
+    script = start_script(tmp_path, prelude + KILLED)
+    script.wait_line(Journal(tmp_path / "journal"), "loading")
+    script.process.kill()
+    script.finish()
+
+    wait_until(lambda: shm_names() <= before, "the end of the names")
+
+
+DAEMON = """
+import os
+import infeed
+
+shared = infeed.share(list(range(100)))
+read, write = os.pipe()
+pid = os.fork()
+if pid:
+    os._exit(0)  # as daemons do: the child goes on
+os.close(write)
+os.read(read, 1)  # ends when the parent has
+with infeed.DataLoader(shared, batch_size=10, num_workers=2, timeout=30) as loader:
+    assert sum(int(batch.sum()) for batch in loader) == sum(range(100))
+with open("done", "w"):
+    pass
+"""
+
+
+@pytest.mark.process
+@pytest.mark.linux
+def test_a_forked_child_that_outlives_its_parent_still_sends_it_to_workers(tmp_path: Path) -> None:
+    """It has the descriptor too."""
+    script = start_script(tmp_path, DAEMON)
+    result = script.finish()
+
+    assert result.err == ""
+    assert (tmp_path / "done").exists()
+
+
+# --- torch, and the advice
+
+
+@pytest.mark.process
+@pytest.mark.torch
+@pytest.mark.slow
+def test_tensors_in_workers(torch: ModuleType, forkserver: dict[str, Any]) -> None:
+    """Whole, as samples, and through torch's loader."""
+    import infeed.torch
+
+    class Tensors:
+        def __init__(self) -> None:
+            self.rows = infeed.share(torch.arange(24.0).view(12, 2))
+            self.mask = infeed.share(torch.ones(3))
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return self.rows[index], self.mask
+
+    for cls in (infeed.DataLoader, infeed.torch.DataLoader):
+        for rows, mask in cls(Tensors(), batch_size=4, **forkserver):
+            assert type(rows) is type(mask) is torch.Tensor
+            assert mask.shape == (4, 3)
+            assert rows.shape == (4, 2)
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    module: ModuleType = pytest.importorskip("torch")
+    return module
+
+
+class Files:
+    def __init__(self, count: int) -> None:
+        self.samples = [f"train/image_{number:08d}.jpg" for number in range(count)]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.process
+def test_a_loader_tells_once(
+    forkserver: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not again when its workers are started again; not for threads; another loader tells for itself."""
+    caplog.set_level(logging.INFO, "infeed")
+    dataset = Files(200_000)
+
+    def told() -> int:
+        return sum("dataset.samples is a list of 200,000 str, about" in record.getMessage() for record in caplog.records)
+
+    with infeed.DataLoader(dataset, batch_size=4, **forkserver) as loader:
+        for _ in zip(loader, loader, strict=True):  # two engines of one loader
+            pass
+        assert told() == 1
+    with infeed.DataLoader(dataset, batch_size=4, num_workers=2, worker="thread") as loader:
+        list(loader)
+    assert told() == 1
+    with infeed.DataLoader(dataset, batch_size=4, **forkserver) as loader:
+        list(loader)
+    assert told() == 2

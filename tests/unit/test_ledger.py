@@ -1,0 +1,49 @@
+"""Bad samples: counted, listed, and held against the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from infeed.ledger import BadSample, Ledger, new_list
+
+
+def _bad(position: int) -> BadSample:
+    return BadSample(0, position, str(position), "ValueError: broken", "skipped")
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "bad_count", "row_count", "is_over"),
+    [
+        (None, 10, 10, 0, False),
+        (3, 10, 3, 0, False),
+        (3, 10, 4, 0, True),
+        (0.5, 10, 5, 0, False),
+        (0.5, 10, 6, 0, True),
+        (0.1, None, 10, 0, False),  # nobody knows how long it is: of a hundred at least
+        (0.1, None, 11, 0, True),
+        (0.1, None, 30, 270, False),
+        (0.1, None, 31, 270, True),
+    ],
+)
+def test_the_budget_is_a_number_or_a_fraction(
+    budget: float | None, length: int | None, bad_count: int, row_count: int, is_over: bool
+) -> None:
+    ledger = Ledger(budget)
+    ledger.begin_epoch(0, 0)
+    ledger.note([_bad(position) for position in range(bad_count)], row_count)
+    assert (ledger.excess(length) is not None) is is_over
+
+
+def test_an_epoch_that_goes_on_counts_what_was_bad_before() -> None:
+    ledger = Ledger(2)
+    ledger.begin_epoch(4, 2)
+    assert ledger.excess(10) is None
+    ledger.note([_bad(7)], 3)
+    assert "3 samples of epoch 4 were bad, and error_budget=2 is exceeded; the last was index=7" in str(ledger.excess(10))
+
+
+def test_only_the_latest_are_listed() -> None:
+    listed = new_list()
+    ledger = Ledger(None, listed)
+    ledger.note([_bad(position) for position in range(2000)], 0)
+    assert [listed[0].position, listed[-1].position, len(listed), ledger.bad_count] == [1000, 1999, 1000, 2000]

@@ -1,0 +1,199 @@
+"""Where shared objects lie: few descriptors, given back with the last view, found by other processes."""
+
+import gc
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.errors import InfeedError
+from infeed.memory import holding
+from infeed.memory.holding import Extent
+from tests.conftest import make_portable
+from tests.helpers import shm_names
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(params=["anonymous", "named"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to hold memory; no small bin of another test is left open."""
+    if request.param == "named":
+        make_portable(monkeypatch)
+    gc.collect()
+    assert not holding._bins
+    return str(request.param)
+
+
+def test_memory_goes_with_the_last_view(memory: str) -> None:
+    """Of whatever kind: a slice, a row, an array inside a list, a private tensor."""
+    views: list[Any] = [
+        infeed.share(["a", "b"])[1:],
+        infeed.share(np.arange(10))[3:],
+        infeed.share([np.arange(10)])[0],
+        infeed.share({"a": 1}).items(),
+        iter(infeed.share([1, 2])),
+    ]
+    assert len(holding._bins) == 1
+    while views:
+        assert holding._bins
+        views.pop()
+        gc.collect()
+    assert not holding._bins
+
+
+def test_a_large_object_gives_its_memory_back_while_others_stay(memory: str) -> None:
+    """It lies in a bin of its own."""
+    small, large = infeed.share([1]), infeed.share(np.zeros(8 << 20, np.uint8))
+    later = infeed.share([2])
+    assert len(holding._bins) == 2
+    del large
+    gc.collect()
+
+    assert len(holding._bins) == 1
+    assert small + later == [1, 2]
+
+
+@LINUX
+def test_many_objects_take_few_descriptors() -> None:
+    """Small ones lie together."""
+    before = descriptors()
+    kept = [infeed.share([number]) for number in range(2000)]
+
+    assert descriptors() - before <= 6
+    assert [one[0] for one in kept] == list(range(2000))
+
+
+@LINUX
+def test_the_more_objects_there_are_the_more_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four to a bin at first would be 250 bins."""
+    monkeypatch.setattr(holding, "_LARGEST_BIN", 64 << 10)
+    kept = [infeed.share(np.full(15 << 10, number % 256, np.uint8)) for number in range(1000)]
+
+    assert 96 <= len(holding._bins) <= 120
+    assert all(array[-1] == number % 256 for number, array in enumerate(kept))
+
+
+def test_a_reference_outlives_nothing(memory: str) -> None:
+    """Opened when the object is gone, it says whose it was and what to do."""
+    reference = pickle.dumps(infeed.share(["a"]))
+    gc.collect()
+
+    with pytest.raises(
+        InfeedError,
+        match=rf"^a shared object of process {os.getpid()} cannot be opened \(.*\): that process must be of this machine, "
+        "container and user, live, and hold the object until it has been opened here; keep a reference to it there, or share "
+        "it in this process$",
+    ):
+        pickle.loads(reference)
+
+
+@LINUX
+def test_a_number_that_was_used_again_is_not_mistaken(tmp_path: Path) -> None:
+    """The descriptor's number is another file's by now."""
+    shared = infeed.share(["a"])
+    reference = pickle.dumps(shared)
+    del shared
+    gc.collect()
+    opened = [open(tmp_path / str(number), "w") for number in range(20)]  # noqa: SIM115
+
+    with pytest.raises(InfeedError, match="cannot be opened"):
+        pickle.loads(reference)
+    for file in opened:
+        file.close()
+
+
+def test_names_in_the_file_system_are_gone_with_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory has names."""
+    make_portable(monkeypatch)
+    before = shm_names()
+    shared = infeed.share(["a"])
+    if sys.platform == "linux":
+        assert len(shm_names() - before) == 1
+    assert pickle.loads(pickle.dumps(shared)) == ["a"]
+    del shared
+    gc.collect()
+
+    assert shm_names() == before
+
+
+def test_threads_share_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that shares while another is being given its place does not get the same one."""
+    kept = [infeed.share([0])]  # so that there is a bin with room
+    other = threading.Thread(target=lambda: kept.append(infeed.share([2])))
+
+    def extent_in_a_crowd(*arguments: Any) -> Extent:
+        if not other.ident:
+            other.start()
+            other.join(0.2)  # long enough for whoever is not kept out
+        return Extent(*arguments)
+
+    monkeypatch.setattr(holding, "Extent", extent_in_a_crowd)
+    kept.append(infeed.share([1]))
+    other.join()
+
+    assert sorted(shared[0] for shared in kept) == [0, 1, 2]
+
+
+@LINUX
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_reads_shares_and_writes_nowhere_else(memory: str) -> None:
+    """It has what its parent had, and what it shares itself does not lie where the parent's next object does."""
+    shared = infeed.share(["parent"])
+    child_read, child_write = os.pipe()
+    parent_read, parent_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            mine = infeed.share(["child"])
+            os.write(child_write, b"x")
+            os.read(parent_read, 1)  # by now the parent has shared another
+            is_right = list(shared) == ["parent"] and list(mine) == ["child"]
+            is_right = is_right and pickle.loads(pickle.dumps(shared)) == ["parent"]
+            code = 0 if is_right else 2
+            mine = None  # who leaves by os._exit must let go first where memory has names
+        finally:
+            os._exit(code)
+    os.read(child_read, 1)
+    after = infeed.share(["after"])
+    os.write(parent_write, b"x")
+    _, status = os.waitpid(pid, 0)
+    for fd in (child_read, child_write, parent_read, parent_write):
+        os.close(fd)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert list(after) == ["after"]
+    assert pickle.loads(pickle.dumps(shared)) == ["parent"]
+
+
+@pytest.mark.process
+@LINUX
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_ends_leaves_its_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its finalizers run, and the names are not its own."""
+    make_portable(monkeypatch)
+    shared = infeed.share(["a"])
+    names = shm_names()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            shared = None
+            gc.collect()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+    assert shm_names() == names
+    assert pickle.loads(pickle.dumps(shared)) == ["a"]
