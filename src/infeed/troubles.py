@@ -100,7 +100,7 @@ class Troubles:
             place = f"position {position} of epoch {plan.epoch}, {self._name(worker)}"
             record.doom = record.doom or self._setup.mender.decide(plan, mend, row, failure, place)
         grains = None if record.doom is not None else grain_count(mend.row_count, self._setup.grain_size)
-        self._tell(BatchSpoiled(batch, grains, None if task is None else worker, task))
+        self._tell(BatchSpoiled(batch, grains, worker, task))
 
     # --- workers that die
 
@@ -144,7 +144,7 @@ class Troubles:
             return
         position = failure.position if failure.position is not None else record.plan.first_position
         record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self._name(worker)}")
-        self._tell(BatchSpoiled(batch, None))
+        self._tell(BatchSpoiled(batch, None, worker))
 
     # --- workers that do not come back
 

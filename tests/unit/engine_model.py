@@ -537,7 +537,7 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
     for task in model.tasks.values():
         yield from _answers(model, task, following)
     if model.wanted != model.epoch:
-        yield from [lambda: model.want((0, 10_000_000)[following(2)])] * 2
+        yield from [lambda: model.want((0, 10_000_000, 1_000_000_000)[following(3)])] * 2
     if model.room:
         if not model.is_prefetching:
             yield from [lambda: model.plan(1 if model.options.is_stream else 1 + following(5))] * 3

@@ -430,6 +430,52 @@ def test_nothing_is_asked_for_after_workers_are_given_up(workers: int) -> None:
     assert model.delivered, "a batch that kills its workers is given up before they are"
 
 
+def test_nothing_is_sent_to_a_worker_that_is_known_to_have_died() -> None:
+    """What it died of is told first, and may let go of batches that waited; they are not for the dead."""
+    model = ready_model_with_slots(workers=2)
+    model.plan(1)
+    load_all(model)
+    model.want(away_ns=10 * SLOW_NS)  # workers are sent some ahead
+    model.plan(2)
+    first, second = model.tasks.values()
+    model.kill(second.worker)  # its grain waits for a worker that has nothing else
+    model.plan(1)
+    assert list(model.tasks.values()) == [first]
+
+    model.kill_by_sample(first, 1)
+
+    model.drain()
+    assert model.delivered == [0, 1, 2, 3]
+
+
+def test_a_bad_sample_in_a_batch_that_has_failed_is_its_last_word() -> None:
+    """Two tasks, two troubles: the error comes, and nobody waits for more."""
+    model = ready_model(workers=2, window=1)
+    model.plan(2)
+    first, second = model.tasks.values()
+    model.want()
+    model.fail(second)
+
+    actions = model.spoil(first, 1)
+
+    assert DeliverError(BatchId(0), second.task) in actions
+
+
+def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
+    """The user's loop goes on to the next, in one wait."""
+    model = ready_model(workers=1, whole_batches=True)
+    model.plan(2)
+    model.plan(2)
+    model.want()
+    (task,) = model.tasks.values()
+
+    model.spoil(task, 0)
+    load_all(model)
+
+    assert model.batches[BatchId(0)].outcome == "passed"
+    assert model.delivered == [1]
+
+
 def test_samples_held_behind_a_batch_that_fails_are_placed() -> None:
     """A later batch waits for the slot of an earlier one to be settled; an earlier one that fails needs none."""
     model = ready_model(workers=2, whole_batches=True)

@@ -196,11 +196,16 @@ class Scheduler:
         self._roomy[event.worker] = self._idle[event.worker] = None
         self._assign()
 
+    def _retire(self, worker: WorkerId) -> Worker:
+        """Send it no more."""
+        self._roomy.pop(worker, None)
+        self._idle.pop(worker, None)
+        record = self._workers[worker]
+        record.is_ready = False
+        return record
+
     def _on_worker_died(self, event: WorkerDied) -> None:
-        worker = self._workers[event.worker]
-        worker.is_ready = False
-        self._roomy.pop(event.worker, None)
-        self._idle.pop(event.worker, None)
+        worker = self._retire(event.worker)
         self._patience.lose(is_idle=not worker.tasks)
         # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
         # doubt, because then the task goes to a worker that has nothing else.
@@ -304,7 +309,9 @@ class Scheduler:
 
     def _on_batch_spoiled(self, event: BatchSpoiled) -> None:
         batch = self._batches.get(event.batch)
-        if event.worker is not None and event.task is not None:
+        if event.task is None:
+            self._retire(event.worker)
+        else:
             task = self._finish(event.worker, event.task)
             if task is None:
                 return
