@@ -61,6 +61,7 @@ class Options:
     is_stream: bool = False
     slots: int = 8  # how many the memory has room for
     never: Collection[str] = ()  # kinds of trouble that do not happen: what is rare beside others is met only without them
+    often: str = ""  # a kind that happens more often than others: some troubles need several of one kind
 
 
 @dataclass
@@ -529,7 +530,7 @@ def play_in(model: EngineModel, script: bytes) -> EngineModel:
 
 def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
     """What may happen next. Frequent things are named more than once."""
-    never = model.options.never
+    never, often = model.options.never, model.options.often
 
     def following(count: int) -> int:
         return next(numbers, 0) % count
@@ -547,7 +548,7 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
         if worker in model.starting:
             yield from [lambda worker=worker: model.make_ready(worker)] * 3
         if "kill" not in never:
-            yield lambda worker=worker: _kill(model, worker, following)
+            yield from [lambda worker=worker: _kill(model, worker, following)] * (4 if often == "kill" else 1)
     for slot in model.leased:
         yield lambda slot=slot: model.free(slot)
     if "late" not in never:
@@ -567,7 +568,7 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
 
 
 def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) -> Iterator[Choice]:
-    never = model.options.never
+    never, often = model.options.never, model.options.often
     if task.is_unplaced:
         return
     if task.slot is not None:
@@ -581,7 +582,7 @@ def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) ->
     if model.options.is_stream:
         yield lambda: model.empty(task)
     elif "spoil" not in never:
-        yield lambda: model.spoil(task, _left_of(task.batch, following))
+        yield from [lambda: model.spoil(task, _left_of(task.batch, following))] * (4 if often == "spoil" else 1)
 
 
 def _left_of(batch: Batch, following: Callable[[int], int]) -> int | None:
@@ -593,10 +594,11 @@ def _left_of(batch: Batch, following: Callable[[int], int]) -> int | None:
 def _kill(model: EngineModel, worker: WorkerId, following: Callable[[int], int]) -> None:
     """A worker dies, and has said what it was at or has not; and of what it was at is given up or is not."""
     busy = [task for task in model.running if task.worker == worker]
-    if not busy or following(2):
+    if not busy or following(3) == 2:
         model.kill(worker)
         return
-    task = busy[following(len(busy))]
+    # Mostly of the oldest batch: several deaths of one are what matters.
+    task = busy[max(0, following(len(busy) + 2) - 2)]
     if "spoil" in model.options.never or following(2):
         model.kill(worker, task)
     else:
