@@ -19,6 +19,7 @@ from infeed.workers.messages import (
     LoadGrains,
     LoadNext,
     MapSegment,
+    PlaceTask,
     Started,
     StartFailed,
     TellStack,
@@ -125,7 +126,7 @@ def _work(
         try:
             answer = runner.handle(message)
         except BaseException as error:  # SystemExit and its like end a plain loop, so they must reach the user's
-            if not isinstance(message, LoadGrains | LoadNext):
+            if not isinstance(message, LoadGrains | LoadNext | PlaceTask):
                 raise
             answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
         if before is not None:
