@@ -476,6 +476,25 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
     assert model.delivered == [1]
 
 
+def test_parts_that_are_held_are_placed_with_the_slot_that_later_parts_are_sent_with() -> None:
+    """Else the batch would wait for a place that it has, and the user be told that memory is short."""
+    model = ready_model(workers=2, window=3, slots=0)
+    model.plan(1)
+    model.plan(2)
+    model.plan(1, of_next_epoch=True)
+    first, held = model.tasks.values()
+    model.unplace(first)
+    model.unplace(held)
+    model.limit = 1
+    model.want()
+    assert (first.is_unplaced, held.is_unplaced) == (False, True)
+
+    model.spoil(first, 0)  # nothing is left of it: its slot goes to the next batch
+
+    (other,) = [task for task in model.tasks.values() if task is not held]
+    assert (other.batch, other.slot, held.slot) == (held.batch, SlotId(0), SlotId(0))
+
+
 def test_samples_held_behind_a_batch_that_fails_are_placed() -> None:
     """A later batch waits for the slot of an earlier one to be settled; an earlier one that fails needs none."""
     model = ready_model(workers=2, whole_batches=True)

@@ -439,10 +439,14 @@ class Scheduler:
                 return
             if task.batch.slot is None and not self._take_slot(task.batch):
                 return
-            self._unplaced.remove(task_id)
-            task.is_unplaced = False
-            assert task.batch.slot is not None
-            self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
+            self._place_task(task_id)
+
+    def _place_task(self, task_id: TaskId) -> None:
+        task = self._tasks[task_id]
+        self._unplaced.remove(task_id)
+        task.is_unplaced = False
+        assert task.batch.slot is not None
+        self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
 
     def _deliver(self) -> None:
         if self._wanted is None or not self._finished:
@@ -499,8 +503,11 @@ class Scheduler:
                     return
                 if batch.death_count and self._workers[worker].tasks:
                     return  # nothing else goes out until one has nothing else to do
-                if batch.slot is None and self._slots.states and not self._take_slot(batch):
-                    return
+                if batch.slot is None and self._slots.states:
+                    if not self._take_slot(batch):
+                        return
+                    for task_id in [held for held in self._unplaced if self._tasks[held].batch is batch]:
+                        self._place_task(task_id)  # parts that were sent when there was no slot yet
                 self._send(batch, worker)
             if not batch.waiting:
                 self._waiting.remove(batch_id)
