@@ -116,14 +116,14 @@ class Troubles:
         culprit = next((task for task in held if doing is not None and task == doing.task), None)
         first = entries[held[0] if culprit is None else culprit] if held else None
         record = None if first is None else self._records.get(first.batch)
-        if first is not None and record is not None:
+        if first is not None and record is not None and death.is_blamed:
             row = doing.exact_row if culprit is not None and doing is not None else None
             record.deaths = [*(record.deaths or ()), Loss(self.last_death, row)]
             failure = self._cause(record, row, overdue)
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        self._tell(WorkerDied(worker, culprit))
+        self._tell(WorkerDied(worker, culprit, death.is_blamed))
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
         """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""

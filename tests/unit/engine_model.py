@@ -200,19 +200,19 @@ class EngineModel:
         self.ready.add(worker)
         return self.tell(WorkerReady(worker))
 
-    def kill(self, worker: WorkerId, at: Task | None = None) -> list[Action]:
+    def kill(self, worker: WorkerId, at: Task | None = None, *, is_blamed: bool = True) -> list[Action]:
         """``at`` is the task it was at, if it said so."""
         self.starting.discard(worker)
         self.ready.discard(worker)
         lost = [task for task in self.tasks.values() if task.worker == worker]
         for task in lost:
             del self.tasks[task.task]
-        if lost:  # workers do their tasks in order: unless it said otherwise, it died of the first
+        if lost and is_blamed:  # workers do their tasks in order: unless it said otherwise, it died of the first
             culprit = min(lost, key=lambda task: task.task) if at is None else at
             culprit.batch.deaths += 1
         self.lost += lost
         self.dying = None
-        return self.tell(WorkerDied(worker, None if at is None else at.task))
+        return self.tell(WorkerDied(worker, None if at is None else at.task, is_blamed))
 
     def kill_by_sample(self, at: Task, grain_count: int | None) -> list[Action]:
         """A worker died of a sample that is given up for it: its batch is planned anew before the death is told."""
@@ -595,7 +595,7 @@ def _kill(model: EngineModel, worker: WorkerId, following: Callable[[int], int])
     """A worker dies, and has said what it was at or has not; and of what it was at is given up or is not."""
     busy = [task for task in model.running if task.worker == worker]
     if not busy or following(3) == 2:
-        model.kill(worker)
+        model.kill(worker, is_blamed=following(4) > 0)
         return
     # Mostly of the oldest batch: several deaths of one are what matters.
     task = busy[max(0, following(len(busy) + 2) - 2)]

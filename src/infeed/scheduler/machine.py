@@ -210,6 +210,8 @@ class Scheduler:
         # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
         # doubt, because then the task goes to a worker that has nothing else.
         culprit = event.task if event.task in worker.tasks else min(worker.tasks, default=None)
+        if not event.is_blamed:
+            culprit = None
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch

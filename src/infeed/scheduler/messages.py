@@ -47,6 +47,7 @@ class WorkerDied(NamedTuple):
 
     worker: WorkerId
     task: TaskId | None = None  # the one it was at, if it said so
+    is_blamed: bool = True  # on what it was at; not if it went with others
 
 
 class TaskLoaded(NamedTuple):
