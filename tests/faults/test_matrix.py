@@ -1,7 +1,7 @@
 """The crash matrix: what goes wrong in a worker, times where it is when it does, with one outcome for each.
 
-Each fault strikes once, in one worker. What follows is told from the user's side: which batches come, with which random numbers,
-what is raised and how soon; the leak guard sees to what is left behind.
+Each fault strikes once, in one worker. What follows is told from the user's side: which batches come, with which random
+numbers, what is raised and how soon; the leak guard sees to what is left behind.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import resource
 import signal
 import sys
 import threading
@@ -156,6 +155,8 @@ class Fault:
 
 def hoard() -> None:
     """Take memory without end, under a limit of this process that comes before the machine's."""
+    import resource  # not on Windows
+
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), before[1]))
@@ -363,9 +364,11 @@ def cells() -> list[Any]:
 
 @pytest.mark.parametrize(("place", "fault"), cells())
 def test_what_goes_wrong_in_a_worker_ends_as_the_table_says(
-    place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check_cell(place, fault, {"num_workers": 2, "timeout": DEADLINE_S}, tmp_path, monkeypatch)
+    if place == "close":
+        assert capfd.readouterr().err == ""  # there is nobody left whom it concerns
 
 
 @pytest.mark.parametrize(("place", "fault"), [pytest.param(*cell, id="-".join(cell)) for cell in CHOSEN])

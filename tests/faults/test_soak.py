@@ -1,4 +1,4 @@
-"""Soak: many batches through one loader, and neither it nor its workers have more at the end than after the first of them (P5)."""
+"""Soak: many batches through one loader, after which neither it nor its workers have more than after the first of them (P5)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scheduler under random schedules: workers die, samples are bad, memory is short, epochs are left, all at any time.
 
-A schedule is a seed's: the same every time, unless INFEED_FUZZ=1 asks for new ones. One that fails is made small, and printed so
-that it can be played again.
+A schedule is a seed's: the same every time, unless INFEED_FUZZ=1 asks for new ones. One that fails is made small, and printed
+so that it can be played again.
 """
 
 from __future__ import annotations
