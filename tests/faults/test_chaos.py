@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -93,6 +93,10 @@ class Killer:
             self._condition.notify()
         self._thread.join()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def batch_came(self) -> None:
         with self._condition:
             self._came += 1
@@ -107,7 +111,7 @@ class Killer:
                     return
                 self._next = self._came + self._rng.randint(_APART, 2 * _APART)
             time.sleep(self._rng.random() * 0.005)  # anywhere in what the loop does then
-            with self.truce:
+            with self.truce, suppress(psutil.NoSuchProcess):  # it went with its server, or was replaced by now
                 self._strike()
 
     def _strike(self) -> None:
@@ -127,11 +131,8 @@ class Killer:
         self._end(victim)
 
     def _end(self, process: psutil.Process) -> None:
-        try:
-            process.kill()
-            self.kills += 1
-        except psutil.NoSuchProcess:  # it went with its server
-            pass
+        process.kill()
+        self.kills += 1
 
 
 def infeed_loader(**options: Any) -> Any:
@@ -166,6 +167,7 @@ def check_case(case: str, seed: int, kills: int) -> None:
     disturbed = CASES[case](**options, **workers)
     with closing(calm), closing(disturbed), Killer(seed) as killer:
         while killer.kills < kills:
+            assert killer.is_alive
             with killer.truce:
                 expected = [plain(batch) for batch in calm]
             got = []

@@ -207,17 +207,12 @@ class Scheduler:
     def _on_worker_died(self, event: WorkerDied) -> None:
         worker = self._retire(event.worker)
         self._patience.lose(is_idle=not worker.tasks)
-        # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
-        # doubt, because then the task goes to a worker that has nothing else.
-        culprit = event.task if event.task in worker.tasks else min(worker.tasks, default=None)
-        if not event.is_blamed:
-            culprit = None
+        culprit = worker.culprit(event.task) if event.is_blamed else None
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch
             batch.task_count -= 1
-            if task_id == culprit:
-                batch.death_count += 1
+            batch.death_count += task_id == culprit
             if task.is_unplaced:
                 self._unplaced.remove(task_id)
             if not (batch.is_abandoned or batch.is_failed or batch.must_regroup):
@@ -300,9 +295,7 @@ class Scheduler:
         self._patience.renew()
         batch = task.batch
         if not batch.is_abandoned and not batch.must_regroup:
-            # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
-            if batch.failed is None or task.first_grain < batch.failed_grain:
-                batch.failed, batch.failed_grain = event.task, task.first_grain
+            batch.fail(event.task, task.first_grain)
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
         self._settle(batch)
@@ -322,12 +315,7 @@ class Scheduler:
         if batch is None:
             return
         if not batch.is_abandoned and not batch.is_failed:
-            if event.grain_count is None:
-                batch.is_given_up = True
-            else:
-                batch.must_regroup = True
-                batch.next_grain_count = event.grain_count
-                batch.death_count = 0
+            batch.spoil(event.grain_count)
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
         # Also if it has failed already: this may have been its last task.
@@ -516,7 +504,8 @@ class Scheduler:
 
     def _send(self, batch: Batch, worker: WorkerId) -> None:
         first, available = batch.waiting[0]
-        count = min(available, self._task_grains(batch))
+        usual = batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, len(self._workers))
+        count = min(available, usual)
         if count == available:
             batch.waiting.pop(0)
         else:
@@ -535,9 +524,6 @@ class Scheduler:
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
         self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
-
-    def _task_grains(self, batch: Batch) -> int:
-        return batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, len(self._workers))
 
     # --- shortage
 
@@ -598,10 +584,7 @@ class Scheduler:
         return True
 
     def _begin_again(self, batch: Batch) -> None:
-        batch.must_regroup = False
-        batch.loaded_count = 0
-        batch.failed = None
-        batch.grain_count = batch.next_grain_count
+        batch.begin_again()
         self._stop_waiting(batch)
         self._actions.append(Reload(batch.batch))
         if batch.grain_count:
