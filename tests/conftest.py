@@ -6,18 +6,17 @@ import gc
 import os
 import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.helpers")
 
-from tests.helpers import DEADLINE_S, is_fork_server, shm_names  # noqa: E402  # after the line that is about it
+from tests.helpers import DEADLINE_S  # noqa: E402  # after the line that is about it
+from tests.possessions import possessions  # noqa: E402
 
 # Processes that were told to end take a moment to be gone.
 _VANISH_S = 5.0
@@ -45,64 +44,13 @@ def engine_params(*names: str) -> list[Any]:
     return [pytest.param(name, id=name, marks=marks.get(name, [])) for name in names]
 
 
-class _Possessions(NamedTuple):
-    """What a process has that can be left behind."""
-
-    threads: dict[int, str]
-    processes: dict[int, str]
-    descriptors: dict[int, str]
-    names: set[str]
-
-    def beyond(self, before: _Possessions) -> list[str]:
-        """What is here and was not before, one line each."""
-        lines = [f"thread {name}" for ident, name in self.threads.items() if ident not in before.threads]
-        lines += [f"process {pid}: {text}" for pid, text in self.processes.items() if pid not in before.processes]
-        if len(self.descriptors) > len(before.descriptors):
-            old = set(before.descriptors.items())
-            lines += [f"descriptor {fd}: {target}" for fd, target in self.descriptors.items() if (fd, target) not in old]
-        lines += [f"/dev/shm/{name}" for name in sorted(self.names - before.names)]
-        return lines
-
-
-def _possessions() -> _Possessions:
-    import psutil
-
-    processes: dict[int, str] = {}
-    server_sockets = 0
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if is_fork_server(process):
-                server_sockets += 1
-            else:
-                processes[process.pid] = f"{process.name()} ({process.status()})"
-        except psutil.NoSuchProcess:
-            continue
-    descriptors = _descriptors()
-    # One end of a socket is this process's way to its fork server, which may stay.
-    for fd in [fd for fd, target in descriptors.items() if target.startswith("socket:")][:server_sockets]:
-        del descriptors[fd]
-    threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
-    return _Possessions(threads, processes, descriptors, shm_names())
-
-
-def _descriptors() -> dict[int, str]:
-    folder = Path("/proc/self/fd")
-    found = {}
-    for name in os.listdir(folder) if folder.is_dir() else []:
-        try:
-            found[int(name)] = os.readlink(folder / name)
-        except OSError:  # the one that listed the folder
-            continue
-    return found
-
-
 @pytest.fixture(autouse=True)
 def leak_guard() -> Iterator[None]:
     """Whatever a test does, afterwards there is no thread, process, descriptor or shared memory more than before."""
-    before = _possessions()
+    before = possessions()
     yield
     deadline = time.monotonic() + _VANISH_S
-    while left := _possessions().beyond(before):
+    while left := possessions().beyond(before):
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n  " + "\n  ".join(left))

@@ -10,6 +10,8 @@ from typing import Final
 from infeed.batch.arrays import ArrayTable
 from infeed.batch.torchlike import collate_as_torch
 from infeed.config import LoaderConfig
+from infeed.delivery.backend import find_backend
+from infeed.delivery.host import HostDelivery
 from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
 from infeed.memory.arena import Arena
@@ -83,13 +85,15 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
     if stream is not None and config.is_torch:
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
     limits = Limits(float(config.sample_timeout), config.hang_warning)
-    window, least_window = _windows(config, count, is_inline=kind == "inline")
+    is_whole = count == 1 or source.making is not Making.ROWS or source.is_batched
+    window, least_window = _windows(config, count, is_inline=kind == "inline", is_whole=is_whole)
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
     is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
     with undo:
         board = Board(workers, store if kind == "process" else None)
+        undo.callback(board.close)
         crew = _crew(config, plan, kind, source, store, arena, board, specs)
         undo.callback(crew.close)
         setup = EngineSetup(
@@ -102,13 +106,14 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             is_window_fixed=config.prefetch is not None or kind == "inline",
             is_lazy=kind == "inline",
             in_order=config.in_order,
-            whole_batches=count == 1 or source.making is not Making.ROWS or source.is_batched,
+            whole_batches=is_whole,
             grain_size=grain_size,
             timeout_s=float(config.timeout),
             sample_timeout_s=float(config.sample_timeout),
             drop_last=config.drop_last,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            delivery=HostDelivery(arena, find_backend() if config.pin_memory or config.device is not None else None),
             mender=Mender(config.on_error, plan),
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, plan),
@@ -133,13 +138,14 @@ def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
     return Source(dataset, making, config.is_stream, config.collate_fn, config.worker_init_fn, table, torch_collate)
 
 
-def _windows(config: LoaderConfig, count: int, *, is_inline: bool) -> tuple[int, int]:
-    """Batches in flight: the usual number, and the least that keeps every worker busy."""
+def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: bool) -> tuple[int, int]:
+    """Batches in flight: the usual number, and the least that keeps every worker busy, be they as large as they may."""
     if is_inline:
         return 1, 1
     if config.prefetch is not None:
         return config.prefetch, config.prefetch
-    return max(_USUAL_BATCHES, 2 * count + 2), 2 + count // 2
+    # A large batch that several workers fill keeps them busy; and few slots stay in the processor's cache.
+    return max(_USUAL_BATCHES, 2 * count + 2), 2 + (count if is_whole else count // 4)
 
 
 def _crew(

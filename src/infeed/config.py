@@ -52,6 +52,10 @@ class LoaderConfig:
     replacement: bool = False
     weights: Any = None
     num_samples: int | None = None
+    pin_memory: bool = False
+    device: Any = None
+    device_prefetch: int = 2
+    convert: Callable[[Any], Any] | None = None
     on_error: OnError = "raise"
     error_budget: float | None = None
     retries: int = 0
@@ -128,6 +132,9 @@ class LoaderConfig:
         """What is to be done about samples that fail."""
         if not callable(self.on_error):
             _check_choice("on_error", self.on_error, get_args(Verdict))
+        _check_int("device_prefetch", self.device_prefetch, 0, "0 copies a batch when it is asked for")
+        if self.convert is not None and (not callable(self.convert) or self.device is None):
+            raise ConfigError("convert must be a function of a batch on the device; pass device= as well")
         _check_int("retries", self.retries, 0, "0 asks for a sample once")
         _check_seconds("sample_timeout", self.sample_timeout, "0 lets a sample take as long as it likes")
         if self.on_error == "replace" and self.is_stream:
@@ -152,7 +159,7 @@ class LoaderConfig:
     def _check_choices(self) -> None:
         _check_choice("worker", self.worker, get_args(WorkerKind))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
-        for name in ("shuffle", "drop_last", "in_order", "pad", "replacement"):
+        for name in ("shuffle", "drop_last", "in_order", "pad", "replacement", "pin_memory"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False; it is a switch")

@@ -14,7 +14,9 @@ from typing import Any, final
 
 from infeed.assembly import build_engine
 from infeed.config import LoaderConfig
-from infeed.engine import Engine, EpochEnd
+from infeed.delivery.ahead import Ahead
+from infeed.delivery.backend import open_stage
+from infeed.engine import NOTHING, Engine, EpochEnd
 from infeed.errors import ConfigError, LoaderClosedError
 from infeed.garage import MSG_CLOSED, Garage
 from infeed.ledger import BadSample, Ledger, new_list
@@ -185,7 +187,9 @@ class Epoch(Iterator[Any]):
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._engine: Engine | None = None
         self._is_over = False
-        self._finalizer: weakref.finalize[[Garage, Engine], Epoch] | None = None
+        self._ahead: Ahead | None = None
+        self._is_drained = False  # all batches are on their way to the device
+        self._finalizer: weakref.finalize[[Garage, Engine, Ahead | None], Epoch] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -196,7 +200,7 @@ class Epoch(Iterator[Any]):
                 raise StopIteration
             engine = self._engine or self.begin()
             try:
-                return engine.next_batch()
+                return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
             except EpochEnd:
                 if self._trail is not None:
                     self._trail.end()
@@ -207,10 +211,35 @@ class Epoch(Iterator[Any]):
                     self._end()
                 raise
 
+    def _next_ahead(self, engine: Engine, ahead: Ahead) -> Any:
+        """The next batch on the device, with some behind it on their way."""
+        assert self._trail is not None
+        while not ahead.is_full and not self._is_drained:
+            try:
+                batch = engine.next_batch(waits=ahead.is_empty)
+            except EpochEnd:
+                self._is_drained = True
+                break
+            except Exception as error:
+                ahead.push_error(error, self._trail.reached())
+                self._is_drained = not engine.is_usable
+                break
+            if batch is NOTHING:
+                break
+            ahead.push(batch, self._trail.reached())
+        if ahead.is_empty:
+            raise EpochEnd
+        batch, reached = ahead.pop()
+        self._trail.show(reached)
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
     def begin(self) -> Engine:
         """Take an engine and begin. Happens by itself with the first batch."""
         core = self._core
-        garage = core.garage
+        config, garage = core.config, core.garage
+        stage = None if config.device is None else open_stage(config.device, config.convert)
         engine = garage.take(lambda: build_engine(core.config, core.plan))
         trail = core.begin(self._offered)
         try:
@@ -220,8 +249,11 @@ class Epoch(Iterator[Any]):
             garage.give_back(engine)
             raise
         self._engine, self._trail = engine, trail
+        if stage is not None:
+            trail.show(trail.start)
+            self._ahead = Ahead(stage, config.device_prefetch)
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, garage, engine)
+        self._finalizer = weakref.finalize(self, _leave, garage, engine, self._ahead)
         self._finalizer.atexit = False
         return engine
 
@@ -230,20 +262,32 @@ class Epoch(Iterator[Any]):
         return [] if self._engine is None else self._engine.worker_pids()
 
     def leave(self) -> None:
-        """End it here; what is left of the epoch is forgotten."""
-        with self._lock:
+        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told."""
+        engine = self._engine
+        if not self._lock.acquire(blocking=False):
+            if engine is not None:
+                # Another thread is in `next`, or this one, and a signal handler called: `next` ends the epoch on its way out.
+                engine.close()
+                return
+            self._lock.acquire()  # it is beginning only
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     def _end(self) -> None:
         self._is_over = True
         if self._trail is not None:
             self._trail.ledger.end_epoch()
+        self._ahead = None
         if self._finalizer is not None:
             self._finalizer()
         self._engine = None
 
 
-def _leave(garage: Garage, engine: Engine) -> None:
+def _leave(garage: Garage, engine: Engine, ahead: Ahead | None) -> None:
+    if ahead is not None:
+        ahead.close()
     if engine.is_usable:
         engine.leave_epoch()
     garage.give_back(engine)

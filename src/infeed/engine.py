@@ -10,16 +10,16 @@ import gc
 import os
 import threading
 import time
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
-from infeed.batch.layout import Layout
-from infeed.delivery.host import HostDelivery
-from infeed.errors import LoaderClosedError, LoadTimeoutError
+from infeed.batch.layout import Layout, LayoutPool
+from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
-from infeed.reports import batch_error, start_error, timeout_error, workers_error
+from infeed.reports import batch_error, start_error, workers_error
 from infeed.rooms import Rooms
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
@@ -77,21 +77,17 @@ from infeed.workers.messages import (
     Unplaced,
 )
 
-# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy...
-_IN_FLIGHT_BYTES: Final = 256 << 20
-# ...and there may be more of them than usual while they are tiny: waking a process costs as much as loading a tiny batch, and
-# a deep queue is filled and emptied many at a time.
-_TINY_BYTES: Final = 4 << 20
-_TINY_WINDOW: Final = 256
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
-# Layouts kept so that equal ones are one object, by which workers know them.
-_LAYOUTS_KEPT: Final = 64
+_COOLING_LOOK_S: Final = 0.0005
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20
+
+
+NOTHING: Final = object()
 
 
 class EpochEnd(Exception):
@@ -105,15 +101,14 @@ class Engine:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         self._crew, self._arena = setup.crew, setup.arena
-        self._delivery = HostDelivery(setup.arena)
+        self._delivery = setup.delivery
         self._scheduler = Scheduler(
             workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._layout: Layout | None = None  # what the next batch is expected to look like
-        self._layouts: dict[Layout, Layout] = {}
-        self._slot_bytes = 0
+        self._layouts = LayoutPool()
         self._refill = max(1, setup.window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
@@ -122,13 +117,15 @@ class Engine:
         self._started: set[WorkerId] = set()
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
-        self._rooms = Rooms(setup.arena, setup.crew, self._scheduler)
+        self._rooms = Rooms(setup, self._scheduler)
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._next_look = 0.0  # when to look after workers, while waiting
         self._given_count = 0  # batches of this epoch that the user has had
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._is_closed = False
+        self._is_down = False
         self._lock = threading.RLock()  # held by the thread that drives this engine
+        self._driver = 0  # that thread, while it is in `next_batch`
         self.owner_pid = os.getpid()
         for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
             self._start(worker)
@@ -177,23 +174,32 @@ class Engine:
         self._crew.recall(left)
         self._tell(EpochAbandoned(epoch))
 
-    def next_batch(self) -> Any:
-        """Wait for the next batch.
+    def next_batch(self, *, waits: bool = True) -> Any:
+        """The next batch; ``NOTHING`` if it is not to be waited for and not there yet.
 
         Raises:
             EpochEnd: there is none.
         """
         with self._lock:
+            self._driver = threading.get_ident()
             try:
-                return self._next_batch()
-            except (EpochEnd, Exception):
+                return self._next_batch(waits)
+            except (EpochEnd, Exception) as error:
+                # Whoever asked again would wait for a worker that nobody starts.
+                self._is_closed |= isinstance(error, WorkerStartError)
                 raise
             except BaseException:
                 # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
-                self.close()
+                self._is_closed = True
+                with suppress(KeyboardInterrupt):  # once more, while it is closed: one is on its way to the user already
+                    self._tear_down()
                 raise
+            finally:
+                self._driver = 0
+                if self._is_closed:
+                    self._tear_down()
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self, waits: bool) -> Any:
         feed = self._feed
         if self.owner_pid != os.getpid():
             raise LoaderClosedError(_MSG_FORKED)
@@ -201,18 +207,22 @@ class Engine:
             raise LoaderClosedError(_MSG_CLOSED)
         deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
         self._plan()
-        self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
+        if not self._delivered:  # it may be there, if it was asked for before and not waited for
+            self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
         while not self._delivered:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
             self._check_end(feed)
-            self._wait(deadline)
+            if waits:
+                self._wait(deadline)
+            elif not self._look_around():
+                return NOTHING
         if not self._setup.is_lazy:
             self._plan()
             self._crew.flush()
         self._left_ns = time.perf_counter_ns()
-        return self._delivered.pop()
+        return self._delivered.pop(0)
 
     def _check_end(self, feed: Feed) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
@@ -233,37 +243,34 @@ class Engine:
         now = time.monotonic()
         timeout_s = None if deadline is None else deadline - now
         if timeout_s is not None and timeout_s <= 0:
-            raise self._timeout_error()
+            raise self._troubles.timeout_error()
         watch = self._setup.watch
         if watch is not None:
             if now >= self._next_look:
                 self._troubles.look(self._scheduler.grain_s / min(self._setup.grain_size, _LONG_GRAIN))
                 self._next_look = time.monotonic() + watch.look_s
             timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
+        if self._delivery.is_cooling:
+            timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
         for worker, message in self._crew.receive(timeout_s):
             self._hear(worker, message)
         self._plan()
 
-    def _timeout_error(self) -> LoadTimeoutError:
-        """Who is busy with what, the one that is waited for first."""
-        watch = self._setup.watch
-        doing = {} if watch is None else {worker: watch.doing(worker) for worker in self._setup.workers}
-        at = {worker: one for worker, one in doing.items() if one.since_ns}
-        oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
-        now_ns = time.monotonic_ns()
-        busy = [
-            f"worker {worker} {self._troubles.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s"
-            for worker in oldest
-        ]
-        stack = watch.stack_of(oldest[0]) if watch is not None and oldest else None
-        return timeout_error(self._setup.timeout_s, busy, stack)
+    def _look_around(self) -> bool:
+        """Hear what there is to hear without waiting; whether there was anything."""
+        news = self._crew.receive(0)
+        for worker, message in news:
+            self._hear(worker, message)
+        self._plan()
+        return bool(news)
 
     def close(self) -> None:
         """Stop all workers and let go of all memory that the user does not look into. Idempotent.
 
         NOTE [close order]
           1. mark closed and wake whoever waits in `next_batch`; wait until they are out, because a descriptor that is closed
-             under a thread that polls it may be another file's by the time it looks
+             under a thread that polls it may be another file's by the time it looks. If that is this very thread (a signal
+             handler of the user's closes the loader) it cannot be waited for: then `next_batch` does the rest on its way out
           2. the scheduler hears of it and asks for nothing more
           3. workers are told by the end of their pipes; those in user code are killed after a moment
           4. memory last: a worker may write until it is gone
@@ -272,20 +279,24 @@ class Engine:
             return
         self._is_closed = True
         self._crew.wake()
+        if self._driver == threading.get_ident():
+            return
         with self._lock:
-            self._scheduler.handle(Closed())
-            self._crew.close()
-            if self._setup.watch is not None:
-                self._setup.watch.close()
-            self._records.clear()
-            self._arena.close()
-            self._setup.store.close()
+            self._tear_down()
+
+    def _tear_down(self) -> None:
+        if self._is_down:
+            return
+        self._is_down = True
+        self._scheduler.handle(Closed())
+        self._records.clear()
+        self._setup.close()
 
     # --- planning
 
     def _plan(self, most: int | None = None) -> bool:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
-        for slot in self._arena.ended_leases():
+        for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
         # Several at a time: their messages go out together.
         room = self._scheduler.room
@@ -370,7 +381,7 @@ class Engine:
                 if layout is None:
                     layout = entry.layout
                 elif layout is not entry.layout:
-                    layout = self._layout = self._interned(layout)
+                    layout = self._layout = self._layouts.interned(layout)
                 record.layout = layout
                 record.beside[entry.first_row] = message.beside
             if self._setup.stream is not None:
@@ -420,7 +431,7 @@ class Engine:
             record.needed_bytes = nbytes
             self._learn_size(nbytes)
             if layout is not None:
-                layout = self._interned(layout)
+                layout = self._layouts.interned(layout)
                 if self._layout is None:
                     self._layout = layout
                 if record.layout is None:
@@ -434,22 +445,12 @@ class Engine:
                 self._tasks[task] = entry._replace(layout=layout)
         self._tell(TaskUnplaced(worker, task))
 
-    def _interned(self, layout: Layout) -> Layout:
-        if len(self._layouts) >= _LAYOUTS_KEPT:
-            self._layouts.clear()
-        return self._layouts.setdefault(layout, layout)
-
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
-        if nbytes <= self._slot_bytes:
-            return
-        self._slot_bytes = nbytes
-        if self._setup.is_window_fixed:
-            return
-        window = max(self._setup.window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
-        window = max(self._setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
-        self._refill = max(1, window // _REFILL_SHARE)
-        self._tell(WindowChanged(window))
+        window = self._rooms.learn_size(nbytes)
+        if window is not None:
+            self._refill = max(1, window // _REFILL_SHARE)
+            self._tell(WindowChanged(window))
 
     # --- what the scheduler asks
 
@@ -472,7 +473,7 @@ class Engine:
                 self._grow()
             case DeliverError(batch, task):
                 record = self._records.pop(batch)
-                self._error = batch_error(record, task, self._worker_name)
+                self._error = batch_error(record, task, self._troubles.name)
                 self._note_failed(record)
             case Reload(batch):
                 before = self._records[batch]
@@ -537,19 +538,21 @@ class Engine:
             self._crew.send(worker, PlaceTask(task, block, record.layout))
 
     def _grow(self) -> None:
-        slot = self._rooms.add_slot(self._slot_bytes)
+        slot = self._rooms.add_slot()
         self._tell(GrowthRefused() if slot is None else SlotsAdded((slot,)))
 
     def _fail_memory(self) -> None:
         # Batches that only the garbage collector can find are no longer the user's.
         gc.collect()
-        ended = self._arena.ended_leases()
+        ended = self._delivery.ended_slots()
+        self._delivery.settle()
+        ended += self._delivery.ended_slots()
         for slot in ended:
             self._tell(SlotFreed(slot))
         if ended and self._feed is not None:
             self._tell(BatchWanted(self._feed.epoch))
             return
-        self._error = self._rooms.error(self._scheduler.held_slots, self._slot_bytes)
+        self._error = self._rooms.error(self._scheduler.held_slots)
 
     def _deliver(self, batch: BatchId, slot: SlotId) -> None:
         record = self._records.pop(batch)
@@ -591,6 +594,3 @@ class Engine:
         record.let_go()
         if self._trail is not None:
             self._trail.failed(record)
-
-    def _worker_name(self, worker: WorkerId) -> str:
-        return "inline" if self._setup.is_lazy else f"worker {worker}"

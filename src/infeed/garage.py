@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, final
 
 from infeed.engine import Engine
@@ -68,8 +69,20 @@ class Garage:
             parked.close()
 
     def close(self) -> None:
+        self.is_closed = True
+        self.stop()
+
+    def close_unasked(self) -> None:
+        """Close for a finalizer: where the loader was forgotten, or Python ends.
+
+        Ctrl+C ends the wait for workers here as well, but there is nobody to raise it to: Python would print it and go on.
+        """
+        with suppress(KeyboardInterrupt):
+            self.close()
+
+    def stop(self) -> None:
+        """Close all engines, also those of epochs in progress; another epoch may begin."""
         with self._lock:
-            self.is_closed = True
             engines = [engine for engine in (self._parked, *self._out) if engine is not None]
             self._parked = None
         for engine in engines:

@@ -54,6 +54,11 @@ class DataLoader:
         replacement: draw every sample anew from the whole dataset, so that one may come several times in an epoch.
         weights: one number for each sample: how likely it is to be drawn, with replacement.
         num_samples: samples in an epoch; by default as many as the dataset has.
+        pin_memory: page-lock the memory that batches lie in, if torch has an accelerator, so that it can read them by itself.
+        device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
+            leaves that are no numbers stay on the host.
+        device_prefetch: how many batches are on their way to the device besides the one that the loop has.
+        convert: a function of a batch on the device, run on the stream of the copies: for dtype, memory format, scaling.
         on_error: what to do with a sample that raises, or that kills its worker: ``"raise"``; ``"skip"`` leaves it out, and
             its batch is smaller; ``"replace"`` puts another in its place, drawn from seed and position; or a function of
             the exception and the index that returns one of these, called in this process. See ``bad_samples``.
@@ -97,6 +102,10 @@ class DataLoader:
         replacement: bool = False,
         weights: Any = None,
         num_samples: int | None = None,
+        pin_memory: bool = False,
+        device: Any = None,
+        device_prefetch: int = 2,
+        convert: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         error_budget: float | None = None,
         retries: int = 0,
@@ -127,6 +136,10 @@ class DataLoader:
             replacement=replacement,
             weights=weights,
             num_samples=num_samples,
+            pin_memory=pin_memory,
+            device=device,
+            device_prefetch=device_prefetch,
+            convert=convert,
             on_error=on_error,
             error_budget=error_budget,
             retries=retries,
@@ -136,7 +149,7 @@ class DataLoader:
         )
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
-        self._finalizer = weakref.finalize(self, self._core.garage.close)
+        self._finalizer = weakref.finalize(self, self._core.garage.close_unasked)
 
     def __iter__(self) -> Iterator[Any]:
         return self._core.iterate(self)
@@ -222,7 +235,8 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._core.garage.close()
 
     def __enter__(self) -> DataLoader:
         return self

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from infeed.batch.layout import Layout
 from infeed.batch.packing import Handed, Packed
+from infeed.delivery.host import HostDelivery
 from infeed.feeds import Feed, PlannedBatch, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.segments import SegmentStore
@@ -41,9 +42,21 @@ class EngineSetup:
     stream: StreamShares | None
     make_feed: Callable[[Cursor], Feed]
     prefetches_epochs: bool
+    delivery: HostDelivery
     mender: Mender
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]
+
+    def close(self) -> None:
+        """Close all of it, memory last: a worker may write until it is gone."""
+        try:
+            self.crew.close()
+            if self.watch is not None:
+                self.watch.close()
+            self.delivery.close()
+        finally:  # Ctrl+C may end the wait for workers, which are killed then
+            self.arena.close()
+            self.store.close()
 
 
 # What one worker did for a batch: who, from which row on, how many rows, how long in nanoseconds. Plain, because one is made

@@ -41,10 +41,10 @@ def start_error(worker: WorkerId, failure: Failure) -> BaseException:
     error = failure.exception(f"worker {worker}")
     if failure.doing != BUILDING:
         return error
-    start = WorkerStartError(
-        f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; what the dataset needs must be "
-        "importable in a fresh process, or be defined in the script itself"
-    )
+    cure = "what the dataset needs must be importable in a fresh process, or be defined in the script itself"
+    if isinstance(error, MemoryError):
+        cure = "every worker builds one of its own: use fewer workers, let it map its files, or use worker='thread'"
+    start = WorkerStartError(f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; {cure}")
     start.__cause__ = error
     return start
 

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 from infeed.errors import MemoryLimitError
-from infeed.memory.arena import Arena, Block
+from infeed.memory.arena import Block
+from infeed.records import EngineSetup
 from infeed.reports import memory_error
 from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import SlotId
-from infeed.workers.crew import Crew
+
+# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy...
+_IN_FLIGHT_BYTES: Final = 256 << 20
+# ...and there may be more of them than usual while they are tiny: waking a process costs as much as loading a tiny batch, and
+# a deep queue is filled and emptied many at a time.
+_TINY_BYTES: Final = 4 << 20
+_TINY_WINDOW: Final = 256
 
 
 @final
 class Rooms:
     """Belongs to one engine. What it cannot give it remembers, for when the user has to hear of it."""
 
-    def __init__(self, arena: Arena, crew: Crew, scheduler: Scheduler) -> None:
-        self._arena, self._crew, self._scheduler = arena, crew, scheduler
+    def __init__(self, setup: EngineSetup, scheduler: Scheduler) -> None:
+        self._setup, self._scheduler = setup, scheduler
+        self._arena, self._crew, self._delivery = setup.arena, setup.crew, setup.delivery
+        self._slot_bytes = 0  # what the largest batch so far takes
         self._shortage: MemoryLimitError | None = None
 
-    def add_slot(self, nbytes: int) -> SlotId | None:
+    def learn_size(self, nbytes: int) -> int | None:
+        """A batch takes this much: how many may be in flight now, if that is to change."""
+        if nbytes <= self._slot_bytes:
+            return None
+        self._slot_bytes = nbytes
+        setup = self._setup
+        if setup.is_window_fixed:
+            return None
+        window = max(setup.window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
+        return max(setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
+
+    def add_slot(self) -> SlotId | None:
         """Another slot, if there is memory for it."""
         try:
-            slot = self._arena.add_slot(nbytes)
+            slot = self._arena.add_slot(self._slot_bytes)
         except MemoryLimitError as error:
-            self._shortage = error
+            self._note(error)
             return None
         self._announce()
         return slot
@@ -42,19 +62,25 @@ class Rooms:
                 self._arena.reclaim(self._scheduler.free_slots)
                 return self._arena.enlarge(slot, nbytes)
         except MemoryLimitError as error:
-            self._shortage = error
+            self._note(error)
             return None
         finally:
             self._announce()
 
-    def error(self, held_count: int, nbytes: int) -> MemoryLimitError:
+    def _note(self, error: MemoryLimitError) -> None:
+        # Without its traceback, which holds the frame of `next`, that holds the epoch; and when that is forgotten, all of this
+        # is to end.
+        self._shortage = MemoryLimitError(str(error))
+
+    def error(self, held_count: int) -> MemoryLimitError:
         """What to raise when nothing can be loaded any more."""
         assert self._shortage is not None
-        return memory_error(self._shortage, held_count, nbytes)
+        return memory_error(self._shortage, held_count, self._slot_bytes)
 
     def _announce(self) -> None:
         for number in self._arena.gone_segments:
             self._crew.remove_segment(number)
+            self._delivery.forget_segment(number)
         for handle in self._arena.new_segments:
             self._crew.add_segment(handle)
         self._arena.gone_segments.clear()

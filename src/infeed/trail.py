@@ -39,6 +39,7 @@ class Trail:
         self._failed: Record | None = None
         self._recent: deque[Record] = deque(maxlen=_KEPT)
         self._is_over = False
+        self._shown: Cursor | None = None
         stream = start.stream
         self.share_count = 0 if stream is None else len(stream.shares)
         self._turn = 0 if stream is None else stream.turn
@@ -69,6 +70,10 @@ class Trail:
         self._failed = record
         self._recent.append(record)
 
+    def show(self, cursor: Cursor) -> None:
+        """The loop has come as far as this; what was noted beyond is still on its way to the device."""
+        self._shown = cursor
+
     def end(self) -> None:
         """The epoch is over: where it stands is the beginning of the next."""
         self._is_over = True
@@ -76,6 +81,10 @@ class Trail:
     def cursor(self) -> Cursor:
         if self._is_over:
             return Cursor(self.epoch + 1)
+        return self.reached() if self._shown is None else self._shown
+
+    def reached(self) -> Cursor:
+        """Behind the latest batch that the engine gave away."""
         ahead = tuple(sorted(self._ahead))
         return Cursor(self.epoch, self._step, self._position, ahead, self._stream(), self.ledger.bad_count)
 

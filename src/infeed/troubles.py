@@ -17,7 +17,7 @@ from infeed.mending import Mend
 from infeed.plan.batches import grain_count
 from infeed.plan.order import plain_indices
 from infeed.records import EngineSetup, Loss, Record, Task
-from infeed.reports import death_text, lost_sample_text, overdue_text
+from infeed.reports import death_text, lost_sample_text, overdue_text, timeout_error
 from infeed.scheduler.messages import BatchId, BatchSpoiled, Event, TaskFailed, TaskId, WorkerDied, WorkerId
 from infeed.watching import Overdue
 from infeed.workers.board import Doing
@@ -73,7 +73,7 @@ class Troubles:
         """A worker left elements of its stream out; whether that is all right."""
         mend = record.mend = record.mend or Mend(None)
         for element, failure in bad:
-            place = f"position {element} of epoch {record.plan.epoch}, {self._name(worker)}"
+            place = f"position {element} of epoch {record.plan.epoch}, {self.name(worker)}"
             outcome = self._setup.mender.decide_element(record.plan.epoch, element, failure, place)
             if isinstance(outcome, BaseException):
                 record.failures = (record.failures or {}) | {task: (worker, Failure.of(outcome, "reading the stream"))}
@@ -97,7 +97,7 @@ class Troubles:
             if mend.knows(row):
                 continue
             position = plan.first_position + mend.first_row(row)
-            place = f"position {position} of epoch {plan.epoch}, {self._name(worker)}"
+            place = f"position {position} of epoch {plan.epoch}, {self.name(worker)}"
             record.doom = record.doom or self._setup.mender.decide(plan, mend, row, failure, place)
         grains = None if record.doom is not None else grain_count(mend.row_count, self._setup.grain_size)
         self._tell(BatchSpoiled(batch, grains, worker, task))
@@ -143,7 +143,7 @@ class Troubles:
             self._spoil(batch, record, {row: failure}, worker, None)
             return
         position = failure.position if failure.position is not None else record.plan.first_position
-        record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self._name(worker)}")
+        record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self.name(worker)}")
         self._tell(BatchSpoiled(batch, None, worker))
 
     # --- workers that do not come back
@@ -157,6 +157,22 @@ class Troubles:
             if overdue.worker not in self._ended:
                 self._ended[overdue.worker] = overdue
                 self._setup.crew.kill(overdue.worker)
+
+    def timeout_error(self) -> LoadTimeoutError:
+        """Who is busy with what, the one that is waited for first."""
+        watch = self._setup.watch
+        doing = {} if watch is None else {worker: watch.doing(worker) for worker in self._setup.workers}
+        at = {worker: one for worker, one in doing.items() if one.since_ns}
+        oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
+        now_ns = time.monotonic_ns()
+        busy = [
+            f"worker {worker} {self.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s" for worker in oldest
+        ]
+        # It was sent something and rests: it is stopped, or the machine is too busy to let it run.
+        idle = sorted({entry.worker for entry in self._tasks.values()} - at.keys())
+        busy += [f"worker {worker} has not begun with what it was sent" for worker in idle]
+        stack = watch.stack_of(oldest[0]) if watch is not None and oldest else None
+        return timeout_error(self._setup.timeout_s, busy, stack)
 
     def describe(self, doing: Doing) -> str:
         """What a worker is at, in words that follow "has been"."""
@@ -199,5 +215,5 @@ class Troubles:
             return []
         return plain_indices(record.plan.indices)[entry.first_row : entry.first_row + entry.row_count]
 
-    def _name(self, worker: WorkerId) -> str:
+    def name(self, worker: WorkerId) -> str:
         return "inline" if self._setup.is_lazy else f"worker {worker}"

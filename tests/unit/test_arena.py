@@ -24,7 +24,7 @@ class PaperStore(SegmentStore):
         self.created = 0
         self._limit = limit_bytes
 
-    def create(self, size: int) -> Segment:
+    def create(self, size: int, *, cure: str = "") -> Segment:
         if size > self._limit:
             raise MemoryLimitError("the machine has no more")
         handle = SegmentHandle(self.created, round_up(max(size, 1)))

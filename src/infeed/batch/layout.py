@@ -18,6 +18,7 @@ from infeed.errors import CollateError
 _ALIGN: Final = 64
 # Row counts whose offsets a layout remembers: batches of one loader have one or two, unless a batch sampler varies them.
 _OFFSETS_KEPT: Final = 64
+_LAYOUTS_KEPT: Final = 64
 
 
 @final
@@ -49,6 +50,19 @@ class Layout:
             offsets.append(end if leaf.is_in_slot else 0)
             end += -(-leaf.row_bytes * row_count // _ALIGN) * _ALIGN
         return tuple(offsets), end
+
+
+@final
+class LayoutPool:
+    """Makes equal layouts one object, by which workers know them. Keeps some, not all."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[Layout, Layout] = {}
+
+    def interned(self, layout: Layout) -> Layout:
+        if len(self._layouts) >= _LAYOUTS_KEPT:
+            self._layouts.clear()
+        return self._layouts.setdefault(layout, layout)
 
 
 def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:

@@ -8,7 +8,10 @@ from typing import Any, Final, final
 from infeed.batch.layout import Layout
 from infeed.batch.packing import Handed, Packed, unpack
 from infeed.batch.rows import RowReader
+from infeed.delivery.backend import Backend
+from infeed.delivery.pinning import Cooling, Pinner
 from infeed.memory.arena import Arena
+from infeed.memory.leases import Lease
 from infeed.scheduler.messages import SlotId
 
 # Readers are kept for layouts and row counts that come again.
@@ -19,8 +22,13 @@ _READERS_KEPT: Final = 128
 class HostDelivery:
     """Hands out batches as arrays and tensors that look into the arena."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, backend: Backend | None = None) -> None:
+        """With ``backend`` they lie in page-locked memory, as soon as their segment is registered."""
         self._arena = arena
+        self._backend = backend
+        self._pinner = None if backend is None else Pinner(backend)
+        self._cooling = None if backend is None else Cooling(backend, arena.ended_leases)
+        self.ended_slots = arena.ended_leases if self._cooling is None else self._cooling.free
         self._readers: dict[tuple[int, int], RowReader] = {}
         self._alive: dict[int, Layout] = {}
 
@@ -36,8 +44,34 @@ class HostDelivery:
             # Its id is in the key, so it must not be given to another object.
             self._alive[id(layout)] = layout
         parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
-        return reader.read(self._arena.lease(slot), parts)
+        return reader.read(self._lease(slot), parts)
 
     def tree(self, slot: SlotId, packed: Packed | Handed) -> Any:
         """A batch of any kind that was packed into the slot."""
-        return unpack(packed, self._arena.lease(slot))
+        return unpack(packed, self._lease(slot))
+
+    @property
+    def is_cooling(self) -> bool:
+        """Whether slots become free by themselves, when the accelerator has read them."""
+        return bool(self._cooling)
+
+    def settle(self) -> None:
+        """Wait until nothing reads what the user has let go of."""
+        if self._cooling is not None:
+            self._cooling.wait()
+
+    def forget_segment(self, number: int) -> None:
+        if self._pinner is not None:
+            self._pinner.forget(number)
+
+    def close(self) -> None:
+        """Let go of the accelerator. Batches that are kept stay as they are, but are page-locked no more."""
+        if self._backend is not None and self._pinner is not None:
+            self._backend.mark().wait()
+            self._pinner.close()
+
+    def _lease(self, slot: SlotId) -> Lease:
+        if self._pinner is not None:
+            segment = self._arena.block(slot).segment
+            self._pinner.use(segment, self._arena.memory(segment))
+        return self._arena.lease(slot)

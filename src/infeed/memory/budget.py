@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Iterator
 from numbers import Integral
-from typing import Final
+from typing import Final, Literal
 
 from infeed.errors import ConfigError
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-# (limit, usage) of the container: cgroup version 2, version 1.
-_CGROUP_FILES: Final = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+# Where a process finds its group, and where groups are: cgroup version 2 and version 1, each with the names of its files for
+# limit, usage and statistics, and what in the statistics is only the cache of files, which the kernel gives up when asked.
+_CGROUP_OF: Final = "/proc/self/cgroup"
+_CGROUPS: Final = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
 )
 
 
@@ -46,14 +56,67 @@ def format_bytes(count: float) -> str:
 
 def available_bytes() -> int:
     """What can be allocated now without swapping or being killed: the machine's free memory or the container's, the lesser."""
+    return min(_machine_bytes(), *_group_bytes())
+
+
+def _machine_bytes() -> int:
     import psutil  # here, because it takes 10 ms to import and workers have no need of it
 
-    available: int = psutil.virtual_memory().available
-    for limit_file, usage_file in _CGROUP_FILES:
-        try:
-            with open(limit_file) as limit_text, open(usage_file) as usage_text:
-                limit, usage = int(limit_text.read()), int(usage_text.read())
-        except (OSError, ValueError):  # no container, or the limit reads "max"
-            continue
-        available = min(available, max(0, limit - usage))
+    try:
+        available: int = psutil.virtual_memory().available
+    except OSError:  # no /proc, or no descriptor left to read it with
+        if sys.platform == "win32":
+            raise
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return available
+
+
+def _group_bytes() -> Iterator[int]:
+    """What is left to each of the groups that this process is in and that has a limit."""
+    yield sys.maxsize
+    for root, limit_name, usage_name, cached in _CGROUPS:
+        for group in _groups(is_old=root.endswith("/memory")):
+            folder = root + group
+            try:
+                limit, usage = int(_text(f"{folder}/{limit_name}")), int(_text(f"{folder}/{usage_name}"))
+                lines = (line.split() for line in _text(f"{folder}/memory.stat").splitlines())
+                cache = sum(int(value) for name, value in lines if name in cached)
+            except (OSError, ValueError):  # there is no such group, or its limit reads "max"
+                continue
+            yield max(0, limit - usage + cache)
+
+
+def _groups(*, is_old: bool) -> list[str]:
+    """This process's group and all above it, as paths below the root; in a container the root itself is its own."""
+    path = ""
+    try:
+        for line in _text(_CGROUP_OF).splitlines():
+            _, controllers, name = line.split(":", 2)
+            if ("memory" in controllers.split(",")) if is_old else not controllers:
+                path = name.rstrip("/")
+    except (OSError, ValueError):
+        pass
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+Limit = Literal["AS", "FSIZE", "NOFILE", "NPROC"]
+
+if sys.platform == "win32":
+
+    def process_limit(name: Limit) -> int | None:
+        del name  # there are none
+        return None
+
+else:
+    import resource
+
+    def process_limit(name: Limit) -> int | None:
+        """What ``ulimit`` allows this process, or ``None`` if it is not limited."""
+        limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+        return None if limit == resource.RLIM_INFINITY else limit

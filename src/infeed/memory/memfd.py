@@ -10,17 +10,16 @@ import sys
 import weakref
 from typing import Final, final
 
-from infeed.errors import MemoryLimitError
-from infeed.memory.budget import available_bytes
 from infeed.memory.segments import (
+    CURE,
     Address,
     Segment,
     SegmentHandle,
     SegmentReader,
     SegmentStore,
     check_available,
+    refused,
     round_up,
-    shortage,
 )
 
 assert sys.platform == "linux"
@@ -32,23 +31,24 @@ _PUNCH_HOLE: Final = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 
 class MemfdStore(SegmentStore):
     def __init__(self) -> None:
         self.name = f"infeed.{os.urandom(8).hex()}"
-        self._fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
+        try:
+            self._fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
+        except OSError as error:
+            raise refused(0, error) from error
         self._end = 0
         self._count = 0
         self._closer = weakref.finalize(self, os.close, self._fd)
 
-    def create(self, size: int) -> Segment:
+    def create(self, size: int, *, cure: str = CURE) -> Segment:
         size = round_up(max(size, 1))
-        check_available(size)
+        check_available(size, cure)
         offset = self._end
         try:
             os.posix_fallocate(self._fd, offset, size)
             memory = mmap.mmap(self._fd, size, offset=offset)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
             self._punch(offset, size)
-            raise MemoryLimitError(shortage(size, available_bytes())) from error
+            raise refused(size, error, cure) from error
         self._end += size
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size, offset), memory)
@@ -87,8 +87,11 @@ class MemfdReader(SegmentReader):
         self._fd = descriptor
 
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
-        if private:
-            return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=mmap.ACCESS_COPY)
-        # The pages exist already. Mapping them all now spares meeting them one by one, in the middle of a copy.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        return mmap.mmap(self._fd, handle.size, flags=flags, offset=handle.offset)
+        try:
+            if private:
+                return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=mmap.ACCESS_COPY)
+            # The pages exist already. Mapping them all now spares meeting them one by one, in the middle of a copy.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return mmap.mmap(self._fd, handle.size, flags=flags, offset=handle.offset)
+        except OSError as error:
+            raise refused(handle.size, error) from error

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from infeed.errors import WorkerStartError
 from infeed.memory.blame import find_culprit
 from infeed.memory.inheriting import starting
 from infeed.memory.pickling import dump_by_value, load, spans
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
+
+_CURE: Final = "let the dataset map its files instead of holding them (workers are sent all of it), or use worker='thread'"
 
 
 @final
@@ -47,7 +49,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]
     offsets, total = spans(sizes)
-    segment = store.create(total)
+    segment = store.create(total, cure=_CURE)
     with memoryview(segment.memory) as view:
         for chunk, offset, size in zip(chunks, offsets, sizes, strict=True):
             view[offset : offset + size] = memoryview(chunk).cast("B") if size else b""

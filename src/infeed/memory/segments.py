@@ -28,9 +28,12 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from infeed.errors import MemoryLimitError
-from infeed.memory.budget import available_bytes, format_bytes
+from infeed.memory.budget import available_bytes, format_bytes, process_limit
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
+CURE: Final = "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"
+# Where names of shared memory are files, their space is that of this folder.
+_SHM: Final = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class SegmentStore(ABC):
     """Makes segments; owned by one engine of the user's process."""
 
     @abstractmethod
-    def create(self, size: int) -> Segment:
-        """A new segment of at least ``size`` bytes, all of it backed by memory.
+    def create(self, size: int, *, cure: str = CURE) -> Segment:
+        """A new segment of at least ``size`` bytes, all of it backed by memory. ``cure`` tells the user what to do if not.
 
         Raises:
             MemoryLimitError: there is not that much.
@@ -159,18 +162,37 @@ def round_up(size: int, unit: int = PAGE_BYTES) -> int:
     return -(-size // unit) * unit
 
 
-def check_available(size: int) -> None:
+def check_available(size: int, cure: str) -> None:
     """Raise ``MemoryLimitError`` if there is not that much memory to take."""
     available = available_bytes()
     if size > available:
-        raise MemoryLimitError(shortage(size, available))
+        raise MemoryLimitError(_shortage(size, f"{format_bytes(available)} is available; {cure}"))
 
 
-def shortage(size: int, available: int) -> str:
-    return (
-        f"asked for {format_bytes(size)} of shared memory, {format_bytes(available)} is available; "
-        "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"
-    )
+def _shortage(size: int, found: str) -> str:
+    return f"asked for {format_bytes(size)} of shared memory, {found}"
+
+
+def refused(size: int, error: OSError, cure: str = CURE, *, is_named: bool = False) -> MemoryLimitError:
+    """What it means that the system gave no memory: which limit was met, how large it is, and what to do about it."""
+    space, longest, files = process_limit("AS"), process_limit("FSIZE"), process_limit("NOFILE")
+    if error.errno == errno.ENOMEM and space is not None:
+        found = f"but a process may have {format_bytes(space)} of address space (ulimit -v); raise that limit, or {cure}"
+    elif error.errno == errno.EFBIG and longest is not None:
+        found = f"but a file may have {format_bytes(longest)} (ulimit -f), and so may memory; raise that limit, or {cure}"
+    elif error.errno == errno.EMFILE:
+        found = f"but this process has all the {files} files open that it may (ulimit -n); raise that limit, or close some"
+    elif error.errno == errno.ENOSPC and is_named and os.path.isdir(_SHM):
+        space, free = _folder_bytes(_SHM)
+        found = (
+            f"{format_bytes(free)} of {format_bytes(space)} is free in {_SHM}; make that larger (docker run --shm-size), "
+            f"or {cure}"
+        )
+    elif error.errno in (errno.ENOSPC, errno.ENOMEM):
+        found = f"{format_bytes(available_bytes())} is available; {cure}"
+    else:
+        found = f"but the system refused: {error.strerror}; let {_SHM} be there and writable, or use worker='thread'"
+    return MemoryLimitError(_shortage(size, found))
 
 
 @final
@@ -180,13 +202,13 @@ class PrivateStore(SegmentStore):
     def __init__(self) -> None:
         self._count = 0
 
-    def create(self, size: int) -> Segment:
+    def create(self, size: int, *, cure: str = CURE) -> Segment:
         size = round_up(max(size, 1))
-        check_available(size)
+        check_available(size, cure)
         try:
             memory = _map_private(size)
         except OSError as error:
-            raise MemoryLimitError(shortage(size, available_bytes())) from error
+            raise refused(size, error, cure) from error
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size), memory)
 
@@ -209,17 +231,16 @@ class NamedStore(SegmentStore):
         self._count = 0
         self._closer = weakref.finalize(self, _unlink_own, self._names, os.getpid())
 
-    def create(self, size: int) -> Segment:
+    def create(self, size: int, *, cure: str = CURE) -> Segment:
         size = round_up(max(size, 1))
-        check_available(size)
+        check_available(size, cure)
         name = f"{self._prefix}.{self._count}"
         try:
             memory = _map_named(name, size, create=True)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
-            _unlink(name)
-            raise MemoryLimitError(shortage(size, available_bytes())) from error
+            with suppress(OSError):  # what made the one fail may make the other
+                _unlink(name)
+            raise refused(size, error, cure, is_named=True) from error
         self._names.add(name)
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size, name=name), memory)
@@ -250,7 +271,10 @@ class NamedReader(SegmentReader):
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
         assert handle.name is not None
         access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        memory = _map_named(handle.name, handle.size, create=False, access=access)
+        try:
+            memory = _map_named(handle.name, handle.size, create=False, access=access)
+        except OSError as error:
+            raise refused(handle.size, error, is_named=True) from error
         _attached_names.add(handle.name)
         return memory
 
@@ -295,6 +319,10 @@ def _unlink_all(names: set[str]) -> None:
 
 if sys.platform == "win32":
 
+    def _folder_bytes(folder: str) -> tuple[int, int]:
+        del folder  # no folder is behind memory here
+        return 0, 0
+
     def _map_private(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
 
@@ -309,6 +337,11 @@ else:
     # The call behind multiprocessing.shared_memory. That class itself cannot be used before Python 3.13: it registers every
     # attached segment with a tracker process that removes it when the first worker ends.
     import _posixshmem
+
+    def _folder_bytes(folder: str) -> tuple[int, int]:
+        """Its size and what of it is free."""
+        found = os.statvfs(folder)
+        return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
     def _map_private(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -20,7 +20,7 @@ _KEY: Final = "_infeed_source"
 # What infeed's class takes beyond torch's.
 _OWN_OPTIONS: Final = (
     "seed", "worker", "memory_limit", "grain_size", "threads_per_worker",
-    "on_error", "error_budget", "retries", "sample_timeout", "hang_warning",
+    "device", "device_prefetch", "convert", "on_error", "error_budget", "retries", "sample_timeout", "hang_warning",
 )  # fmt: skip
 
 

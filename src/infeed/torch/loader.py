@@ -28,6 +28,10 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL.
         memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together.
         grain_size: samples that share one seed and are loaded by one worker; 1 gives each sample its own.
+        device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
+            leaves that are no numbers stay on the host.
+        device_prefetch: how many batches are on their way to the device besides the one that the loop has.
+        convert: a function of a batch on the device, run on the stream of the copies: for dtype, memory format, scaling.
         on_error: what to do with a sample that raises, or that kills its worker: ``"raise"``; ``"skip"`` leaves it out, and
             its batch is smaller; ``"replace"`` puts another in its place, drawn from seed and position; or a function of
             the exception and the index that returns one of these, called in this process. See ``bad_samples``.
@@ -65,6 +69,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         worker: WorkerKind = "process",
         memory_limit: int | str | None = None,
         grain_size: int | None = None,
+        device: Any = None,
+        device_prefetch: int = 2,
+        convert: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         error_budget: float | None = None,
         retries: int = 0,
@@ -98,6 +105,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.worker = worker
         self.memory_limit = memory_limit
         self.grain_size = grain_size
+        self.device = device
+        self.device_prefetch = device_prefetch
+        self.convert = convert
         self.on_error = on_error
         self.error_budget = error_budget
         self.retries = retries

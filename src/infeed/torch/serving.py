@@ -57,7 +57,7 @@ def core_of(loader: TorchDataLoader[Any]) -> Core:
         plan = TorchPlan(config, loader._index_sampler, 0 if config.seed is None else config.seed)
         core = loader.__dict__[_CORE] = Core(config, plan)
         # With the core, and not with the loader: an iteration may outlive the loader, and holds the core.
-        weakref.finalize(core, core.garage.close)
+        weakref.finalize(core, core.garage.close_unasked)
         TALLY.loader_count += 1
     plan = plan_of(core)
     before, table_before = core.config, plan.table
@@ -89,7 +89,7 @@ def plan_of(core: Core) -> TorchPlan:
 def stop_workers(loader: TorchDataLoader[Any]) -> None:
     core = known_core(loader)
     if core is not None:
-        core.garage.clear()
+        core.garage.stop()
 
 
 def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
@@ -119,6 +119,10 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
         grain_size=getattr(loader, "grain_size", None),
         threads_per_worker=getattr(loader, "threads_per_worker", 1),
         start_method=_start_method(loader),
+        pin_memory=bool(loader.pin_memory),
+        device=getattr(loader, "device", None),
+        device_prefetch=getattr(loader, "device_prefetch", 2),
+        convert=getattr(loader, "convert", None),
         on_error=getattr(loader, "on_error", "raise"),
         error_budget=getattr(loader, "error_budget", None),
         retries=getattr(loader, "retries", 0),

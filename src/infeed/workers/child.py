@@ -103,12 +103,12 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     take_handed(fds[len(memory_fds) :])
     reader = open_reader(memory_fds[0] if memory_fds else None)
     segments = _MappedSegments(reader)
-    cell = Cell.over(reader.attach(birth.board), birth.spec.worker)
-    stack_fd = arm()
-    cell.start(UNKNOWN if stack_fd is None else stack_fd)
-    cell.note_memory(resident_bytes())
     doing = BUILDING
     try:
+        cell = Cell.over(reader.attach(birth.board), birth.spec.worker)
+        stack_fd = arm()
+        cell.start(UNKNOWN if stack_fd is None else stack_fd)
+        cell.note_memory(resident_bytes())
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
@@ -180,7 +180,7 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
             try:
                 return runner.handle(message)
             except BaseException as error:
-                # SystemExit and its like: what ends a plain loop must reach the user's loop.
+                # SystemExit and its like: what ends a plain loop must reach the user's loop. And so must a lack of memory.
                 if isinstance(message, LoadGrains | LoadNext | PlaceTask):
                     return LoadFailed(message.task, Failure.of(error, "loading a batch"))
                 raise

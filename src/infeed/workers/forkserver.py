@@ -21,10 +21,12 @@ from infeed.workers.threadpools import SERVER_THREADS
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
+# For a server that was told to end. It kills its workers and is gone in some milliseconds; if it is killed they are as well.
+_CLOSE_S: Final = 1.0
 
 
 class ForkRefusedError(WorkerStartError):
-    """The server has threads, so it will not fork."""
+    """The server does not fork: it has threads, or the system has no room for another process."""
 
 
 class ServerGoneError(WorkerStartError):
@@ -42,7 +44,13 @@ class ForkServer:
         self.owner_pid = os.getpid()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_interpreter("infeed.workers.server:main", threads=SERVER_THREADS, pass_fds=[theirs.fileno()])
+            try:
+                self._process = start_interpreter(
+                    "infeed.workers.server:main", threads=SERVER_THREADS, pass_fds=[theirs.fileno()]
+                )
+            except BaseException:
+                ours.close()
+                raise
         self._sock = ours
         self._is_broken = False
 
@@ -81,7 +89,7 @@ class ForkServer:
                     if isinstance(message, Forked):
                         return message.pid
                     if isinstance(message, Refused):
-                        raise ForkRefusedError(", ".join(message.culprits))
+                        raise ForkRefusedError(message.why)
                     self._note(message)
             except ForkRefusedError:
                 raise
@@ -123,6 +131,10 @@ class ForkServer:
             except (EOFError, OSError):  # the server is gone, and its workers with it
                 self._is_broken = True
                 return None
+            except BaseException:
+                # Interrupted, perhaps in the middle of a message: what follows of it would be taken for another.
+                self._is_broken = True
+                raise
             return self._exits.pop(pid)
 
     @contextmanager
@@ -149,8 +161,8 @@ class ForkServer:
             return
         self._sock.close()
         try:
-            self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
+            self._process.wait(_CLOSE_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # it hangs, or the user has no more patience
             self._process.kill()
             self._process.wait()
 

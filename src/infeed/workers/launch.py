@@ -7,6 +7,7 @@ daemonic processes and from inside other pools.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -16,9 +17,50 @@ from types import ModuleType
 from typing import Any, Final
 
 from infeed.errors import WorkerStartError
+from infeed.memory.budget import process_limit
 from infeed.workers.insides import child_environment
 
 _CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
+
+
+@contextmanager
+def explaining_limits() -> Iterator[None]:
+    """Around what opens descriptors and starts processes or threads: a limit of the system that is met is told in words.
+
+    Raises:
+        WorkerStartError: which limit it was, and what to do about it.
+    """
+    try:
+        yield
+    except OSError as error:
+        number = error.errno
+        if number not in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+            raise
+        text = _limit_met(number)
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        text = _limit_met(errno.EAGAIN)
+    else:
+        return
+    raise WorkerStartError(f"a worker cannot be started: {text}")
+
+
+def _limit_met(number: int) -> str:
+    if number == errno.EMFILE:
+        return (
+            f"this process has all the {process_limit('NOFILE')} files open that it may (ulimit -n), and every worker takes "
+            "two; raise that limit, use fewer workers, or close what you keep open"
+        )
+    if number == errno.ENFILE:
+        return "the system has all the files open that it can; use fewer workers, or end other programs"
+    if number == errno.EAGAIN:
+        limit = process_limit("NPROC")
+        return (
+            f"the system allows no more processes and threads ({'no limit' if limit is None else f'{limit} for this user'} by "
+            "ulimit -u; a container may have a limit of its own); use fewer workers, raise the limit, or end other programs"
+        )
+    return "the system has no memory for another process; use fewer workers, or worker='thread'"
 
 
 def start_interpreter(entry: str, *, threads: int, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from typing import Final, Literal, NoReturn, final
@@ -23,8 +24,8 @@ from infeed.workers.board import Board
 from infeed.workers.channel import Link, can_use_poll, open_poller
 from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, current_directory, ignore_interrupts, watch_parent
-from infeed.workers.launch import search_path, start_interpreter
+from infeed.workers.insides import child_environment, current_directory, die_with_parent, ignore_interrupts, watch_parent
+from infeed.workers.launch import explaining_limits, search_path, start_interpreter
 from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
 from infeed.workers.preload import preloadable
 from infeed.workers.seeding import seed_lazily
@@ -69,7 +70,8 @@ def uses_fork(start_method: StartMethod) -> bool:
 def prepare(start_method: StartMethod) -> None:
     """Let the fork server start while the rest of an engine is made: it is what the first batch waits for."""
     if sys.platform == "linux" and uses_fork(start_method):
-        fork_server()
+        with explaining_limits():
+            fork_server()
 
 
 class _Process(ABC):
@@ -148,14 +150,16 @@ class ProcessCrew(Crew):
         self._segments: dict[int, SegmentHandle] = {}
         self._early: list[News] = []  # heard while a stack was waited for
         self._oom = OomWatch()
-        self._poller = open_poller()
+        with explaining_limits():
+            self._poller = open_poller()
         self._owner_pid = os.getpid()
         # Looked for once: it goes through everything that the user's modules have imported.
         self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
         assert self._board.handle is not None
-        link, process = self._start_process()
+        with explaining_limits():
+            link, process = self._start_process()
         birth = Birth(
             self._specs[worker],
             self._parcel,
@@ -249,10 +253,17 @@ class ProcessCrew(Crew):
         if os.getpid() != self._owner_pid:
             return  # a forked child of the user's: the workers are not its own
         deadline = time.monotonic() + _CLOSE_S
-        for member in members:
-            if member.process.wait(max(0.0, deadline - time.monotonic())) is None:
+        try:
+            late = [member for member in members if member.process.wait(max(0.0, deadline - time.monotonic())) is None]
+            for member in late:
                 member.process.kill()
-                member.process.wait(_CLOSE_S)
+            deadline = time.monotonic() + _CLOSE_S
+            for member in late:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+        except BaseException:  # Ctrl+C: the user has no more patience
+            for member in members:
+                member.process.kill()
+            raise
         if sys.platform == "linux" and self._uses_fork:
             bury_fork_server()
 
@@ -281,18 +292,13 @@ class ProcessCrew(Crew):
                 return self._fork()
             except ForkRefusedError as refused:
                 self._uses_fork = False
-                _LOG.warning(
-                    "workers are spawned instead of forked: %s started threads in the fork server, and a process with threads "
-                    "cannot be forked safely",
-                    refused,
-                )
+                _LOG.warning("workers are spawned instead of forked: %s", refused)
         return self._spawn()
 
     if sys.platform == "linux":
 
         def _fork(self) -> tuple[Link, _Process]:
-            (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
-            link = PipeLink(task_write, done_read)
+            link, task_read, done_write = _open_pipes()
             try:
                 server = fork_server()
                 server.preload(self._preload)
@@ -310,24 +316,53 @@ class ProcessCrew(Crew):
         descriptor = self._store.descriptor()
         shared = (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
         if sys.platform != "win32" and can_use_poll():
-            (task_read, task_write), (done_read, done_write) = os.pipe(), os.pipe()
+            link, task_read, done_write = _open_pipes()
             fds = (task_read, done_write, *shared)
+            # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
+            # that is killed removes no names.
+            is_bound = threading.current_thread() is threading.main_thread() and descriptor is not None
+            entry = "infeed.workers.process:spawned_bound" if is_bound else "infeed.workers.process:spawned"
             try:
-                process = start_interpreter("infeed.workers.process:spawned", threads=self._threads, pass_fds=fds)
+                return link, _SpawnedProcess(start_interpreter(entry, threads=self._threads, pass_fds=fds))
+            except BaseException:
+                link.close()
+                raise
             finally:
                 os.close(task_read)
                 os.close(done_write)
-            return PipeLink(task_write, done_read), _SpawnedProcess(process)
         from infeed.workers.connections import open_pipe  # takes a while to import, and few need it
 
-        link, theirs = open_pipe()
+        connection, theirs = open_pipe()
         with theirs:
             handles = (theirs.fileno(), *shared)
-            process = start_interpreter("infeed.workers.connections:spawned", threads=self._threads, pass_fds=handles)
-        return link, _SpawnedProcess(process)
+            try:
+                process = start_interpreter("infeed.workers.connections:spawned", threads=self._threads, pass_fds=handles)
+            except BaseException:
+                connection.close()
+                raise
+        return connection, _SpawnedProcess(process)
 
 
 if sys.platform != "win32":
+
+    def _open_pipes() -> tuple[PipeLink, int, int]:
+        """The engine's ends of two pipes, and the ends for a worker to read and to write."""
+        task_read, task_write = os.pipe()
+        try:
+            done_read, done_write = os.pipe()
+        except OSError:
+            os.close(task_read)
+            os.close(task_write)
+            raise
+        return PipeLink(task_write, done_read), task_read, done_write
+
+    def spawned_bound(*arguments: int) -> NoReturn:
+        """Entry point of a spawned worker that the kernel ends with its parent.
+
+        Threads, as in the other, do not run while native code of the user's keeps the GIL.
+        """
+        die_with_parent()
+        spawned(*arguments)
 
     def spawned(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
         """Entry point of a spawned worker."""

@@ -30,6 +30,7 @@ from infeed.workers.seeding import seed_lazily
 # notebooks a start with every cell, longer keeps memory for nothing.
 _IDLE_S: Final = 120.0
 _HEAD: Final = struct.Struct("<I")
+_RULE: Final = "a process with threads cannot be forked safely"
 _AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
 _MAX_FDS: Final = 200  # of one message; the kernel takes 253
 
@@ -51,9 +52,9 @@ class Forked(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """It is not safe to fork: these started threads in the server."""
+    """It is not safe to fork, or not possible."""
 
-    culprits: list[str]
+    why: str
 
 
 class Exited(NamedTuple):
@@ -172,19 +173,32 @@ class _Server:
         gc.freeze()
 
     def _fork(self, fds: list[int]) -> None:
-        if _thread_count() > 1:
-            for fd in fds:
-                os.close(fd)
-            send(self._sock, Refused(self._culprits or ["unknown"]))
-            return
-        flush_output()
-        pid = os.fork()
+        why = self._why_not()
+        pid = -1
+        if why is None:
+            flush_output()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                why = f"the fork server cannot fork: {error.strerror}"
         if pid == 0:
             self._become_worker(fds)
-        self._children.add(pid)
         for fd in fds:
             os.close(fd)
+        if why is not None:
+            send(self._sock, Refused(why))
+            return
+        self._children.add(pid)
         send(self._sock, Forked(pid))
+
+    def _why_not(self) -> str | None:
+        """Why it is not safe to fork, if so."""
+        count = _thread_count()
+        if count == 0:
+            return f"without /proc nobody knows which libraries started threads, and {_RULE}"
+        if count > 1:
+            return f"{', '.join(self._culprits) or 'unknown'} started threads in the fork server, and {_RULE}"
+        return None
 
     def _become_worker(self, fds: list[int]) -> NoReturn:
         code = 1
@@ -220,4 +234,8 @@ class _Server:
 
 
 def _thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """How many threads this process has; 0 if that cannot be known."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # no /proc
+        return 0

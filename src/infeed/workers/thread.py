@@ -14,6 +14,7 @@ from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.crew import Crew, News
 from infeed.workers.failures import Failure
 from infeed.workers.hearers import Recalls
+from infeed.workers.launch import explaining_limits
 from infeed.workers.messages import (
     LoadFailed,
     LoadGrains,
@@ -54,8 +55,9 @@ class ThreadCrew(Crew):
         self._inboxes[worker] = inbox
         arguments = (worker, self._make_runner, inbox, self._news)
         thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
+        with explaining_limits():
+            thread.start()
         self._threads.append(thread)
-        thread.start()
         self._idents[worker] = thread.ident
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:

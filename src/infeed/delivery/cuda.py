@@ -1,0 +1,114 @@
+"""CUDA, through torch; and ROCm, which torch shows under the same names. Imported only where torch has found one."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final, final
+
+import torch
+
+from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage
+from infeed.delivery.plain import as_tensor, usable_device
+from infeed.delivery.trees import map_leaves
+
+_cuda: Any = torch.cuda  # most of it has no types
+
+_RUNTIMES: Final = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "cudart64_12.dll", "libamdhip64.so")
+
+
+@final
+class _Events(Mark):
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+
+    def is_done(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+@final
+class CudaBackend(Backend):
+    def register(self, address: int, nbytes: int) -> None:
+        code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            _forget_error()
+            raise BackendError(f"cudaHostRegister of {nbytes} bytes gave error {code}")
+
+    def unregister(self, address: int) -> None:
+        if int(_cuda.cudart().cudaHostUnregister(address)):
+            _forget_error()
+
+    def mark(self) -> Mark:
+        if not _cuda.is_initialized():
+            return _Events([])  # nothing was ever asked of it
+        return _Events([_recorded(_cuda.current_stream(device)) for device in _used_devices()])
+
+    def open_stage(self, device: Any, convert: Convert | None) -> Stage:
+        return _CudaStage(device, convert)
+
+
+@final
+class _CudaStage(Stage):
+    def __init__(self, device: Any, convert: Convert | None) -> None:
+        self._device = usable_device(device)
+        self._stream = _cuda.Stream(self._device)
+        self._convert = convert
+
+    def send(self, batch: Any) -> Sent:
+        with _cuda.stream(self._stream):
+            moved = map_leaves(batch, self._move)
+            copied = _Events([_recorded(self._stream)])
+            if self._convert is not None:
+                moved = self._convert(moved)
+            return _CudaSent(moved, copied, _recorded(self._stream), self._device)
+
+    def _move(self, leaf: Any) -> Any:
+        tensor = as_tensor(leaf)
+        return leaf if tensor is None else tensor.to(self._device, non_blocking=True)
+
+
+@final
+class _CudaSent(Sent):
+    def __init__(self, batch: Any, copied: Mark, ready: Any, device: torch.device) -> None:
+        self._batch, self.copied = batch, copied
+        self._ready, self._device = ready, device
+
+    def adopt(self) -> Any:
+        stream = _cuda.current_stream(self._device)
+        stream.wait_event(self._ready)
+
+        def record(leaf: Any) -> Any:
+            # The memory was taken for the stream of the copy: it must not be given away while this one reads it.
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                leaf.record_stream(stream)
+            return leaf
+
+        map_leaves(self._batch, record)
+        return self._batch
+
+
+def _recorded(stream: Any) -> Any:
+    event = _cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
+    event.record(stream)
+    return event
+
+
+def _used_devices() -> list[int]:
+    """The devices that this process has memory on. Asking one that it has not would take some of it."""
+    current = _cuda.current_device()
+    if _cuda.device_count() == 1:
+        return [current]
+    return [one for one in range(_cuda.device_count()) if one == current or _cuda.memory_reserved(one)]
+
+
+def _forget_error() -> None:
+    """The runtime remembers the last error, and torch would take it for its own with the next kernel."""
+    for name in _RUNTIMES:
+        try:
+            ctypes.CDLL(name).cudaGetLastError()
+        except (OSError, AttributeError):  # another version, or another kind
+            continue
+        return

@@ -1,0 +1,67 @@
+"""Devices of any kind that torch knows, without streams: MPS, XPU, the CPU itself. Imported only where torch is."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from infeed.delivery.backend import Convert, Mark, Sent, Stage
+from infeed.delivery.trees import map_leaves
+from infeed.errors import ConfigError
+
+
+def usable_device(device: Any) -> torch.device:
+    """
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(f"device={device!r} cannot be used: {error}") from error
+
+
+def as_tensor(leaf: Any) -> torch.Tensor | None:
+    """A leaf that belongs on the device, as a tensor over the same memory; ``None`` for all others."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc":
+        return torch.from_numpy(leaf)
+    return None
+
+
+@final
+class PlainStage(Stage):
+    """Copies when asked, in the order of the user's own work."""
+
+    def __init__(self, device: Any, convert: Convert | None) -> None:
+        self._device = usable_device(device)
+        self._convert = convert
+
+    def send(self, batch: Any) -> Sent:
+        moved = map_leaves(batch, self._move)
+        return _Arrived(moved if self._convert is None else self._convert(moved))
+
+    def _move(self, leaf: Any) -> Any:
+        tensor = as_tensor(leaf)
+        return leaf if tensor is None else tensor.to(self._device)
+
+
+@final
+class _Done(Mark):
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+@final
+class _Arrived(Sent):
+    def __init__(self, batch: Any) -> None:
+        self._batch, self.copied = batch, _Done()
+
+    def adopt(self) -> Any:
+        return self._batch

@@ -1,0 +1,105 @@
+"""A device that is not there: streams are queues, and nothing is copied before somebody lets it run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage
+from infeed.delivery.trees import map_leaves
+
+
+class FakeStream:
+    """Work in order, done when it is run: by a test that lets the device go on, or by whoever waits."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], None]] = deque()
+        self.done_count = 0
+        self.asked_count = 0
+
+    def ask(self, work: Callable[[], None]) -> None:
+        self.asked_count += 1
+        self.work.append(work)
+
+    def run(self, count: int | None = None) -> None:
+        while self.work and (count is None or count > 0):
+            self.work.popleft()()
+            self.done_count += 1
+            if count is not None:
+                count -= 1
+
+
+class FakeMark(Mark):
+    def __init__(self, stream: FakeStream) -> None:
+        self._stream, self._at = stream, stream.asked_count
+
+    def is_done(self) -> bool:
+        return self._stream.done_count >= self._at
+
+    def wait(self) -> None:
+        self._stream.run(self._at - self._stream.done_count)
+
+
+class FakeBackend(Backend):
+    """Has the user's stream and the stream of the copies, and books of what is registered."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.user, self.copies = FakeStream(), FakeStream()
+        self.registered: dict[int, int] = {}
+        self.ever_registered = 0
+        self._refuses = refuses
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self._refuses:
+            raise BackendError("the limit of locked memory is reached")
+        assert not any(begin < address + nbytes and address < begin + size for begin, size in self.registered.items())
+        self.registered[address] = nbytes
+        self.ever_registered += 1
+        ctypes.memmove(address, address, nbytes)  # it is mapped, all of it
+
+    def unregister(self, address: int) -> None:
+        ctypes.memmove(address, address, self.registered.pop(address))
+
+    def mark(self) -> Mark:
+        return FakeMark(self.user)
+
+    def open_stage(self, device: Any, convert: Convert | None) -> Stage:
+        return FakeStage(self, convert)
+
+    def copy_later(self, array: np.ndarray) -> np.ndarray:
+        """What a user does: ask for a copy that happens when the device comes to it."""
+        target = np.empty_like(array)
+        address, nbytes = array.ctypes.data, array.nbytes
+        # By address: the device does not hold on to the host's array.
+        self.user.ask(lambda: ctypes.memmove(target.ctypes.data, address, nbytes) and None)
+        return target
+
+
+class FakeStage(Stage):
+    def __init__(self, backend: FakeBackend, convert: Convert | None) -> None:
+        self._backend, self._convert = backend, convert
+
+    def send(self, batch: Any) -> Sent:
+        moved = map_leaves(batch, self._move)
+        return FakeSent(moved if self._convert is None else self._convert(moved), FakeMark(self._backend.copies))
+
+    def _move(self, leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        target = np.full_like(leaf, -1)
+        address, nbytes = leaf.ctypes.data, leaf.nbytes
+        self._backend.copies.ask(lambda: ctypes.memmove(target.ctypes.data, address, nbytes) and None)
+        return target
+
+
+class FakeSent(Sent):
+    def __init__(self, batch: Any, copied: Mark) -> None:
+        self._batch, self.copied = batch, copied
+
+    def adopt(self) -> Any:
+        self.copied.wait()  # the user's stream waits for the copy; here all that it does is done at once
+        return self._batch

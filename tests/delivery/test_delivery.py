@@ -1,0 +1,214 @@
+"""Page-locked batches and batches on a device, against a device that is not there: order, leases, registrations."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.delivery.trees import map_leaves
+from tests.delivery.fake import FakeBackend
+from tests.helpers import Tree, wait_until
+
+
+def coded(index: int) -> dict[str, Any]:
+    return {"x": np.full(5000, index, dtype=np.float32), "y": index, "name": f"sample {index}"}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    return _install(monkeypatch, FakeBackend())
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, fake: FakeBackend) -> FakeBackend:
+    monkeypatch.setattr("infeed.assembly.find_backend", lambda: fake)
+    monkeypatch.setattr("infeed.core.open_stage", fake.open_stage)
+    return fake
+
+
+def _check(batch: Any, first: int) -> None:
+    expected = np.arange(first, first + len(batch["name"]))
+    assert (batch["x"] == expected[:, None]).all(), f"batch from {first} on"
+    assert batch["y"].tolist() == expected.tolist()
+    assert batch["name"] == [f"sample {index}" for index in expected]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_segments_are_registered_once_while_they_are_used_and_none_is_left(fake: FakeBackend, workers: int) -> None:
+    with infeed.DataLoader(Tree(64, coded), batch_size=8, num_workers=workers, pin_memory=True) as loader:
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                _check(batch, 8 * number)
+        wait_until(lambda: fake.registered, "a registration")
+        wait_until(lambda: fake.ever_registered == len(fake.registered), "all to be registered")
+        assert fake.ever_registered <= 4
+        kept = next(iter(loader))
+    assert fake.registered == {}
+    _check(kept, 0)
+
+
+def test_where_registering_is_refused_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _install(monkeypatch, FakeBackend(refuses=True))
+    with infeed.DataLoader(Tree(64, coded), batch_size=8, pin_memory=True) as loader:
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                _check(batch, 8 * number)
+        wait_until(lambda: caplog.messages, "the word of why")
+    assert caplog.messages == [
+        "batches are copied into pinned memory, because their own cannot be pinned: the limit of locked memory is reached"
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_slot_is_not_filled_again_while_the_device_reads_it(fake: FakeBackend, workers: int) -> None:
+    """The user drops the batch as soon as the copy was asked for; the device comes to it later, or when it must."""
+    rng = random.Random(0)
+    with infeed.DataLoader(Tree(400, coded), batch_size=8, num_workers=workers, pin_memory=True, prefetch=4) as loader:
+        for _ in range(2):
+            asked: list[tuple[int, np.ndarray]] = []
+            for number, batch in enumerate(loader):
+                asked.append((8 * number, fake.copy_later(batch["x"])))
+                del batch
+                if rng.random() < 0.3:
+                    fake.user.run(rng.randrange(3))
+            fake.user.run()
+            for first, copied in asked:
+                assert (copied == np.arange(first, first + 8)[:, None]).all(), f"batch from {first} on"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_batches_on_the_device_are_in_order_and_have_their_own_bits(fake: FakeBackend, workers: int, depth: int) -> None:
+    """Whatever is kept and dropped, and however late the device is."""
+    rng = random.Random(1)
+    options: dict[str, Any] = {"device": "fake", "device_prefetch": depth, "num_workers": workers}
+    with infeed.DataLoader(Tree(400, coded), batch_size=8, **options) as loader:
+        for _ in range(2):
+            kept: deque[tuple[int, Any]] = deque()
+            for number, batch in enumerate(loader):
+                kept.append((8 * number, batch))
+                fake.copies.run(rng.randrange(2))
+                while len(kept) > rng.randrange(1, 5):
+                    first, done = kept.popleft()
+                    _check(done, first)
+            assert number == 49
+            for first, done in kept:
+                _check(done, first)
+
+
+def test_as_many_batches_are_on_their_way_as_said(fake: FakeBackend) -> None:
+    options: dict[str, Any] = {"device": "fake", "device_prefetch": 2}
+    with infeed.DataLoader(Tree(64, lambda index: np.float32(index)), batch_size=8, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert fake.copies.asked_count == 3
+
+
+def test_convert_is_given_the_batch_on_the_device(fake: FakeBackend) -> None:
+    def convert(batch: Any) -> Any:
+        return {"sizes": batch["x"].shape}
+
+    with infeed.DataLoader(Tree(8, coded), batch_size=4, device="fake", convert=convert) as loader:
+        assert list(loader) == [{"sizes": (4, 5000)}] * 2
+
+
+def test_states_count_what_the_loop_was_given(fake: FakeBackend) -> None:
+    """Not what is on its way to the device."""
+    options: dict[str, Any] = {"batch_size": 8, "seed": 0, "shuffle": True}
+    plain = infeed.DataLoader(Tree(64, coded), **options)
+    loader = infeed.DataLoader(Tree(64, coded), device="fake", num_workers=2, **options)
+    with plain, loader:
+        expected = [batch["y"].tolist() for batch in plain]
+        batches = iter(loader)
+        got = [next(batches)["y"].tolist() for _ in range(3)]
+        state = loader.state_dict()
+        assert (state["step"], state["position"]) == (3, 24)
+        del batches
+        loader.load_state_dict(state)
+        assert got + [batch["y"].tolist() for batch in loader] == expected
+        assert loader.state_dict()["epoch"] == 1
+
+
+def test_an_error_comes_in_its_turn_behind_what_was_loaded_before(fake: FakeBackend) -> None:
+    def load(index: int) -> Any:
+        if index == 20:
+            raise ValueError("sample 20 is broken")
+        return coded(index)
+
+    with infeed.DataLoader(Tree(32, load), batch_size=8, device="fake", device_prefetch=3, num_workers=2) as loader:
+        batches = iter(loader)
+        _check(next(batches), 0)
+        _check(next(batches), 8)
+        with pytest.raises(ValueError, match="sample 20 is broken"):
+            next(batches)
+        _check(next(batches), 24)
+        assert next(batches, None) is None
+
+
+def test_a_loop_that_is_left_leaves_nothing_on_its_way(fake: FakeBackend) -> None:
+    with infeed.DataLoader(Tree(64, coded), batch_size=8, device="fake", num_workers=2) as loader:
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                _check(batch, 8 * number)
+                break
+    assert fake.registered == {}
+    assert fake.copies.done_count == fake.copies.asked_count
+
+
+def test_a_device_that_is_not_there_is_an_error_in_words() -> None:
+    pytest.importorskip("torch")
+    loader = infeed.DataLoader(Tree(8, coded), device="cuda:7")
+    with loader, pytest.raises(infeed.ConfigError, match="device='cuda:7' cannot be used"):
+        next(iter(loader))
+
+
+def test_the_processor_is_a_device_too() -> None:
+    torch = pytest.importorskip("torch")
+    with infeed.DataLoader(Tree(8, coded), batch_size=4, device=torch.device("cpu"), convert=lambda batch: batch) as loader:
+        batch = next(iter(loader))
+    assert type(batch["x"]) is torch.Tensor
+    assert batch["x"].shape == (4, 5000)
+    assert batch["name"] == ["sample 0", "sample 1", "sample 2", "sample 3"]
+
+
+def test_without_an_accelerator_pin_memory_changes_nothing() -> None:
+    with infeed.DataLoader(Tree(8, coded), batch_size=4, pin_memory=True) as loader:
+        assert [batch["y"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_arguments_are_checked() -> None:
+    for options, words in (
+        ({"device_prefetch": -1, "device": "cpu"}, "device_prefetch=-1 must be at least 0"),
+        ({"convert": len}, "convert must be a function of a batch on the device; pass device="),
+        ({"convert": 3, "device": "cpu"}, "convert must be a function"),
+        ({"pin_memory": 1}, "pin_memory=1 must be True or False"),
+    ):
+        with pytest.raises(infeed.ConfigError, match=words):
+            infeed.DataLoader([1, 2], **options)  # type: ignore[arg-type]
+
+
+def test_trees_of_any_shape_keep_their_types() -> None:
+    from collections import OrderedDict, defaultdict, namedtuple
+    from dataclasses import dataclass
+
+    Point = namedtuple("Point", "x y")  # as users write it
+
+    @dataclass
+    class Box:
+        size: int
+        name: str
+
+    tree = {"a": [1, (2, Point(3, 4))], "b": OrderedDict(c=5), "d": defaultdict(list, e=6), "f": Box(7, "box")}
+    changed = map_leaves(tree, lambda leaf: leaf * 10 if isinstance(leaf, int) else leaf)
+    assert changed == {
+        "a": [10, (20, Point(30, 40))], "b": OrderedDict(c=50), "d": defaultdict(list, e=60), "f": Box(70, "box"),
+    }  # fmt: skip
+    assert type(changed["d"]) is defaultdict
+    assert changed["d"].default_factory is list
+    assert tree["f"].size == 7

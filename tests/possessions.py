@@ -1,0 +1,64 @@
+"""What a process has that can be left behind: threads, processes, descriptors, shared memory.
+
+For the guard against leaks around every test, and for the programs of tests/stopping, which look at themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.helpers import is_fork_server, shm_names
+
+
+class Possessions(NamedTuple):
+    """What a process has that can be left behind."""
+
+    threads: dict[int, str]
+    processes: dict[int, str]
+    descriptors: dict[int, str]
+    names: set[str]
+
+    def beyond(self, before: Possessions) -> list[str]:
+        """What is here and was not before, one line each."""
+        lines = [f"thread {name}" for ident, name in self.threads.items() if ident not in before.threads]
+        lines += [f"process {pid}: {text}" for pid, text in self.processes.items() if pid not in before.processes]
+        if len(self.descriptors) > len(before.descriptors):
+            old = set(before.descriptors.items())
+            lines += [f"descriptor {fd}: {target}" for fd, target in self.descriptors.items() if (fd, target) not in old]
+        lines += [f"/dev/shm/{name}" for name in sorted(self.names - before.names)]
+        return lines
+
+
+def possessions() -> Possessions:
+    import psutil
+
+    processes: dict[int, str] = {}
+    server_sockets = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if is_fork_server(process):
+                server_sockets += 1
+            else:
+                processes[process.pid] = f"{process.name()} ({process.status()})"
+        except psutil.NoSuchProcess:
+            continue
+    descriptors = _descriptors()
+    # One end of a socket is this process's way to its fork server, which may stay.
+    for fd in [fd for fd, target in descriptors.items() if target.startswith("socket:")][:server_sockets]:
+        del descriptors[fd]
+    threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
+    return Possessions(threads, processes, descriptors, shm_names())
+
+
+def _descriptors() -> dict[int, str]:
+    folder = Path("/proc/self/fd")
+    found = {}
+    for name in os.listdir(folder) if folder.is_dir() else []:
+        try:
+            found[int(name)] = os.readlink(folder / name)
+        except OSError:  # the one that listed the folder
+            continue
+    return found

@@ -1,0 +1,293 @@
+"""What the system has little of: descriptors, processes, address space, folders. It works, or one error says what to change."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.helpers import PORTABLE, ROOT, ScriptResult, assert_clean, run_script
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+
+HEAD = """
+import os, resource, signal, sys, time
+import numpy as np
+import infeed
+
+class Data:
+    def __init__(self, length, kib):
+        self.length, self.kib = length, kib
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        return np.full(self.kib << 10, index % 251, np.uint8)
+
+KINDS = {"forkserver": {"start_method": "forkserver"}, "spawn": {"start_method": "spawn"}, "thread": {"worker": "thread"}}
+
+def limit(what, value):
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (hard if value is None else value, hard))
+
+def files():
+    return len(os.listdir("/proc/self/fd"))
+
+def told(act):
+    try:
+        act()
+    except Exception as error:
+        print(type(error).__name__, "|", str(error).replace(chr(10), " "))
+    else:
+        print("works")
+"""
+
+
+def lines(result: ScriptResult) -> list[str]:
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err, result.err
+    return result.out.splitlines()
+
+
+def test_64_descriptors_are_enough(tmp_path: Path) -> None:
+    """Eight workers, three epochs, hundreds of batches kept: none is opened for a batch."""
+    code = """
+    limit(resource.RLIMIT_NOFILE, 64)
+    for kind in ("forkserver", "spawn"):
+        kept, before = [], files()
+        with infeed.DataLoader(Data(800, 16), batch_size=2, num_workers=8, timeout=30, **KINDS[kind]) as loader:
+            for epoch in range(3):
+                for number, batch in enumerate(loader):
+                    assert batch[:, 0].tolist() == [2 * number % 251, (2 * number + 1) % 251]
+                    if number % 2:
+                        kept.append((number, batch))
+        assert all(batch[0, -1] == 2 * number % 251 for number, batch in kept)
+        assert len(kept) == 600
+        del kept, batch, loader
+        print(kind, files() - before <= 1)  # the way to the fork server stays
+    """
+    result = run_script(tmp_path, HEAD + dedent(code))
+    assert_clean(result)
+    assert lines(result) == ["forkserver True", "spawn True"]
+
+
+def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
+    """WorkerStartError with the limit; with more of them the same loader works. Also if a worker is to be replaced."""
+    code = """
+    limit(resource.RLIMIT_NOFILE, 64)
+    infeed.DataLoader(Data(8, 1), num_workers=1)  # all is imported
+    for kind in ("forkserver", "spawn"):
+        with infeed.DataLoader(Data(4000, 1), batch_size=2, num_workers=4, timeout=30, **KINDS[kind]) as loader:
+            before = files()
+            limit(resource.RLIMIT_NOFILE, before + 6)
+            told(lambda: next(iter(loader)))
+            limit(resource.RLIMIT_NOFILE, 64)
+            assert files() - before <= 1, (before, files())
+            batches = iter(loader)
+            next(batches)
+            pids = loader._core.garage._out.copy().pop().worker_pids()
+            limit(resource.RLIMIT_NOFILE, files() - 8)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            told(lambda: list(batches))
+            limit(resource.RLIMIT_NOFILE, 64)
+            told(lambda: next(iter(loader)))
+    """
+    first, replaced, after = range(3)
+    result = run_script(tmp_path, HEAD + dedent(code))
+    told = lines(result)
+    for part in (told[:3], told[3:]):
+        for line in (part[first], part[replaced]):
+            assert line.startswith("WorkerStartError | a worker cannot be started: this process has all the ")
+            assert line.endswith(
+                "files open that it may (ulimit -n), and every worker takes two; raise that limit, use fewer workers, or close "
+                "what you keep open"
+            )
+        assert part[after] == "works"
+
+
+def test_no_more_processes_or_threads_is_told(tmp_path: Path) -> None:
+    """WorkerStartError with the limit, for each kind of worker."""
+    code = """
+    import infeed.workers.forkserver
+    for kind in ("spawn", "thread"):
+        list(infeed.DataLoader(Data(2, 1), num_workers=1, timeout=30, **KINDS[kind]))  # all is imported
+    if os.getuid() == 0:
+        os.setuid(65534)  # the limit is not for root
+    limit(resource.RLIMIT_NPROC, 1)
+    for kind in KINDS:
+        told(lambda: list(infeed.DataLoader(Data(8, 1), num_workers=2, timeout=30, **KINDS[kind])))
+    """
+    result = run_script(tmp_path, HEAD + dedent(code))
+    for line in lines(result):
+        assert line == (
+            "WorkerStartError | a worker cannot be started: the system allows no more processes and threads (1 for this user "
+            "by ulimit -u; a container may have a limit of its own); use fewer workers, raise the limit, or end other programs"
+        )
+    assert len(lines(result)) == 3
+
+
+def test_a_fork_server_that_cannot_fork_is_replaced_by_spawning(tmp_path: Path) -> None:
+    """It does not die of it; the log says why workers are spawned."""
+    (tmp_path / "sitecustomize.py").write_text(
+        dedent("""
+        import os
+        def fork():
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        os.fork = fork
+        """)
+    )
+    code = """
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
+    told(lambda: list(infeed.DataLoader(Data(8, 1), num_workers=2, timeout=30)))
+    """
+    result = run_script(tmp_path, HEAD + dedent(code))
+    assert lines(result) == ["works"]
+    assert result.err == (
+        "workers are spawned instead of forked: the fork server cannot fork: Resource temporarily unavailable\n"
+    )
+
+
+def test_limits_of_memory_are_named(tmp_path: Path) -> None:
+    """Address space and file size: too small for a batch, for the dataset, or for what a worker makes of it."""
+    code = """
+    MIB = 1 << 20
+    TABLE = np.ones(300 * MIB, np.uint8)
+    class Grows(Data):
+        def __setstate__(self, state):
+            self.__dict__.update(state, all=np.ones(1 << 30, np.uint8))
+    loaders = {
+        "batch": lambda options: infeed.DataLoader(Data(8, 150 << 10), batch_size=2, num_workers=1, timeout=30, **options),
+        "dataset": lambda options: infeed.DataLoader(
+            Data(8, 1), collate_fn=__import__("functools").partial(stack, TABLE), num_workers=1,
+            timeout=30, **options),
+        "worker": lambda options: infeed.DataLoader(Grows(8, 1), num_workers=1, timeout=30, **options),
+    }
+    def stack(table, samples):
+        return np.stack(samples)
+    for kind in ("forkserver", "spawn"):
+        limit(resource.RLIMIT_AS, 700 * MIB)
+        for name, make in loaders.items():
+            told(lambda: next(iter(make(KINDS[kind]))))
+        limit(resource.RLIMIT_AS, None)
+        limit(resource.RLIMIT_FSIZE, 2 * MIB)
+        told(lambda: next(iter(infeed.DataLoader(Data(8, 4 << 10), num_workers=1, timeout=30, **KINDS[kind]))))
+        limit(resource.RLIMIT_FSIZE, None)
+    """
+    result = run_script(tmp_path, HEAD + dedent(code))
+    told = lines(result)
+    assert len(told) == 8
+    for batch, dataset, worker, file in (told[:4], told[4:]):
+        assert "MemoryError" in batch or "MemoryLimitError" in batch, batch
+        assert "MiB" in batch, batch
+        assert dataset.startswith("MemoryLimitError | asked for 300.0 MiB of shared memory, but a process may have "), dataset
+        assert dataset.endswith("(workers are sent all of it), or use worker='thread'"), dataset
+        assert worker.startswith("WorkerStartError | worker 0 could not build the dataset: "), worker
+        assert "Unable to allocate 1.00 GiB" in worker, worker
+        assert worker.endswith("use fewer workers, let it map its files, or use worker='thread'"), worker
+        assert file.startswith(
+            "MemoryLimitError | asked for 4.0 MiB of shared memory, but a file may have 2.0 MiB (ulimit -f), and so may memory;"
+        ), file
+
+
+def test_one_cpu_and_no_place_for_temporary_files_is_fine(tmp_path: Path) -> None:
+    """Nothing of ours is written to a disk, and nobody spins."""
+    code = """
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    for folder in ("/nonexistent", "/proc"):
+        os.environ["TMPDIR"] = folder
+        for kind in KINDS:
+            told(lambda: list(infeed.DataLoader(Data(400, 4), batch_size=4, num_workers=4, timeout=30, **KINDS[kind])))
+    """
+    result = run_script(tmp_path, HEAD + dedent(code))
+    assert_clean(result)
+    assert lines(result) == ["works"] * 6
+
+
+# --- in a mount namespace of its own, with less in it
+
+
+def run_with_mounts(folder: Path, mounts: str, code: str) -> ScriptResult:
+    """Run a script where these mounts have been made, for it alone; skip if that is not allowed here."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("mount namespaces cannot be made here")
+    path = folder / "script.py"
+    path.write_text(code)
+    done = subprocess.run(
+        [unshare, "-rm", "sh", "-c", f'{mounts} && exec "{sys.executable}" "{path}"'],
+        cwd=folder,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return ScriptResult(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_small_shared_memory_folder_does_not_matter_on_linux(tmp_path: Path) -> None:
+    """Docker gives 64 MB; anonymous memory is not counted there."""
+    code = """
+    told(lambda: [None for batch in infeed.DataLoader(Data(8, 40 << 10), batch_size=2, num_workers=2, timeout=30)])
+    """
+    result = run_with_mounts(tmp_path, "mount -t tmpfs -o size=64m,ro none /dev/shm", HEAD + dedent(code))
+    assert lines(result) == ["works"]
+
+
+def test_a_small_shared_memory_folder_is_told_where_memory_has_names(tmp_path: Path) -> None:
+    """Batches that fit work, those that do not are refused with the folder's numbers; never SIGBUS, and no name is left."""
+    code = """
+    for kib in (1 << 10, 40 << 10):
+        told(lambda: [None for batch in infeed.DataLoader(Data(20, kib), batch_size=2, num_workers=2, timeout=30)])
+    told(lambda: next(iter(infeed.DataLoader(np.ones(200, np.uint8), num_workers=2))))
+    data = Data(20, 1)
+    data.table = np.ones(100 << 20, np.uint8)
+    told(lambda: next(iter(infeed.DataLoader(data, num_workers=2, timeout=30))))
+    import gc
+    gc.collect()
+    print(os.listdir("/dev/shm"))
+    """
+    mounts = "mount -t tmpfs -o size=64m none /dev/shm"
+    result = run_with_mounts(tmp_path, mounts, f"import multiprocessing.connection\n{PORTABLE}{HEAD}{dedent(code)}")
+    fits, batch, arrays, dataset, left = lines(result)
+    assert fits == arrays == "works"
+    assert batch.startswith(
+        "MemoryLimitError | asked for 80.0 MiB of shared memory, 64.0 MiB of 64.0 MiB is free in /dev/shm; "
+    )
+    assert "make that larger (docker run --shm-size), or lower batch_size or prefetch" in batch
+    assert dataset.startswith(
+        "MemoryLimitError | asked for 100.0 MiB of shared memory, 64.0 MiB of 64.0 MiB is free in /dev/shm;"
+    )
+    assert left == "[]"
+
+
+def test_no_shared_memory_folder_is_told_where_memory_has_names(tmp_path: Path) -> None:
+    """It cannot be written to: an error that says so, and threads still work."""
+    code = """
+    told(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30))))
+    told(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30, worker="thread"))))
+    """
+    mounts = "mount -t tmpfs -o ro none /dev/shm"
+    result = run_with_mounts(tmp_path, mounts, f"import multiprocessing.connection\n{PORTABLE}{HEAD}{dedent(code)}")
+    assert lines(result) == [
+        "MemoryLimitError | asked for 4.0 KiB of shared memory, but the system refused: Read-only file system; let /dev/shm be "
+        "there and writable, or use worker='thread'",
+        "works",
+    ]
+
+
+def test_without_proc_workers_are_spawned(tmp_path: Path) -> None:
+    """Threads of the fork server cannot be counted without it, so it does not fork; the log says so."""
+    code = """
+    for kind in KINDS:
+        told(lambda: list(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30, **KINDS[kind])))
+    """
+    result = run_with_mounts(tmp_path, "mount -t tmpfs none /proc", HEAD + dedent(code))
+    assert lines(result) == ["works"] * 3
+    assert result.err == (
+        "workers are spawned instead of forked: without /proc nobody knows which libraries started threads, and a process with "
+        "threads cannot be forked safely\n"
+    )

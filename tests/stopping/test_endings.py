@@ -1,0 +1,230 @@
+"""Every way in which a program ends: soon, with the user's words only, and nothing of ours is left (P5).
+
+What ``tests/engine/test_close.py``, ``test_interpreter_exit.py`` and ``test_deaths.py`` hold is not repeated here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, kill_group, wait_until
+from tests.stopping.watching import Ended, Program
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+
+PROCESSES = ("forkserver", "spawn", "portable")
+ALL = (*PROCESSES, "thread")
+
+
+class Started:
+    """Programs of several kinds that run side by side."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.programs: list[Program] = []
+
+    def start(self, kinds: tuple[str, ...], samples: str, ending: str) -> list[Program]:
+        started = [Program(self._folder, kind, samples, ending) for kind in kinds]
+        self.programs += started
+        return started
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    running = Started(tmp_path)
+    yield running
+    for program in running.programs:
+        if not program.is_over:
+            program.script.kill_all()
+
+
+def end_by(program: Program, line: str, send: Callable[[Program], object]) -> Ended:
+    """Wait until the program has come to a line, then do something to it."""
+    program.wait_line(line)
+    return program.ended(lambda: send(program))
+
+
+def signalled(number: int) -> Callable[[Program], object]:
+    return lambda program: os.kill(program.pid, number)
+
+
+def assert_one_interrupt(ended: Ended) -> None:
+    assert ended.code == -signal.SIGINT, ended.err
+    assert ended.tracebacks == 1, ended.err
+    assert ended.err.rstrip().endswith("KeyboardInterrupt"), ended.err
+
+
+@pytest.mark.parametrize(
+    ("kinds", "samples"), [(("forkserver", "spawn"), "slow"), (("portable", "thread"), "quick")], ids=["slow", "quick"]
+)
+def test_endings_that_the_process_survives_leave_nothing(started: Started, kinds: tuple[str, ...], samples: str) -> None:
+    """``break``, an exception, garbage collection, close() from two threads and in the middle of next(): all is gone."""
+    programs = started.start(kinds, samples, "inside")
+    for program in programs:
+        ended = program.ended()
+        assert (ended.code, ended.err) == (0, ""), program.name
+        lines = (program.folder / "ended").read_text().splitlines()
+        assert len(lines) == 6
+        assert [line for line in lines if not line.endswith("left: []")] == [], program.name
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        pytest.param("exit", 5, "", id="sys.exit with a kept iterator"),
+        pytest.param("os._exit", 6, "", id="os._exit"),
+        pytest.param("unhandled", 1, "ArithmeticError: the user's own, with Epoch in its frames", id="unhandled exception"),
+    ],
+)
+def test_the_end_does_not_wait_for_native_code(started: Started, ending: str, code: int, last: str) -> None:
+    """Workers are in a library that hears nothing for a minute; the exit code and the words are the user's."""
+    for program in started.start(ALL, "native", ending):
+        ended = program.ended()
+        assert ended.code == code, program.name
+        assert ended.tracebacks == bool(last), ended.err
+        assert ended.err.strip().splitlines()[-1:] == ([last] if last else []), program.name
+
+
+@pytest.mark.torch
+def test_torch_s_class_ends_the_same_way(started: Started) -> None:
+    """Kept workers at exit, and Ctrl+C twice, through ``infeed.torch.DataLoader``."""
+    (leaving,) = started.start(("torch kept",), "native", "exit")
+    (looping,) = started.start(("torch",), "slow", "loop")
+    (closing,) = started.start(("torch",), "slow", "handler closes")
+    assert leaving.ended().code == 5
+    assert_one_interrupt(end_by(looping, "blocked", interrupt_twice))
+    ended = end_by(closing, "blocked", signalled(signal.SIGTERM))
+    assert (ended.code, ended.err) == (0, "")
+    assert "the loader was closed while it was iterated" in ended.out
+
+
+def interrupt_twice(program: Program) -> None:
+    """The second comes while the first is being acted on."""
+    kill_group(program.script)
+    time.sleep(0.1)
+    if program.script.process.poll() is None:
+        kill_group(program.script)
+
+
+def test_ctrl_c_twice_is_one_traceback(started: Started) -> None:
+    """The second ends the wait for workers in user code, and is not printed."""
+    for program in started.start(ALL, "slow", "loop"):
+        assert_one_interrupt(end_by(program, "blocked", interrupt_twice))
+
+
+def test_ctrl_c_while_workers_start(started: Started) -> None:
+    """In a worker_init_fn that takes a minute."""
+    for program in started.start(ALL, "slow", "starting"):
+        assert_one_interrupt(end_by(program, "starting", lambda program: kill_group(program.script)))
+
+
+def test_ctrl_c_while_close_runs(started: Started) -> None:
+    """It ends the wait of close(), and workers are killed."""
+    for program in started.start(("forkserver", "thread"), "slow", "closing"):
+        assert_one_interrupt(end_by(program, "closing", lambda program: kill_group(program.script)))
+        assert "closed" not in program.journal.lines()
+
+
+def test_ctrl_c_that_is_caught_leaves_a_loader_that_works(started: Started) -> None:
+    """As in a notebook: each time the same loader starts again from the next epoch."""
+
+    def interrupt_thrice(program: Program) -> None:
+        for number in (1, 2, 3):
+            wait_until(lambda number=number: batches_after(program, number - 1) > 5, "batches after an interrupt")  # type: ignore[misc]  # mypy and default arguments
+            kill_group(program.script)
+            wait_until(lambda number=number: program.journal.lines().count("interrupted") == number, "the interrupt")  # type: ignore[misc]
+
+    for program in started.start(ALL, "quick", "go on"):
+        ended = program.ended(lambda program=program: interrupt_thrice(program))  # type: ignore[misc]
+        assert (ended.code, ended.err) == (0, ""), program.name
+
+
+def batches_after(program: Program, interrupts: int) -> int:
+    """How many batches came since that many interrupts; none if there were not that many."""
+    lines = program.journal.lines()
+    for _ in range(interrupts):
+        if "interrupted" not in lines:
+            return 0
+        lines = lines[lines.index("interrupted") + 1 :]
+    return sum(line.startswith("batch") for line in lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_that_ends_the_process_ends_all_of_ours(started: Started, number: int) -> None:
+    """No handler of ours: the process ends at once as it does without infeed, also with workers deep in native code."""
+    for program in started.start(("forkserver", "spawn", "thread"), "native", "loop"):
+        ended = end_by(program, "blocked", signalled(number))
+        assert (ended.code, ended.err) == (-number, ""), program.name
+
+
+def test_a_signal_that_ends_the_process_removes_named_memory(started: Started) -> None:
+    """Where memory has names, the workers remove them; the guard around this test looks for them."""
+    (program,) = started.start(("portable",), "slow", "loop")
+    assert end_by(program, "blocked", signalled(signal.SIGTERM)).code == -signal.SIGTERM
+
+
+def test_a_handler_that_exits_is_obeyed(started: Started) -> None:
+    """SIGTERM with a handler of the user's that raises SystemExit, in the middle of a wait: their exit code, in silence."""
+    for program in started.start(ALL, "slow", "handler exits"):
+        ended = end_by(program, "blocked", signalled(signal.SIGTERM))
+        assert (ended.code, ended.err) == (7, ""), program.name
+
+
+@pytest.mark.parametrize(("samples", "line"), [("slow", "blocked"), ("quick", "batch 20")])
+def test_a_handler_may_close_the_loader_that_is_being_waited_for(started: Started, samples: str, line: str) -> None:
+    """It runs inside next(), which then says that the loader was closed."""
+    for program in started.start(ALL, samples, "handler closes"):
+        ended = end_by(program, line, signalled(signal.SIGTERM))
+        assert (ended.code, ended.err) == (0, ""), program.name
+        assert "the loader was closed while it was iterated" in ended.out or "this loader is closed" in ended.out
+
+
+def test_a_terminal_that_is_closed_takes_all_along(tmp_path: Path) -> None:
+    """SIGHUP from the kernel to the session of a terminal; our processes are in groups of their own, and go as well."""
+    import pty
+
+    for kind in ("forkserver", "spawn"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(folder)
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+            os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("program.py")), kind, "slow", "loop"])
+        journal = folder / "journal"
+        try:
+            wait_until(lambda journal=journal: journal.exists() and "blocked" in journal.read_text(), "a worker in a sample")  # type: ignore[misc]
+            os.close(terminal)
+            wait_until(lambda pid=pid: not in_session(pid), "the end of all processes of the terminal", 10)  # type: ignore[misc]
+        finally:
+            for one in in_session(pid):
+                os.kill(one, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGHUP
+
+
+def in_session(session: int) -> list[int]:
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def test_nothing_is_shut_down_by_a_del_method() -> None:
+    """``__del__`` runs at any time in any thread, half of its module gone: finalizers and owners do it instead."""
+    sources = list((ROOT / "src" / "infeed").rglob("*.py"))
+    assert len(sources) > 50
+    assert [str(path) for path in sources if "__del__" in path.read_text()] == []

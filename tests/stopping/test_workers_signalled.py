@@ -1,0 +1,121 @@
+"""Signals to our own processes, from whoever sends them: stopped, continued, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import infeed
+from infeed.workers.forkserver import close_fork_server
+from tests.helpers import (
+    Blocking,
+    Journal,
+    Tree,
+    assert_faster_than,
+    collected,
+    flat,
+    is_fork_server,
+    plain,
+    wait_until,
+    worker_processes,
+)
+from tests.stopping.watching import GONE_S, Program
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+
+
+def test_a_stopped_worker_is_told_of_and_goes_on_when_continued(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """While it is stopped the time-out names it; afterwards each sample comes once, in order."""
+    process_engine["timeout"] = 0.3
+    starts = Journal(tmp_path / "starts")
+
+    def load(index: int) -> tuple[int, int]:
+        if index == 0:  # one worker alone would be through before the other has started
+            wait_until(lambda: len(starts.lines()) == 2, "both workers")
+        return index, os.getpid()
+
+    seen: set[int] = set()  # workers that have loaded something
+    got: list[int] = []
+    stopped = None
+    told = ""
+    with infeed.DataLoader(Tree(4000, load), batch_size=2, worker_init_fn=starts.write, **process_engine) as loader:
+        batches = iter(loader)
+        while len(got) < 4000:
+            try:
+                indices, pids = plain(next(batches))
+            except infeed.LoadTimeoutError as error:
+                if stopped is not None:
+                    told = str(error)
+                    stopped.resume()
+                continue
+            got += indices
+            seen.update(pids)
+            if len(seen) == 2 and stopped is None:
+                stopped = psutil.Process(seen.pop())
+                stopped.suspend()
+    assert "timeout=0.3 seconds passed without a batch" in told
+    assert "busy: worker " in told
+    assert got == list(range(4000))
+
+
+def test_close_does_not_wait_for_a_stopped_worker(process_engine: dict[str, Any]) -> None:
+    """It is killed like one that is in user code."""
+    loader = infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, **process_engine)
+    next(iter(loader))
+    for process in worker_processes():
+        process.suspend()
+    with assert_faster_than(GONE_S):
+        loader.close()
+    assert not worker_processes()
+
+
+def test_close_does_not_wait_for_a_stopped_fork_server() -> None:
+    """It is killed, and its workers with it; the next loader starts another."""
+    loader = infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, num_workers=4, timeout=30)
+    next(iter(loader))
+    (server,) = [process for process in psutil.Process().children() if is_fork_server(process)]
+    server.suspend()
+    with assert_faster_than(GONE_S):
+        loader.close()
+        close_fork_server()
+    wait_until(lambda: not worker_processes(), "the end of the workers")
+    with infeed.DataLoader(Tree(8, lambda i: i), batch_size=2, num_workers=2, timeout=30) as another:
+        assert flat(collected(another)) == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["forkserver", "spawn"])
+def test_stopped_workers_do_not_outlive_the_users_process(tmp_path: Path, kind: str) -> None:
+    """SIGKILL to the one while the others are stopped."""
+    program = Program(tmp_path, kind, "slow", "loop")
+    wait_until(lambda: program.journal.lines().count("blocked") == 2, "two workers in a sample")
+    below = psutil.Process(program.pid).children(recursive=True)
+    workers = [process for process in below if process.name().startswith("infeed:worker")]
+    assert len(workers) == 2
+    for process in workers:
+        process.suspend()
+    wait_until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in workers), "stopped workers")
+    ended = program.ended(lambda: os.kill(program.pid, signal.SIGKILL))
+    assert (ended.code, ended.err) == (-signal.SIGKILL, "")
+
+
+def test_everything_of_ours_killed_at_once_is_replaced(tmp_path: Path) -> None:
+    """Fork server and workers, in the middle of a sample: the epoch goes on, each sample once."""
+    dataset = Blocking(40, 10, tmp_path)
+    got = []
+    with infeed.DataLoader(dataset, batch_size=2, num_workers=2, timeout=0.3) as loader:
+        batches = iter(loader)
+        while len(got) < 20:
+            try:
+                got.append(plain(next(batches)))
+            except infeed.LoadTimeoutError:
+                if dataset.is_blocked and not (tmp_path / "go").exists():
+                    dataset.let_go()
+                    for process in psutil.Process().children(recursive=True):
+                        process.kill()
+    assert flat(got) == list(range(40))
+    close_fork_server()

@@ -1,0 +1,69 @@
+"""Starts ``program.py`` and looks at what its end leaves behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers import Journal, Script, start_python, wait_until
+
+PROGRAM = Path(__file__).with_name("program.py")
+# What is seen takes a second or so; the rest is for a busy machine. Slow samples take a minute: nobody can have waited.
+GONE_S = 10.0
+
+
+@dataclass
+class Ended:
+    """How a program ended."""
+
+    code: int
+    out: str
+    err: str
+    exit_s: float  # from the cause to its own end
+    gone_s: float  # and to that of its last process
+
+    @property
+    def tracebacks(self) -> int:
+        return self.err.count("Traceback (most recent call last)")
+
+
+class Program:
+    """A running program, in a folder of its own."""
+
+    def __init__(self, folder: Path, kind: str, samples: str, ending: str) -> None:
+        self.name = f"{kind}, {samples} samples, {ending}"
+        self.folder = folder / self.name.replace(" ", "_")
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self.is_over = False
+        self.journal = Journal(self.folder / "journal")
+        arguments = [str(PROGRAM), kind, samples, ending]
+        self.script: Script = start_python(arguments, cwd=self.folder, env={"TMPDIR": str(self.temporary)})
+
+    @property
+    def pid(self) -> int:
+        return self.script.pid
+
+    def wait_line(self, line: str) -> None:
+        self.script.wait_line(self.journal, line)
+
+    def ended(self, cause: Callable[[], object] = lambda: None) -> Ended:
+        """Let something happen and wait for the end of the program and of all its processes; nothing else may be left."""
+        process, start = self.script.process, time.monotonic()
+        cause()
+        try:
+            wait_until(lambda: process.poll() is not None, f"the end of the program ({self.name})", GONE_S)
+            exit_s = time.monotonic() - start
+            wait_until(lambda: not self.script.survivors(), f"the end of its processes ({self.name})", GONE_S)
+            gone_s = time.monotonic() - start
+        except BaseException as error:
+            self.is_over = True
+            error.add_note(self.script.kill_all())
+            raise
+        self.is_over = True
+        out, err = process.communicate()
+        assert os.listdir(self.temporary) == [], self.name
+        return Ended(process.returncode, out, err, exit_s, gone_s)
