@@ -100,7 +100,7 @@ class Troubles:
             place = f"position {position} of epoch {plan.epoch}, {self.name(worker)}"
             record.doom = record.doom or self._setup.mender.decide(plan, mend, row, failure, place)
         grains = None if record.doom is not None else grain_count(mend.row_count, self._setup.grain_size)
-        self._tell(BatchSpoiled(batch, grains, None if task is None else worker, task))
+        self._tell(BatchSpoiled(batch, grains, worker, task))
 
     # --- workers that die
 
@@ -116,14 +116,14 @@ class Troubles:
         culprit = next((task for task in held if doing is not None and task == doing.task), None)
         first = entries[held[0] if culprit is None else culprit] if held else None
         record = None if first is None else self._records.get(first.batch)
-        if first is not None and record is not None:
+        if first is not None and record is not None and death.is_blamed:
             row = doing.exact_row if culprit is not None and doing is not None else None
             record.deaths = [*(record.deaths or ()), Loss(self.last_death, row)]
             failure = self._cause(record, row, overdue)
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        self._tell(WorkerDied(worker, culprit))
+        self._tell(WorkerDied(worker, culprit, death.is_blamed))
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
         """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""
@@ -144,7 +144,7 @@ class Troubles:
             return
         position = failure.position if failure.position is not None else record.plan.first_position
         record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self.name(worker)}")
-        self._tell(BatchSpoiled(batch, None))
+        self._tell(BatchSpoiled(batch, None, worker))
 
     # --- workers that do not come back
 

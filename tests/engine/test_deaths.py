@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,46 @@ def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
             got += collected(batches)
             assert flat(got) == list(range(4000))
     close_fork_server()
+
+
+def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(tmp_path: Path) -> None:
+    """Six workers at the first batch die with it: that is one accident, and not a batch that kills six times."""
+    journal = Journal(tmp_path / "begun")
+
+    def load(index: int) -> int:
+        journal.write(index)
+        wait_until((tmp_path / "go").exists, "the test's permission to go on")
+        return index
+
+    def kill_server() -> None:
+        wait_until(lambda: len(journal.lines()) >= 6, "six workers at a sample each")
+        kill(server_pid())
+        (tmp_path / "go").touch()
+
+    killer = threading.Thread(target=kill_server)
+    killer.start()
+    with infeed.DataLoader(Tree(12, load), batch_size=6, num_workers=6, grain_size=1, timeout=30) as loader:
+        assert flat(collected(loader)) == list(range(12))
+    killer.join()
+    close_fork_server()
+
+
+def test_a_collate_fn_that_kills_is_not_the_fault_of_a_sample(forkserver: dict[str, Any]) -> None:
+    """The batch is given up; none of its samples is taken for a bad one."""
+
+    def collate(samples: list[int]) -> list[int]:
+        if 5 in samples:
+            os._exit(3)
+        return samples
+
+    loader = infeed.DataLoader(range(12), batch_size=4, collate_fn=collate, on_error="skip", **forkserver)
+    with loader:
+        batches = iter(loader)
+        assert plain(next(batches)) == [0, 1, 2, 3]
+        with pytest.raises(infeed.WorkerDiedError, match="while loading the batch at position 4"):
+            next(batches)
+        assert plain(next(batches)) == [8, 9, 10, 11]
+        assert loader.bad_samples == []
 
 
 def test_the_fork_server_killed_while_a_loader_is_idle_does_not_disturb_its_end() -> None:

@@ -4,7 +4,7 @@ What is right is told from the events and actions alone, by books of its own. It
 ``validate`` and to compare its public properties with the books.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -13,6 +13,7 @@ from infeed.scheduler.messages import (
     Action,
     BatchId,
     BatchPlanned,
+    BatchSpoiled,
     BatchWanted,
     Closed,
     Deliver,
@@ -25,6 +26,7 @@ from infeed.scheduler.messages import (
     Forget,
     Grow,
     GrowthRefused,
+    Pass,
     Place,
     PlaceRefused,
     Reload,
@@ -58,6 +60,8 @@ class Options:
     whole_batches: bool = False
     is_stream: bool = False
     slots: int = 8  # how many the memory has room for
+    never: Collection[str] = ()  # kinds of trouble that do not happen: what is rare beside others is met only without them
+    often: str = ""  # a kind that happens more often than others: some troubles need several of one kind
 
 
 @dataclass
@@ -91,14 +95,16 @@ class Batch:
     failures: dict[TaskId, int] = field(default_factory=dict)  # by first grain
     deaths: int = 0
     is_begun: bool = False
-    is_mismatched: bool = False
+    must_reload: bool = False  # all of it, once its tasks are in: samples do not stack, or one is bad
     must_go_whole: bool = False
-    outcome: str = ""  # "delivered", "error", "empty", "abandoned", or nothing yet
+    next_grain_count: int = 0  # when it is loaded again
+    is_doomed: bool = False  # a bad sample, and nothing to be done about it
+    outcome: str = ""  # "delivered", "error", "passed", "empty", "abandoned", or nothing yet
 
     @property
     def is_given_up(self) -> bool:
         """Whether it has gone wrong for good, and only its error is still to be delivered."""
-        return bool(self.failures) or self.deaths > DEATHS_FORGIVEN
+        return bool(self.failures) or self.is_doomed or self.deaths > DEATHS_FORGIVEN
 
 
 class EngineModel:
@@ -117,6 +123,7 @@ class EngineModel:
         )
         self.starting = set(self.workers)
         self.ready: set[WorkerId] = set()
+        self.dying: WorkerId | None = None  # what it died of is told, that it died is not yet
         self.tasks: dict[TaskId, Task] = {}  # with live workers
         self.lost: list[Task] = []  # with workers that died
         self.seen_tasks: set[TaskId] = set()
@@ -133,6 +140,7 @@ class EngineModel:
         self.has_failed_workers = False
         self.is_closed = False
         self.delivered: list[BatchId] = []
+        self.story: list[Event | Action] = []  # all that was told and asked
 
     # --- events
 
@@ -144,7 +152,9 @@ class EngineModel:
         return actions
 
     def _tell(self, event: Event) -> list[Action]:
+        self.story.append(event)
         actions = self.scheduler.handle(event)
+        self.story += actions
         self.scheduler.validate()
         for action in actions:
             assert not self.is_closed, f"{action} after close, or after the workers were given up"
@@ -157,7 +167,7 @@ class EngineModel:
         epoch = self.epoch + of_next_epoch
         if self.options.is_stream and worker is None:
             worker = self.workers[batch % len(self.workers)]
-        self.batches[batch] = Batch(batch, epoch, grain_count, worker)
+        self.batches[batch] = Batch(batch, epoch, grain_count, worker, next_grain_count=grain_count)
         self.tell(BatchPlanned(batch, epoch, grain_count, worker))
         return batch
 
@@ -190,29 +200,53 @@ class EngineModel:
         self.ready.add(worker)
         return self.tell(WorkerReady(worker))
 
-    def kill(self, worker: WorkerId) -> list[Action]:
+    def kill(self, worker: WorkerId, at: Task | None = None, *, is_blamed: bool = True) -> list[Action]:
+        """``at`` is the task it was at, if it said so."""
         self.starting.discard(worker)
         self.ready.discard(worker)
         lost = [task for task in self.tasks.values() if task.worker == worker]
         for task in lost:
             del self.tasks[task.task]
-        if lost:  # workers do their tasks in order: it died of the first
-            min(lost, key=lambda task: task.task).batch.deaths += 1
+        if lost and is_blamed:  # workers do their tasks in order: unless it said otherwise, it died of the first
+            culprit = min(lost, key=lambda task: task.task) if at is None else at
+            culprit.batch.deaths += 1
         self.lost += lost
-        return self.tell(WorkerDied(worker))
+        self.dying = None
+        return self.tell(WorkerDied(worker, None if at is None else at.task, is_blamed))
+
+    def kill_by_sample(self, at: Task, grain_count: int | None) -> list[Action]:
+        """A worker died of a sample that is given up for it: its batch is planned anew before the death is told."""
+        self.dying = at.worker
+        self._note_spoiled(at.batch, grain_count)
+        actions = self.tell(BatchSpoiled(at.batch.batch, grain_count, at.worker))
+        return actions if self.is_closed else [*actions, *self.kill(at.worker, at)]
+
+    def spoil(self, task: Task, grain_count: int | None) -> list[Action]:
+        """A task ended with a bad sample."""
+        del self.tasks[task.task]
+        self._note_spoiled(task.batch, grain_count)
+        return self.tell(BatchSpoiled(task.batch.batch, grain_count, task.worker, task.task))
+
+    def _note_spoiled(self, batch: Batch, grain_count: int | None) -> None:
+        if batch.outcome or batch.is_given_up:
+            return
+        if grain_count is None:
+            batch.is_doomed = True
+        else:
+            batch.must_reload, batch.next_grain_count, batch.deaths = True, grain_count, 0
 
     def load(self, task: Task, elapsed_ns: int = 1_000_000) -> list[Action]:
         assert task.slot is not None
         assert not task.is_unplaced
         del self.tasks[task.task]
-        if not task.batch.is_mismatched:
+        if not task.batch.must_reload:
             assert not task.batch.loaded & task.grains, "a grain is loaded twice"
             task.batch.loaded |= task.grains
         return self.tell(TaskLoaded(task.worker, task.task, elapsed_ns))
 
     def fail(self, task: Task) -> list[Action]:
         del self.tasks[task.task]
-        if not task.batch.is_mismatched:
+        if not task.batch.must_reload:
             task.batch.failures[task.task] = task.first_grain
         return self.tell(TaskFailed(task.worker, task.task))
 
@@ -225,7 +259,7 @@ class EngineModel:
         assert not task.is_whole
         del self.tasks[task.task]
         if not task.batch.is_given_up:
-            task.batch.is_mismatched = task.batch.must_go_whole = True
+            task.batch.must_reload = task.batch.must_go_whole = True
         return self.tell(TaskMismatched(task.worker, task.task))
 
     def empty(self, task: Task) -> list[Action]:
@@ -272,7 +306,7 @@ class EngineModel:
                 assert task.worker == worker
                 assert task.is_unplaced, f"{action}: the worker does not hold it"
                 batch = task.batch
-                assert batch.outcome or batch.is_given_up or batch.is_mismatched, f"{action}: the samples are still wanted"
+                assert batch.outcome or batch.is_given_up or batch.must_reload, f"{action}: the samples are still wanted"
             case Grow():
                 self.is_growth_refused = self.slot_count >= self.limit
                 if not self.is_growth_refused:
@@ -283,16 +317,23 @@ class EngineModel:
             case Deliver(batch_id, slot):
                 batch = self._take_delivered(batch_id, "delivered")
                 assert batch.loaded == set(range(batch.grain_count)), f"{action}: grains are missing"
-                assert not batch.failures, f"{action}: it has failed"
+                assert not batch.is_given_up, f"{action}: it has failed"
+                assert batch.grain_count, f"{action}: nothing is left of it"
                 assert batch.slot == slot, f"{action}: it was written into slot {batch.slot}"
                 self.leased[slot] = batch
             case DeliverError(batch_id, failed):
                 batch = self._take_delivered(batch_id, "error")
                 if failed is None:
                     assert not batch.failures
-                    assert batch.deaths > DEATHS_FORGIVEN, f"{action}: after {batch.deaths} deaths"
+                    assert batch.is_doomed or batch.deaths > DEATHS_FORGIVEN, f"{action}: after {batch.deaths} deaths"
                 else:
                     assert batch.failures[failed] == min(batch.failures.values()), f"{action}: a lower grain failed too"
+            case Pass(batch_id):
+                epoch = self.wanted
+                batch = self._take_turn(batch_id, "passed")
+                assert not batch.grain_count, f"{action}: {batch.grain_count} grains are left of it"
+                assert not batch.is_given_up, f"{action}: its error is lost"
+                self.wanted = epoch  # the user waits on
             case Forget(batch_id):
                 assert self.batches[batch_id].outcome in ("abandoned", "empty"), f"{action}: it is still wanted"
             case Reload(batch_id):
@@ -300,7 +341,8 @@ class EngineModel:
                 assert not batch.outcome, f"{action}: the batch is {batch.outcome}"
                 assert not batch.is_given_up, f"{action}: its error is known"
                 assert not self._is_with_a_worker(batch), f"{action}: a worker has some of it"
-                batch.loaded, batch.is_mismatched, batch.slot = set(), False, None
+                batch.loaded, batch.must_reload, batch.slot = set(), False, None
+                batch.grain_count = batch.next_grain_count
             case StartWorker(worker):
                 assert worker not in self.starting | self.ready, f"{action}: it is alive"
                 self.starting.add(worker)
@@ -323,12 +365,12 @@ class EngineModel:
 
     def _on_send(self, action: Send) -> None:
         assert action.task not in self.seen_tasks, f"{action}: the number was used"
-        assert action.worker in self.ready, f"{action}: the worker is not there"
+        assert action.worker in self.ready - {self.dying}, f"{action}: the worker is not there"
         batch = self.batches[action.batch]
         assert not batch.outcome, f"{action}: the batch is {batch.outcome}"
         task = Task(action.task, action.worker, batch, *action[3:])
         running = [other for other in self.tasks.values() if other.batch is batch]
-        assert not batch.is_mismatched, f"{action}: what was loaded of it is not forgotten yet"
+        assert not batch.must_reload, f"{action}: what was loaded of it is not forgotten yet"
         assert task.is_whole or not batch.must_go_whole, f"{action}: the batch must go whole"
         begun = [other.batch for other in self.live() if other.is_begun]
         if max(begun, default=-1) < batch.batch:
@@ -380,6 +422,10 @@ class EngineModel:
         batch.slot = slot
 
     def _take_delivered(self, batch_id: BatchId, outcome: str) -> Batch:
+        self.delivered.append(batch_id)
+        return self._take_turn(batch_id, outcome)
+
+    def _take_turn(self, batch_id: BatchId, outcome: str) -> Batch:
         batch = self.batches[batch_id]
         assert not batch.outcome, f"batch {batch_id} is delivered, and is {batch.outcome}"
         assert self.wanted == batch.epoch, f"batch {batch_id} of epoch {batch.epoch} is delivered, wanted is {self.wanted}"
@@ -388,7 +434,6 @@ class EngineModel:
             assert self.live(batch.epoch)[0] is batch, f"batch {batch_id} overtakes another"
         batch.outcome = outcome
         self.wanted = None
-        self.delivered.append(batch_id)
         return batch
 
     # --- the books
@@ -411,6 +456,8 @@ class EngineModel:
 
     def _compare(self) -> None:
         scheduler = self.scheduler
+        if self.wanted is not None and self.live(self.wanted):
+            assert self.running or self.starting or self.dying is not None, "the user waits, and nothing will ever happen"
         assert max(0, scheduler.room) == self.room
         assert scheduler.held_slots == len(self.leased)
         assert scheduler.has_work == bool(self.tasks)
@@ -460,11 +507,16 @@ class EngineModel:
 
 
 Choice = Callable[[], object]
+# Kinds of trouble that a run may do without.
+TROUBLES = ("kill", "spoil", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
 
 
 def play(options: Options, script: bytes) -> EngineModel:
     """Play a run: at each step, the next byte chooses among all that may happen."""
-    model = EngineModel(options)
+    return play_in(EngineModel(options), script)
+
+
+def play_in(model: EngineModel, script: bytes) -> EngineModel:
     numbers = iter(script)
     for number in numbers:
         if model.is_closed:
@@ -478,6 +530,7 @@ def play(options: Options, script: bytes) -> EngineModel:
 
 def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
     """What may happen next. Frequent things are named more than once."""
+    never, often = model.options.never, model.options.often
 
     def following(count: int) -> int:
         return next(numbers, 0) % count
@@ -485,7 +538,7 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
     for task in model.tasks.values():
         yield from _answers(model, task, following)
     if model.wanted != model.epoch:
-        yield from [lambda: model.want((0, 10_000_000)[following(2)])] * 2
+        yield from [lambda: model.want((0, 10_000_000, 1_000_000_000)[following(3)])] * 2
     if model.room:
         if not model.is_prefetching:
             yield from [lambda: model.plan(1 if model.options.is_stream else 1 + following(5))] * 3
@@ -494,33 +547,62 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
     for worker in model.workers:
         if worker in model.starting:
             yield from [lambda worker=worker: model.make_ready(worker)] * 3
-        yield lambda worker=worker: model.kill(worker)
+        if "kill" not in never:
+            yield from [lambda worker=worker: _kill(model, worker, following)] * (4 if often == "kill" else 1)
     for slot in model.leased:
         yield lambda slot=slot: model.free(slot)
-    for task in model.lost[-3:]:
-        yield lambda task=task: _late_word(model, task, following(4))
+    if "late" not in never:
+        for task in model.lost[-3:]:
+            yield lambda task=task: _late_word(model, task, following(5))
     if not model.live(model.epoch):
         yield model.begin_next_epoch
-    else:
+    elif "abandon" not in never:
         yield lambda: model.abandon(keep_prefetched=following(2) == 0)
-    yield lambda: model.change_window(1 + following(8))
+    if "window" not in never:
+        yield lambda: model.change_window(1 + following(8))
+    if "short" not in never:
+        yield lambda: model.be_short(not model.is_short)
     yield lambda: setattr(model, "limit", model.limit + 1)
-    yield lambda: model.be_short(not model.is_short)
-    if following(32) == 31:
+    if "close" not in never and following(32) == 31:
         yield model.close
 
 
 def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) -> Iterator[Choice]:
+    never, often = model.options.never, model.options.often
     if task.is_unplaced:
         return
     if task.slot is not None:
         yield from [lambda: model.load(task, (1, 100_000, 50_000_000)[following(3)])] * 4
-    yield lambda: model.unplace(task)
-    yield lambda: model.fail(task)
-    if not task.is_whole:
+    if task.slot is None or "unplace" not in never:
+        yield lambda: model.unplace(task)
+    if "fail" not in never:
+        yield lambda: model.fail(task)
+    if "mismatch" not in never and not task.is_whole:
         yield lambda: model.mismatch(task)
     if model.options.is_stream:
         yield lambda: model.empty(task)
+    elif "spoil" not in never:
+        yield from [lambda: model.spoil(task, _left_of(task.batch, following))] * (4 if often == "spoil" else 1)
+
+
+def _left_of(batch: Batch, following: Callable[[int], int]) -> int | None:
+    """How many grains a batch has without a bad sample: some, none, or nobody wants it without."""
+    left = following(batch.next_grain_count + 2)
+    return None if left > batch.next_grain_count else left
+
+
+def _kill(model: EngineModel, worker: WorkerId, following: Callable[[int], int]) -> None:
+    """A worker dies, and has said what it was at or has not; and of what it was at is given up or is not."""
+    busy = [task for task in model.running if task.worker == worker]
+    if not busy or following(3) == 2:
+        model.kill(worker, is_blamed=following(4) > 0)
+        return
+    # Mostly of the oldest batch: several deaths of one are what matters.
+    task = busy[max(0, following(len(busy) + 2) - 2)]
+    if "spoil" in model.options.never or following(2):
+        model.kill(worker, task)
+    else:
+        model.kill_by_sample(task, None if model.options.is_stream else _left_of(task.batch, following))
 
 
 def _late_word(model: EngineModel, task: Task, kind: int) -> None:
@@ -530,5 +612,6 @@ def _late_word(model: EngineModel, task: Task, kind: int) -> None:
         TaskFailed(task.worker, task.task),
         TaskUnplaced(task.worker, task.task),
         TaskMismatched(task.worker, task.task),
+        BatchSpoiled(task.batch.batch, task.batch.next_grain_count, task.worker, task.task),
     ]
     assert model.tell(events[kind]) == []

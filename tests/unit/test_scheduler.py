@@ -1,8 +1,6 @@
-"""The scheduler: each rule by hand, then all of them under random orders of events."""
+"""The scheduler: each rule by hand. All of them under random schedules: ``test_schedules``."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from infeed.scheduler.messages import (
     BatchId,
@@ -25,7 +23,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
-from tests.unit.engine_model import EngineModel, Options, Task, play
+from tests.unit.engine_model import EngineModel, Options, Task
 
 W0, W1, W2 = map(WorkerId, range(3))
 SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sent ahead
@@ -430,6 +428,71 @@ def test_nothing_is_asked_for_after_workers_are_given_up(workers: int) -> None:
 
     assert [type(action) for action in actions] == [FailWorkers]
     assert model.delivered, "a batch that kills its workers is given up before they are"
+
+
+def test_nothing_is_sent_to_a_worker_that_is_known_to_have_died() -> None:
+    """What it died of is told first, and may let go of batches that waited; they are not for the dead."""
+    model = ready_model_with_slots(workers=2)
+    model.plan(1)
+    load_all(model)
+    model.want(away_ns=10 * SLOW_NS)  # workers are sent some ahead
+    model.plan(2)
+    first, second = model.tasks.values()
+    model.kill(second.worker)  # its grain waits for a worker that has nothing else
+    model.plan(1)
+    assert list(model.tasks.values()) == [first]
+
+    model.kill_by_sample(first, 1)
+
+    model.drain()
+    assert model.delivered == [0, 1, 2, 3]
+
+
+def test_a_bad_sample_in_a_batch_that_has_failed_is_its_last_word() -> None:
+    """Two tasks, two troubles: the error comes, and nobody waits for more."""
+    model = ready_model(workers=2, window=1)
+    model.plan(2)
+    first, second = model.tasks.values()
+    model.want()
+    model.fail(second)
+
+    actions = model.spoil(first, 1)
+
+    assert DeliverError(BatchId(0), second.task) in actions
+
+
+def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
+    """The user's loop goes on to the next, in one wait."""
+    model = ready_model(workers=1, whole_batches=True)
+    model.plan(2)
+    model.plan(2)
+    model.want()
+    (task,) = model.tasks.values()
+
+    model.spoil(task, 0)
+    load_all(model)
+
+    assert model.batches[BatchId(0)].outcome == "passed"
+    assert model.delivered == [1]
+
+
+def test_parts_that_are_held_are_placed_with_the_slot_that_later_parts_are_sent_with() -> None:
+    """Else the batch would wait for a place that it has, and the user be told that memory is short."""
+    model = ready_model(workers=2, window=3, slots=0)
+    model.plan(1)
+    model.plan(2)
+    model.plan(1, of_next_epoch=True)
+    first, held = model.tasks.values()
+    model.unplace(first)
+    model.unplace(held)
+    model.limit = 1
+    model.want()
+    assert (first.is_unplaced, held.is_unplaced) == (False, True)
+
+    model.spoil(first, 0)  # nothing is left of it: its slot goes to the next batch
+
+    (other,) = [task for task in model.tasks.values() if task is not held]
+    assert (other.batch, other.slot, held.slot) == (held.batch, SlotId(0), SlotId(0))
 
 
 def test_samples_held_behind_a_batch_that_fails_are_placed() -> None:
@@ -956,47 +1019,3 @@ def test_a_closed_scheduler_asks_for_nothing(event: object) -> None:
     model.close()
 
     assert model.scheduler.handle(event) == []  # type: ignore[arg-type]
-
-
-# --- any order of events
-
-RUNS = st.builds(
-    Options,
-    workers=st.integers(1, 4),
-    window=st.integers(1, 6),
-    in_order=st.booleans(),
-    whole_batches=st.booleans(),
-    slots=st.sampled_from([0, 1, 2, 3, 20]),
-)
-STREAMS = st.builds(
-    Options,
-    workers=st.integers(1, 4),
-    window=st.integers(1, 6),
-    in_order=st.booleans(),
-    whole_batches=st.just(True),
-    is_stream=st.just(True),
-    slots=st.sampled_from([0, 1, 2, 3, 20]),
-)
-SCRIPTS = st.binary(max_size=40) | st.binary(min_size=100, max_size=300)
-
-
-@pytest.mark.slow
-@given(options=RUNS, script=SCRIPTS)
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_promises_hold_under_any_order_of_events(options: Options, script: bytes) -> None:
-    """Nothing twice, nothing lost, nothing out of order, no slot in two hands, whatever dies or fails on the way."""
-    assert_all_accounted_for(play(options, script))
-
-
-@pytest.mark.slow
-@given(options=STREAMS, script=SCRIPTS)
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_promises_hold_for_streams_under_any_order_of_events(options: Options, script: bytes) -> None:
-    """The same where each batch is the share of one worker, and where a share may end."""
-    assert_all_accounted_for(play(options, script))
-
-
-def assert_all_accounted_for(model: EngineModel) -> None:
-    if not model.is_closed:
-        assert [batch.batch for batch in model.batches.values() if not batch.outcome] == []
-    assert len(set(model.delivered)) == len(model.delivered)

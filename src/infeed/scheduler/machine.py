@@ -196,21 +196,23 @@ class Scheduler:
         self._roomy[event.worker] = self._idle[event.worker] = None
         self._assign()
 
+    def _retire(self, worker: WorkerId) -> Worker:
+        """Send it no more."""
+        self._roomy.pop(worker, None)
+        self._idle.pop(worker, None)
+        record = self._workers[worker]
+        record.is_ready = False
+        return record
+
     def _on_worker_died(self, event: WorkerDied) -> None:
-        worker = self._workers[event.worker]
-        worker.is_ready = False
-        self._roomy.pop(event.worker, None)
-        self._idle.pop(event.worker, None)
+        worker = self._retire(event.worker)
         self._patience.lose(is_idle=not worker.tasks)
-        # Unless it said otherwise it died of the first, or had done that and not told yet. From the second death on there is no
-        # doubt, because then the task goes to a worker that has nothing else.
-        culprit = event.task if event.task in worker.tasks else min(worker.tasks, default=None)
+        culprit = worker.culprit(event.task) if event.is_blamed else None
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch
             batch.task_count -= 1
-            if task_id == culprit:
-                batch.death_count += 1
+            batch.death_count += task_id == culprit
             if task.is_unplaced:
                 self._unplaced.remove(task_id)
             if not (batch.is_abandoned or batch.is_failed or batch.must_regroup):
@@ -293,9 +295,7 @@ class Scheduler:
         self._patience.renew()
         batch = task.batch
         if not batch.is_abandoned and not batch.must_regroup:
-            # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
-            if batch.failed is None or task.first_grain < batch.failed_grain:
-                batch.failed, batch.failed_grain = event.task, task.first_grain
+            batch.fail(event.task, task.first_grain)
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
         self._settle(batch)
@@ -304,23 +304,21 @@ class Scheduler:
 
     def _on_batch_spoiled(self, event: BatchSpoiled) -> None:
         batch = self._batches.get(event.batch)
-        if event.worker is not None and event.task is not None:
+        if event.task is None:
+            self._retire(event.worker)
+        else:
             task = self._finish(event.worker, event.task)
             if task is None:
                 return
             self._patience.renew()
-            if batch is None:
-                self._settle(task.batch)
-        if batch is None or batch.is_failed:
+            batch = task.batch
+        if batch is None:
             return
-        if event.grain_count is None:
-            batch.is_given_up = True
-        else:
-            batch.must_regroup = True
-            batch.next_grain_count = event.grain_count
-            batch.death_count = 0
-        self._stop_waiting(batch)
-        self._drop_unplaced(batch)
+        if not batch.is_abandoned and not batch.is_failed:
+            batch.spoil(event.grain_count)
+            self._stop_waiting(batch)
+            self._drop_unplaced(batch)
+        # Also if it has failed already: this may have been its last task.
         self._settle(batch)
         self._deliver()
         self._assign()
@@ -431,10 +429,14 @@ class Scheduler:
                 return
             if task.batch.slot is None and not self._take_slot(task.batch):
                 return
-            self._unplaced.remove(task_id)
-            task.is_unplaced = False
-            assert task.batch.slot is not None
-            self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
+            self._place_task(task_id)
+
+    def _place_task(self, task_id: TaskId) -> None:
+        task = self._tasks[task_id]
+        self._unplaced.remove(task_id)
+        task.is_unplaced = False
+        assert task.batch.slot is not None
+        self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
 
     def _deliver(self) -> None:
         if self._wanted is None or not self._finished:
@@ -491,15 +493,19 @@ class Scheduler:
                     return
                 if batch.death_count and self._workers[worker].tasks:
                     return  # nothing else goes out until one has nothing else to do
-                if batch.slot is None and self._slots.states and not self._take_slot(batch):
-                    return
+                if batch.slot is None and self._slots.states:
+                    if not self._take_slot(batch):
+                        return
+                    for task_id in [held for held in self._unplaced if self._tasks[held].batch is batch]:
+                        self._place_task(task_id)  # parts that were sent when there was no slot yet
                 self._send(batch, worker)
             if not batch.waiting:
                 self._waiting.remove(batch_id)
 
     def _send(self, batch: Batch, worker: WorkerId) -> None:
         first, available = batch.waiting[0]
-        count = min(available, self._task_grains(batch))
+        usual = batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, len(self._workers))
+        count = min(available, usual)
         if count == available:
             batch.waiting.pop(0)
         else:
@@ -518,9 +524,6 @@ class Scheduler:
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
         self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
-
-    def _task_grains(self, batch: Batch) -> int:
-        return batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, len(self._workers))
 
     # --- shortage
 
@@ -581,10 +584,7 @@ class Scheduler:
         return True
 
     def _begin_again(self, batch: Batch) -> None:
-        batch.must_regroup = False
-        batch.loaded_count = 0
-        batch.failed = None
-        batch.grain_count = batch.next_grain_count
+        batch.begin_again()
         self._stop_waiting(batch)
         self._actions.append(Reload(batch.batch))
         if batch.grain_count:

@@ -47,6 +47,7 @@ class WorkerDied(NamedTuple):
 
     worker: WorkerId
     task: TaskId | None = None  # the one it was at, if it said so
+    is_blamed: bool = True  # on what it was at; not if it went with others
 
 
 class TaskLoaded(NamedTuple):
@@ -85,12 +86,12 @@ class BatchSpoiled(NamedTuple):
     """A sample of the batch is bad. It was planned anew and is to be loaded again, from the beginning.
 
     ``grain_count`` is what it has now: 0 if nothing is left of it, ``None`` if it is given up. ``task`` is the one that ended
-    with it, if a worker has said so; of a worker that died it is heard next that it did.
+    with it. Without one the worker died of it, which is heard next.
     """
 
     batch: BatchId
     grain_count: int | None
-    worker: WorkerId | None = None
+    worker: WorkerId
     task: TaskId | None = None
 
 

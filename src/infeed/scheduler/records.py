@@ -54,6 +54,27 @@ class Batch:
     def is_failed(self) -> bool:
         return self.failed is not None or self.is_given_up or self.death_count > BATCH_DEATHS
 
+    def fail(self, task: TaskId, first_grain: int) -> None:
+        # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
+        if self.failed is None or first_grain < self.failed_grain:
+            self.failed, self.failed_grain = task, first_grain
+
+    def spoil(self, grain_count: int | None) -> None:
+        """It is to be loaded again with so many grains; ``None``: it is given up."""
+        if grain_count is None:
+            self.is_given_up = True
+        else:
+            self.must_regroup = True
+            self.next_grain_count = grain_count
+            self.death_count = 0
+
+    def begin_again(self) -> None:
+        """Forget what was loaded of it."""
+        self.must_regroup = False
+        self.loaded_count = 0
+        self.failed = None
+        self.grain_count = self.next_grain_count
+
 
 @final
 class Task:
@@ -74,3 +95,11 @@ class Worker:
     def __init__(self) -> None:
         self.is_ready = False
         self.tasks: set[TaskId] = set()
+
+    def culprit(self, said: TaskId | None) -> TaskId | None:
+        """The task that it died of.
+
+        Unless it said otherwise that is the first, or it had done that and not told yet. From the second death on there is no
+        doubt, because then the task goes to a worker that has nothing else.
+        """
+        return said if said in self.tasks else min(self.tasks, default=None)

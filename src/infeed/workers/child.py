@@ -150,7 +150,10 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             assert cause is not None
             answer = LoadFailed(error.task, Failure.of(cause, "receiving a task"))
         if answer is not None:
+            assert not isinstance(answer, Started | StartFailed | Stack)
+            cell.begin(answer.task)  # objects beside the rows are the user's to pickle, which may take any time
             answers.append(_encoded(answer))
+            cell.rest()
         del answer
         # With more to do at hand, the answers of tiny tasks go together: each by itself would wake the engine.
         if answers and (not end.has_pending() or perf_counter_ns() - flushed > _ANSWER_NS):
@@ -190,7 +193,7 @@ def _encoded(answer: FromWorker) -> bytes:
         answer = answer._replace(bad=tuple((row, failure.packed()) for row, failure in answer.bad))
     try:
         return encode_answer(answer)
-    except Exception as error:  # an object in a sample that does not pickle
+    except BaseException as error:  # an object in a sample that does not pickle
         if isinstance(answer, Started | StartFailed | Stack):
             raise
         failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
@@ -241,6 +244,8 @@ class ThreadedEnd(WorkerEnd):
 
 def leave(code: int = 0) -> NoReturn:
     """End this process now, with what was printed on the screen and without waiting for anything of the user's."""
-    remove_attached_names()
-    flush_output()
-    os._exit(code)
+    try:
+        remove_attached_names()
+        flush_output()
+    finally:
+        os._exit(code)

@@ -16,6 +16,7 @@ class Death(NamedTuple):
 
     text: str  # "(pid 4711) was killed by SIGKILL"
     cause: str | None = None  # who did it, if the kernel tells: "the container's memory limit ..."
+    is_blamed: bool = True  # on what it was at; not if it went with its fork server, and all others with it
 
 
 News: TypeAlias = tuple[WorkerId, FromWorker | Death]

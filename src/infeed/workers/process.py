@@ -281,7 +281,7 @@ class ProcessCrew(Crew):
             member.process.kill()
             code = member.process.wait(_CLOSE_S)
         verdict = self._oom.verdict() if code == -_SIGKILL else None
-        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict)
+        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict, is_blamed=code is not None)
 
     def _start_process(self) -> tuple[Link, _Process]:
         if sys.platform == "linux" and self._uses_fork:

@@ -121,7 +121,11 @@ class Runner:
             case LoadGrains() | LoadNext():
                 return self._load(message)
             case PlaceTask(task, block, layout):
-                return self._place(task, block, layout)
+                try:
+                    return self._place(task, block, layout)
+                finally:
+                    if self._cell is not None:
+                        self._cell.rest()
             case DropTask(task):
                 self._held.pop(task, None)
                 return None
@@ -130,6 +134,11 @@ class Runner:
                 return None
             case _:
                 assert_never(message)
+
+    def _note_batch(self, task: TaskId) -> None:
+        """What goes wrong from here on is the whole batch's, and not the fault of the sample that was loaded last."""
+        if self._cell is not None:
+            self._cell.begin(task)
 
     def forget_segment(self, number: int) -> None:
         """Drop every view into a segment that goes away."""
@@ -301,6 +310,7 @@ class Runner:
         )
 
     def _place(self, task: TaskId, block: Block, layout: Layout | None) -> FromWorker | None:
+        self._note_batch(task)
         held = self._held.pop(task, None)
         if held is None:
             raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
@@ -309,12 +319,16 @@ class Runner:
         is_whole = len(held.samples) == held.row_count
         if layout is not None and held.layout != layout and not is_whole:
             return Mismatched(task)
-        return self._write_held(task, held, block)
+        try:
+            return self._write_held(task, held, block)
+        except Exception as error:  # no memory, or an object of the user's that refuses
+            return LoadFailed(task, Failure.of(error, "writing a batch"), held.row_count)
 
     def _pack(self, message: LoadGrains | LoadNext, samples: list[Sample], row_count: int, indices: list[Any]) -> FromWorker:
         source, task, block = self._source, message.task, message.block
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         collate = source.collate_fn or source.torch_collate
+        self._note_batch(task)
         if collate is not None:
             self._place_now.at_collation(self._fetcher.epoch_seed, message.first_position)
             try:

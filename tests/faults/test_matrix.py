@@ -1,0 +1,388 @@
+"""The crash matrix: what goes wrong in a worker, times where it is when it does, with one outcome for each.
+
+Each fault strikes once, in one worker. What follows is told from the user's side: which batches come, with which random
+numbers, what is raised and how soon; the leak guard sees to what is left behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import infeed
+from tests.conftest import make_portable
+from tests.helpers import DEADLINE_S, assert_faster_than, plain, wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.linux]
+
+FAULTS: Final = ("exception", "SystemExit", "os._exit", "SIGKILL", "SIGSEGV", "hang", "memory")
+PLACES: Final = (
+    "start",  # of the process, before it has read anything
+    "unpickle",  # the dataset
+    "worker_init_fn",
+    "load",
+    "collate",
+    "write",  # rows into the slot, as they are loaded
+    "place",  # rows into the slot, held until there was one
+    "report",
+    "between epochs",
+    "close",
+)
+LENGTH, BATCH = 48, 4
+HANG_S = 1.5  # of `timeout`, where nothing else ends a hang
+SAMPLE_S = 0.3  # of `sample_timeout`, where that ends it
+
+
+@dataclass(frozen=True)
+class Same:
+    """All batches come as without the fault."""
+
+
+@dataclass(frozen=True)
+class Raises:
+    """In place of one batch; all others come as without the fault."""
+
+    error: type[BaseException]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Fails:
+    """The epoch ends with it; iterating again gives all batches."""
+
+    error: type[BaseException]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """There is no such cell."""
+
+    why: str
+
+
+Outcome = Same | Raises | Fails | Cannot
+
+
+class Struck(Exception):
+    """What a fault of the kind ``exception`` raises."""
+
+
+DIES = Same()  # and another does its work
+NO_CODE = Cannot("no code but infeed's and Python's own runs before the dataset is built")
+THREAD = Same()  # it is in a thread of the user's, which ends of it; the worker goes on
+OTHERS = Same()  # do all the work, and the one that hangs is killed in the end
+EXITS = Fails(SystemExit)  # as it would end a loop without workers
+OVERDUE = Raises(infeed.LoadTimeoutError, "sample_timeout")
+LATE = Fails(infeed.LoadTimeoutError, f"timeout={HANG_S}")
+START = infeed.WorkerStartError
+# With a row for each place, and a column for each fault as in FAULTS.
+TABLE: Final[dict[str, tuple[Outcome, ...]]] = {
+    "start": (NO_CODE, NO_CODE, NO_CODE, DIES, DIES, OTHERS, NO_CODE),
+    "unpickle": (Fails(START, "Struck"), Fails(START, "SystemExit"), DIES, DIES, DIES, OTHERS, Fails(START, "MemoryError")),
+    "worker_init_fn": (Fails(Struck), EXITS, DIES, DIES, DIES, OTHERS, Fails(MemoryError)),
+    "load": (Raises(Struck), EXITS, DIES, DIES, DIES, OVERDUE, Raises(MemoryError)),
+    "collate": (Raises(Struck), EXITS, DIES, DIES, DIES, OVERDUE, Raises(MemoryError)),
+    "write": (Raises(Struck), EXITS, DIES, DIES, DIES, OVERDUE, Raises(MemoryError)),
+    "place": (Raises(Struck), EXITS, DIES, DIES, DIES, OVERDUE, Raises(MemoryError)),
+    "report": (Raises(Struck), EXITS, DIES, DIES, DIES, OVERDUE, Raises(MemoryError)),
+    "between epochs": (THREAD, THREAD, DIES, DIES, DIES, LATE, THREAD),
+    "close": (Same(), Same(), Same(), Same(), Same(), Same(), Same()),
+}
+CELLS: Final = {(place, fault): TABLE[place][column] for place in PLACES for column, fault in enumerate(FAULTS)}
+# Cells that are run with each other way of starting workers too: one of each kind of outcome.
+CHOSEN: Final = [
+    ("start", "SIGKILL"),
+    ("unpickle", "exception"),
+    ("load", "SIGSEGV"),
+    ("place", "exception"),
+    ("report", "hang"),
+    ("close", "hang"),
+]
+
+
+class Fault:
+    """Strikes the first worker that meets it. The user's own process is spared."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder, self.owner_pid = kind, folder, os.getpid()
+
+    @property
+    def has_struck(self) -> bool:
+        return (self.folder / "struck").exists()
+
+    def is_first(self) -> bool:
+        if os.getpid() == self.owner_pid:
+            return False
+        try:
+            os.close(os.open(self.folder / "struck", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def strike(self) -> None:
+        if self.is_first():
+            self.do()
+
+    def do(self) -> None:
+        match self.kind:
+            case "exception":
+                raise Struck("by the test")
+            case "SystemExit":
+                raise SystemExit(7)
+            case "os._exit":
+                os._exit(7)
+            case "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "SIGSEGV":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "hang":
+                threading.Event().wait()
+            case "memory":
+                hoard()
+            case _:
+                raise NotImplementedError(self.kind)
+
+
+def hoard() -> None:
+    """Take memory without end, under a limit of this process that comes before the machine's."""
+    import resource  # not on Windows
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), before[1]))
+    taken = []
+    try:
+        while True:
+            taken.append(bytearray(16 << 20))
+    finally:
+        taken.clear()
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Draws:
+    """Sample ``i`` is ``i`` and a random number. Strikes where it is told to."""
+
+    def __init__(self, fault: Fault, place: str) -> None:
+        self.fault, self.place = fault, place
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        if self.place == "load" and index == 9:
+            self.fault.strike()
+        return index, random.random()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.place == "unpickle":
+            self.fault.strike()
+
+
+class Collate:
+    """Makes a batch of samples; strikes at the third."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        if samples[0][0] == 8:
+            self.fault.strike()
+        return [[index for index, _ in samples], [number for _, number in samples]]
+
+
+class Init:
+    """A worker_init_fn that arranges for the fault in this worker, where the user's code does not get otherwise."""
+
+    def __init__(self, fault: Fault, place: str) -> None:
+        self.fault, self.place = fault, place
+
+    def __call__(self, _worker: int) -> None:
+        match self.place:
+            case "worker_init_fn":
+                self.fault.strike()
+            case "write":
+                self.patch_writer("write")
+            case "place":
+                self.patch_writer("write_any")
+            case "report":
+                self.patch_report()
+            case "between epochs":
+                threading.Thread(target=self.strike_when_told, daemon=True).start()
+            case "close":
+                sys.stdout = _Stream(self.fault)
+
+    def patch_writer(self, name: str) -> None:
+        from infeed.batch.rows import RowWriter
+
+        real = getattr(RowWriter, name)
+
+        def write(*arguments: Any) -> None:
+            self.fault.strike()
+            real(*arguments)
+
+        setattr(RowWriter, name, write)
+
+    def patch_report(self) -> None:
+        from infeed.workers import child
+        from infeed.workers.messages import RowsLoaded
+
+        real = child.encode_answer
+
+        def encode(answer: Any) -> bytes:
+            if isinstance(answer, RowsLoaded):
+                self.fault.strike()
+            return real(answer)
+
+        child.encode_answer = encode
+
+    def strike_when_told(self) -> None:
+        threading.excepthook = lambda _: None
+        wait_until((self.fault.folder / "now").exists, "the end of an epoch", 2 * DEADLINE_S)
+        if self.fault.is_first():
+            if self.fault.kind == "hang":  # a thread that hangs is nobody's trouble; one that stops all is
+                os.kill(os.getpid(), signal.SIGSTOP)
+            self.fault.do()
+
+
+class _Stream:
+    """In the place of standard output, which a worker puts on the screen when it ends."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        self.fault.strike()
+
+
+def strike_at_start(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first process meet its fate as soon as it is there."""
+    from infeed.workers.process import ProcessCrew
+
+    real = ProcessCrew._start_process
+    number = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "hang": signal.SIGSTOP}[fault.kind]
+
+    def start(crew: ProcessCrew) -> Any:
+        link, process = real(crew)
+        if not fault.has_struck:
+            (fault.folder / "struck").touch()
+            os.kill(process.pid, number)
+        return link, process
+
+    monkeypatch.setattr(ProcessCrew, "_start_process", start)
+
+
+class Got:
+    """What an epoch gave: batches, and what was raised in place of some."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.errors: list[BaseException] = []
+        self.is_over = False
+
+    def take(self, batches: Any) -> None:
+        try:
+            self.batches.append(plain(next(batches)))
+        except StopIteration:
+            self.is_over = True
+        except (Exception, SystemExit) as error:
+            self.errors.append(error)
+
+
+def iterate(loader: infeed.DataLoader, *, is_to_end: bool) -> Got:
+    got = Got()
+    batches = iter(loader)
+    while not got.is_over and len(got.errors) < (2 if is_to_end else 1):
+        got.take(batches)
+    return got
+
+
+def check_cell(place: str, fault_kind: str, engine: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = CELLS[place, fault_kind]
+    fault = Fault(fault_kind, folder)
+    options: dict[str, Any] = {"batch_size": BATCH, "seed": 3, "shuffle": False, "prefetch": 2}
+    if place == "collate":
+        options["collate_fn"] = Collate(fault)
+    with infeed.DataLoader(Draws(fault, ""), **options) as plain_loader:
+        expected = [[plain(batch) for batch in plain_loader] for _ in range(2)]
+    if outcome == LATE:
+        engine = {**engine, "timeout": HANG_S}
+    elif outcome == OVERDUE:
+        options["sample_timeout"] = SAMPLE_S
+    if isinstance(outcome, Fails) and place in ("unpickle", "worker_init_fn"):
+        engine = {**engine, "num_workers": 1}  # others might have done all before it is heard of
+    if place == "start":
+        strike_at_start(fault, monkeypatch)
+    loader = infeed.DataLoader(Draws(fault, place), worker_init_fn=Init(fault, place), **options, **engine)
+    with assert_faster_than(20), loader:
+        if place == "between epochs":
+            assert iterate(loader, is_to_end=True).batches == expected.pop(0)
+            (folder / "now").touch()
+            wait_until(lambda: fault.has_struck, "the fault")
+        got = iterate(loader, is_to_end=not isinstance(outcome, Fails))
+        if isinstance(outcome, Fails) and outcome != LATE:
+            assert [plain(batch) for batch in loader] in expected  # it may be the next epoch by now
+    assert fault.has_struck, "the fault did not strike"
+    check_outcome(outcome, got, expected[0])
+
+
+def check_outcome(outcome: Outcome, got: Got, expected: list[Any]) -> None:
+    if isinstance(outcome, Same):
+        assert got.errors == []
+        assert got.batches == expected
+    elif isinstance(outcome, Raises | Fails):
+        (error,) = got.errors
+        assert isinstance(error, outcome.error), f"{type(error)}: {error}"
+        assert outcome.text in str(error)
+        if isinstance(outcome, Raises):
+            assert len(got.batches) == len(expected) - 1
+            assert [batch for batch in expected if batch in got.batches] == got.batches
+        else:
+            assert got.batches == expected[: len(got.batches)]
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(place, fault, id=f"{place}-{fault}")
+        for (place, fault), outcome in CELLS.items()
+        if not isinstance(outcome, Cannot)
+    ]
+
+
+@pytest.mark.parametrize(("place", "fault"), cells())
+def test_what_goes_wrong_in_a_worker_ends_as_the_table_says(
+    place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_cell(place, fault, {"num_workers": 2, "timeout": DEADLINE_S}, tmp_path, monkeypatch)
+    if place == "close":
+        assert capfd.readouterr().err == ""  # there is nobody left whom it concerns
+
+
+@pytest.mark.parametrize(("place", "fault"), [pytest.param(*cell, id="-".join(cell)) for cell in CHOSEN])
+@pytest.mark.parametrize("start_method", ["spawn", "portable"])
+def test_it_does_not_matter_how_workers_are_started(
+    start_method: str, place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if start_method == "portable":
+        make_portable(monkeypatch)
+    engine = {"num_workers": 2, "timeout": DEADLINE_S, "start_method": "auto" if start_method == "portable" else "spawn"}
+    check_cell(place, fault, engine, tmp_path, monkeypatch)
+
+
+def test_the_table_has_a_cell_for_every_fault_at_every_place() -> None:
+    assert list(TABLE) == list(PLACES)
+    assert all(len(row) == len(FAULTS) for row in TABLE.values())
+    assert all(outcome.why for outcome in CELLS.values() if isinstance(outcome, Cannot))

@@ -1,0 +1,116 @@
+"""The scheduler under random schedules: workers die, samples are bad, memory is short, epochs are left, all at any time.
+
+A schedule is a seed's: the same every time, unless INFEED_FUZZ=1 asks for new ones. One that fails is made small, and printed
+so that it can be played again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from tests.unit.engine_model import TROUBLES, EngineModel, Options, play_in
+
+_PER_PART: Final = 10_000
+_LONG_PARTS: Final = 100  # a million
+_SHOWN: Final = 40
+
+Schedule = tuple[Options, bytes]
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    """Each without some kinds of trouble: what happens seldom is drowned where everything happens."""
+    is_stream = rng.random() < 0.3
+    options = Options(
+        workers=rng.randint(1, 4),
+        window=rng.randint(1, 6),
+        in_order=rng.random() < 0.6,
+        whole_batches=is_stream or rng.random() < 0.4,
+        is_stream=is_stream,
+        slots=rng.choice([0, 1, 2, 3, 20]),
+        never=tuple(kind for kind in TROUBLES if rng.random() < 0.5),
+        often=rng.choice(["", "kill", "spoil"]),
+    )
+    return options, rng.randbytes(rng.choice([20, 60, 150]))
+
+
+def trouble_with(schedule: Schedule) -> tuple[str, EngineModel] | None:
+    """What is wrong with a schedule, and the run up to there."""
+    model = EngineModel(schedule[0])
+    try:
+        play_in(model, schedule[1])
+        if not model.is_closed:
+            left = [batch.batch for batch in model.batches.values() if not batch.outcome]
+            assert not left, f"batches {left} never came"
+        assert len(set(model.delivered)) == len(model.delivered), "a batch came twice"
+        for epoch in {batch.epoch for batch in model.batches.values()} if model.options.in_order else ():
+            came = [number for number in model.delivered if model.batches[number].epoch == epoch]
+            assert came == sorted(came), f"epoch {epoch} came in the order {came}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", model
+    return None
+
+
+def shrunk(schedule: Schedule, fails: Callable[[Schedule], object]) -> Schedule:
+    """A schedule that fails as well, from which nothing can be deleted, and no number made zero."""
+    options, script = schedule
+    size = len(script)
+    while size:
+        begin = 0
+        while begin < len(script):
+            shorter = script[:begin] + script[begin + size :]
+            if fails((options, shorter)):
+                script = shorter
+            else:
+                begin += size
+        size //= 2
+    for place in range(len(script)):
+        simpler = script[:place] + b"\0" + script[place + 1 :]
+        if script[place] and fails((options, simpler)):
+            script = simpler
+    return options, script
+
+
+def assert_no_trouble(seed: object, count: int) -> None:
+    rng = random.Random(f"schedules {seed}")
+    for _ in range(count):
+        schedule = random_schedule(rng)
+        if trouble_with(schedule) is not None:
+            options, script = shrunk(schedule, trouble_with)
+            found = trouble_with((options, script))
+            assert found is not None
+            reason, model = found
+            story = "\n  ".join(map(str, model.story[-_SHOWN:]))
+            replay = f"play({options}, bytes.fromhex({script.hex()!r}))"
+            pytest.fail(f"{reason}\nafter\n  {story}\nplay it again:\n  {replay}", pytrace=False)
+
+
+def seed_of(part: int) -> object:
+    return os.urandom(8).hex() if os.environ.get("INFEED_FUZZ") else part
+
+
+@pytest.mark.slow
+def test_promises_hold_under_ten_thousand_schedules() -> None:
+    """Each batch once and in order, no stall, no slot in two hands: checked after every event (P1, P4, P6)."""
+    assert_no_trouble(seed_of(0), _PER_PART)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(1, _LONG_PARTS))
+def test_promises_hold_under_a_million_schedules(part: int) -> None:
+    """The same, of other seeds."""
+    assert_no_trouble(seed_of(part), _PER_PART)
+
+
+def test_a_schedule_that_fails_is_made_small() -> None:
+    """Whoever reads a failure sees only what leads to it."""
+    schedule = Options(), bytes(range(100))
+
+    options, script = shrunk(schedule, lambda one: sum(byte > 90 for byte in one[1]) >= 2)
+
+    assert options == Options()
+    assert len(script) == 2
