@@ -48,7 +48,8 @@ def steps(command: str, arguments: list[str]) -> list[list[str]]:
     if command == "bench":
         return [["benchmarks/run.py", *arguments]]
     if command == "test":
-        return [*check_steps(), ["-m", "pytest", *arguments]]
+        # One more than there are cores: tests wait for processes for half of their time.
+        return [*check_steps(), ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]]
     return check_steps()
 
 

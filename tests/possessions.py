@@ -43,6 +43,8 @@ def possessions() -> Possessions:
                 server_sockets += 1
             else:
                 processes[process.pid] = f"{process.name()} ({process.status()})"
+        except psutil.ZombieProcess:
+            server_sockets += 1  # a fork server that ended by itself, because nobody needed it; its socket goes with the next
         except psutil.NoSuchProcess:
             continue
     descriptors = _descriptors()

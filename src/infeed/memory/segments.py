@@ -226,7 +226,8 @@ class PrivateStore(SegmentStore):
 class NamedStore(SegmentStore):
     def __init__(self) -> None:
         # Thirty-one characters are all that macOS allows.
-        self._prefix = f"/infeed.{os.urandom(6).hex()}"
+        # With the owner's number, for whoever finds it; macOS allows 31 letters in all.
+        self._prefix = f"/infeed.{os.getpid()}.{os.urandom(4).hex()}"
         self._names: set[str] = set()
         self._count = 0
         self._closer = weakref.finalize(self, _unlink_own, self._names, os.getpid())
