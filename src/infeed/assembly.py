@@ -116,7 +116,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None),
             mender=Mender(config.on_error, plan),
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
-            epoch_length=partial(_epoch_length, plan),
+            epoch_length=partial(_epoch_length, config, plan),
             prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
         )
         engine = Engine(setup)
@@ -194,10 +194,15 @@ def _make_feed(
     return IndexedFeed(cursor, plan.batches(cursor) if only is None else iter([only]), grain_size)
 
 
-def _epoch_length(plan: Plan) -> int | None:
-    """Samples of this rank in an epoch, if it is known."""
+def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
+    """Samples of this rank in an epoch, if it is known; with a sampler of the user's, to within a batch."""
     identity = plan.identity(is_fresh=False)
-    return None if identity.epoch_length is None else identity.epoch_length // identity.world_size
+    if identity.epoch_length is not None:
+        return identity.epoch_length // identity.world_size
+    try:
+        return None if config.is_stream else plan.batch_count() * (config.batch_size or 1)
+    except TypeError:
+        return None
 
 
 def _is_pinned(config: LoaderConfig) -> bool:

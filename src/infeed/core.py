@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
 from infeed.trail import Past, Trail
+from infeed.workers.failures import WorkerTraceback
 
 
 @final
@@ -99,6 +101,8 @@ class Core:
         epoch, plan, past = self._look_up(epoch, step)
         start = Cursor(epoch, step)
         if past is not None and past.plan.indices is not None:
+            if not len(past.plan.indices):
+                raise IndexError(f"batch {step} of epoch {epoch} has nothing to replay; all its samples were bad and left out")
             plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
         elif past is not None:
             start = self._stream_start(start, past)
@@ -207,6 +211,9 @@ class Epoch(Iterator[Any]):
                 self._end()
                 raise StopIteration from None
             except BaseException:
+                if engine.is_between_epochs and self._ahead is None and self._trail is not None:
+                    self._trail.end()  # it gave nothing but this error
+                    self._end()
                 if not engine.is_usable:
                     self._end()
                 raise
@@ -221,12 +228,15 @@ class Epoch(Iterator[Any]):
                 self._is_drained = True
                 break
             except Exception as error:
-                ahead.push_error(error, self._trail.reached())
-                self._is_drained = not engine.is_usable
+                ahead.push_error(_kept(error), self._trail.reached())
+                self._is_drained = not engine.is_usable or engine.is_between_epochs
                 break
             if batch is NOTHING:
                 break
-            ahead.push(batch, self._trail.reached())
+            try:
+                ahead.push(batch, self._trail.reached())
+            except Exception as error:  # the user's `convert`, or a device without memory
+                ahead.push_error(_kept(error), self._trail.reached())
         if ahead.is_empty:
             raise EpochEnd
         batch, reached = ahead.pop()
@@ -283,6 +293,13 @@ class Epoch(Iterator[Any]):
         if self._finalizer is not None:
             self._finalizer()
         self._engine = None
+
+
+def _kept(error: Exception) -> Exception:
+    """An exception that waits for its turn. Its frames know the iteration, which would never end; so they are kept as text."""
+    if error.__cause__ is None:
+        error.__cause__ = WorkerTraceback("".join(traceback.format_exception(error)))
+    return error.with_traceback(None)
 
 
 def _leave(garage: Garage, engine: Engine, ahead: Ahead | None) -> None:

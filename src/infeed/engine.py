@@ -135,6 +135,10 @@ class Engine:
         """Whether it can load in this process; a forked child cannot use its parent's workers."""
         return not self._is_closed and self.owner_pid == os.getpid()
 
+    @property
+    def is_between_epochs(self) -> bool:
+        return self._feed is None
+
     def worker_pids(self) -> list[int]:
         """Process numbers of its workers, in their order."""
         return list(self._crew.pids().values())
@@ -209,8 +213,8 @@ class Engine:
         self._plan()
         if not self._delivered:  # it may be there, if it was asked for before and not waited for
             self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
-        while not self._delivered:
-            if self._error is not None:
+        while self._error is not None or not self._delivered:
+            if self._error is not None:  # it comes before what is delivered: a batch that was passed over had it
                 error, self._error = self._error, None
                 raise error
             self._check_end(feed)
@@ -483,9 +487,8 @@ class Engine:
                 self._records[batch] = Record(plan, before)
             case Pass(batch):
                 record = self._records.pop(batch)
-                if self._trail is not None:
+                if not self._note_bad(record) and self._trail is not None:
                     self._trail.delivered(record, 0)
-                self._note_bad(record)
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):

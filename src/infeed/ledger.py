@@ -16,6 +16,7 @@ _LISTED: Final = 1000
 _SHOWN: Final = 5
 # Where nobody knows how long an epoch is, a fraction is one of what has come, and of no less than this.
 _LEAST_SEEN: Final = 100
+_ROUNDING: Final = 1e-9  # 0.29 * 100 is a little less than 29
 
 
 @final
@@ -82,7 +83,7 @@ class Ledger:
         if budget is None:
             return None
         if isinstance(budget, float):
-            allowed = int(budget * (max(self._seen_count, _LEAST_SEEN) if length is None else length))
+            allowed = int(budget * (max(self._seen_count, _LEAST_SEEN) if length is None else length) + _ROUNDING)
             shown = f"error_budget={budget}, which is {allowed} samples here,"
         else:
             allowed = budget

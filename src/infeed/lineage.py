@@ -74,7 +74,7 @@ def lineage_of(
     else:
         assert plan is not None
         indices, first, count = plan.indices, plan.first_position, len(plan.indices)
-    grain_size = min(grain_size, count)
+    grain_size = max(1, min(grain_size, count))  # nothing may be left of it
     starts = range(first, first + count, grain_size)
     if indices is None:
         assert past is not None

@@ -53,8 +53,8 @@ class EngineSetup:
             self.crew.close()
             if self.watch is not None:
                 self.watch.close()
-            self.delivery.close()
         finally:  # Ctrl+C may end the wait for workers, which are killed then
+            self.delivery.close()
             self.arena.close()
             self.store.close()
 
@@ -68,7 +68,7 @@ class Loss(NamedTuple):
     """A worker died while it had a task of the batch."""
 
     text: str
-    row: int | None  # the one it was at, if it said so
+    sample: tuple[Any, int | None] | None  # index and position of the one it was at, if it said so
 
 
 _NOTHING: Final[dict[int, list[list[Any]]]] = {}

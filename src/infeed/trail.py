@@ -86,7 +86,10 @@ class Trail:
     def reached(self) -> Cursor:
         """Behind the latest batch that the engine gave away."""
         ahead = tuple(sorted(self._ahead))
-        return Cursor(self.epoch, self._step, self._position, ahead, self._stream(), self.ledger.bad_count)
+        # What was bad about a batch that is still to come will be found again.
+        failed = None if self._failed is None else self._failed.mend
+        bad_count = self.ledger.bad_count - (0 if failed is None else len(failed.done))
+        return Cursor(self.epoch, self._step, self._position, ahead, self._stream(), max(0, bad_count))
 
     def find(self, step: int) -> Past | None:
         """The latest of what is remembered of a step."""

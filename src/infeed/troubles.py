@@ -110,20 +110,26 @@ class Troubles:
         held = sorted(task for task, entry in self._tasks.items() if entry.worker == worker)
         entries = {task: self._tasks.pop(task) for task in held}
         overdue = self._ended.pop(worker, None)
+        # It was killed for a sample that it had loaded by then, a moment too late: that is nobody's fault.
+        is_late = overdue is not None and doing is not None and doing[:4] != overdue.doing[:4]
+        is_blamed = death.is_blamed and not is_late
         indices = [self._indices(entry) for entry in entries.values()]
         self.last_death = f"worker {worker} " + death_text(death, doing, indices)
         # What it has loaded and not told of yet is lost with it, but it is not what it died of.
         culprit = next((task for task in held if doing is not None and task == doing.task), None)
         first = entries[held[0] if culprit is None else culprit] if held else None
         record = None if first is None else self._records.get(first.batch)
-        if first is not None and record is not None and death.is_blamed:
+        if first is not None and record is not None and is_blamed:
             row = doing.exact_row if culprit is not None and doing is not None else None
-            record.deaths = [*(record.deaths or ()), Loss(self.last_death, row)]
+            record.deaths = [
+                *(record.deaths or ()),
+                Loss(self.last_death, self._sample(record, row) if row is not None else None),
+            ]
             failure = self._cause(record, row, overdue)
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        self._tell(WorkerDied(worker, culprit, death.is_blamed))
+        self._tell(WorkerDied(worker, culprit, is_blamed))
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
         """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""
@@ -132,7 +138,7 @@ class Troubles:
             limit_s = self._setup.sample_timeout_s
             error: Exception = LoadTimeoutError(overdue_text(limit_s, overdue))
             return Failure.of(error, "loading sample" if row is not None else "loading samples", index=index, position=position)
-        losses = [] if row is None else [loss for loss in record.deaths or () if loss.row == row]
+        losses = [] if row is None else [loss for loss in record.deaths or () if loss.sample == (index, position)]
         if len(losses) < _SAMPLE_DEATHS:
             return None
         error = WorkerDiedError(lost_sample_text(len(losses), losses[-1].text))

@@ -78,7 +78,9 @@ class Watch:
             rows = 1 if doing.exact_row is not None or doing.task is None else max(1, rows_of(doing))
             limit_s = self._limits.sample_timeout_s * rows
             if limit_s and for_s > limit_s and doing.task is not None:
-                overdue.append(Overdue(worker, doing, for_s, self.stack_of(worker)))
+                stack = self.stack_of(worker)
+                if self._board.doing(worker)[:4] == doing[:4]:  # taking the stack takes a while: it may have come on
+                    overdue.append(Overdue(worker, doing, for_s, stack))
             elif self._is_worth_telling(worker, doing, for_s, usual_s * rows):
                 stack = self.stack_of(worker)
                 where = "" if worker not in pids else f" (pid {pids[worker]})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from typing import Any
 
@@ -213,3 +214,44 @@ def test_trees_of_any_shape_keep_their_types() -> None:
     assert type(changed["d"]) is defaultdict
     assert changed["d"].default_factory is list
     assert tree["f"].size == 7
+
+
+def test_an_error_that_waits_for_its_turn_does_not_keep_the_iteration() -> None:
+    """A loop that is left while one waits gives its engine back at once."""
+    pytest.importorskip("torch")
+
+    def load(index: int) -> int:
+        if index == 9:
+            raise ValueError(index)
+        return index
+
+    with infeed.DataLoader(Tree(40, load), batch_size=4, device="cpu") as loader:
+        for _ in range(2):
+            batches = iter(loader)
+            next(batches)
+            ended = weakref.ref(batches)
+            del batches
+            assert ended() is None
+
+
+def test_what_convert_raises_comes_in_its_turn() -> None:
+    pytest.importorskip("torch")
+
+    def convert(batch: Any) -> Any:
+        if batch[0] == 8:
+            raise ValueError("the third")
+        return batch
+
+    with infeed.DataLoader(list(range(20)), batch_size=4, device="cpu", convert=convert) as loader:
+        batches = iter(loader)
+        assert [next(batches)[0].item() for _ in range(2)] == [0, 4]
+        with pytest.raises(ValueError, match="the third"):
+            next(batches)
+        assert [batch[0].item() for batch in batches] == [12, 16]
+
+
+def test_arrays_that_torch_cannot_take_as_they_are_arrive_all_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    with infeed.DataLoader(Tree(4, lambda index: np.full(2, index, dtype=">f4")), batch_size=4, device="cpu") as loader:
+        (batch,) = loader
+    assert torch.equal(batch, torch.arange(4.0)[:, None].expand(4, 2))

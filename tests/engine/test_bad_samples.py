@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -360,3 +361,64 @@ def test_the_arguments_are_checked() -> None:
             infeed.DataLoader(data, **options)  # type: ignore[arg-type]
     with pytest.raises(infeed.ConfigError, match="on_error='replace' cannot go with a stream"):
         infeed.DataLoader(Restless(3, []), on_error="replace")
+
+
+# --- what a review found
+
+
+def test_ranks_that_share_a_stream_go_on_behind_a_bad_element() -> None:
+    """What shares it out is a generator, which would end with the first exception that passes through it."""
+    got = []
+    for rank in range(2):
+        with infeed.DataLoader(Restless(13, [4]), batch_size=2, shard=(rank, 2), on_error="skip", pad=False) as loader:
+            got += flat(collected(loader))
+            assert [one.index for one in loader.bad_samples] == ["element 4"]
+    assert sorted(got) == [0, 1, 2, 3, *range(5, 13)]
+
+
+def test_a_state_after_the_budget_was_exceeded_can_be_loaded_with_a_larger_one() -> None:
+    """Also where the batch that exceeded it had nothing else in it."""
+    for batch_size, bad in ((4, [1, 5]), (1, [1])):
+        options: dict[str, Any] = {"batch_size": batch_size, "on_error": "skip"}
+        loader = infeed.DataLoader(Patchy(12, bad), error_budget=len(bad) - 1, **options)
+        with pytest.raises(infeed.SampleError, match="is exceeded"):
+            list(loader)
+        again = infeed.DataLoader(Patchy(12, bad), error_budget=len(bad), **options)
+        again.load_state_dict(loader.state_dict())
+        assert flat(_indices(again))[-1] == 11
+
+
+def test_a_neighbour_is_not_blamed_for_the_deaths_of_a_sample_that_was_left_out(tmp_path: Path) -> None:
+    """Its row is another's when the batch is planned anew."""
+
+    def load(index: int) -> int:
+        if index == 2 or (index == 3 and not (tmp_path / "died").exists()):
+            if index == 3:
+                (tmp_path / "died").touch()
+            os._exit(3)
+        return index
+
+    with infeed.DataLoader(Tree(8, load), batch_size=8, num_workers=1, on_error="skip", timeout=60) as loader:
+        assert plain(next(iter(loader))) == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_an_index_that_arrays_do_not_have_is_a_bad_sample() -> None:
+    with infeed.DataLoader(np.arange(10), batch_size=2, sampler=[0, 99, 1, 2], on_error="skip") as loader:
+        assert collected(loader) == [[0], [1, 2]]
+
+
+def test_a_batch_of_which_nothing_is_left_can_be_explained() -> None:
+    with infeed.DataLoader(Patchy(6, [2, 3]), batch_size=2, on_error="skip") as loader:
+        list(loader)
+        assert list(loader.explain(1).indices or ()) == []
+        with pytest.raises(IndexError, match="has nothing to replay"):
+            loader.replay(1)
+
+
+def test_the_iteration_is_over_after_an_epoch_of_which_nothing_was_left() -> None:
+    loader = infeed.DataLoader(Patchy(4, [0, 1, 2, 3]), batch_size=2, on_error="skip")
+    batches = iter(loader)
+    with pytest.raises(infeed.SampleError, match="none of the 4 samples"):
+        next(batches)
+    assert next(batches, None) is None
+    assert loader.state_dict()["epoch"] == 1

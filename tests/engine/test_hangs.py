@@ -176,3 +176,17 @@ def test_no_signal_is_sent_to_a_process_that_is_not_armed() -> None:
         assert stranger.poll() is None
         assert stacks.take(stranger.pid, 99) is None
         stranger.kill()
+
+
+def test_a_sample_that_comes_while_its_stack_is_taken_is_not_held_against_the_next(forkserver: dict[str, Any]) -> None:
+    """A little over the limit: it is loaded by the time its worker would be killed, and nobody is blamed."""
+
+    def load(index: int) -> int:
+        time.sleep(0.57 if index == 5 else 0.02)
+        return index
+
+    options: dict[str, Any] = {"batch_size": 12, "sample_timeout": 0.5, "on_error": "skip"}
+    with infeed.DataLoader(Tree(12, load), **options, **{**forkserver, "num_workers": 1}) as loader:
+        for _ in range(2):
+            got = flat(collected(loader))
+            assert set(range(12)) - set(got) <= {5}

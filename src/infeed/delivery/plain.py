@@ -28,7 +28,14 @@ def as_tensor(leaf: Any) -> torch.Tensor | None:
     if isinstance(leaf, torch.Tensor):
         return leaf
     if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc":
-        return torch.from_numpy(leaf)
+        try:
+            return torch.from_numpy(leaf)
+        except (TypeError, ValueError):  # another byte order, strides that go backwards, a type that torch does not have
+            native = leaf.dtype.newbyteorder("=")
+            try:
+                return torch.from_numpy(np.ascontiguousarray(leaf, dtype=native))
+            except TypeError:
+                return None
     return None
 
 

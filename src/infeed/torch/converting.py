@@ -46,6 +46,7 @@ class ImageConvert:
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 1 / 255 if scale else 1.0
+        mean, std = (None if one is None else [float(number) for number in one] for one in (mean, std))
         channels = len(mean or std or (0,))
         deviations = list(std or [1.0] * channels)
         # One multiplication and one addition: x * unit / std - mean / std.

@@ -42,7 +42,8 @@ class EngineIter(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader[Any], core: Core) -> None:
         super().__init__(loader)
         self._core = core  # and not the loader, which may hold this
-        self._is_plain = self._dataset_kind != _DatasetKind.Iterable and not self._pin_memory
+        self._pins = self._pin_memory and not core.config.is_staged  # what is on a device is not pinned
+        self._is_plain = self._dataset_kind != _DatasetKind.Iterable and not self._pins
         self._begin()
 
     def _begin(self) -> None:
@@ -72,11 +73,11 @@ class EngineIter(_BaseDataLoaderIter):
             data = next(self._epoch)
         except WorkerError as error:
             self._raise(error)
-        return _pinned(data, self._pin_memory_device) if self._pin_memory else data
+        return _pinned(data, self._pin_memory_device) if self._pins else data
 
     def _raise(self, error: WorkerError) -> NoReturn:
         """Where people know torch's words by heart, begin with them."""
-        if isinstance(error, LoadTimeoutError):
+        if isinstance(error, LoadTimeoutError) and str(error).startswith("timeout="):
             raise LoadTimeoutError(f"DataLoader timed out after {self._timeout} seconds; {error}") from None
         if isinstance(error, WorkerDiedError):
             _raise_in_torch_words(error)

@@ -23,12 +23,10 @@ from infeed.workers.messages import LoadGrains
 from infeed.workers.places import Place
 from infeed.workers.seeding import seed_generators, torch_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
-from infeed.workers.streams import StreamShare
+from infeed.workers.streams import STREAM_FAILURES, StreamShare
 
 # Samples that take longer than this are noted one by one: it costs a fifth of a microsecond, which tiny ones would feel.
 _NOTED_NS: Final = 20_000
-# A stream that raises this often without an element between is not going to give any.
-_STREAM_FAILURES: Final = 100
 
 
 class LoadError(Exception):
@@ -237,11 +235,13 @@ class Fetcher:
                 return
             except Exception as error:
                 in_a_row += 1
-                if in_a_row > _STREAM_FAILURES:
+                if in_a_row > STREAM_FAILURES:
                     raise
-                element = position + len(samples)
-                failure = Failure.of(error, "reading the stream", index=f"element {element}", position=element)
-                self.bad_elements.append((element, failure))
+                self.note_bad(position + len(samples), error)
+
+    def note_bad(self, element: int, error: Exception) -> None:
+        failure = Failure.of(error, "reading the stream", index=f"element {element}", position=element)
+        self.bad_elements.append((element, failure))
 
     def take_bad_elements(self) -> tuple[tuple[int, Failure], ...]:
         bad, self.bad_elements = tuple(self.bad_elements), []

@@ -188,11 +188,24 @@ class _Registry:
                 server = self._server = ForkServer()
             return server
 
-    def close(self, *, only_dead: bool = False) -> None:
+    def close(self) -> None:
         with self._lock:
-            if self._server is not None and not (only_dead and self._server.is_alive):
-                self._server.close()
-                self._server = None
+            self._drop()
+
+    def bury(self) -> None:
+        """Let go of the server if it is dead. Called wherever a loader is closed, also by a signal handler or the garbage
+        collector in the middle of ``get``: then it is left alone."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._server is not None and not self._server.is_alive:
+                    self._drop()
+            finally:
+                self._lock.release()
+
+    def _drop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
     def reset_after_fork(self) -> None:
         # In the child: the lock may have been held by a thread that does not exist here.
@@ -217,4 +230,4 @@ def close_fork_server() -> None:
 
 def bury_fork_server() -> None:
     """Let go of this process's fork server if it is dead: somebody killed it, and no loader has needed it since."""
-    _REGISTRY.close(only_dead=True)
+    _REGISTRY.bury()

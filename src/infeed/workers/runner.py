@@ -215,8 +215,25 @@ class Runner:
         try:
             table.gather(indices, self._segments.memory(block.segment), block.offset, row_count)
         except Exception as error:  # an index that does not exist, or that is none
-            return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"))
+            bad = self._missing_rows(indices) if self._spec.mends and isinstance(error, IndexError) else ()
+            return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
         return RowsLoaded(task, self._elapsed(), row_count, table.layout, [])
+
+    def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
+        table = self._source.table
+        assert table is not None
+        return tuple(
+            (
+                row,
+                Failure.of(
+                    IndexError(f"index {index} is out of bounds for a dataset of length {table.length}"),
+                    "loading sample",
+                    index=index,
+                ),
+            )
+            for row, index in enumerate(plain_indices(indices))
+            if not -table.length <= index < table.length
+        )
 
     def _load_rows(self, message: LoadGrains) -> FromWorker:
         is_torch = self._source.torch_collate is not None
@@ -381,7 +398,10 @@ class Runner:
             if self._share is None:
                 assert self._opened is not None
                 self._fetcher.seed(derive(self._spec.share))
-                self._share = open_share(self._source.dataset, self._spec.cut, self._opened, message.row_count)
+                self._share = open_share(
+                    self._source.dataset, self._spec.cut, self._opened, message.row_count,
+                    self._fetcher.note_bad if self._spec.mends else None,
+                )  # fmt: skip
                 # What was delivered before is read again as it was then, batch by batch: its random numbers must be drawn too.
                 for begin in self._share.skipped:
                     wanted = min(message.row_count, self._share.skipped.stop - begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -15,6 +15,8 @@ from infeed.workers.messages import OpenStream
 # Whose state it is: the iterator's, which is put right after it was made, or the dataset's, before.
 _ITERATOR: Final = "iterator"
 _DATASET: Final = "dataset"
+# A stream that raises this often without an element between is not going to give any.
+STREAM_FAILURES: Final = 100
 
 
 @final
@@ -33,7 +35,9 @@ class StreamShare:
         return None if self.keeper is None else {self.keeper_name: copy.deepcopy(self.keeper.state_dict())}
 
 
-def open_share(dataset: Any, cut: Cut, opened: OpenStream, batch_size: int) -> StreamShare:
+def open_share(
+    dataset: Any, cut: Cut, opened: OpenStream, batch_size: int, on_bad: Callable[[int, Exception], None] | None = None
+) -> StreamShare:
     """Begin, or go on after ``opened.state_rows + opened.skip`` elements.
 
     A stream whose iterator, or which itself, has ``state_dict`` and ``load_state_dict`` is asked where it is after every batch,
@@ -49,7 +53,7 @@ def open_share(dataset: Any, cut: Cut, opened: OpenStream, batch_size: int) -> S
     if cut.shard.world_size > 1:
         # All ranks read all of the stream, a step at a time. It is ahead of what this rank has taken of it, so its state would
         # be that of another element: a shared stream is read again instead.
-        return StreamShare(_of_rank(stream, cut), skipped)
+        return StreamShare(_of_rank(stream if on_bad is None else _Passing(stream, on_bad), cut), skipped)
     if _can_keep(stream):
         return StreamShare(stream, skipped, stream, _ITERATOR)
     return StreamShare(stream, skipped, dataset if _can_keep(dataset) else None, _DATASET)
@@ -67,6 +71,29 @@ def _unwrapped(dataset: Any, state: Any) -> tuple[str | None, Any]:
 
 def _can_keep(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+@final
+class _Passing(Iterator[Any]):
+    """A stream without the elements that raise: below what shares it out, which would end with the first of them."""
+
+    def __init__(self, stream: Iterator[Any], on_bad: Callable[[int, Exception], None]) -> None:
+        self._stream, self._on_bad = stream, on_bad
+        self._count = 0
+
+    def __next__(self) -> Any:
+        failures = 0
+        while True:
+            self._count += 1
+            try:
+                return next(self._stream)
+            except StopIteration:
+                raise
+            except Exception as error:
+                failures += 1
+                if failures > STREAM_FAILURES:
+                    raise
+                self._on_bad(self._count - 1, error)
 
 
 def _of_rank(stream: Iterator[Any], cut: Cut) -> Iterator[Any]:
