@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,12 +269,21 @@ class Script:
 
     def survivors(self) -> list[str]:
         """Its processes that are still there, wherever they were moved in the tree."""
-        return [f"{process.name()} {process.pid}" for process in self._processes()]
+        import psutil
+
+        found = []
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                found.append(f"{process.name()} {process.pid}")
+        return found
 
     def kill_all(self) -> str:
         """End everything; what it had printed."""
+        import psutil
+
         for process in self._processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         out, err = self.process.communicate()
         return f"stdout:\n{out}\nstderr:\n{err}"
 
