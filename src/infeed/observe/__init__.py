@@ -1,0 +1,1 @@
+"""What a loader tells of itself: counters, the verdict, the timeline, the report, progress."""

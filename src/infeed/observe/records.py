@@ -1,0 +1,219 @@
+"""What is known of a run: counters, and what happened when. Plain, frozen data; others make words and pictures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, final
+
+from infeed.memory.budget import format_bytes
+
+# What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
+# finding out how samples stack; "write": into shared memory.
+# What the loop does: "wait" for a batch, "deliver" (what infeed does in the user's thread), "away" (the user's own code).
+SpanKind: TypeAlias = Literal["start", "load", "collate", "write", "wait", "deliver", "away"]
+MarkKind: TypeAlias = Literal["death", "restart", "bad sample", "failure", "hang", "workers", "epoch"]
+
+
+class Span(NamedTuple):
+    """Somebody did something for a while. Times are nanoseconds since the run began."""
+
+    lane: int  # a worker's number, or ``LOOP``
+    kind: SpanKind
+    begin_ns: int
+    end_ns: int
+    epoch: int
+    position: int  # of the first sample, in the epoch; of the loop's spans, the number of the batch
+    first_index: int | None  # of the first sample, if that is a number
+    size: int  # samples; short ones are put together, so that the record stays cheap. Of the loop's spans, batches
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+LOOP = -1  # the lane of the user's loop
+
+
+class Mark(NamedTuple):
+    """Something happened."""
+
+    at_ns: int
+    lane: int
+    kind: MarkKind
+    text: str
+
+
+class Point(NamedTuple):
+    """How far everything had come at a time: all sums are from the beginning."""
+
+    at_ns: int
+    batch_count: int
+    sample_count: int
+    byte_count: int
+    waited_ns: int
+    away_ns: int
+    worker_count: int
+    busy_ns: int  # of all workers together
+    cpu_ns: int  # processor time of all workers together
+    memory_bytes: int  # of all workers together, or of this process where there are none
+    flight_bytes: int  # of batches that are loaded, being loaded, or kept by the user
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SlowSample:
+    """One of the samples that took longest."""
+
+    __module__ = "infeed"
+
+    epoch: int
+    position: int
+    index: int | None  # if it is a number
+    seconds: float
+
+    def __str__(self) -> str:
+        index = "" if self.index is None else f"index={self.index} "
+        return f"{index}(position {self.position} of epoch {self.epoch}): {self.seconds * 1e3:.1f} ms"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatistics:
+    """What one worker did so far."""
+
+    __module__ = "infeed"
+
+    worker: int
+    pid: int | None  # of a process
+    is_alive: bool
+    sample_count: int
+    load_s: float
+    collate_s: float
+    write_s: float
+    alive_s: float  # since it was started, all its lives together
+    cpu_s: float  # processor time; 0 where it cannot be had
+    memory_bytes: int  # resident; shared memory counts in every worker that has touched it
+    restart_count: int
+    retry_count: int
+
+    @property
+    def busy_s(self) -> float:
+        return self.load_s + self.collate_s + self.write_s
+
+    @property
+    def busy_share(self) -> float:
+        """Of its time, how much it worked; the rest it waited for something to do."""
+        return min(1.0, self.busy_s / self.alive_s) if self.alive_s else 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What a loader did so far, in all its epochs. ``str`` gives a short table and, first, the verdict."""
+
+    __module__ = "infeed"
+
+    epoch: int
+    batch_count: int
+    sample_count: int
+    byte_count: int  # of batches given to the loop; 0 for what is handed over as it is
+    waited_s: float  # how long the loop waited for batches, without the first of each start
+    started_s: float  # how long it waited for first batches, while workers were starting
+    away_s: float  # how long the loop did its own work
+    deliver_s: float  # of the wait, what infeed did in the loop's own thread
+    kind: Literal["inline", "thread", "process"]
+    is_auto: bool  # whether infeed decides how many workers there are
+    worker_count: int  # now
+    workers: tuple[WorkerStatistics, ...]
+    core_count: float  # that this process may use
+    batches_in_flight: int  # planned, being loaded or ready
+    bytes_in_flight: int
+    memory_limit: int
+    skipped_count: int
+    replaced_count: int
+    sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty while nothing is known
+    histogram: tuple[tuple[float, int], ...]  # of sample times: up to so many seconds, how many
+    slowest: tuple[SlowSample, ...]
+    verdict: str
+
+    @property
+    def elapsed_s(self) -> float:
+        """While an epoch was in progress, starting apart."""
+        return self.waited_s + self.away_s
+
+    @property
+    def wait_share(self) -> float:
+        """Of the time in which an epoch was in progress, how much the loop waited for data."""
+        return self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.sample_count / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def restart_count(self) -> int:
+        return sum(one.restart_count for one in self.workers)
+
+    @property
+    def retry_count(self) -> int:
+        return sum(one.retry_count for one in self.workers)
+
+    @property
+    def busy_share(self) -> float:
+        """Of all workers' time, how much they worked."""
+        alive_s = sum(one.alive_s for one in self.workers)
+        return min(1.0, sum(one.busy_s for one in self.workers) / alive_s) if alive_s else 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all workers together; what they share counts in each."""
+        return sum(one.memory_bytes for one in self.workers if one.is_alive)
+
+    def __str__(self) -> str:
+        phases = {name: sum(getattr(one, f"{name}_s") for one in self.workers) for name in ("load", "collate", "write")}
+        start = f", first batches {self.started_s:.2f} s" if self.started_s else ""
+        rows = {
+            "given": f"{self.batch_count:,} batches, {self.sample_count:,} samples, {format_bytes(self.byte_count)}",
+            "rate": f"{self.samples_per_s:,.0f} samples/s",
+            "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}), worked {self.away_s:.2f} s{start}",
+            "workers": f"{self._workers_text()}, {format_bytes(self.memory_bytes)}",
+            "time": ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
+            + f", deliver {self.deliver_s:.2f} s",
+        }
+        if self.sample_times:
+            rows["a sample"] = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.sample_times.items())
+        rows["in flight"] = (
+            f"{self.batches_in_flight} batches, {format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}"
+        )
+        troubles = {
+            "restarts": self.restart_count,
+            "skipped": self.skipped_count,
+            "replaced": self.replaced_count,
+            "retried": self.retry_count,
+        }
+        if any(troubles.values()):
+            rows["troubles"] = ", ".join(f"{count} {name}" for name, count in troubles.items() if count)
+        return "\n".join([self.verdict, *(f"  {name:<9}  {text}" for name, text in rows.items())])
+
+    def _workers_text(self) -> str:
+        if self.kind == "inline":
+            return "none: the loop loads by itself"
+        noun = {"thread": "thread", "process": "process"}[self.kind]
+        plural = noun if self.worker_count == 1 else {"thread": "threads", "process": "processes"}[self.kind]
+        return f"{self.worker_count} {plural}{' (auto)' if self.is_auto else ''}, {self.busy_share:.0%} busy"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Everything that is known of a run, for timeline and report."""
+
+    began: float  # seconds since 1970
+    statistics: Statistics
+    spans: tuple[Span, ...]  # in order of lanes, and of time in each
+    marks: tuple[Mark, ...]
+    points: tuple[Point, ...]
+    lost_span_count: int  # older ones that were not kept
+    settings: Mapping[str, str]  # options as given, for people to read
+    machine: Mapping[str, str]
