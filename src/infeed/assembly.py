@@ -159,9 +159,14 @@ def _crew(
     specs: dict[WorkerId, WorkerSpec],
 ) -> Crew:
     if kind == "inline":
-        return InlineCrew(Runner(specs[WorkerId(0)], source, arena))
+        first = WorkerId(0)
+        return InlineCrew(Runner(specs[first], source, arena, board.cell(first), board.tape(first, specs[first].observe)))
     if kind == "thread":
-        return ThreadCrew(lambda worker, recalls: Runner(specs[worker], source, arena, board.cell(worker), recalls))
+        return ThreadCrew(
+            lambda worker, recalls: Runner(
+                specs[worker], source, arena, board.cell(worker), board.tape(worker, specs[worker].observe), recalls
+            )
+        )
     given = {
         "dataset": config.dataset,
         "collate_fn": config.collate_fn,

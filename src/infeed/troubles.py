@@ -170,7 +170,7 @@ class Troubles:
         doing = {} if watch is None else {worker: watch.doing(worker) for worker in self._setup.workers}
         at = {worker: one for worker, one in doing.items() if one.since_ns}
         oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
-        now_ns = time.monotonic_ns()
+        now_ns = time.perf_counter_ns()
         busy = [
             f"worker {worker} {self.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s" for worker in oldest
         ]

@@ -68,7 +68,7 @@ class Watch:
             describe: what a worker is at, in words.
         """
         overdue = []
-        now_ns = time.monotonic_ns()
+        now_ns = time.perf_counter_ns()
         pids = self._crew.pids()
         for worker in self._workers:
             doing = self._board.doing(worker)

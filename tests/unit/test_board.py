@@ -19,7 +19,7 @@ def test_what_a_worker_notes_is_read_through_shared_memory() -> None:
     assert board.handle is not None
     memory: mmap.mmap = open_reader(store.descriptor()).attach(board.handle)
     cell = Cell.over(memory, 1)
-    before = time.monotonic_ns()
+    before = time.perf_counter_ns()
     assert board.doing(W1).task is None
     assert board.doing(W1).since_ns <= before
 
@@ -27,12 +27,13 @@ def test_what_a_worker_notes_is_read_through_shared_memory() -> None:
     assert (board.doing(W1).task, board.doing(W1).exact_row) == (0, None)
     cell.at(7)
     assert board.doing(W1).exact_row == 7
-    assert before <= board.doing(W1).since_ns <= time.monotonic_ns()
+    assert before <= board.doing(W1).since_ns <= time.perf_counter_ns()
     cell.among(8, 4)
     assert (board.doing(W1).row, board.doing(W1).row_count, board.doing(W1).exact_row) == (8, 4, None)
-    cell.note_memory(123)
+    cell.note_usage(123, 456)
     cell.rest()
     assert (board.doing(W1).task, board.doing(W1).since_ns, board.doing(W1).rss_bytes) == (None, 0, 123)
+    assert board.doing(W1).cpu_ns == 456
     assert board.doing(W0).since_ns == 0
 
     board.clear(W1)

@@ -122,6 +122,8 @@ class Statistics:
     started_s: float  # how long it waited for first batches, while workers were starting
     away_s: float  # how long the loop did its own work
     deliver_s: float  # of the wait, what infeed did in the loop's own thread
+    loads_by: str  # what of the dataset loads samples: "__getitem__", "__getitems__", "__iter__", or "gathering rows"
+    has_collate_fn: bool
     kind: Literal["inline", "thread", "process"]
     is_auto: bool  # whether infeed decides how many workers there are
     worker_count: int  # now

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from mmap import mmap
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Final, NamedTuple, NoReturn, final
 
 from infeed.memory.inheriting import take_handed
 from infeed.memory.parcel import Parcel, receive
 from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
-from infeed.workers.board import UNKNOWN, Cell
+from infeed.workers.board import UNKNOWN, Cell, tape_over
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
 from infeed.workers.insides import adopt_environment, flush_output, name_process, resident_bytes
@@ -104,11 +104,13 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     reader = open_reader(memory_fds[0] if memory_fds else None)
     segments = _MappedSegments(reader)
     doing = BUILDING
+    began_ns = perf_counter_ns()
     try:
-        cell = Cell.over(reader.attach(birth.board), birth.spec.worker)
+        board = reader.attach(birth.board)
+        cell = Cell.over(board, birth.spec.worker)
         stack_fd = arm()
         cell.start(UNKNOWN if stack_fd is None else stack_fd)
-        cell.note_memory(resident_bytes())
+        cell.note_usage(resident_bytes(), process_time_ns())
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
@@ -116,9 +118,11 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         for handle in birth.segments:
             segments.add(handle)
         source: Source = receive(birth.parcel, reader)
-        runner = Runner(birth.spec, source, segments, cell)
+        tape = tape_over(board, birth.spec.worker, birth.spec.observe)
+        runner = Runner(birth.spec, source, segments, cell, tape)
         doing = "running worker_init_fn"
         runner.start()
+        tape.started(began_ns)
     except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
         # If the engine is gone as well, that is why, and nobody wants to know.
         with suppress(OSError):
@@ -162,7 +166,7 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             flushed = perf_counter_ns()
             if flushed - measured > _MEASURE_NS:
                 measured = flushed
-                cell.note_memory(resident_bytes())
+                cell.note_usage(resident_bytes(), process_time_ns())
 
 
 def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:

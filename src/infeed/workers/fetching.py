@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from operator import getitem, length_hint
+from time import perf_counter_ns
 from typing import Any, Final, final
 
 from infeed.batch.tree import Sample
@@ -24,6 +25,7 @@ from infeed.workers.places import Place
 from infeed.workers.seeding import seed_generators, torch_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import STREAM_FAILURES, StreamShare
+from infeed.workers.tape import Silence, Tape
 
 # Samples that take longer than this are noted one by one: it costs a fifth of a microsecond, which tiny ones would feel.
 _NOTED_NS: Final = 20_000
@@ -49,11 +51,12 @@ class LoadError(Exception):
 class Fetcher:
     """Belongs to one runner."""
 
-    def __init__(self, spec: WorkerSpec, source: Source, place: Place, cell: Cell | None) -> None:
+    def __init__(self, spec: WorkerSpec, source: Source, place: Place, cell: Cell, tape: Tape | Silence) -> None:
         self._spec = spec
         self._source = source
         self._place = place
         self._cell = cell
+        self._tape = tape
         # Bound once, as `dataset[index]` finds it: on the class.
         getter = getattr(type(source.dataset), "__getitem__", None)
         self._get: Callable[[Any], Sample] = _not_indexed
@@ -90,7 +93,7 @@ class Fetcher:
         indices = plain_indices(message.indices)
         self._batch_position = message.first_position
         position = message.first_position + message.first_row
-        self._is_noting = self._cell is not None and (message.is_careful or self._spec.is_watched or self._row_ns > _NOTED_NS)
+        self._is_noting = message.is_careful or self._spec.is_watched or self._row_ns > _NOTED_NS
         grain_size = self._spec.grain_size
         if self._is_forgiving:
             for begin in range(0, len(indices), grain_size):
@@ -117,29 +120,38 @@ class Fetcher:
         # Runs in C; on an exception the iterator tells how far it came.
         rest = iter(indices)
         self._place.at_rows(self.epoch_seed, position, len(indices), rest)
-        if self._cell is not None and not self._is_noting:
-            self._cell.among(position - self._batch_position, len(indices))
+        times: list[int] | None = None
         try:
-            samples = self._noted(rest, position) if self._is_noting else list(map(self._get, rest))
+            if self._is_noting:
+                times = []
+                samples = self._noted(rest, position, times)
+            else:
+                self._cell.among(position - self._batch_position, len(indices))
+                samples = list(map(self._get, rest))
             if len(samples) != len(indices):
                 raise RuntimeError("the dataset raised StopIteration")
         except Exception as error:
             row = len(indices) - length_hint(rest) - 1
             raise LoadError("loading sample", indices[row], position + row) from error
+        self._tape.loaded(position, indices, times)
         return samples
 
-    def _noted(self, rest: Iterator[Any], position: int) -> list[Sample]:
-        assert self._cell is not None
-        note, get = self._cell.at, self._get
+    def _noted(self, rest: Iterator[Any], position: int, times: list[int]) -> list[Sample]:
+        note, get, noted = self._cell.at, self._get, times.append
         samples: list[Sample] = []
         row = position - self._batch_position
+        before = 0
         for index in rest:
-            note(row)
+            now = note(row)
+            if samples:
+                noted(now - before)
+            before = now
             row += 1
             try:
                 samples.append(get(index))
             except StopIteration:
                 return samples  # as `map` has it
+        noted(perf_counter_ns() - before)
         return samples
 
     def _fetch_together(self, indices: list[Any], position: int) -> list[Sample]:
@@ -150,6 +162,7 @@ class Fetcher:
                 raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
         except Exception as error:
             raise LoadError("loading samples", indices, position) from error
+        self._tape.loaded(position, indices)
         return samples
 
     def _fetch_forgiving(self, indices: list[Any], begin: int, stop: int, position: int) -> list[Sample]:
@@ -162,6 +175,7 @@ class Fetcher:
             except LoadError as error:
                 tries[error.position] += 1
                 if tries[error.position] <= self._spec.retries:
+                    self._tape.retried()
                     continue
                 if self._spec.mends:
                     error.bad = self._bad_rows(error, indices, begin, position)
@@ -182,7 +196,9 @@ class Fetcher:
         return tuple(bad)
 
     def _try_alone(self, index: Any, position: int) -> Failure | None:
-        for _ in range(self._spec.retries + 1):
+        for attempt in range(self._spec.retries + 1):
+            if attempt:
+                self._tape.retried()
             self.seed(position)
             try:
                 self._alone(index, position)
@@ -207,10 +223,10 @@ class Fetcher:
         """Append the next elements of the stream, each grain under its own seed, until there are ``count`` or it ends."""
         number = self._spec.share
         self._place.at_stream(derive(self.epoch_seed, number), position, samples)
-        is_noting = self._cell is not None and (self._spec.is_watched or self._row_ns > _NOTED_NS)
-        note = self._cell.at if self._cell is not None and is_noting else None
-        if note is not None:
-            note(position)
+        is_noting = self._spec.is_watched or self._row_ns > _NOTED_NS
+        note = self._cell.at if is_noting else None
+        times: list[int] = []
+        before = 0 if note is None else note(position)
         while len(samples) < count:
             wanted = min(len(samples) + self._spec.grain_size, count)
             self.seed(derive(position + len(samples), number))
@@ -221,9 +237,12 @@ class Fetcher:
                 for sample in islice(share.elements, wanted - len(samples)):
                     samples.append(sample)
                     if note is not None:
-                        note(position + len(samples))
+                        now = note(position + len(samples))
+                        times.append(now - before)
+                        before = now
             if len(samples) < wanted:
-                return
+                break
+        self._tape.loaded(position, range(position, position + len(samples)), times)
 
     def _read_forgiving(self, share: StreamShare, position: int, wanted: int, samples: list[Sample]) -> None:
         in_a_row = 0

@@ -47,6 +47,7 @@ from infeed.workers.places import Place, swap_place
 from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import StreamShare, open_share
+from infeed.workers.tape import Silence, Tape
 
 # Writers are kept for slots and layouts that come again; the oldest goes when there are more than this.
 _WRITERS_KEPT: Final = 256
@@ -83,7 +84,13 @@ class Runner:
     """Does what messages ask, one after another. Belongs to one worker."""
 
     def __init__(
-        self, spec: WorkerSpec, source: Source, segments: Segments, cell: Cell | None = None, recalls: Recalls | None = None
+        self,
+        spec: WorkerSpec,
+        source: Source,
+        segments: Segments,
+        cell: Cell,
+        tape: Tape | Silence,
+        recalls: Recalls | None = None,
     ) -> None:
         self._spec = spec
         self._source = source
@@ -96,7 +103,8 @@ class Runner:
         self._is_stream_known = True
         self._place_now = Place()
         self._cell = cell
-        self._fetcher = Fetcher(spec, source, self._place_now, cell)
+        self._tape = tape
+        self._fetcher = Fetcher(spec, source, self._place_now, cell, tape)
         self._hearers = Hearers(source.dataset, source.collate_fn)
         self._recalls = recalls or Recalls()
         self._began = 0
@@ -124,8 +132,7 @@ class Runner:
                 try:
                     return self._place(task, block, layout)
                 finally:
-                    if self._cell is not None:
-                        self._cell.rest()
+                    self._cell.rest()
             case DropTask(task):
                 self._held.pop(task, None)
                 return None
@@ -135,10 +142,9 @@ class Runner:
             case _:
                 assert_never(message)
 
-    def _note_batch(self, task: TaskId) -> None:
-        """What goes wrong from here on is the whole batch's, and not the fault of the sample that was loaded last."""
-        if self._cell is not None:
-            self._cell.begin(task)
+    def note_usage(self, cpu_ns: int) -> None:
+        """Of a worker that has no memory of its own."""
+        self._cell.note_usage(0, cpu_ns)
 
     def forget_segment(self, number: int) -> None:
         """Drop every view into a segment that goes away."""
@@ -148,9 +154,8 @@ class Runner:
     # --- indexed datasets
 
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
-        self._began = perf_counter_ns()
-        if self._cell is not None:
-            self._cell.begin(message.task)
+        self._began = self._cell.begin(message.task)
+        self._tape.begin(self._began, message.epoch, message.first_position)
         before = swap_place(self._place_now)
         try:
             if self._spec.seeding is Seeding.LEND:
@@ -158,15 +163,22 @@ class Runner:
                     answer = self._load_now(message)
             else:
                 answer = self._load_now(message)
-            if self._cell is not None:
-                self._fetcher.learn(self._elapsed(), message.row_count)
+            self._fetcher.learn(self._elapsed(), message.row_count)
+            self._tape.end(self._loaded_count(message, answer))
             return answer
         except LoadError as error:
             return LoadFailed(message.task, error.failure(), error.row_count, error.bad)
         finally:
             swap_place(before)
-            if self._cell is not None:
-                self._cell.rest()
+            self._cell.rest()
+
+    def _loaded_count(self, message: LoadGrains | LoadNext, answer: FromWorker) -> int:
+        """How many samples the dataset has given for a task."""
+        if isinstance(message, LoadGrains):
+            return len(message.indices)
+        if isinstance(answer, Unplaced):
+            return self._held[message.task].row_count
+        return answer.row_count if isinstance(answer, RowsLoaded | PackedLoaded) else 0
 
     def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
         if message.epoch != self._epoch:
@@ -217,6 +229,7 @@ class Runner:
         except Exception as error:  # an index that does not exist, or that is none
             bad = self._missing_rows(indices) if self._spec.mends and isinstance(error, IndexError) else ()
             return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
+        self._tape.loaded(0, ())
         return RowsLoaded(task, self._elapsed(), row_count, table.layout, [])
 
     def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
@@ -258,6 +271,7 @@ class Runner:
                 except RowMismatch:
                     fits = False
                     break
+                self._tape.written()
                 row += len(samples)
             if fits:
                 return RowsLoaded(message.task, self._elapsed(), len(message.indices), None, beside)
@@ -278,6 +292,7 @@ class Runner:
             except RowMismatch:
                 pass
             else:
+                self._tape.written()
                 return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
         return self._place_fetched(message, samples)
 
@@ -303,6 +318,7 @@ class Runner:
             layout = infer_layout(samples, indices) if self._source.torch_collate is None else torch_layout(samples)
         except CollateError as error:
             raise LoadError("collating samples", indices, None) from error
+        self._tape.collated()
         assert layout is not None
         _, nbytes = layout.offsets(row_count)
         held = _Held(first_row, row_count, samples, layout, None)
@@ -315,6 +331,7 @@ class Runner:
     def _write_held(self, task: TaskId, held: _Held, block: Block) -> FromWorker:
         if held.packing is not None:
             held.packing.write(self._segments.memory(block.segment), block.offset)
+            self._tape.written()
             return PackedLoaded(
                 task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state, held.bad
             )
@@ -322,12 +339,13 @@ class Runner:
         assert writer is not None
         beside = writer.new_beside()
         writer.write_any(held.first_row, held.samples, beside)
+        self._tape.written()
         return RowsLoaded(
             task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state, held.bad
         )
 
     def _place(self, task: TaskId, block: Block, layout: Layout | None) -> FromWorker | None:
-        self._note_batch(task)
+        self._tape.begin(self._cell.begin(task), self._epoch, 0)
         held = self._held.pop(task, None)
         if held is None:
             raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
@@ -337,7 +355,9 @@ class Runner:
         if layout is not None and held.layout != layout and not is_whole:
             return Mismatched(task)
         try:
-            return self._write_held(task, held, block)
+            answer = self._write_held(task, held, block)
+            self._tape.end(0)
+            return answer
         except Exception as error:  # no memory, or an object of the user's that refuses
             return LoadFailed(task, Failure.of(error, "writing a batch"), held.row_count)
 
@@ -345,13 +365,15 @@ class Runner:
         source, task, block = self._source, message.task, message.block
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         collate = source.collate_fn or source.torch_collate
-        self._note_batch(task)
+        # What goes wrong from here on is the whole batch's, and not the fault of the sample that was loaded last.
+        self._cell.begin(task)
         if collate is not None:
             self._place_now.at_collation(self._fetcher.epoch_seed, message.first_position)
             try:
                 tree = collate(tree)
             except Exception as error:
                 raise LoadError("collate_fn ran on the batch of", indices, None) from error
+            self._tape.collated()
         try:
             # To torch's users what is made in their own process is handed over as it is, with its graph and its identity.
             is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"
@@ -363,6 +385,7 @@ class Runner:
             held.elapsed_ns = self._elapsed()
             return Unplaced(task, packing.nbytes, None)
         packing.write(self._segments.memory(block.segment), block.offset)
+        self._tape.written()
         return PackedLoaded(task, self._elapsed(), row_count, packing.packed)
 
     def _writer(self, block: Block | None, layout: Layout | None, row_count: int) -> RowWriter | None:
@@ -447,6 +470,7 @@ class Runner:
             except RowMismatch:
                 pass
             else:
+                self._tape.written()
                 return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
         if self._source.torch_collate is not None and torch_layout(samples) is None:
             return self._pack(message, samples, len(samples), indices)

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 from infeed.batch.arrays import ArrayTable
 from infeed.plan.seeds import derive
 from infeed.plan.shards import Cut
+from infeed.workers.tape import Observe
 
 
 class Making(enum.Enum):
@@ -64,6 +65,7 @@ class WorkerSpec:
     retries: int = 0  # how often a sample that raises is asked for again
     mends: bool = False  # bad samples are left out or replaced: tell of all that a task has
     is_watched: bool = False  # samples have a time limit: note each
+    observe: Observe = "timeline"
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property

@@ -36,6 +36,9 @@ _LOG: Final = logging.getLogger("infeed")
 # would let a quick close overtake a worker that is about to end.
 _CLOSE_S: Final = 1.0
 
+# How often a thread notes what it has used of the processor.
+_MEASURE_S: Final = 0.1
+
 _STOP: Final = None
 _Inbox = queue.SimpleQueue[ToWorker | None]
 
@@ -118,6 +121,7 @@ def _work(
         return
     news.put((worker, Started()))
     is_first = worker == 0
+    measured = 0.0
     while (message := inbox.get()) is not _STOP:
         if isinstance(message, UnmapSegment):
             runner.forget_segment(message.number)
@@ -136,6 +140,9 @@ def _work(
             _warn_of_draws(before)
         if answer is not None:
             news.put((worker, answer))
+        if time.monotonic() - measured > _MEASURE_S:
+            measured = time.monotonic()
+            runner.note_usage(time.thread_time_ns())
         # Nothing may hold on to a batch while this thread waits.
         del message, answer
 

@@ -1,0 +1,313 @@
+"""Counts what one engine does, from the side of the user's loop, and reads what its workers keep on their tapes.
+
+Always on, so the usual way through it (``given``) is a handful of additions. All else happens ten times a second at most.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Final, Literal, NamedTuple, TypeAlias, final
+
+from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
+from infeed.scheduler.messages import WorkerId
+from infeed.workers import tape
+from infeed.workers.board import Board
+from infeed.workers.insides import resident_bytes
+from infeed.workers.tape import NO_INDEX, Observe, RawSpan, Sums
+
+# How often workers are looked at, and how much of the time that may take: a hundredth.
+_TICK_NS: Final = 100_000_000
+_TICK_SHARE: Final = 200
+# Of the loop, too: what is shorter than the first is put together, up to the second.
+_LONG_NS: Final = 50_000
+_RUN_NS: Final = 1_000_000
+# Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
+_SPANS_KEPT: Final = 100_000
+_MARKS_KEPT: Final = 2_000
+_POINTS_KEPT: Final = 1_000
+
+WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
+_KINDS: Final[dict[int, SpanKind]] = {tape.LOAD: "load", tape.COLLATE: "collate", tape.WRITE: "write", tape.START: "start"}
+
+
+class Flight(NamedTuple):
+    """What is on its way."""
+
+    batch_count: int
+    nbytes: int
+
+
+class Reading(NamedTuple):
+    """A worker's tape: sums, histogram, and the slowest samples (nanoseconds, epoch, position, index)."""
+
+    sums: Sums
+    histogram: list[int]
+    slowest: list[tuple[int, int, int, int]]
+
+
+_NO_READING: Final = Reading(Sums(), [0] * tape.BUCKETS, [])
+_SLOWEST: Final = 16
+
+
+@final
+class Member:
+    """What is known of one worker, all its lives together."""
+
+    __slots__ = ("alive_ns", "cpu_ns", "pid", "restart_count", "since_ns")
+
+    def __init__(self) -> None:
+        self.alive_ns = 0  # of lives that are over
+        self.cpu_ns = 0  # of lives that are over
+        self.since_ns = 0  # when this life began; 0: it has none
+        self.restart_count = 0
+        self.pid: int | None = None
+
+
+@final
+class History:
+    """What happened when, of all engines of a loader. Times are those of ``perf_counter_ns``."""
+
+    def __init__(self) -> None:
+        self.spans: deque[Span] = deque(maxlen=_SPANS_KEPT)
+        self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
+        self.points: list[Point] = []
+        self.lost_span_count = 0
+        self._stride = 1  # of so many points one is kept
+        self._point_count = 0
+
+    def add_spans(self, spans: list[Span], lost_count: int = 0) -> None:
+        self.lost_span_count += lost_count + max(0, len(self.spans) + len(spans) - _SPANS_KEPT)
+        self.spans.extend(spans)
+
+    def add_point(self, point: Point) -> None:
+        self._point_count += 1
+        if self._point_count % self._stride:
+            return
+        self.points.append(point)
+        if len(self.points) >= _POINTS_KEPT:
+            del self.points[::2]
+            self._stride *= 2
+
+
+@final
+class Gauge:
+    """Belongs to one engine."""
+
+    def __init__(
+        self, history: History, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind, observe: Observe
+    ) -> None:
+        self._history = history
+        self._board = board
+        self.kind: WorkerKind = kind
+        self._is_on = observe != "off"
+        self._is_spanning = observe == "timeline"
+        self.members = {worker: Member() for worker in workers}
+        self._readers = {worker: board.reader(worker) for worker in workers}
+        self.flight: Callable[[], Flight] = lambda: Flight(0, 0)  # the engine says what is
+        self.byte_count = 0
+        self.batch_count = 0
+        self.sample_count = 0
+        self.waited_ns = 0
+        self.started_ns = 0
+        self.away_ns = 0
+        self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
+        self.tick_count = 0
+        self.outcomes: Counter[str] = Counter()  # of bad samples
+        self._blocked_before = 0
+        self._left_ns = 0
+        self._next_tick = 0
+        self._run_begin = 0
+        self._run_size = 0
+        self._run_waited = 0
+        self._epoch = 0
+        self.is_closed = False
+        self._owner_pid = os.getpid()
+        self._last: dict[WorkerId, Reading] = {}  # when they were gone
+
+    # --- the user's loop
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._left_ns = 0  # what the user did between epochs is not their loop
+        self._run_begin, self._run_size, self._run_waited = perf_counter_ns(), 0, 0
+        self.mark("epoch", LOOP, f"epoch {epoch} begins")
+
+    def given(self, asked_ns: int, left_ns: int) -> bool:
+        """The loop asked for a batch and got it; whether workers were looked at."""
+        if not self._is_on:
+            return False
+        before = self._left_ns
+        wait_ns = left_ns - asked_ns
+        if before:
+            self.waited_ns += wait_ns
+            self.away_ns += asked_ns - before
+        elif self.batch_count:
+            self.waited_ns += wait_ns
+        else:
+            self.started_ns += wait_ns
+        self.batch_count += 1
+        if left_ns - self._run_begin < _RUN_NS:
+            self._run_size += 1
+            self._run_waited += wait_ns
+        elif self._is_spanning:
+            self._record(before or asked_ns, asked_ns, left_ns)
+        self._left_ns = left_ns
+        self._blocked_before = self.blocked_ns
+        if left_ns < self._next_tick:
+            return False
+        self._tick(left_ns)
+        return True
+
+    def _record(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
+        """Keep what the loop did: short rounds together, and the latest by itself."""
+        spans: list[Span] = []
+        number = self.batch_count - 1
+        if self._run_size:
+            kind: SpanKind = "wait" if 2 * self._run_waited > before_ns - self._run_begin else "away"
+            spans.append(self._span(kind, self._run_begin, before_ns, number - self._run_size, self._run_size))
+        if asked_ns - before_ns >= _LONG_NS:
+            spans.append(self._span("away", before_ns, asked_ns, number, 1))
+        # What infeed itself did is put last, where most of it was.
+        wait_ns = left_ns - asked_ns
+        worked_ns = min(wait_ns, max(0, wait_ns - (self.blocked_ns - self._blocked_before)))
+        if wait_ns - worked_ns >= _LONG_NS:
+            spans.append(self._span("wait", asked_ns, left_ns - worked_ns, number, 1))
+        if worked_ns >= _LONG_NS:
+            spans.append(self._span("deliver", left_ns - worked_ns, left_ns, number, 1))
+        self._run_begin, self._run_size, self._run_waited = left_ns, 0, 0
+        self._history.add_spans(spans)
+
+    def _span(self, kind: SpanKind, begin_ns: int, end_ns: int, number: int, size: int) -> Span:
+        return Span(LOOP, kind, begin_ns, end_ns, self._epoch, max(0, number), None, size)
+
+    # --- workers
+
+    def started(self, worker: WorkerId, pid: int | None) -> None:
+        member = self.members[worker]
+        member.since_ns, member.pid = perf_counter_ns(), pid
+
+    def ended(self, worker: WorkerId) -> None:
+        """It died, or was let go."""
+        member = self.members[worker]
+        if member.since_ns:
+            member.alive_ns += perf_counter_ns() - member.since_ns
+            member.cpu_ns += self._board.doing(worker).cpu_ns
+            member.since_ns = 0
+
+    def restarted(self, worker: WorkerId) -> None:
+        self.members[worker].restart_count += 1
+
+    @property
+    def worker_count(self) -> int:
+        return sum(bool(member.since_ns) for member in self.members.values())
+
+    def alive_ns(self, worker: WorkerId) -> int:
+        member = self.members[worker]
+        return member.alive_ns + (perf_counter_ns() - member.since_ns if member.since_ns else 0)
+
+    def cpu_ns(self, worker: WorkerId) -> int:
+        member = self.members[worker]
+        now = 0 if self.is_closed or not member.since_ns else self._board.doing(worker).cpu_ns
+        return member.cpu_ns + now
+
+    def memory_bytes(self, worker: WorkerId) -> int:
+        return 0 if self.is_closed else self._board.doing(worker).rss_bytes
+
+    def read(self, worker: WorkerId) -> Reading:
+        """What a worker has put on its tape."""
+        if not self.is_closed:
+            try:
+                reader = self._readers[worker]
+                return Reading(reader.sums(), reader.histogram(), reader.slowest())
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+        return self._last.get(worker, _NO_READING)
+
+    def mark(self, kind: MarkKind, lane: int, text: str) -> None:
+        if self._is_spanning:
+            self._history.marks.append(Mark(perf_counter_ns(), lane, kind, text))
+
+    # --- from time to time
+
+    def point(self, now_ns: int) -> Point:
+        sums = [reader.sums() for reader in self._readers.values()]
+        if self.kind == "process":
+            memory = sum(self.memory_bytes(worker) for worker, member in self.members.items() if member.since_ns)
+        else:
+            memory = resident_bytes()
+        flight = self.flight()
+        return Point(
+            at_ns=now_ns,
+            batch_count=self.batch_count,
+            sample_count=self.sample_count,
+            byte_count=self.byte_count,
+            waited_ns=self.waited_ns,
+            away_ns=self.away_ns,
+            worker_count=self.worker_count,
+            busy_ns=sum(one.load_ns + one.collate_ns + one.write_ns for one in sums),
+            cpu_ns=sum(map(self.cpu_ns, self.members)),
+            memory_bytes=memory,
+            flight_bytes=flight.nbytes,
+        )
+
+    def _tick(self, now_ns: int) -> None:
+        self.tick_count += 1
+        self.take_spans()
+        self._history.add_point(self.point(now_ns))
+        done_ns = perf_counter_ns()
+        self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
+
+    def take_spans(self, *, is_last: bool = False) -> None:
+        """Read what workers have put on their tapes since the last time."""
+        if not self._is_spanning or self.is_closed:
+            return
+        for worker, reader in self._readers.items():
+            raw, lost = reader.take_spans(is_last=is_last)
+            if raw or lost:
+                self._history.add_spans([_worker_span(worker, one) for one in raw], lost)
+
+    def close(self) -> None:
+        """The workers are gone; the board is about to be."""
+        if self.is_closed or os.getpid() != self._owner_pid:
+            return
+        self.take_spans(is_last=True)
+        self._last = {worker: self.read(worker) for worker in self.members}
+        for worker in self.members:
+            self.ended(worker)
+        self.is_closed = True
+
+    def absorb(self, other: Gauge) -> None:
+        """Count for another engine as well; both are closed."""
+        self.kind = other.kind
+        for name in ("batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "byte_count"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.outcomes += other.outcomes
+        for worker, member in other.members.items():
+            own = self.members.setdefault(worker, Member())
+            own.alive_ns += member.alive_ns
+            own.cpu_ns += member.cpu_ns
+            own.restart_count += member.restart_count
+            own.pid = member.pid
+            self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
+
+
+def _added(one: Reading, other: Reading) -> Reading:
+    sums = Sums(
+        one.sums.load_ns + other.sums.load_ns,
+        one.sums.collate_ns + other.sums.collate_ns,
+        one.sums.write_ns + other.sums.write_ns,
+        one.sums.sample_count + other.sums.sample_count,
+        one.sums.retry_count + other.sums.retry_count,
+        one.sums.span_count + other.sums.span_count,
+        other.sums.gil_share,
+    )
+    histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
+    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])
+
+
+def _worker_span(worker: WorkerId, raw: RawSpan) -> Span:
+    index = None if raw.first_index == NO_INDEX else raw.first_index
+    return Span(worker, _KINDS.get(raw.kind, "load"), raw.begin_ns, raw.end_ns, raw.epoch, raw.position, index, raw.size)

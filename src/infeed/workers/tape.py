@@ -1,0 +1,302 @@
+"""What a worker did, in numbers that the other side reads when it likes: sums, how long samples took, the latest spans.
+
+A tape lies behind the worker's cell on the board (see ``board.py``). Only the worker writes, and a worker that is started again
+goes on where its predecessor stopped. It must cost less than a hundredth of the smallest task, so a task is timed with a lap
+counter (one look at the clock for each of load, collate, write), and what is short is put together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from struct import Struct
+from time import perf_counter_ns
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+
+# What a worker keeps of what it does: spans of time and sums, sums alone, or nothing.
+Observe: TypeAlias = Literal["timeline", "counters", "off"]
+
+# Sums, in this order, at the beginning.
+_LOAD, _COLLATE, _WRITE, _SAMPLES, _RETRIES, _SPANS, _GIL = range(7)
+_SUMS: Final = 16
+# Two buckets for each doubling of a sample's time, from a quarter of a microsecond to twenty minutes.
+BUCKETS: Final = 64
+_LEAST_BITS: Final = 9
+# The slowest samples: nanoseconds, epoch, position, index.
+_SLOW: Final = 16
+_SLOW_NUMBERS: Final = 4
+# The latest spans: kind, begin, end, epoch, position, index, size.
+_RING: Final = 2048
+_SPAN: Final = Struct("7q")
+_SPAN_NUMBERS: Final = 7
+_HISTOGRAM_AT: Final = _SUMS
+_SLOW_AT: Final = _HISTOGRAM_AT + BUCKETS
+_RING_AT: Final = _SLOW_AT + _SLOW * _SLOW_NUMBERS
+TAPE_NUMBERS: Final = _RING_AT + _RING * _SPAN_NUMBERS
+_SUM_STRUCT: Final = Struct("6q")
+
+# Kinds of spans.
+LOAD, COLLATE, WRITE, START = 1, 2, 3, 4
+NO_INDEX: Final = -1 << 63  # the first sample has none, or one that is no number
+
+# What takes longer than this has a span of its own...
+_LONG_NS: Final = 100_000
+# ...and what is shorter is put together, up to this, if there is no pause between.
+_RUN_NS: Final = 1_000_000
+_PAUSE_NS: Final = 50_000
+
+
+def bucket_of(ns: int) -> int:
+    """Which bucket of the histogram a time is in."""
+    bits = ns.bit_length()
+    if bits < _LEAST_BITS:
+        return 0
+    return min(BUCKETS - 1, 2 * (bits - _LEAST_BITS) + (ns >> (bits - 2) & 1))
+
+
+def bucket_end_ns(bucket: int) -> int:
+    """Times in a bucket are shorter than this."""
+    bits, is_upper = divmod(bucket, 2)
+    return 1 << (bits + _LEAST_BITS) if is_upper else 3 << (bits + _LEAST_BITS - 2)
+
+
+@final
+class Tape:
+    """The worker's side."""
+
+    __slots__ = (
+        "_began", "_epoch", "_has_spans", "_is_spanning", "_is_timed", "_last", "_load_began_ns", "_numbers", "_open_begin",
+        "_open_end", "_open_size", "_position", "_slow", "_sums",
+    )  # fmt: skip
+
+    def __init__(self, numbers: Any = None, *, is_spanning: bool = True) -> None:
+        """
+        Args:
+            numbers: where to write; by default somewhere that nobody reads.
+            is_spanning: whether spans are kept, and not only sums.
+        """
+        self._numbers = memoryview(array("q", bytes(8 * TAPE_NUMBERS))) if numbers is None else numbers
+        self._is_spanning = is_spanning
+        self._sums: list[int] = list(self._numbers[: _SPANS + 1])
+        numbers = self._numbers
+        self._slow = [
+            tuple(numbers[at : at + _SLOW_NUMBERS]) for at in range(_SLOW_AT, _RING_AT, _SLOW_NUMBERS)
+        ]  # a heap, the quickest of the slowest first
+        heapify(self._slow)
+        self._began = self._last = 0
+        self._epoch = 0
+        self._position = 0
+        self._load_began_ns = 0
+        self._has_spans = self._is_timed = False
+        self._open_begin = self._open_end = self._open_size = 0
+
+    # --- a task
+
+    def begin(self, now_ns: int, epoch: int, position: int) -> None:
+        """A task begins."""
+        self._began = self._last = now_ns
+        self._epoch, self._position = epoch, position
+        self._load_began_ns = self._sums[_LOAD]
+        self._has_spans = self._is_timed = False
+
+    def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None:
+        """The dataset has given these samples; ``times`` is what each took, if that was looked at."""
+        now = perf_counter_ns()
+        last, self._last = self._last, now
+        self._sums[_LOAD] += now - last
+        if times:
+            self._note_times(now - sum(times), position, indices, times)
+        elif now - last > _LONG_NS:
+            self._span(LOAD, last, now, position, _number(indices), len(indices))
+
+    def collated(self) -> None:
+        """Samples have been made a batch."""
+        now = perf_counter_ns()
+        last, self._last = self._last, now
+        self._sums[_COLLATE] += now - last
+        if now - last > _LONG_NS:
+            self._span(COLLATE, last, now, self._position, NO_INDEX, 0)
+
+    def written(self) -> None:
+        """Samples are in the slot."""
+        now = perf_counter_ns()
+        last, self._last = self._last, now
+        self._sums[_WRITE] += now - last
+        if now - last > _LONG_NS:
+            self._span(WRITE, last, now, self._position, NO_INDEX, 0)
+
+    def retried(self) -> None:
+        """A sample raised and is asked for again."""
+        self._sums[_RETRIES] += 1
+
+    def end(self, row_count: int) -> None:
+        """The task has been done, with so many samples."""
+        sums = self._sums
+        sums[_SAMPLES] += row_count
+        if row_count and not self._is_timed:
+            # Too short to be looked at one by one: each took what they took on average.
+            self._numbers[_HISTOGRAM_AT + bucket_of((sums[_LOAD] - self._load_began_ns) // row_count)] += row_count
+        if not self._has_spans:
+            began, last = self._began, self._last
+            if began - self._open_end < _PAUSE_NS and last - self._open_begin < _RUN_NS:
+                self._open_end = last
+                self._open_size += row_count
+                self._numbers[self._ring_at(sums[_SPANS] - 1) + 2] = last
+                self._numbers[self._ring_at(sums[_SPANS] - 1) + 6] = self._open_size
+            elif self._is_spanning:
+                self._span(LOAD, began, last, self._position, NO_INDEX, row_count)
+                self._open_begin, self._open_end, self._open_size = began, last, row_count
+        _SUM_STRUCT.pack_into(self._numbers, 0, *sums)
+
+    def started(self, began_ns: int) -> None:
+        """The worker is ready."""
+        self._span(START, began_ns, perf_counter_ns(), 0, NO_INDEX, 0)
+        self._numbers[_SPANS] = self._sums[_SPANS]
+
+    def note_gil(self, share: float) -> None:
+        """How much of the time user code holds the GIL."""
+        self._numbers[_GIL] = 1 + round(share * 1000)
+
+    # --- samples that are long enough to be looked at one by one
+
+    def _note_times(self, began_ns: int, position: int, indices: Sequence[Any], times: list[int]) -> None:
+        numbers = self._numbers
+        self._is_timed = True
+        longest = max(times)
+        if longest <= _LONG_NS and longest <= self._slow[0][0]:
+            took = sum(times)
+            numbers[_HISTOGRAM_AT + bucket_of(took // len(times))] += len(times)
+            self._span(LOAD, began_ns, began_ns + took, position, _number(indices), len(times))
+            return
+        begin = now = began_ns
+        short = 0  # how many have been put together since ``begin``
+        for row, took in enumerate(times):
+            numbers[_HISTOGRAM_AT + bucket_of(took)] += 1
+            if took > self._slow[0][0]:
+                self._note_slow(took, position + row, _number(indices, row))
+            if took > _LONG_NS:
+                if short:
+                    self._span(LOAD, begin, now, position + row - short, _number(indices, row - short), short)
+                    short = 0
+                self._span(LOAD, now, now + took, position + row, _number(indices, row), 1)
+                begin = now + took
+            else:
+                short += 1
+            now += took
+        if short:
+            self._span(LOAD, begin, now, position + len(times) - short, _number(indices, len(times) - short), short)
+
+    def _note_slow(self, took: int, position: int, index: int) -> None:
+        heapreplace(self._slow, (took, self._epoch, position, index))
+        flat = [number for one in self._slow for number in one]
+        self._numbers[_SLOW_AT:_RING_AT] = array("q", flat)
+
+    # --- spans
+
+    def _ring_at(self, count: int) -> int:
+        return _RING_AT + count % _RING * _SPAN_NUMBERS
+
+    def _span(self, kind: int, begin_ns: int, end_ns: int, position: int, index: int, size: int) -> None:
+        if not self._is_spanning:
+            return
+        self._has_spans = True
+        self._open_begin = self._open_end = 0
+        count = self._sums[_SPANS]
+        _SPAN.pack_into(self._numbers, 8 * self._ring_at(count), kind, begin_ns, end_ns, self._epoch, position, index, size)
+        self._sums[_SPANS] = count + 1
+
+
+@final
+class Silence:
+    """In place of a tape, where nothing is to be kept."""
+
+    def begin(self, now_ns: int, epoch: int, position: int) -> None: ...
+
+    def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None: ...
+
+    def collated(self) -> None: ...
+
+    def written(self) -> None: ...
+
+    def retried(self) -> None: ...
+
+    def end(self, row_count: int) -> None: ...
+
+    def started(self, began_ns: int) -> None: ...
+
+
+def _number(indices: Sequence[Any], row: int = 0) -> int:
+    """An index as a number that fits, if it is one."""
+    if row >= len(indices):
+        return NO_INDEX
+    index = indices[row]
+    return index if type(index) is int and -1 << 62 < index < 1 << 62 else NO_INDEX
+
+
+class Sums(NamedTuple):
+    """What a worker has done so far."""
+
+    load_ns: int = 0
+    collate_ns: int = 0
+    write_ns: int = 0
+    sample_count: int = 0
+    retry_count: int = 0
+    span_count: int = 0
+    gil_share: float | None = None
+
+
+class RawSpan(NamedTuple):
+    kind: int
+    begin_ns: int
+    end_ns: int
+    epoch: int
+    position: int
+    first_index: int
+    size: int
+
+
+@final
+class TapeReader:
+    """The engine's side. After the board was closed, every method raises ``ValueError``."""
+
+    def __init__(self, numbers: Any, begin: int) -> None:
+        """``numbers`` is the whole board, so that nothing else holds on to its memory; this tape begins at ``begin``."""
+        self._numbers = numbers
+        self._begin = begin
+        self._next = 0  # the first span that was not read yet
+
+    def sums(self) -> Sums:
+        load, collate, write, samples, retries, spans, gil = self._part(0, _GIL + 1)
+        return Sums(load, collate, write, samples, retries, spans, (gil - 1) / 1000 if gil else None)
+
+    def histogram(self) -> list[int]:
+        return self._part(_HISTOGRAM_AT, _SLOW_AT)
+
+    def slowest(self) -> list[tuple[int, int, int, int]]:
+        """Nanoseconds, epoch, position and index of the samples that took longest."""
+        numbers = self._part(_SLOW_AT, _RING_AT)
+        rows = [numbers[at : at + _SLOW_NUMBERS] for at in range(0, len(numbers), _SLOW_NUMBERS)]
+        return [(took, epoch, position, index) for took, epoch, position, index in rows if took]
+
+    def take_spans(self, *, is_last: bool = False) -> tuple[list[RawSpan], int]:
+        """Spans that were not taken yet, and how many were overwritten before they could be.
+
+        Args:
+            is_last: with the latest one, which may still become longer.
+        """
+        stop = self._numbers[self._begin + _SPANS] - (0 if is_last else 1)
+        first = max(self._next, stop - _RING + 1)
+        if first >= stop:
+            return [], 0
+        begin = self._begin + _RING_AT
+        ring = self._numbers[begin : begin + _RING * _SPAN_NUMBERS].tobytes()
+        # While it was copied the worker may have gone on, over the oldest.
+        least = max(first, self._numbers[self._begin + _SPANS] - _RING + 1)
+        lost = min(least, stop) - self._next
+        self._next = stop
+        return [RawSpan(*_SPAN.unpack_from(ring, number % _RING * _SPAN.size)) for number in range(least, stop)], lost
+
+    def _part(self, begin: int, stop: int) -> list[int]:
+        numbers: list[int] = self._numbers[self._begin + begin : self._begin + stop].tolist()
+        return numbers
