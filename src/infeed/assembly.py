@@ -20,6 +20,7 @@ from infeed.memory.parcel import send
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
 from infeed.memory.weighing import advise
 from infeed.mending import Mender
+from infeed.observe.meter import Meter
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor
 from infeed.planning import Plan, rows_of, seed_grain
@@ -41,10 +42,11 @@ _USUAL_BATCHES: Final = 16
 _advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
 
 
-def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = None) -> Engine:
+def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchPlan | None = None) -> Engine:
     """An engine for these options, with its workers started.
 
     Args:
+        meter: counts what it does.
         only: every epoch has this batch and no other.
 
     Raises:
@@ -78,6 +80,7 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             retries=config.retries,
             mends=config.on_error != "raise",
             is_watched=config.sample_timeout > 0,
+            observe=config.observe,
         )
         for worker in workers
     }
@@ -115,6 +118,8 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
             delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None),
             mender=Mender(config.on_error, plan),
+            board=board,
+            gauge=meter.gauge(board, workers, kind),
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, config, plan),
             prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from numbers import Real
 from operator import index
 from typing import Any, Final, Literal, TypeAlias, final, get_args
@@ -20,6 +20,7 @@ WorkerKind = Literal["process", "thread", "inline"]
 StartMethod = Literal["auto", "forkserver", "spawn"]
 Output = Literal["jax"]
 Verdict: TypeAlias = Literal["raise", "skip", "replace"]
+Observe: TypeAlias = Literal["timeline", "counters", "off"]
 OnError: TypeAlias = Verdict | Callable[[BaseException, Any], Verdict]
 
 # Mistakes beyond this are typing errors, and would start that many processes before anyone can react.
@@ -64,6 +65,10 @@ class LoaderConfig:
     sample_timeout: float = 0
     hang_warning: float | None = None
     threads_per_worker: int = 1
+    observe: Observe = "timeline"
+    progress: bool = False
+    on_statistics: Callable[[Any], Any] | None = None
+    statistics_every: float = 10.0
     is_torch: bool = False  # made by infeed.torch: torch has checked its own arguments, and batches are as it makes them
 
     def __post_init__(self) -> None:
@@ -89,6 +94,15 @@ class LoaderConfig:
         object.__setattr__(self, "shard", _checked_shard(self.shard))
         if self.weights is not None:
             object.__setattr__(self, "weights", self._checked_weights())
+
+    def shown(self) -> dict[str, str]:
+        """Options that are not as they are by default, for people to read."""
+        shown = {"dataset": _short(self.dataset)}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("dataset", "is_torch") and (field.default is MISSING or value is not field.default):
+                shown[field.name] = _short(value)
+        return shown
 
     @property
     def is_stream(self) -> bool:
@@ -167,8 +181,14 @@ class LoaderConfig:
 
     def _check_choices(self) -> None:
         _check_choice("worker", self.worker, get_args(WorkerKind))
+        _check_choice("observe", self.observe, get_args(Observe))
+        if self.on_statistics is not None and not callable(self.on_statistics):
+            raise ConfigError(f"on_statistics={_short(self.on_statistics)} must be callable; pass a function of Statistics")
+        _check_seconds("statistics_every", self.statistics_every, "0 calls on_statistics with every batch")
+        if self.observe == "off" and (self.progress or self.on_statistics is not None):
+            raise ConfigError("observe='off' leaves nothing to show; leave out progress and on_statistics, or observe")
         _check_choice("start_method", self.start_method, get_args(StartMethod))
-        for name in ("shuffle", "drop_last", "in_order", "pad", "replacement", "pin_memory"):
+        for name in ("shuffle", "drop_last", "in_order", "pad", "replacement", "pin_memory", "progress"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False; it is a switch")

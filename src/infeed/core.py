@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from time import perf_counter_ns
 from typing import Any, final
 
 from infeed.assembly import build_engine
@@ -22,6 +24,11 @@ from infeed.errors import ConfigError, LoaderClosedError
 from infeed.garage import MSG_CLOSED, Garage
 from infeed.ledger import BadSample, Ledger, new_list
 from infeed.lineage import Lineage, lineage_of
+from infeed.memory.budget import available_bytes
+from infeed.observe.meter import Meter
+from infeed.observe.machine import describe_machine
+from infeed.observe.records import Statistics, Trace
+from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
@@ -43,6 +50,7 @@ class Core:
         self._lock = threading.Lock()  # guards both while an epoch begins
         self.garage = Garage()
         self._bad_samples = new_list()
+        self.meter = Meter(config.observe)
 
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
@@ -107,7 +115,9 @@ class Core:
         elif past is not None:
             start = self._stream_start(start, past)
         # Without a time-out: whoever replays may be looking around in a debugger.
-        engine = build_engine(replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, only=plan)
+        engine = build_engine(
+            replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, Meter("off"), only=plan
+        )
         try:
             engine.begin_epoch(Trail(start))
             return engine.next_batch()
@@ -165,6 +175,50 @@ class Core:
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
 
+    def statistics(self) -> Statistics:
+        config = self.config
+        return self.meter.statistics(
+            epoch=self.epoch,
+            is_auto=False,
+            core_count=len(os.sched_getaffinity(0)),
+            memory_limit=config.memory_limit_bytes or available_bytes() // 2,
+            loads_by=_loads_by(config, self.plan),
+            has_collate_fn=config.collate_fn is not None,
+        )
+
+    def trace(self) -> Trace:
+        """Everything that is known of the run so far.
+
+        Raises:
+            ConfigError: it is not kept.
+        """
+        config = self.config
+        if config.observe != "timeline":
+            raise ConfigError(f"observe={config.observe!r} keeps no timeline; use observe='timeline', which is the default")
+        statistics = self.statistics()
+        return self.meter.trace(statistics, config.shown(), describe_machine(statistics.core_count))
+
+    def show(self, trail: Trail) -> Show | None:
+        """What is to be seen of an iteration while it runs, if anything."""
+        config = self.config
+        if not config.progress and config.on_statistics is None:
+            return None
+        if config.progress:
+            check_progress()
+        try:
+            batch_count = self.plan.batch_count()
+        except TypeError:
+            batch_count = None
+        return Show(
+            self.statistics,
+            epoch=trail.epoch,
+            first_step=trail.start.step,
+            batch_count=batch_count,
+            is_shown=config.progress,
+            on_statistics=config.on_statistics,
+            every_s=config.statistics_every,
+        )
+
     def _ledger(self) -> Ledger:
         return Ledger(self.config.error_budget, self._bad_samples)
 
@@ -173,6 +227,16 @@ class Core:
         with self._lock:
             if self._trail is trail:
                 self._next, self._trail = trail.start, None
+
+
+def _loads_by(config: LoaderConfig, plan: Plan) -> str:
+    """What of the dataset gives samples, as a user knows it."""
+    if plan.table is not None:
+        return "gathering rows"
+    if config.is_stream:
+        return "__iter__"
+    is_batched = config.batch_size is not None and callable(getattr(config.dataset, "__getitems__", None))
+    return "__getitems__" if is_batched else "__getitem__"
 
 
 def _no_core() -> None:
@@ -192,6 +256,8 @@ class Epoch(Iterator[Any]):
         self._engine: Engine | None = None
         self._is_over = False
         self._ahead: Ahead | None = None
+        self._show: Show | None = None
+        self._has_given = False
         self._is_drained = False  # all batches are on their way to the device
         self._finalizer: weakref.finalize[[Garage, Engine, Ahead | None], Epoch] | None = None
 
@@ -203,12 +269,19 @@ class Epoch(Iterator[Any]):
             if self._is_over:
                 raise StopIteration
             engine = self._engine or self.begin()
+            if self._show is not None:
+                if self._has_given:
+                    self._show.step()  # the loop is done with a batch
+                self._has_given = True
             try:
                 return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
             except EpochEnd:
                 if self._trail is not None:
                     self._trail.end()
+                show = self._show
                 self._end()
+                if show is not None:
+                    show.tell()
                 raise StopIteration from None
             except BaseException:
                 if engine.is_between_epochs and self._ahead is None and self._trail is not None:
@@ -221,6 +294,7 @@ class Epoch(Iterator[Any]):
     def _next_ahead(self, engine: Engine, ahead: Ahead) -> Any:
         """The next batch on the device, with some behind it on their way."""
         assert self._trail is not None
+        asked_ns = perf_counter_ns()
         while not ahead.is_full and not self._is_drained:
             try:
                 batch = engine.next_batch(waits=ahead.is_empty)
@@ -240,6 +314,7 @@ class Epoch(Iterator[Any]):
         if ahead.is_empty:
             raise EpochEnd
         batch, reached = ahead.pop()
+        engine.gauge.given(asked_ns, perf_counter_ns())
         self._trail.show(reached)
         if isinstance(batch, BaseException):
             raise batch
@@ -250,15 +325,16 @@ class Epoch(Iterator[Any]):
         core = self._core
         config, garage = core.config, core.garage
         stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
-        engine = garage.take(lambda: build_engine(core.config, core.plan))
+        engine = garage.take(lambda: build_engine(core.config, core.plan, core.meter))
         trail = core.begin(self._offered)
         try:
-            engine.begin_epoch(trail)
+            engine.begin_epoch(trail, is_polled=stage is not None)
         except BaseException:
             core.take_back(trail)
             garage.give_back(engine)
             raise
         self._engine, self._trail = engine, trail
+        self._show = core.show(trail)
         if stage is not None:
             trail.show(trail.start)
             self._ahead = Ahead(stage, config.device_prefetch)
@@ -290,6 +366,9 @@ class Epoch(Iterator[Any]):
         if self._trail is not None:
             self._trail.ledger.end_epoch()
         self._ahead = None
+        show, self._show = self._show, None
+        if show is not None:
+            show.close()
         if self._finalizer is not None:
             self._finalizer()
         self._engine = None

@@ -17,6 +17,8 @@ from typing import Any, Final, assert_never, final
 from infeed.batch.layout import Layout, LayoutPool
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
+from infeed.observe.gauge import Flight, Gauge
+from infeed.observe.records import LOOP
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
 from infeed.reports import batch_error, start_error, workers_error
@@ -102,6 +104,8 @@ class Engine:
         self._setup = setup
         self._crew, self._arena = setup.crew, setup.arena
         self._delivery = setup.delivery
+        self._gauge = setup.gauge
+        self._gauge.flight = self._flight
         self._scheduler = Scheduler(
             workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
@@ -122,6 +126,7 @@ class Engine:
         self._next_look = 0.0  # when to look after workers, while waiting
         self._given_count = 0  # batches of this epoch that the user has had
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
+        self._is_polled = False  # whoever asks prefetches by itself, and says when the loop has what it waited for
         self._is_closed = False
         self._is_down = False
         self._lock = threading.RLock()  # held by the thread that drives this engine
@@ -152,9 +157,18 @@ class Engine:
             while self._plan(self._refill):
                 self._crew.flush()
 
-    def begin_epoch(self, trail: Trail) -> None:
+    @property
+    def gauge(self) -> Gauge:
+        return self._gauge
+
+    def _flight(self) -> Flight:
+        return Flight(len(self._records), self._arena.total_bytes)
+
+    def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
         self._trail = trail
+        self._is_polled = is_polled
+        self._gauge.begin_epoch(trail.epoch)
         self._given_count = trail.start.step
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
@@ -210,9 +224,10 @@ class Engine:
         if feed is None or self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
         deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
+        asked_ns = time.perf_counter_ns()
         self._plan()
         if not self._delivered:  # it may be there, if it was asked for before and not waited for
-            self._tell(BatchWanted(feed.epoch, time.perf_counter_ns() - self._left_ns if self._left_ns else 0))
+            self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
         while self._error is not None or not self._delivered:
             if self._error is not None:  # it comes before what is delivered: a batch that was passed over had it
                 error, self._error = self._error, None
@@ -225,7 +240,9 @@ class Engine:
         if not self._setup.is_lazy:
             self._plan()
             self._crew.flush()
-        self._left_ns = time.perf_counter_ns()
+        left_ns = self._left_ns = time.perf_counter_ns()
+        if not self._is_polled:
+            self._gauge.given(asked_ns, left_ns)
         return self._delivered.pop(0)
 
     def _check_end(self, feed: Feed) -> None:
@@ -256,7 +273,10 @@ class Engine:
             timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
-        for worker, message in self._crew.receive(timeout_s):
+        blocked_ns = time.perf_counter_ns()
+        news = self._crew.receive(timeout_s)
+        self._gauge.blocked_ns += time.perf_counter_ns() - blocked_ns
+        for worker, message in news:
             self._hear(worker, message)
         self._plan()
 
@@ -348,6 +368,7 @@ class Engine:
             case RowsLoaded() | PackedLoaded():
                 self._on_loaded(worker, message)
             case Started():
+                self._gauge.started(worker, self._crew.pids().get(worker))
                 self._tell(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
                 self._on_unplaced(worker, task, nbytes, layout)
@@ -365,7 +386,9 @@ class Engine:
                 self.close()
                 self._error = start_error(worker, failure)
             case Death():
+                self._gauge.ended(worker)
                 self._troubles.died(worker, message)
+                self._gauge.mark("death", worker, self._troubles.last_death)
                 if self._troubles.is_storm and not self._is_closed:
                     self._do(FailWorkers(worker))
             case _:
@@ -478,6 +501,7 @@ class Engine:
             case DeliverError(batch, task):
                 record = self._records.pop(batch)
                 self._error = batch_error(record, task, self._troubles.name)
+                self._gauge.mark("failure", LOOP, f"{type(self._error).__name__}: {self._error}")
                 self._note_failed(record)
             case Reload(batch):
                 before = self._records[batch]
@@ -492,6 +516,7 @@ class Engine:
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
+                self._gauge.restarted(worker)
                 self._crew.start(worker)
                 if isinstance(self._feed, StreamFeed):
                     self._open_share(worker, self._feed)
@@ -571,6 +596,8 @@ class Engine:
                 failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
                 self._error = failure.exception(place)
                 return
+        self._gauge.sample_count += record.row_count
+        self._gauge.byte_count += self._delivery.last_bytes
         record.let_go()
         if self._setup.mender.is_active and self._note_bad(record):
             return
@@ -587,6 +614,9 @@ class Engine:
         # Workers have told of them in any order.
         bad = [] if record.mend is None else sorted(record.mend.done, key=attrgetter("position"))
         ledger.note(bad, record.row_count)
+        for sample in bad:
+            self._gauge.outcomes[sample.outcome] += 1
+            self._gauge.mark("bad sample", LOOP, str(sample))
         error = ledger.excess(self._setup.epoch_length())
         if error is not None:
             self._note_failed(record)

@@ -13,9 +13,11 @@ from infeed.feeds import Feed, PlannedBatch, StreamShares
 from infeed.memory.arena import Arena
 from infeed.memory.segments import SegmentStore
 from infeed.mending import Mend, Mender
+from infeed.observe.gauge import Gauge
 from infeed.plan.cursor import Cursor
 from infeed.scheduler.messages import BatchId, TaskId, WorkerId
 from infeed.watching import Watch
+from infeed.workers.board import Board
 from infeed.workers.crew import Crew
 from infeed.workers.failures import Failure
 
@@ -44,6 +46,8 @@ class EngineSetup:
     prefetches_epochs: bool
     delivery: HostDelivery
     mender: Mender
+    board: Board
+    gauge: Gauge
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]
 
@@ -51,8 +55,8 @@ class EngineSetup:
         """Close all of it, memory last: a worker may write until it is gone."""
         try:
             self.crew.close()
-            if self.watch is not None:
-                self.watch.close()
+            self.gauge.close()
+            self.board.close()
         finally:  # Ctrl+C may end the wait for workers, which are killed then
             self.delivery.close()
             self.arena.close()

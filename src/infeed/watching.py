@@ -49,10 +49,6 @@ class Watch:
         self.look_s = max(_SOONEST_LOOK_S, min(shortest))
         self._told: dict[WorkerId, tuple[int, float]] = {}  # since when it was at what it was told of, and how long that was
 
-    def close(self) -> None:
-        """The workers are gone; nothing is looked at any more."""
-        self._board.close()
-
     def doing(self, worker: WorkerId) -> Doing:
         return self._board.doing(worker)
 

@@ -30,10 +30,10 @@ def test_what_a_worker_notes_is_read_through_shared_memory() -> None:
     assert before <= board.doing(W1).since_ns <= time.perf_counter_ns()
     cell.among(8, 4)
     assert (board.doing(W1).row, board.doing(W1).row_count, board.doing(W1).exact_row) == (8, 4, None)
-    cell.note_usage(123, 456)
+    cell.note_usage(123, 456, 789)
     cell.rest()
     assert (board.doing(W1).task, board.doing(W1).since_ns, board.doing(W1).rss_bytes) == (None, 0, 123)
-    assert board.doing(W1).cpu_ns == 456
+    assert (board.doing(W1).cpu_ns, board.doing(W1).queued_ns) == (456, 789)
     assert board.doing(W0).since_ns == 0
 
     board.clear(W1)

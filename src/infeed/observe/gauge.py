@@ -40,6 +40,12 @@ class Flight(NamedTuple):
     nbytes: int
 
 
+class Usage(NamedTuple):
+    cpu_ns: int
+    queued_ns: int
+    memory_bytes: int  # now
+
+
 class Reading(NamedTuple):
     """A worker's tape: sums, histogram, and the slowest samples (nanoseconds, epoch, position, index)."""
 
@@ -56,11 +62,11 @@ _SLOWEST: Final = 16
 class Member:
     """What is known of one worker, all its lives together."""
 
-    __slots__ = ("alive_ns", "cpu_ns", "pid", "restart_count", "since_ns")
+    __slots__ = ("alive_ns", "cpu_ns", "pid", "queued_ns", "restart_count", "since_ns")
 
     def __init__(self) -> None:
         self.alive_ns = 0  # of lives that are over
-        self.cpu_ns = 0  # of lives that are over
+        self.cpu_ns = self.queued_ns = 0  # of lives that are over
         self.since_ns = 0  # when this life began; 0: it has none
         self.restart_count = 0
         self.pid: int | None = None
@@ -124,6 +130,7 @@ class Gauge:
         self._run_waited = 0
         self._epoch = 0
         self.is_closed = False
+        self._final_count = 0
         self._owner_pid = os.getpid()
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
 
@@ -194,7 +201,9 @@ class Gauge:
         member = self.members[worker]
         if member.since_ns:
             member.alive_ns += perf_counter_ns() - member.since_ns
-            member.cpu_ns += self._board.doing(worker).cpu_ns
+            doing = self._board.doing(worker)
+            member.cpu_ns += doing.cpu_ns
+            member.queued_ns += doing.queued_ns
             member.since_ns = 0
 
     def restarted(self, worker: WorkerId) -> None:
@@ -202,19 +211,26 @@ class Gauge:
 
     @property
     def worker_count(self) -> int:
+        """How many there are, or were when the engine was closed."""
+        if self.is_closed:
+            return self._final_count
         return sum(bool(member.since_ns) for member in self.members.values())
 
     def alive_ns(self, worker: WorkerId) -> int:
         member = self.members[worker]
         return member.alive_ns + (perf_counter_ns() - member.since_ns if member.since_ns else 0)
 
-    def cpu_ns(self, worker: WorkerId) -> int:
+    def usage(self, worker: WorkerId) -> Usage:
+        """What it has used so far, all its lives together."""
         member = self.members[worker]
-        now = 0 if self.is_closed or not member.since_ns else self._board.doing(worker).cpu_ns
-        return member.cpu_ns + now
-
-    def memory_bytes(self, worker: WorkerId) -> int:
-        return 0 if self.is_closed else self._board.doing(worker).rss_bytes
+        if member.since_ns and not self.is_closed:
+            try:
+                doing = self._board.doing(worker)
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+            else:
+                return Usage(member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns, doing.rss_bytes)
+        return Usage(member.cpu_ns, member.queued_ns, 0)
 
     def read(self, worker: WorkerId) -> Reading:
         """What a worker has put on its tape."""
@@ -234,10 +250,8 @@ class Gauge:
 
     def point(self, now_ns: int) -> Point:
         sums = [reader.sums() for reader in self._readers.values()]
-        if self.kind == "process":
-            memory = sum(self.memory_bytes(worker) for worker, member in self.members.items() if member.since_ns)
-        else:
-            memory = resident_bytes()
+        usages = [self.usage(worker) for worker in self.members]
+        memory = sum(one.memory_bytes for one in usages) if self.kind == "process" else resident_bytes()
         flight = self.flight()
         return Point(
             at_ns=now_ns,
@@ -248,7 +262,8 @@ class Gauge:
             away_ns=self.away_ns,
             worker_count=self.worker_count,
             busy_ns=sum(one.load_ns + one.collate_ns + one.write_ns for one in sums),
-            cpu_ns=sum(map(self.cpu_ns, self.members)),
+            cpu_ns=sum(one.cpu_ns for one in usages),
+            queued_ns=sum(one.queued_ns for one in usages),
             memory_bytes=memory,
             flight_bytes=flight.nbytes,
         )
@@ -275,13 +290,14 @@ class Gauge:
             return
         self.take_spans(is_last=True)
         self._last = {worker: self.read(worker) for worker in self.members}
+        self._final_count = self.worker_count
         for worker in self.members:
             self.ended(worker)
         self.is_closed = True
 
     def absorb(self, other: Gauge) -> None:
         """Count for another engine as well; both are closed."""
-        self.kind = other.kind
+        self.kind, self._final_count = other.kind, other._final_count
         for name in ("batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "byte_count"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes += other.outcomes
@@ -289,6 +305,7 @@ class Gauge:
             own = self.members.setdefault(worker, Member())
             own.alive_ns += member.alive_ns
             own.cpu_ns += member.cpu_ns
+            own.queued_ns += member.queued_ns
             own.restart_count += member.restart_count
             own.pid = member.pid
             self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))

@@ -121,6 +121,7 @@ def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
         own = [gauge for gauge in gauges if worker in gauge.members]
         latest = own[-1].members[worker]
         sums = [gauge.read(worker).sums for gauge in own]
+        usages = [gauge.usage(worker) for gauge in own]
         if not any(sums) and not latest.since_ns and not latest.alive_ns:
             continue  # it might have been hired, and was not
         yield WorkerStatistics(
@@ -132,8 +133,9 @@ def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
             collate_s=sum(one.collate_ns for one in sums) / 1e9,
             write_s=sum(one.write_ns for one in sums) / 1e9,
             alive_s=sum(gauge.alive_ns(worker) for gauge in own) / 1e9,
-            cpu_s=sum(gauge.cpu_ns(worker) for gauge in own) / 1e9,
-            memory_bytes=own[-1].memory_bytes(worker),
+            cpu_s=sum(one.cpu_ns for one in usages) / 1e9,
+            queued_s=sum(one.queued_ns for one in usages) / 1e9,
+            memory_bytes=usages[-1].memory_bytes,
             restart_count=sum(gauge.members[worker].restart_count for gauge in own),
             retry_count=sum(one.retry_count for one in sums),
         )

@@ -56,6 +56,7 @@ class Point(NamedTuple):
     worker_count: int
     busy_ns: int  # of all workers together
     cpu_ns: int  # processor time of all workers together
+    queued_ns: int  # how long they were ready to run and had no core
     memory_bytes: int  # of all workers together, or of this process where there are none
     flight_bytes: int  # of batches that are loaded, being loaded, or kept by the user
 
@@ -93,6 +94,7 @@ class WorkerStatistics:
     write_s: float
     alive_s: float  # since it was started, all its lives together
     cpu_s: float  # processor time; 0 where it cannot be had
+    queued_s: float  # how long it was ready to run and had no core; 0 where it cannot be had
     memory_bytes: int  # resident; shared memory counts in every worker that has touched it
     restart_count: int
     retry_count: int
@@ -173,6 +175,8 @@ class Statistics:
         return sum(one.memory_bytes for one in self.workers if one.is_alive)
 
     def __str__(self) -> str:
+        if not self.batch_count:
+            return self.verdict
         phases = {name: sum(getattr(one, f"{name}_s") for one in self.workers) for name in ("load", "collate", "write")}
         start = f", first batches {self.started_s:.2f} s" if self.started_s else ""
         rows = {

@@ -56,7 +56,10 @@ def _cure(statistics: Statistics, what: str) -> str:
     if what.startswith("infeed"):
         return "larger batches cost less of it"
     if statistics.kind == "inline":
-        return f"num_workers={_needed(statistics)} would hide it"
+        needed, cores = _needed(statistics), max(1, int(statistics.core_count))
+        if needed <= cores:
+            return f"num_workers={needed} would hide it"
+        return f"num_workers={cores}, one for each core, would help; more if it waits and does not compute"
     slow = _slow_sample(statistics)
     if statistics.busy_share < _IDLE:
         if slow:
@@ -95,9 +98,9 @@ def _needed(statistics: Statistics) -> int:
 
 
 def _computing(statistics: Statistics) -> float:
-    """Of workers' working time, how much they used the processor; 1 where that is not known."""
+    """Of workers' working time, how much they used a core or would have liked to; 1 where that is not known."""
     busy_s = sum(one.busy_s for one in statistics.workers)
-    cpu_s = sum(one.cpu_s for one in statistics.workers)
+    cpu_s = sum(one.cpu_s + one.queued_s for one in statistics.workers)
     return min(1.0, cpu_s / busy_s) if busy_s and cpu_s else 1.0
 
 

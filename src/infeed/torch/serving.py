@@ -128,6 +128,10 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
         retries=getattr(loader, "retries", 0),
         sample_timeout=getattr(loader, "sample_timeout", 0),
         hang_warning=getattr(loader, "hang_warning", None),
+        observe=getattr(loader, "observe", "timeline"),
+        progress=getattr(loader, "progress", False),
+        on_statistics=getattr(loader, "on_statistics", None),
+        statistics_every=getattr(loader, "statistics_every", 10.0),
         is_torch=True,
     )
 

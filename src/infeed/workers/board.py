@@ -19,7 +19,7 @@ from infeed.workers.tape import TAPE_NUMBERS, Observe, Silence, Tape, TapeReader
 _NUMBERS: Final = 8  # of a cell: a cache line
 _NUMBER_BYTES: Final = 8
 _PAGE: Final = _NUMBERS + TAPE_NUMBERS  # what a worker has of the board
-_TASK, _ROW, _SINCE, _RSS, _STACK, _COUNT, _CPU = range(7)
+_TASK, _ROW, _SINCE, _RSS, _STACK, _COUNT, _CPU, _QUEUED = range(8)
 UNKNOWN: Final = -1
 
 
@@ -33,6 +33,7 @@ class Doing(NamedTuple):
     rss_bytes: int  # memory, when it was last looked at; 0: never
     stack_fd: int  # where its stack is written when it is asked for; UNKNOWN: nowhere
     cpu_ns: int  # processor time, when it was last looked at
+    queued_ns: int  # how long it was ready to run and waited for a core; 0 where the platform does not tell
 
     @property
     def exact_row(self) -> int | None:
@@ -88,9 +89,10 @@ class Cell:
         self._numbers[_TASK] = 0
         self._numbers[_SINCE] = 0
 
-    def note_usage(self, rss_bytes: int, cpu_ns: int) -> None:
+    def note_usage(self, rss_bytes: int, cpu_ns: int, queued_ns: int) -> None:
         self._numbers[_RSS] = rss_bytes
         self._numbers[_CPU] = cpu_ns
+        self._numbers[_QUEUED] = queued_ns
 
 
 def tape_over(memory: Any, worker: int, observe: Observe) -> Tape | Silence:
@@ -126,8 +128,8 @@ class Board:
         return TapeReader(self._numbers, worker * _PAGE + _NUMBERS)
 
     def doing(self, worker: WorkerId) -> Doing:
-        task, row, since_ns, rss, stack, count, cpu_ns, *_ = self._numbers[worker * _PAGE : worker * _PAGE + _NUMBERS]
-        return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns)
+        task, row, since_ns, rss, stack, count, cpu_ns, queued_ns = self._numbers[worker * _PAGE : worker * _PAGE + _NUMBERS]
+        return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns, queued_ns)
 
     def close(self) -> None:
         """Let go of the memory: a mapping has a descriptor of its own, for as long as it is there. Its readers are closed."""

@@ -51,6 +51,17 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def queued_ns() -> int:
+    """How long this thread was ready to run and had no core; 0 if the platform does not tell."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        with open("/proc/thread-self/schedstat") as schedstat:
+            return int(schedstat.read().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def resident_bytes() -> int:
     """How much memory this process has, or had at most where the platform tells only that; 0 if it tells nothing."""
     if sys.platform == "linux":

@@ -142,9 +142,9 @@ class Runner:
             case _:
                 assert_never(message)
 
-    def note_usage(self, cpu_ns: int) -> None:
+    def note_usage(self, cpu_ns: int, queued_ns: int) -> None:
         """Of a worker that has no memory of its own."""
-        self._cell.note_usage(0, cpu_ns)
+        self._cell.note_usage(0, cpu_ns, queued_ns)
 
     def forget_segment(self, number: int) -> None:
         """Drop every view into a segment that goes away."""

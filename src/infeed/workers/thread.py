@@ -14,6 +14,7 @@ from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.crew import Crew, News
 from infeed.workers.failures import Failure
 from infeed.workers.hearers import Recalls
+from infeed.workers.insides import queued_ns
 from infeed.workers.launch import explaining_limits
 from infeed.workers.messages import (
     LoadFailed,
@@ -142,7 +143,7 @@ def _work(
             news.put((worker, answer))
         if time.monotonic() - measured > _MEASURE_S:
             measured = time.monotonic()
-            runner.note_usage(time.thread_time_ns())
+            runner.note_usage(time.thread_time_ns(), queued_ns())
         # Nothing may hold on to a batch while this thread waits.
         del message, answer
 
