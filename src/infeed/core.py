@@ -25,8 +25,8 @@ from infeed.garage import MSG_CLOSED, Garage
 from infeed.ledger import BadSample, Ledger, new_list
 from infeed.lineage import Lineage, lineage_of
 from infeed.memory.budget import available_bytes
-from infeed.observe.meter import Meter
 from infeed.observe.machine import describe_machine
+from infeed.observe.meter import Meter
 from infeed.observe.records import Statistics, Trace
 from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
