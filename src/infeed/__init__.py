@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from infeed.lineage import Lineage as Lineage
     from infeed.loader import DataLoader as DataLoader
     from infeed.memory.sharing import share as share
+    from infeed.observe.records import SlowSample as SlowSample
+    from infeed.observe.records import Statistics as Statistics
+    from infeed.observe.records import WorkerStatistics as WorkerStatistics
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
     from infeed.workers.places import get_rng as get_rng
@@ -40,7 +43,10 @@ _HOMES: Final = {
     "BadSample": "infeed.ledger",
     "DataLoader": "infeed.loader",
     "Lineage": "infeed.lineage",
+    "SlowSample": "infeed.observe.records",
+    "Statistics": "infeed.observe.records",
     "WorkerInfo": "infeed.workers.info",
+    "WorkerStatistics": "infeed.observe.records",
     "get_rng": "infeed.workers.places",
     "get_worker_info": "infeed.workers.info",
     "share": "infeed.memory.sharing",
@@ -58,11 +64,14 @@ __all__ = [
     "LoaderClosedError",
     "MemoryLimitError",
     "SampleError",
+    "SlowSample",
     "StateError",
+    "Statistics",
     "WorkerDiedError",
     "WorkerError",
     "WorkerInfo",
     "WorkerStartError",
+    "WorkerStatistics",
     "get_rng",
     "get_worker_info",
     "share",

@@ -16,13 +16,21 @@ WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
 CONFIG = {"errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
-RECORDS = MENDING | {"mending", "watching"}
+RECORDS = MENDING | {"mending", "observe", "watching"}
 ENGINE = RECORDS | {"records", "reports", "rooms", "trail", "troubles"}
 ASSEMBLY = ENGINE | {"engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage"}
 LOADER = CORE | {"core"}
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"errors", "ledger", "lineage", "loader", "memory", "workers"},  # for type checkers: see test_import_is_light
+    "__init__": {
+        "errors",
+        "ledger",
+        "lineage",
+        "loader",
+        "memory",
+        "observe",
+        "workers",
+    },  # for type checkers: see test_import_is_light
     "errors": set(),
     "plan": {"errors", "plan"},
     "scheduler": {"errors", "scheduler"},

@@ -1,0 +1,149 @@
+"""The progress bar, and statistics for whoever plots them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import infeed
+from tests.helpers import ROOT, Squares
+
+tqdm_auto = pytest.importorskip("tqdm.auto")
+
+
+class Bar:
+    """Stands in for tqdm and keeps what it is told."""
+
+    made: list[Bar] = []
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+        self.count = given["initial"]
+        self.texts: list[str] = []
+        self.is_closed = False
+        Bar.made.append(self)
+
+    def update(self, count: int) -> None:
+        assert not self.is_closed
+        self.count += count
+
+    def set_postfix_str(self, text: str, *, refresh: bool) -> None:
+        self.texts.append(text)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
+    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
+    Bar.made = []
+    return Bar.made
+
+
+def test_a_bar_counts_what_the_loop_is_done_with(bars: list[Bar]) -> None:
+    with infeed.DataLoader(Squares(40), 4, num_workers=2, progress=True) as loader:
+        for number, _ in enumerate(loader):
+            assert bars[0].count == number
+    (bar,) = bars
+    assert (bar.count, bar.is_closed) == (10, True)
+    assert bar.given["total"] == 10
+    assert bar.given["desc"] == "epoch 0"
+    assert bar.texts[-1].endswith("2 workers")
+    assert "samples/s, waits " in bar.texts[-1]
+
+
+def test_a_bar_goes_on_where_the_epoch_does(bars: list[Bar]) -> None:
+    with infeed.DataLoader(Squares(40), 4, progress=True, seed=1) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = loader.state_dict()
+    with infeed.DataLoader(Squares(40), 4, progress=True, seed=1) as loader:
+        loader.load_state_dict(state)
+        list(loader)
+    assert bars[-1].given["initial"] == 3
+    assert bars[-1].count == 10
+
+
+def test_a_loop_that_is_left_closes_its_bar(bars: list[Bar]) -> None:
+    with infeed.DataLoader(Squares(40), 4, num_workers=1, progress=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        batches.leave()  # type: ignore[attr-defined]
+        assert bars[0].is_closed
+
+
+def test_a_stream_has_a_bar_without_an_end(bars: list[Bar]) -> None:
+    with infeed.DataLoader((number for number in range(8)), 4, progress=True) as loader:
+        list(loader)
+    assert bars[0].given["total"] is None
+    assert bars[0].count == 2
+
+
+def test_statistics_are_given_as_often_as_asked_and_at_the_end() -> None:
+    heard: list[int] = []
+    loader = infeed.DataLoader(Squares(40), 4, on_statistics=lambda known: heard.append(known.batch_count), statistics_every=0)
+    with loader:
+        list(loader)
+        assert heard == [*range(1, 11), 10]
+    heard.clear()
+    with infeed.DataLoader(Squares(40), 4, on_statistics=lambda known: heard.append(known.batch_count)) as loader:
+        list(loader)
+    assert heard == [10]
+
+
+def test_what_a_listener_raises_is_raised_in_the_loop_and_no_batch_is_lost() -> None:
+    def refuse(known: infeed.Statistics) -> None:
+        if known.batch_count == 2:
+            raise RuntimeError("the disk of the log is full")
+
+    with infeed.DataLoader(Squares(12), 4, on_statistics=refuse, statistics_every=0, seed=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        with pytest.raises(RuntimeError, match="disk of the log"):
+            next(batches)
+        assert loader.state_dict()["step"] == 2
+
+
+def test_torchs_loader_has_it_too(bars: list[Bar]) -> None:
+    torch_loaders = pytest.importorskip("infeed.torch")
+    loader = torch_loaders.DataLoader(Squares(40), 4, num_workers=1, progress=True)
+    list(loader)
+    assert bars[0].count == 10
+    assert loader.statistics().batch_count == 10
+    list(loader)
+    assert loader.statistics().batch_count == 20
+
+
+def test_without_tqdm_the_cure_is_named() -> None:
+    code = """
+import sys
+sys.modules["tqdm"] = sys.modules["tqdm.auto"] = None
+import infeed
+try:
+    list(infeed.DataLoader([1, 2, 3], progress=True))
+except infeed.ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "src")
+    assert "install infeed[progress]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"observe": "everything"}, "observe='everything' is not one of"),
+        ({"progress": 1}, "progress=1 must be True or False"),
+        ({"on_statistics": 3}, "on_statistics=3 must be callable"),
+        ({"statistics_every": -1}, "statistics_every=-1 must be a number of seconds"),
+        ({"observe": "off", "progress": True}, "observe='off' leaves nothing to show"),
+    ],
+)
+def test_wrong_options_are_told_at_once(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(infeed.ConfigError, match=said):
+        infeed.DataLoader(Squares(4), **wrong)

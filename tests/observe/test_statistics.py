@@ -1,0 +1,206 @@
+"""What a loader says of itself: counters that are right, for every kind of worker, through epochs, deaths and close."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.testing import FaultyDataset
+from tests.helpers import Squares
+
+KINDS = [{}, {"num_workers": 2, "worker": "thread"}, {"num_workers": 2}]
+IDS = ["inline", "thread", "process"]
+
+
+class Napping:
+    """Every sample takes at least two milliseconds, and one takes fifty."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        time.sleep(0.05 if index == 17 else 0.002)
+        return np.full(100, index, dtype=np.int64)
+
+
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_counts_are_exact(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(Napping(), 8, seed=1, **workers) as loader:
+        assert loader.statistics().batch_count == 0
+        assert "nothing was loaded" in str(loader.statistics())
+        for _ in range(2):
+            for _batch in loader:
+                pass
+        known = loader.statistics()
+    assert (known.batch_count, known.sample_count) == (16, 120)
+    # Every leaf begins on a boundary of its own, so a batch may take some bytes more than its arrays.
+    assert 120 * 800 <= known.byte_count <= 120 * 800 + 16 * 64
+    # Workers have begun with the next epoch.
+    assert sum(one.sample_count for one in known.workers) == sum(count for _, count in known.histogram) >= 120
+    assert sum(one.load_s for one in known.workers) >= 2 * (59 * 0.002 + 0.05)
+    assert known.slowest[0].index == 17
+    assert known.slowest[0].seconds >= 0.05
+    assert known.sample_times["max"] == known.slowest[0].seconds
+    assert 0.002 <= known.sample_times["median"] <= known.sample_times["p99"] <= known.sample_times["max"]
+    assert known.waited_s > 0
+    assert 0 <= known.wait_share <= 1
+    assert (known.restart_count, known.retry_count, known.skipped_count) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(Napping(), 8, **workers) as loader:
+        list(loader)
+        before = loader.statistics()
+    after = loader.statistics()
+    assert after.batch_count == before.batch_count == 8
+    assert after.slowest[0] == before.slowest[0]  # the rest may be of the next epoch, which is begun already
+    assert after.worker_count == before.worker_count == workers.get("num_workers", 0)
+    assert sum(one.sample_count for one in after.workers) >= sum(one.sample_count for one in before.workers) >= 60
+    assert not any(one.is_alive for one in after.workers)
+
+
+def test_nested_loops_count_together() -> None:
+    with infeed.DataLoader(Squares(40), 10, num_workers=1) as loader:
+        for _ in loader:
+            for _ in loader:
+                pass
+        known = loader.statistics()
+    assert (known.batch_count, known.sample_count) == (20, 200)
+    assert loader.statistics().sample_count == 200
+
+
+def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
+    with infeed.DataLoader(Napping(), 4, num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        pid = loader.statistics().workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        list(batches)
+        known = loader.statistics()
+    assert known.restart_count == 1
+    assert known.sample_count == 60
+    assert known.workers[0].pid != pid
+    marks = loader._core.trace().marks
+    assert [mark.kind for mark in marks if mark.lane == 0] == ["death"]
+    assert f"pid {pid}" in next(mark.text for mark in marks if mark.kind == "death")
+    assert "1 restarts" in str(known)
+
+
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_bad_samples_and_retries_are_counted(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(FaultyDataset(40, [3, 21]), 8, on_error="skip", retries=2, **workers) as loader:
+        list(loader)
+        known = loader.statistics()
+    assert known.skipped_count == 2
+    assert known.retry_count >= 4
+    with infeed.DataLoader(FaultyDataset(40, [3, 21]), 8, on_error="replace", **workers) as loader:
+        list(loader)
+        assert loader.statistics().replaced_count == 2
+
+
+class Flow:
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for number in range(50):
+            time.sleep(0.001)
+            yield np.full(10, number)
+
+
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_streams_are_counted(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(Flow(), 8, **workers) as loader:
+        list(loader)
+        known = loader.statistics()
+    assert (known.batch_count, known.sample_count) == (7, 50)
+    assert sum(count for _, count in known.histogram) == 50
+    assert known.loads_by == "__iter__"
+
+
+def test_a_collate_fn_has_its_own_time() -> None:
+    def collate(samples: list[Any]) -> Any:
+        time.sleep(0.01)
+        return np.stack([sample[0] for sample in samples])
+
+    with infeed.DataLoader(Squares(40), 10, num_workers=1, collate_fn=collate) as loader:
+        list(loader)
+        known = loader.statistics()
+    assert sum(one.collate_s for one in known.workers) >= 4 * 0.01
+    assert known.has_collate_fn
+
+
+def test_arrays_are_counted_too() -> None:
+    with infeed.DataLoader(np.zeros((1000, 4)), 100) as loader:
+        list(loader)
+        known = loader.statistics()
+    assert (known.batch_count, known.sample_count, known.byte_count) == (10, 1000, 32000)
+    assert known.loads_by == "gathering rows"
+
+
+@pytest.mark.parametrize("observe", ["counters", "off"])
+def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
+    with infeed.DataLoader(Napping(), 8, num_workers=1, observe=observe) as loader:
+        list(loader)
+        known = loader.statistics()
+        with pytest.raises(infeed.ConfigError, match="observe='timeline'"):
+            loader.timeline("run.json")
+        assert not loader._core.meter._history.spans
+    assert (known.batch_count, bool(known.histogram)) == ((0, False) if observe == "off" else (8, True))
+
+
+def test_the_record_cannot_be_changed() -> None:
+    with infeed.DataLoader(Squares(4), 2) as loader, pytest.raises(dataclasses.FrozenInstanceError):
+        loader.statistics().batch_count = 3  # type: ignore[misc]
+
+
+def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
+    with infeed.DataLoader(Napping(), 4) as loader:
+        list(loader)
+        known = loader.statistics()
+    first, *rows = str(known).splitlines()
+    assert first == known.verdict
+    assert first.startswith("input-bound: the loop loaded by itself")
+    assert [row.split()[0] for row in rows] == ["given", "rate", "loop", "workers", "time", "a", "in"]
+
+
+def test_batches_that_go_to_a_device_are_counted_when_the_loop_has_them() -> None:
+    pytest.importorskip("torch")
+    with infeed.DataLoader(Squares(64), 4, num_workers=1, device="cpu", device_prefetch=3) as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        assert loader.statistics().batch_count == 2
+
+
+def test_the_loops_own_time_is_not_counted_as_waiting() -> None:
+    with infeed.DataLoader(Squares(40), 4, num_workers=1) as loader:
+        for _ in loader:
+            time.sleep(0.02)
+        known = loader.statistics()
+    assert known.away_s >= 9 * 0.02
+
+
+def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
+    with infeed.DataLoader(Napping(), 8, num_workers=2) as loader:
+        for _ in loader:
+            time.sleep(0.001)
+        trace = loader._core.trace()
+    loads = [span for span in trace.spans if span.kind == "load" and span.epoch == 0]
+    assert sum(span.size for span in loads) == 60
+    assert {span.first_index for span in loads if span.size == 1} == set(range(60))
+    loop = [span for span in trace.spans if span.lane == -1]
+    assert {"wait", "away"} <= {span.kind for span in loop}
+    for lane in {span.lane for span in trace.spans}:
+        own = [span for span in trace.spans if span.lane == lane]
+        own.sort(key=lambda span: span.begin_ns)
+        assert all(one.begin_ns <= one.end_ns <= other.begin_ns for one, other in zip(own, own[1:], strict=False))
+    assert trace.settings["num_workers"] == "2"
+    assert trace.machine["python"]

@@ -1,0 +1,151 @@
+"""What a worker keeps of what it does, read from the other side."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from time import perf_counter_ns
+
+from infeed.workers.tape import (
+    BUCKETS,
+    LOAD,
+    NO_INDEX,
+    TAPE_NUMBERS,
+    WRITE,
+    RawSpan,
+    Tape,
+    TapeReader,
+    bucket_end_ns,
+    bucket_of,
+)
+
+MS = 1_000_000
+
+
+def new_tape(*, is_spanning: bool = True) -> tuple[Tape, TapeReader, memoryview]:
+    numbers = memoryview(array("q", bytes(8 * TAPE_NUMBERS)))
+    return Tape(numbers, is_spanning=is_spanning), TapeReader(numbers, 0), numbers
+
+
+def run_task(tape: Tape, rows: int, times: list[int] | None = None, position: int = 0) -> None:
+    tape.begin(perf_counter_ns() - sum(times or [0]), epoch=3, position=position)
+    tape.loaded(position, list(range(100 + position, 100 + position + rows)), times)
+    tape.written()
+    tape.end(rows)
+
+
+def test_a_time_is_below_the_end_of_its_bucket_and_not_below_the_end_of_the_one_before() -> None:
+    for ns in [*range(0, 5000, 7), *(random.Random(0).randrange(1 << 39) for _ in range(1000))]:
+        bucket = bucket_of(ns)
+        assert ns < bucket_end_ns(bucket)
+        assert bucket == 0 or ns >= bucket_end_ns(bucket - 1)
+    assert bucket_of(1 << 60) == BUCKETS - 1
+
+
+def test_sums_are_those_of_all_tasks() -> None:
+    tape, reader, _ = new_tape()
+    for _ in range(10):
+        run_task(tape, 4)
+    tape.retried()
+    run_task(tape, 2)
+    sums = reader.sums()
+    assert (sums.sample_count, sums.retry_count) == (42, 1)
+    assert sums.load_ns > 0
+    assert sums.write_ns > 0
+    assert sums.collate_ns == 0
+    assert sum(reader.histogram()) == 42
+
+
+def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> None:
+    first, reader, numbers = new_tape()
+    run_task(first, 3, [2 * MS, 3 * MS, 2 * MS])
+    before = reader.sums()
+    second = Tape(numbers)
+    run_task(second, 1, [9 * MS])
+    sums = reader.sums()
+    assert sums.sample_count == 4
+    assert sums.load_ns >= before.load_ns + 9 * MS
+    assert [took for took, *_ in sorted(reader.slowest(), reverse=True)] == [9 * MS, 3 * MS, 2 * MS, 2 * MS]
+
+
+def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one() -> None:
+    tape, reader, _ = new_tape()
+    run_task(tape, 5, [2 * MS, 1000, 1000, 5 * MS, 1000], position=40)
+    spans, lost = reader.take_spans(is_last=True)
+    loads = [span for span in spans if span.kind == LOAD]
+    assert [(span.position, span.first_index, span.size) for span in loads] == [
+        (40, 140, 1),
+        (41, 141, 2),
+        (43, 143, 1),
+        (44, 144, 1),
+    ]
+    assert [span.end_ns - span.begin_ns for span in loads] == [2 * MS, 2000, 5 * MS, 1000]
+    assert all(one.end_ns <= other.begin_ns for one, other in zip(loads, loads[1:], strict=False))
+    assert {span.epoch for span in spans} == {3}
+    assert lost == 0
+
+
+def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
+    tape, reader, _ = new_tape()
+    for number in range(500):
+        run_task(tape, 2, position=2 * number)
+    spans, lost = reader.take_spans(is_last=True)
+    assert len(spans) + lost < 500
+    assert sum(span.size for span in spans) == 1000
+    assert {span.kind for span in spans} <= {LOAD, WRITE}
+
+
+def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
+    tape, reader, _ = new_tape()
+    run_task(tape, 1, [2 * MS])
+    run_task(tape, 1, [3 * MS])
+    taken = [span.end_ns - span.begin_ns for span in reader.take_spans()[0]]
+    rest = [span.end_ns - span.begin_ns for span in reader.take_spans(is_last=True)[0]]
+    assert (taken, rest) == ([2 * MS], [3 * MS])
+    assert reader.take_spans(is_last=True) == ([], 0)
+
+
+def test_spans_that_were_overwritten_are_counted() -> None:
+    tape, reader, _ = new_tape()
+    for number in range(5000):
+        run_task(tape, 1, [2 * MS], position=number)
+    spans, lost = reader.take_spans(is_last=True)
+    assert lost > 0
+    assert len(spans) + lost == 5000
+    assert [span.position for span in spans] == list(range(lost, 5000))
+
+
+def test_without_spans_sums_and_times_are_kept() -> None:
+    tape, reader, _ = new_tape(is_spanning=False)
+    run_task(tape, 2, [2 * MS, 4 * MS])
+    run_task(tape, 8)
+    assert reader.take_spans(is_last=True) == ([], 0)
+    assert reader.sums().sample_count == sum(reader.histogram()) == 10
+    assert len(reader.slowest()) == 2
+
+
+def test_an_index_that_is_no_number_is_not_kept() -> None:
+    tape, reader, _ = new_tape()
+    for index in ("a", True, 1 << 70, (1, 2)):
+        tape.begin(perf_counter_ns(), 0, 0)
+        tape.loaded(0, [index], [2 * MS])
+        tape.end(1)
+    assert [span.first_index for span in reader.take_spans(is_last=True)[0]] == [NO_INDEX] * 4
+
+
+def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
+    tape, reader, _ = new_tape()
+    times = [random.Random(1).randrange(1, 1000) * MS for _ in range(300)]
+    for number, took in enumerate(times):
+        run_task(tape, 1, [took], position=number)
+    slowest = sorted(reader.slowest(), reverse=True)
+    assert [took for took, *_ in slowest] == sorted(times, reverse=True)[:16]
+    assert all(times[position] == took for took, _, position, _ in slowest)
+
+
+def test_a_start_is_a_span() -> None:
+    tape, reader, _ = new_tape()
+    tape.started(perf_counter_ns() - 5 * MS)
+    (span,) = reader.take_spans(is_last=True)[0]
+    assert isinstance(span, RawSpan)
+    assert span.end_ns - span.begin_ns >= 5 * MS
