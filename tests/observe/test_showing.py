@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,7 +17,7 @@ tqdm_auto = pytest.importorskip("tqdm.auto")
 class Bar:
     """Stands in for tqdm and keeps what it is told."""
 
-    made: list[Bar] = []
+    made: ClassVar[list[Bar]] = []
 
     def __init__(self, **given: Any) -> None:
         self.given = given

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -201,6 +202,6 @@ def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
     for lane in {span.lane for span in trace.spans}:
         own = [span for span in trace.spans if span.lane == lane]
         own.sort(key=lambda span: span.begin_ns)
-        assert all(one.begin_ns <= one.end_ns <= other.begin_ns for one, other in zip(own, own[1:], strict=False))
+        assert all(one.begin_ns <= one.end_ns <= other.begin_ns for one, other in pairwise(own))
     assert trace.settings["num_workers"] == "2"
     assert trace.machine["python"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from itertools import pairwise
 from time import perf_counter_ns
 
 from infeed.workers.tape import (
@@ -80,7 +81,7 @@ def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one
         (44, 144, 1),
     ]
     assert [span.end_ns - span.begin_ns for span in loads] == [2 * MS, 2000, 5 * MS, 1000]
-    assert all(one.end_ns <= other.begin_ns for one, other in zip(loads, loads[1:], strict=False))
+    assert all(one.end_ns <= other.begin_ns for one, other in pairwise(loads))
     assert {span.epoch for span in spans} == {3}
     assert lost == 0
 
