@@ -106,6 +106,7 @@ class Engine:
         self._delivery = setup.delivery
         self._gauge = setup.gauge
         self._gauge.flight = self._flight
+        self._gauge.bytes_given = lambda: setup.delivery.given_bytes
         self._scheduler = Scheduler(
             workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
@@ -182,6 +183,7 @@ class Engine:
     def leave_epoch(self) -> None:
         """Forget what is left of the epoch; the next may begin."""
         feed, self._feed = self._feed, None
+        self._gauge.end_epoch(self._left_ns)
         if feed is not None and not self._is_closed:
             self._abandon(feed.epoch)
 
@@ -223,8 +225,8 @@ class Engine:
             raise LoaderClosedError(_MSG_FORKED)
         if feed is None or self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
-        deadline = time.monotonic() + self._setup.timeout_s if self._setup.timeout_s else None
         asked_ns = time.perf_counter_ns()
+        deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
         self._plan()
         if not self._delivered:  # it may be there, if it was asked for before and not waited for
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
@@ -240,9 +242,15 @@ class Engine:
         if not self._setup.is_lazy:
             self._plan()
             self._crew.flush()
-        left_ns = self._left_ns = time.perf_counter_ns()
+        left_ns = time.perf_counter_ns()
         if not self._is_polled:
-            self._gauge.given(asked_ns, left_ns)
+            # As `Gauge.given`, which would be another call for every batch.
+            gauge = self._gauge
+            gauge.waited_ns += left_ns - asked_ns
+            gauge.batch_count += 1
+            if left_ns > gauge.next_ns:
+                gauge.note(self._left_ns, asked_ns, left_ns)
+        self._left_ns = left_ns
         return self._delivered.pop(0)
 
     def _check_end(self, feed: Feed) -> None:
@@ -252,6 +260,7 @@ class Engine:
             error, feed.error = feed.error, None  # told once; then the epoch is over
             raise error
         self._feed = None
+        self._gauge.end_epoch(self._left_ns)
         emptiness = None if self._given_count or self._trail is None else self._trail.ledger.emptiness()
         if emptiness is not None:
             raise emptiness
@@ -261,7 +270,8 @@ class Engine:
         """The one place where the user's thread waits: for news, a death, the time-out, a look at the workers, or close."""
         if self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
-        now = time.monotonic()
+        now_ns = time.perf_counter_ns()
+        now = now_ns / 1e9
         timeout_s = None if deadline is None else deadline - now
         if timeout_s is not None and timeout_s <= 0:
             raise self._troubles.timeout_error()
@@ -269,13 +279,12 @@ class Engine:
         if watch is not None:
             if now >= self._next_look:
                 self._troubles.look(self._scheduler.grain_s / min(self._setup.grain_size, _LONG_GRAIN))
-                self._next_look = time.monotonic() + watch.look_s
+                self._next_look = time.perf_counter() + watch.look_s
             timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
-        blocked_ns = time.perf_counter_ns()
         news = self._crew.receive(timeout_s)
-        self._gauge.blocked_ns += time.perf_counter_ns() - blocked_ns
+        self._gauge.blocked_ns += time.perf_counter_ns() - now_ns
         for worker, message in news:
             self._hear(worker, message)
         self._plan()
@@ -597,7 +606,6 @@ class Engine:
                 self._error = failure.exception(place)
                 return
         self._gauge.sample_count += record.row_count
-        self._gauge.byte_count += self._delivery.last_bytes
         record.let_go()
         if self._setup.mender.is_active and self._note_bad(record):
             return

@@ -106,7 +106,7 @@ def test_bad_samples_and_retries_are_counted(workers: dict[str, Any]) -> None:
     assert known.retry_count >= 4
     with infeed.DataLoader(FaultyDataset(40, [3, 21]), 8, on_error="replace", **workers) as loader:
         list(loader)
-        assert loader.statistics().replaced_count == 2
+        assert loader.statistics().replaced_count == len(loader.bad_samples) >= 2
 
 
 class Flow:
@@ -155,6 +155,7 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
             loader.timeline("run.json")
         assert not loader._core.meter._history.spans
     assert (known.batch_count, bool(known.histogram)) == ((0, False) if observe == "off" else (8, True))
+    assert (known.verdict == "nothing is kept: observe='off'") == (observe == "off")
 
 
 def test_the_record_cannot_be_changed() -> None:

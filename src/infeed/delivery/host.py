@@ -29,7 +29,7 @@ class HostDelivery:
         self._pinner = None if backend is None else Pinner(backend)
         self._cooling = None if backend is None else Cooling(backend, arena.ended_leases)
         self.ended_slots = arena.ended_leases if self._cooling is None else self._cooling.free
-        self.last_bytes = 0  # what the latest batch takes
+        self.given_bytes = 0  # of all batches so far
         self._readers: dict[tuple[int, int], RowReader] = {}
         self._alive: dict[int, Layout] = {}
 
@@ -44,13 +44,14 @@ class HostDelivery:
             reader = self._readers[key] = RowReader(layout, row_count)
             # Its id is in the key, so it must not be given to another object.
             self._alive[id(layout)] = layout
-        self.last_bytes = reader.nbytes
+        self.given_bytes += reader.nbytes
         parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
         return reader.read(self._lease(slot), parts)
 
     def tree(self, slot: SlotId, packed: Packed | Handed) -> Any:
         """A batch of any kind that was packed into the slot."""
-        self.last_bytes = 0 if isinstance(packed, Handed) else sum(packed.sizes)
+        if not isinstance(packed, Handed):
+            self.given_bytes += sum(packed.sizes)
         return unpack(packed, self._lease(slot))
 
     @property

@@ -25,6 +25,7 @@ _TICK_SHARE: Final = 200
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 1_000_000
 # Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
+_NEVER: Final = 1 << 63
 _SPANS_KEPT: Final = 100_000
 _MARKS_KEPT: Final = 2_000
 _POINTS_KEPT: Final = 1_000
@@ -113,7 +114,8 @@ class Gauge:
         self.members = {worker: Member() for worker in workers}
         self._readers = {worker: board.reader(worker) for worker in workers}
         self.flight: Callable[[], Flight] = lambda: Flight(0, 0)  # the engine says what is
-        self.byte_count = 0
+        self.bytes_given: Callable[[], int] = lambda: 0
+        self._final_bytes = 0
         self.batch_count = 0
         self.sample_count = 0
         self.waited_ns = 0
@@ -122,12 +124,11 @@ class Gauge:
         self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
         self.tick_count = 0
         self.outcomes: Counter[str] = Counter()  # of bad samples
-        self._blocked_before = 0
+        self.next_ns = 0  # when `note` wants to be called next
+        # When it was last, and how far the sums were then.
+        self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
         self._left_ns = 0
         self._next_tick = 0
-        self._run_begin = 0
-        self._run_size = 0
-        self._run_waited = 0
         self._epoch = 0
         self.is_closed = False
         self._final_count = 0
@@ -139,56 +140,72 @@ class Gauge:
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._left_ns = 0  # what the user did between epochs is not their loop
-        self._run_begin, self._run_size, self._run_waited = perf_counter_ns(), 0, 0
+        self.next_ns = 0 if self._is_on else _NEVER
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
 
-    def given(self, asked_ns: int, left_ns: int) -> bool:
-        """The loop asked for a batch and got it; whether workers were looked at."""
-        if not self._is_on:
-            return False
-        before = self._left_ns
-        wait_ns = left_ns - asked_ns
-        if before:
-            self.waited_ns += wait_ns
-            self.away_ns += asked_ns - before
-        elif self.batch_count:
-            self.waited_ns += wait_ns
-        else:
-            self.started_ns += wait_ns
+    def given(self, asked_ns: int, left_ns: int) -> None:
+        """The loop asked for a batch and got it."""
+        self.waited_ns += left_ns - asked_ns
         self.batch_count += 1
-        if left_ns - self._run_begin < _RUN_NS:
-            self._run_size += 1
-            self._run_waited += wait_ns
-        elif self._is_spanning:
-            self._record(before or asked_ns, asked_ns, left_ns)
-        self._left_ns = left_ns
-        self._blocked_before = self.blocked_ns
-        if left_ns < self._next_tick:
-            return False
-        self._tick(left_ns)
-        return True
+        before_ns, self._left_ns = self._left_ns, left_ns
+        if left_ns > self.next_ns:
+            self.note(before_ns, asked_ns, left_ns)
+
+    def note(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
+        """Take in what the loop did since the last time. For who counts ``waited_ns`` and ``batch_count`` by themselves.
+
+        Args:
+            before_ns: when the loop got the batch before; 0 if this is the first of an epoch.
+        """
+        wait_ns = left_ns - asked_ns
+        if before_ns:
+            self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
+            if self._is_spanning:
+                self._record(before_ns, asked_ns, left_ns)
+        else:
+            if self.batch_count == 1:
+                self.waited_ns -= wait_ns
+                self.started_ns += wait_ns
+            if self._is_spanning:
+                self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
+        self._noted_ns, self._noted_waited, self._noted_count = left_ns, self.waited_ns, self.batch_count
+        self._noted_blocked = self.blocked_ns
+        self.next_ns = left_ns + _RUN_NS
+        if left_ns > self._next_tick:
+            self._tick(left_ns)
+
+    def end_epoch(self, left_ns: int) -> None:
+        """The loop got its last batch of the epoch at this time."""
+        if self._noted_ns < left_ns and self._is_on:
+            self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
+            self._noted_ns, self._noted_waited = left_ns, self.waited_ns
 
     def _record(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
         """Keep what the loop did: short rounds together, and the latest by itself."""
         spans: list[Span] = []
         number = self.batch_count - 1
-        if self._run_size:
-            kind: SpanKind = "wait" if 2 * self._run_waited > before_ns - self._run_begin else "away"
-            spans.append(self._span(kind, self._run_begin, before_ns, number - self._run_size, self._run_size))
+        wait_ns = left_ns - asked_ns
+        short_count = number - self._noted_count
+        if short_count:
+            waited_ns = self.waited_ns - self._noted_waited - wait_ns
+            kind: SpanKind = "wait" if 2 * waited_ns > before_ns - self._noted_ns else "away"
+            spans.append(self._span(kind, self._noted_ns, before_ns, self._noted_count, short_count))
         if asked_ns - before_ns >= _LONG_NS:
             spans.append(self._span("away", before_ns, asked_ns, number, 1))
         # What infeed itself did is put last, where most of it was.
-        wait_ns = left_ns - asked_ns
-        worked_ns = min(wait_ns, max(0, wait_ns - (self.blocked_ns - self._blocked_before)))
+        worked_ns = 0 if short_count else min(wait_ns, max(0, wait_ns - (self.blocked_ns - self._noted_blocked)))
         if wait_ns - worked_ns >= _LONG_NS:
             spans.append(self._span("wait", asked_ns, left_ns - worked_ns, number, 1))
         if worked_ns >= _LONG_NS:
             spans.append(self._span("deliver", left_ns - worked_ns, left_ns, number, 1))
-        self._run_begin, self._run_size, self._run_waited = left_ns, 0, 0
         self._history.add_spans(spans)
 
     def _span(self, kind: SpanKind, begin_ns: int, end_ns: int, number: int, size: int) -> Span:
         return Span(LOOP, kind, begin_ns, end_ns, self._epoch, max(0, number), None, size)
+
+    @property
+    def byte_count(self) -> int:
+        return self._final_bytes if self.is_closed else self.bytes_given()
 
     # --- workers
 
@@ -290,7 +307,7 @@ class Gauge:
             return
         self.take_spans(is_last=True)
         self._last = {worker: self.read(worker) for worker in self.members}
-        self._final_count = self.worker_count
+        self._final_count, self._final_bytes = self.worker_count, self.bytes_given()
         for worker in self.members:
             self.ended(worker)
         self.is_closed = True
@@ -298,7 +315,7 @@ class Gauge:
     def absorb(self, other: Gauge) -> None:
         """Count for another engine as well; both are closed."""
         self.kind, self._final_count = other.kind, other._final_count
-        for name in ("batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "byte_count"):
+        for name in ("batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "_final_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes += other.outcomes
         for worker, member in other.members.items():

@@ -17,6 +17,7 @@ from infeed.workers.board import Board
 from infeed.workers.tape import BUCKETS, NO_INDEX, Observe, bucket_end_ns
 
 _SLOWEST: Final = 16
+_NOTHING_KEPT: Final = "nothing is kept: observe='off'"
 _QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -52,7 +53,7 @@ class Meter:
         loads_by: str,
         has_collate_fn: bool,
     ) -> Statistics:
-        gauges = list(self._gauges)
+        gauges = list(self._gauges) if self._observe != "off" else []
         latest = gauges[-1] if gauges else None
         flight = None if latest is None else latest.flight()
         outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())
@@ -91,7 +92,7 @@ class Meter:
             ),
             verdict="",
         )
-        return replace(statistics, verdict=verdict_of(statistics))
+        return replace(statistics, verdict=_NOTHING_KEPT if self._observe == "off" else verdict_of(statistics))
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
         """All that is known, for pictures. Times are from the making of the loader on."""

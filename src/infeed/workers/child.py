@@ -136,7 +136,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         end.send([_encoded(Started())])
         _serve(end, runner, segments, cell)
     except (EOFError, BrokenPipeError):
-        return
+        runner.finish()
 
 
 def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell) -> None:

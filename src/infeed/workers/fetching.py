@@ -133,7 +133,8 @@ class Fetcher:
         except Exception as error:
             row = len(indices) - length_hint(rest) - 1
             raise LoadError("loading sample", indices[row], position + row) from error
-        self._tape.loaded(position, indices, times)
+        if self._tape.is_fine:
+            self._tape.loaded(position, indices, times)
         return samples
 
     def _noted(self, rest: Iterator[Any], position: int, times: list[int]) -> list[Sample]:
@@ -162,7 +163,8 @@ class Fetcher:
                 raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
         except Exception as error:
             raise LoadError("loading samples", indices, position) from error
-        self._tape.loaded(position, indices)
+        if self._tape.is_fine:
+            self._tape.loaded(position, indices)
         return samples
 
     def _fetch_forgiving(self, indices: list[Any], begin: int, stop: int, position: int) -> list[Sample]:
@@ -242,7 +244,8 @@ class Fetcher:
                         before = now
             if len(samples) < wanted:
                 break
-        self._tape.loaded(position, range(position, position + len(samples)), times)
+        if self._tape.is_fine:
+            self._tape.loaded(position, range(position, position + len(samples)), times)
 
     def _read_forgiving(self, share: StreamShare, position: int, wanted: int, samples: list[Sample]) -> None:
         in_a_row = 0

@@ -53,3 +53,4 @@ class InlineCrew(Crew):
 
     def close(self) -> None:
         self._todo.clear()
+        self._runner.finish()

@@ -146,6 +146,10 @@ class Runner:
         """Of a worker that has no memory of its own."""
         self._cell.note_usage(0, cpu_ns, queued_ns)
 
+    def finish(self) -> None:
+        """The worker is about to end."""
+        self._tape.flush()
+
     def forget_segment(self, number: int) -> None:
         """Drop every view into a segment that goes away."""
         for key in [key for key in self._writers if key[0] == number]:
@@ -163,8 +167,9 @@ class Runner:
                     answer = self._load_now(message)
             else:
                 answer = self._load_now(message)
-            self._fetcher.learn(self._elapsed(), message.row_count)
-            self._tape.end(self._loaded_count(message, answer))
+            now_ns = perf_counter_ns()
+            self._fetcher.learn(now_ns - self._began, message.row_count)
+            self._tape.end(self._loaded_count(message, answer), now_ns)
             return answer
         except LoadError as error:
             return LoadFailed(message.task, error.failure(), error.row_count, error.bad)
@@ -229,7 +234,8 @@ class Runner:
         except Exception as error:  # an index that does not exist, or that is none
             bad = self._missing_rows(indices) if self._spec.mends and isinstance(error, IndexError) else ()
             return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
-        self._tape.loaded(0, ())
+        if self._tape.is_fine:
+            self._tape.loaded(0, ())
         return RowsLoaded(task, self._elapsed(), row_count, table.layout, [])
 
     def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
@@ -271,7 +277,8 @@ class Runner:
                 except RowMismatch:
                     fits = False
                     break
-                self._tape.written()
+                if self._tape.is_fine:
+                    self._tape.written()
                 row += len(samples)
             if fits:
                 return RowsLoaded(message.task, self._elapsed(), len(message.indices), None, beside)
@@ -292,7 +299,8 @@ class Runner:
             except RowMismatch:
                 pass
             else:
-                self._tape.written()
+                if self._tape.is_fine:
+                    self._tape.written()
                 return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
         return self._place_fetched(message, samples)
 
@@ -318,7 +326,8 @@ class Runner:
             layout = infer_layout(samples, indices) if self._source.torch_collate is None else torch_layout(samples)
         except CollateError as error:
             raise LoadError("collating samples", indices, None) from error
-        self._tape.collated()
+        if self._tape.is_fine:
+            self._tape.collated()
         assert layout is not None
         _, nbytes = layout.offsets(row_count)
         held = _Held(first_row, row_count, samples, layout, None)
@@ -331,7 +340,8 @@ class Runner:
     def _write_held(self, task: TaskId, held: _Held, block: Block) -> FromWorker:
         if held.packing is not None:
             held.packing.write(self._segments.memory(block.segment), block.offset)
-            self._tape.written()
+            if self._tape.is_fine:
+                self._tape.written()
             return PackedLoaded(
                 task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state, held.bad
             )
@@ -339,7 +349,8 @@ class Runner:
         assert writer is not None
         beside = writer.new_beside()
         writer.write_any(held.first_row, held.samples, beside)
-        self._tape.written()
+        if self._tape.is_fine:
+            self._tape.written()
         return RowsLoaded(
             task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state, held.bad
         )
@@ -356,7 +367,7 @@ class Runner:
             return Mismatched(task)
         try:
             answer = self._write_held(task, held, block)
-            self._tape.end(0)
+            self._tape.end(0, perf_counter_ns())
             return answer
         except Exception as error:  # no memory, or an object of the user's that refuses
             return LoadFailed(task, Failure.of(error, "writing a batch"), held.row_count)
@@ -373,7 +384,8 @@ class Runner:
                 tree = collate(tree)
             except Exception as error:
                 raise LoadError("collate_fn ran on the batch of", indices, None) from error
-            self._tape.collated()
+            if self._tape.is_fine:
+                self._tape.collated()
         try:
             # To torch's users what is made in their own process is handed over as it is, with its graph and its identity.
             is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"
@@ -385,7 +397,8 @@ class Runner:
             held.elapsed_ns = self._elapsed()
             return Unplaced(task, packing.nbytes, None)
         packing.write(self._segments.memory(block.segment), block.offset)
-        self._tape.written()
+        if self._tape.is_fine:
+            self._tape.written()
         return PackedLoaded(task, self._elapsed(), row_count, packing.packed)
 
     def _writer(self, block: Block | None, layout: Layout | None, row_count: int) -> RowWriter | None:
@@ -470,7 +483,8 @@ class Runner:
             except RowMismatch:
                 pass
             else:
-                self._tape.written()
+                if self._tape.is_fine:
+                    self._tape.written()
                 return RowsLoaded(message.task, self._elapsed(), len(samples), None, beside)
         if self._source.torch_collate is not None and torch_layout(samples) is None:
             return self._pack(message, samples, len(samples), indices)

@@ -66,8 +66,8 @@ class Tape:
     """The worker's side."""
 
     __slots__ = (
-        "_began", "_epoch", "_has_spans", "_is_spanning", "_is_timed", "_last", "_load_began_ns", "_numbers", "_open_begin",
-        "_open_end", "_open_size", "_position", "_slow", "_sums",
+        "_began", "_busy", "_ended", "_epoch", "_has_spans", "_is_spanning", "_is_timed", "_last", "_numbers", "_position",
+        "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
     )  # fmt: skip
 
     def __init__(self, numbers: Any = None, *, is_spanning: bool = True) -> None:
@@ -77,34 +77,42 @@ class Tape:
             is_spanning: whether spans are kept, and not only sums.
         """
         self._numbers = memoryview(array("q", bytes(8 * TAPE_NUMBERS))) if numbers is None else numbers
-        self._is_spanning = is_spanning
-        self._sums: list[int] = list(self._numbers[: _SPANS + 1])
         numbers = self._numbers
-        self._slow = [
-            tuple(numbers[at : at + _SLOW_NUMBERS]) for at in range(_SLOW_AT, _RING_AT, _SLOW_NUMBERS)
-        ]  # a heap, the quickest of the slowest first
+        self._is_spanning = is_spanning
+        self._sums: list[int] = list(numbers[: _SPANS + 1])
+        rows = (tuple(numbers[at : at + _SLOW_NUMBERS]) for at in range(_SLOW_AT, _RING_AT, _SLOW_NUMBERS))
+        self._slow = list(rows)  # a heap, the quickest of the slowest first
         heapify(self._slow)
-        self._began = self._last = 0
-        self._epoch = 0
-        self._position = 0
-        self._load_began_ns = 0
+        self._began = self._last = self._ended = 0
+        self._epoch = self._position = 0
         self._has_spans = self._is_timed = False
-        self._open_begin = self._open_end = self._open_size = 0
+        # Whether laps of this task are wanted. Tiny tasks are put together, and of one in each millisecond laps are taken: what
+        # the others did with their time is what that one did with its own.
+        self.is_fine = True
+        self._task_split = [0, 0, 0]  # load, collate, write: of this task
+        self._split = (1, 0, 0)  # the same, of the latest tiny one that was looked at
+        self._busy = self._rows = 0  # of tiny tasks that are not in the sums yet
+        self._run_began = self._run_rows = 0
 
     # --- a task
 
     def begin(self, now_ns: int, epoch: int, position: int) -> None:
         """A task begins."""
-        self._began = self._last = now_ns
+        self._began = now_ns
+        if not self.is_fine:
+            if now_ns - self._ended < _PAUSE_NS:
+                return
+            self.flush()
+        self._last = now_ns
         self._epoch, self._position = epoch, position
-        self._load_began_ns = self._sums[_LOAD]
+        self._task_split = [0, 0, 0]
         self._has_spans = self._is_timed = False
 
     def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None:
         """The dataset has given these samples; ``times`` is what each took, if that was looked at."""
         now = perf_counter_ns()
         last, self._last = self._last, now
-        self._sums[_LOAD] += now - last
+        self._task_split[_LOAD] += now - last
         if times:
             self._note_times(now - sum(times), position, indices, times)
         elif now - last > _LONG_NS:
@@ -114,7 +122,7 @@ class Tape:
         """Samples have been made a batch."""
         now = perf_counter_ns()
         last, self._last = self._last, now
-        self._sums[_COLLATE] += now - last
+        self._task_split[_COLLATE] += now - last
         if now - last > _LONG_NS:
             self._span(COLLATE, last, now, self._position, NO_INDEX, 0)
 
@@ -122,7 +130,7 @@ class Tape:
         """Samples are in the slot."""
         now = perf_counter_ns()
         last, self._last = self._last, now
-        self._sums[_WRITE] += now - last
+        self._task_split[_WRITE] += now - last
         if now - last > _LONG_NS:
             self._span(WRITE, last, now, self._position, NO_INDEX, 0)
 
@@ -130,23 +138,50 @@ class Tape:
         """A sample raised and is asked for again."""
         self._sums[_RETRIES] += 1
 
-    def end(self, row_count: int) -> None:
+    def end(self, row_count: int, now_ns: int) -> None:
         """The task has been done, with so many samples."""
-        sums = self._sums
-        sums[_SAMPLES] += row_count
+        self._ended = now_ns
+        if not self.is_fine:
+            self._rows += row_count
+            self._busy += now_ns - self._began
+            if now_ns - self._run_began > _RUN_NS:
+                self.flush()
+            return
+        load, collate, write = self._task_split
         if row_count and not self._is_timed:
             # Too short to be looked at one by one: each took what they took on average.
-            self._numbers[_HISTOGRAM_AT + bucket_of((sums[_LOAD] - self._load_began_ns) // row_count)] += row_count
-        if not self._has_spans:
-            began, last = self._began, self._last
-            if began - self._open_end < _PAUSE_NS and last - self._open_begin < _RUN_NS:
-                self._open_end = last
-                self._open_size += row_count
-                self._numbers[self._ring_at(sums[_SPANS] - 1) + 2] = last
-                self._numbers[self._ring_at(sums[_SPANS] - 1) + 6] = self._open_size
-            elif self._is_spanning:
-                self._span(LOAD, began, last, self._position, NO_INDEX, row_count)
-                self._open_begin, self._open_end, self._open_size = began, last, row_count
+            self._numbers[_HISTOGRAM_AT + bucket_of(load // row_count)] += row_count
+        self._add(load, collate, write, row_count)
+        if self._has_spans or self._is_timed or not load + collate + write:
+            return
+        if now_ns - self._began < _LONG_NS:
+            self.is_fine = False
+            self._split = (load, collate, write)
+            self._run_began, self._run_rows = self._began, row_count
+        else:
+            self._span(LOAD, self._began, now_ns, self._position, NO_INDEX, row_count)
+            self._numbers[_SPANS] = self._sums[_SPANS]
+
+    def flush(self) -> None:
+        """Enter tiny tasks that were put together; the next one is looked at by itself."""
+        if self.is_fine:
+            return
+        self.is_fine = True
+        load, collate, write = self._split
+        rows, busy, all_of_it = self._rows, self._busy, load + collate + write
+        loaded, collated = busy * load // all_of_it, busy * collate // all_of_it
+        if rows:
+            self._numbers[_HISTOGRAM_AT + bucket_of(loaded // rows)] += rows
+        self._span(LOAD, self._run_began, self._ended, self._position, NO_INDEX, self._run_rows + rows)
+        self._add(loaded, collated, busy - loaded - collated, rows)
+        self._rows = self._busy = 0
+
+    def _add(self, load_ns: int, collate_ns: int, write_ns: int, row_count: int) -> None:
+        sums = self._sums
+        sums[_LOAD] += load_ns
+        sums[_COLLATE] += collate_ns
+        sums[_WRITE] += write_ns
+        sums[_SAMPLES] += row_count
         _SUM_STRUCT.pack_into(self._numbers, 0, *sums)
 
     def started(self, began_ns: int) -> None:
@@ -201,7 +236,6 @@ class Tape:
         if not self._is_spanning:
             return
         self._has_spans = True
-        self._open_begin = self._open_end = 0
         count = self._sums[_SPANS]
         _SPAN.pack_into(self._numbers, 8 * self._ring_at(count), kind, begin_ns, end_ns, self._epoch, position, index, size)
         self._sums[_SPANS] = count + 1
@@ -210,6 +244,8 @@ class Tape:
 @final
 class Silence:
     """In place of a tape, where nothing is to be kept."""
+
+    is_fine = False
 
     def begin(self, now_ns: int, epoch: int, position: int) -> None: ...
 
@@ -221,7 +257,9 @@ class Silence:
 
     def retried(self) -> None: ...
 
-    def end(self, row_count: int) -> None: ...
+    def end(self, row_count: int, now_ns: int) -> None: ...
+
+    def flush(self) -> None: ...
 
     def started(self, began_ns: int) -> None: ...
 

@@ -146,6 +146,7 @@ def _work(
             runner.note_usage(time.thread_time_ns(), queued_ns())
         # Nothing may hold on to a batch while this thread waits.
         del message, answer
+    runner.finish()
 
 
 def _warn_of_draws(before: dict[str, object]) -> None:
