@@ -23,6 +23,11 @@ _MODULES: Final = {
     "shuffle_billion": "shuffle_billion",
     "main_cpu": "main_cpu",
     "state": "state",
+    "observing": "observing",
+    "auto_computing": "auto",
+    "auto_decoding": "auto",
+    "auto_waiting": "auto",
+    "auto_uneven": "auto",
 }
 
 NAMES: Final = tuple(_MODULES)
