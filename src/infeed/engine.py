@@ -6,12 +6,10 @@ the scheduler what they said, does what the scheduler asks, and returns when tha
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
 from infeed.batch.layout import Layout, LayoutPool
@@ -47,6 +45,7 @@ from infeed.scheduler.messages import (
     SlotId,
     SlotsAdded,
     StartWorker,
+    StopWorker,
     TaskEmpty,
     TaskId,
     TaskLoaded,
@@ -56,6 +55,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
+from infeed.staffing import Staffing
 from infeed.trail import Trail
 from infeed.troubles import Troubles
 from infeed.workers.crew import Death
@@ -103,7 +103,7 @@ class Engine:
         self._crew, self._arena = setup.crew, setup.arena
         self._delivery = setup.delivery
         self._scheduler = Scheduler(
-            workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
+            workers=setup.first_workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
@@ -114,10 +114,10 @@ class Engine:
         self._trail: Trail | None = None
         self._feed: Feed | None = None
         self._next_feed: Feed | None = None
-        self._started: set[WorkerId] = set()
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
         self._rooms = Rooms(setup, self._scheduler)
+        self._staffing = Staffing(setup, self._scheduler, self._tell)
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._next_look = 0.0  # when to look after workers, while waiting
         self._given_count = 0  # batches of this epoch that the user has had
@@ -127,8 +127,7 @@ class Engine:
         self._lock = threading.RLock()  # held by the thread that drives this engine
         self._driver = 0  # that thread, while it is in `next_batch`
         self.owner_pid = os.getpid()
-        for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
-            self._start(worker)
+        self._staffing.begin()
 
     @property
     def is_usable(self) -> bool:
@@ -142,6 +141,12 @@ class Engine:
     def worker_pids(self) -> list[int]:
         """Process numbers of its workers, in their order."""
         return list(self._crew.pids().values())
+
+    def staff(self, count: int) -> None:
+        """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
+        with self._lock:
+            if not self._is_closed:
+                self._staffing.aim(count)
 
     # --- the user's side
 
@@ -302,6 +307,7 @@ class Engine:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
+        self._staffing.settle()
         # Several at a time: their messages go out together.
         room = self._scheduler.room
         if room < self._refill:
@@ -329,17 +335,8 @@ class Engine:
                 self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1))
             return self._next_feed.take()
         if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
-            self._open_share(planned.worker, feed)
+            self._staffing.open_share(planned.worker, feed)
         return planned
-
-    def _start(self, worker: WorkerId) -> None:
-        self._started.add(worker)
-        self._crew.start(worker)
-
-    def _open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
-        if worker not in self._started:
-            self._start(worker)
-        self._crew.send(worker, feed.open_message(worker))
 
     # --- what workers say
 
@@ -366,6 +363,7 @@ class Engine:
                 self._error = start_error(worker, failure)
             case Death():
                 self._troubles.died(worker, message)
+                self._staffing.note_gone()
                 if self._troubles.is_storm and not self._is_closed:
                     self._do(FailWorkers(worker))
             case _:
@@ -492,9 +490,10 @@ class Engine:
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
-                self._crew.start(worker)
-                if isinstance(self._feed, StreamFeed):
-                    self._open_share(worker, self._feed)
+                self._staffing.replace(worker, self._feed)
+            case StopWorker(worker):
+                self._staffing.stop(worker)
+                self._troubles.forget(worker)
             case FailWorkers():
                 self.close()
                 self._error = workers_error(self._troubles.last_death)
@@ -545,11 +544,7 @@ class Engine:
         self._tell(GrowthRefused() if slot is None else SlotsAdded((slot,)))
 
     def _fail_memory(self) -> None:
-        # Batches that only the garbage collector can find are no longer the user's.
-        gc.collect()
-        ended = self._delivery.ended_slots()
-        self._delivery.settle()
-        ended += self._delivery.ended_slots()
+        ended = self._rooms.collect()
         for slot in ended:
             self._tell(SlotFreed(slot))
         if ended and self._feed is not None:
@@ -583,11 +578,7 @@ class Engine:
         """Enter a batch into the ledger, with its bad samples; whether there are more of them than may be."""
         if self._trail is None:
             return False
-        ledger = self._trail.ledger
-        # Workers have told of them in any order.
-        bad = [] if record.mend is None else sorted(record.mend.done, key=attrgetter("position"))
-        ledger.note(bad, record.row_count)
-        error = ledger.excess(self._setup.epoch_length())
+        error = self._trail.note_bad(record, self._setup.epoch_length)
         if error is not None:
             self._note_failed(record)
             self._error = error

@@ -17,7 +17,7 @@ DELIVERY = WORKERS | {"delivery"}
 CONFIG = {"errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "watching"}
-ENGINE = RECORDS | {"records", "reports", "rooms", "trail", "troubles"}
+ENGINE = RECORDS | {"records", "reports", "rooms", "staffing", "trail", "troubles"}
 ASSEMBLY = ENGINE | {"engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage"}
 LOADER = CORE | {"core"}
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "records": RECORDS,
     "reports": RECORDS | {"records"},
     "rooms": RECORDS | {"records", "reports"},
+    "staffing": RECORDS | {"records"},
     "trail": RECORDS | {"records"},
     "troubles": RECORDS | {"records", "reports"},
     "lineage": RECORDS | {"records", "trail"},
