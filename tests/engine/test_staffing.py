@@ -19,6 +19,8 @@ import infeed
 from infeed.engine import Engine
 from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.messages import Started
+from infeed.workers.thread import ThreadCrew
 from tests.helpers import Stream, Tree, collected, plain, wait_until, worker_processes
 
 MOST = 4
@@ -196,3 +198,30 @@ def test_threads_that_left_are_gone() -> None:
             return sum(thread.name.startswith("infeed:worker") for thread in threading.enumerate())
 
         wait_until(lambda: count_threads() == 1, "one thread")
+
+
+class SlowStart:
+    """A runner whose start takes until it is let."""
+
+    def __init__(self, may_start: threading.Event) -> None:
+        self._may_start = may_start
+
+    def start(self) -> None:
+        assert self._may_start.wait(30)
+
+
+def test_nothing_is_heard_of_a_thread_that_was_stopped() -> None:
+    """Another has its number by then, and would be taken for ready."""
+    first, second = threading.Event(), threading.Event()
+    gates = [first, second]
+    crew = ThreadCrew(lambda worker, recalls: SlowStart(gates.pop(0)))  # type: ignore[arg-type, return-value]
+    with closing(crew):
+        crew.start(WorkerId(0))
+        wait_until(lambda: gates == [second], "the first thread at its start")
+        crew.stop(WorkerId(0))
+        crew.start(WorkerId(0))
+        first.set()
+        wait_until(lambda: not crew._news.empty(), "what the first thread has to say")
+        assert crew.receive(0) == []
+        second.set()
+        assert crew.receive(30) == [(WorkerId(0), Started())]

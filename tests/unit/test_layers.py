@@ -14,7 +14,7 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"errors", "memory", "plan", "ranks"}
+CONFIG = {"cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "watching"}
 ENGINE = RECORDS | {"records", "reports", "rooms", "staffing", "trail", "troubles"}
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": DELIVERY | {"observe"},
     "ranks": {"errors", "plan"},
     "config": CONFIG,
+    "cores": {"errors", "memory"},
     "planning": BATCH | {"config"},
     "feeds": WORKERS,
     "ledger": {"errors"},
