@@ -19,7 +19,7 @@ def _rates(loader: Any, warm_s: float, timed_s: float, rounds: int) -> list[floa
     batches = iter(loader)
     next(batches)
     deadline = time.perf_counter() + warm_s
-    for batch in batches:
+    for _ in batches:
         if time.perf_counter() >= deadline:
             break
     rates = []

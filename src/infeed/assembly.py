@@ -104,6 +104,7 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
             store=store,
             arena=arena,
             workers=workers,
+            first_workers=workers,
             window=window,
             least_window=least_window,
             is_window_fixed=config.prefetch is not None or kind == "inline",

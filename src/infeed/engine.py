@@ -6,16 +6,14 @@ the scheduler what they said, does what the scheduler asks, and returns when tha
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any, Final, assert_never, final
 
-from infeed.batch.layout import Layout, LayoutPool
 from infeed.errors import LoaderClosedError, WorkerStartError
+from infeed.exchange import Exchange
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
 from infeed.observe.gauge import Flight, Gauge
 from infeed.observe.records import LOOP
@@ -42,22 +40,21 @@ from infeed.scheduler.messages import (
     GrowthRefused,
     Pass,
     Place,
-    PlaceRefused,
     Reload,
     Send,
     SlotFreed,
     SlotId,
     SlotsAdded,
     StartWorker,
+    StopWorker,
     TaskEmpty,
     TaskId,
-    TaskLoaded,
     TaskMismatched,
-    TaskUnplaced,
     WindowChanged,
     WorkerId,
     WorkerReady,
 )
+from infeed.staffing import Staffing
 from infeed.trail import Trail
 from infeed.troubles import Troubles
 from infeed.workers.crew import Death
@@ -67,11 +64,8 @@ from infeed.workers.messages import (
     Emptied,
     FromWorker,
     LoadFailed,
-    LoadGrains,
-    LoadNext,
     Mismatched,
     PackedLoaded,
-    PlaceTask,
     RowsLoaded,
     Stack,
     Started,
@@ -108,22 +102,24 @@ class Engine:
         self._gauge.flight = self._flight
         self._gauge.bytes_given = lambda: setup.delivery.given_bytes
         self._scheduler = Scheduler(
-            workers=setup.workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
+            workers=setup.first_workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
-        self._layout: Layout | None = None  # what the next batch is expected to look like
-        self._layouts = LayoutPool()
         self._refill = max(1, setup.window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
         self._feed: Feed | None = None
         self._next_feed: Feed | None = None
-        self._started: set[WorkerId] = set()
         self._delivered: list[Any] = []
         self._error: BaseException | None = None
         self._rooms = Rooms(setup, self._scheduler)
+        self._staffing = Staffing(setup, self._scheduler, self._tell)
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
+        self._exchange = Exchange(
+            setup, self._records, self._tasks, self._rooms, self._troubles,
+            tell=self._tell, learn_size=self._learn_size, stream_loaded=self._stream_loaded,
+        )  # fmt: skip
         self._next_look = 0.0  # when to look after workers, while waiting
         self._given_count = 0  # batches of this epoch that the user has had
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
@@ -133,8 +129,7 @@ class Engine:
         self._lock = threading.RLock()  # held by the thread that drives this engine
         self._driver = 0  # that thread, while it is in `next_batch`
         self.owner_pid = os.getpid()
-        for worker in setup.workers[:1] if setup.stream is not None else setup.workers:
-            self._start(worker)
+        self._staffing.begin()
 
     @property
     def is_usable(self) -> bool:
@@ -148,6 +143,12 @@ class Engine:
     def worker_pids(self) -> list[int]:
         """Process numbers of its workers, in their order."""
         return list(self._crew.pids().values())
+
+    def staff(self, count: int) -> None:
+        """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
+        with self._lock:
+            if not self._is_closed:
+                self._staffing.aim(count)
 
     # --- the user's side
 
@@ -331,6 +332,7 @@ class Engine:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
+        self._staffing.settle()
         # Several at a time: their messages go out together.
         room = self._scheduler.room
         if room < self._refill:
@@ -358,29 +360,20 @@ class Engine:
                 self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1))
             return self._next_feed.take()
         if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
-            self._open_share(planned.worker, feed)
+            self._staffing.open_share(planned.worker, feed)
         return planned
-
-    def _start(self, worker: WorkerId) -> None:
-        self._started.add(worker)
-        self._crew.start(worker)
-
-    def _open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
-        if worker not in self._started:
-            self._start(worker)
-        self._crew.send(worker, feed.open_message(worker))
 
     # --- what workers say
 
     def _hear(self, worker: WorkerId, message: FromWorker | Death) -> None:
         match message:
             case RowsLoaded() | PackedLoaded():
-                self._on_loaded(worker, message)
+                self._exchange.loaded(worker, message)
             case Started():
                 self._gauge.started(worker, self._crew.pids().get(worker))
                 self._tell(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
-                self._on_unplaced(worker, task, nbytes, layout)
+                self._exchange.unplaced(worker, task, nbytes, layout)
             case Mismatched(task):
                 self._tasks.pop(task, None)
                 self._tell(TaskMismatched(worker, task))
@@ -398,39 +391,11 @@ class Engine:
                 self._gauge.ended(worker)
                 self._troubles.died(worker, message)
                 self._gauge.mark("death", worker, self._troubles.last_death)
+                self._staffing.note_gone()
                 if self._troubles.is_storm and not self._is_closed:
                     self._do(FailWorkers(worker))
             case _:
                 assert_never(message)
-
-    def _on_loaded(self, worker: WorkerId, message: RowsLoaded | PackedLoaded) -> None:
-        entry = self._tasks.pop(message.task, None)
-        record = None if entry is None else self._records.get(entry.batch)
-        if entry is not None and record is not None:
-            record.row_count += message.row_count
-            record.parts.append((worker, entry.first_row, message.row_count, message.elapsed_ns))
-            if isinstance(message, PackedLoaded):
-                record.packed = message.packed
-                self._learn_size(record.needed_bytes)
-            else:
-                layout = message.layout
-                if layout is None:
-                    layout = entry.layout
-                elif layout is not entry.layout:
-                    layout = self._layout = self._layouts.interned(layout)
-                record.layout = layout
-                record.beside[entry.first_row] = message.beside
-            if self._setup.stream is not None:
-                self._setup.stream.decide(shards_itself=message.shards_itself)
-                is_short = message.row_count < record.plan.row_count
-                record.stream_state = message.stream_state
-                self._stream_loaded(record, message.row_count, message.stream_state)
-                if message.bad and not self._troubles.left_out(worker, record, message.task, message.bad):
-                    return
-                if is_short and self._setup.drop_last:
-                    self._tell(TaskEmpty(worker, message.task))
-                    return
-        self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
 
     def _on_empty(self, worker: WorkerId, message: Emptied) -> None:
         entry = self._tasks.pop(message.task, None)
@@ -460,27 +425,6 @@ class Engine:
             assert record.plan.worker is not None
             self._feed.loaded(record.plan.worker, row_count, record.plan.row_count, state)
 
-    def _on_unplaced(self, worker: WorkerId, task: TaskId, nbytes: int, layout: Layout | None) -> None:
-        entry = self._tasks.get(task)
-        record = None if entry is None else self._records.get(entry.batch)
-        if entry is not None and record is not None:
-            record.needed_bytes = nbytes
-            self._learn_size(nbytes)
-            if layout is not None:
-                layout = self._layouts.interned(layout)
-                if self._layout is None:
-                    self._layout = layout
-                if record.layout is None:
-                    record.layout = layout
-                elif record.layout is not layout:
-                    # Another part of this batch came out differently.
-                    del self._tasks[task]
-                    self._crew.send(worker, DropTask(task))
-                    self._tell(TaskMismatched(worker, task))
-                    return
-                self._tasks[task] = entry._replace(layout=layout)
-        self._tell(TaskUnplaced(worker, task))
-
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
         window = self._rooms.learn_size(nbytes)
@@ -497,11 +441,11 @@ class Engine:
     def _do(self, action: Action) -> None:
         match action:
             case Send():
-                self._send(action)
+                self._exchange.send(action)
             case Deliver(batch, slot):
                 self._deliver(batch, slot)
             case Place(worker, task, batch, slot):
-                self._place(worker, task, self._records[batch], slot)
+                self._exchange.place(worker, task, self._records[batch], slot)
             case Drop(worker, task):
                 self._tasks.pop(task, None)
                 self._crew.send(worker, DropTask(task))
@@ -526,9 +470,11 @@ class Engine:
                 self._records.pop(batch, None)
             case StartWorker(worker):
                 self._gauge.restarted(worker)
-                self._crew.start(worker)
-                if isinstance(self._feed, StreamFeed):
-                    self._open_share(worker, self._feed)
+                self._staffing.replace(worker, self._feed)
+            case StopWorker(worker):
+                self._gauge.ended(worker)
+                self._staffing.stop(worker)
+                self._troubles.forget(worker)
             case FailWorkers():
                 self.close()
                 self._error = workers_error(self._troubles.last_death)
@@ -537,53 +483,12 @@ class Engine:
             case _:
                 assert_never(action)
 
-    def _send(self, action: Send) -> None:
-        record = self._records[action.batch]
-        plan = record.plan
-        layout = record.layout or self._layout
-        block = None
-        if action.slot is not None:
-            needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
-            block = self._rooms.block(action.slot, needed)
-        if plan.indices is None:
-            self._tasks[action.task] = Task(action.worker, action.batch, 0, plan.row_count, layout)
-            self._crew.send(
-                action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
-            )
-            return
-        if block is not None and record.layout is None and not action.is_whole:
-            record.layout = layout
-        grain_size = self._setup.grain_size
-        first_row = action.first_grain * grain_size
-        indices = plan.indices
-        if not action.is_whole:
-            indices = indices[first_row : first_row + action.grain_count * grain_size]
-        self._tasks[action.task] = Task(action.worker, action.batch, first_row, len(indices), layout)
-        self._crew.send(
-            action.worker,
-            LoadGrains(
-                action.task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
-                action.is_whole, indices, record.deaths is not None,
-            ),
-        )  # fmt: skip
-
-    def _place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
-        block = self._rooms.block(slot, record.needed_bytes)
-        if block is None:
-            self._tell(PlaceRefused(worker, task))
-        else:
-            self._crew.send(worker, PlaceTask(task, block, record.layout))
-
     def _grow(self) -> None:
         slot = self._rooms.add_slot()
         self._tell(GrowthRefused() if slot is None else SlotsAdded((slot,)))
 
     def _fail_memory(self) -> None:
-        # Batches that only the garbage collector can find are no longer the user's.
-        gc.collect()
-        ended = self._delivery.ended_slots()
-        self._delivery.settle()
-        ended += self._delivery.ended_slots()
+        ended = self._rooms.collect()
         for slot in ended:
             self._tell(SlotFreed(slot))
         if ended and self._feed is not None:
@@ -618,14 +523,10 @@ class Engine:
         """Enter a batch into the ledger, with its bad samples; whether there are more of them than may be."""
         if self._trail is None:
             return False
-        ledger = self._trail.ledger
-        # Workers have told of them in any order.
-        bad = [] if record.mend is None else sorted(record.mend.done, key=attrgetter("position"))
-        ledger.note(bad, record.row_count)
-        for sample in bad:
+        for sample in () if record.mend is None else record.mend.done:
             self._gauge.outcomes[sample.outcome] += 1
             self._gauge.mark("bad sample", LOOP, str(sample))
-        error = ledger.excess(self._setup.epoch_length())
+        error = self._trail.note_bad(record, self._setup.epoch_length)
         if error is not None:
             self._note_failed(record)
             self._error = error

@@ -30,7 +30,8 @@ class EngineSetup:
     crew: Crew
     store: SegmentStore
     arena: Arena
-    workers: tuple[WorkerId, ...]
+    workers: tuple[WorkerId, ...]  # all that there may be
+    first_workers: tuple[WorkerId, ...]  # those that there are at first
     window: int
     least_window: int  # enough for every worker to have something to do
     is_window_fixed: bool  # by the option prefetch, or because there is nothing to prefetch with

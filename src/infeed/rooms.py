@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Final, final
 
 from infeed.errors import MemoryLimitError
@@ -66,6 +67,13 @@ class Rooms:
             return None
         finally:
             self._announce()
+
+    def collect(self) -> list[SlotId]:
+        """Slots of batches that only the garbage collector can find: they are no longer the user's."""
+        gc.collect()
+        ended = self._delivery.ended_slots()
+        self._delivery.settle()
+        return [*ended, *self._delivery.ended_slots()]
 
     def _note(self, error: MemoryLimitError) -> None:
         # Without its traceback, which holds the frame of `next`, that holds the epoch; and when that is forgotten, all of this

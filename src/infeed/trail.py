@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Final, NamedTuple, final
 
+from infeed.errors import SampleError
 from infeed.feeds import PlannedBatch
 from infeed.ledger import Ledger
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
@@ -69,6 +72,13 @@ class Trail:
             self._pass(self._failed)
         self._failed = record
         self._recent.append(record)
+
+    def note_bad(self, record: Record, epoch_length: Callable[[], int | None]) -> SampleError | None:
+        """Enter a batch into the ledger, with its bad samples; what to raise if there are more of them than may be."""
+        # Workers have told of them in any order.
+        bad = [] if record.mend is None else sorted(record.mend.done, key=attrgetter("position"))
+        self.ledger.note(bad, record.row_count)
+        return self.ledger.excess(epoch_length())
 
     def show(self, cursor: Cursor) -> None:
         """The loop has come as far as this; what was noted beyond is still on its way to the device."""

@@ -104,6 +104,10 @@ class Troubles:
 
     # --- workers that die
 
+    def forget(self, worker: WorkerId) -> None:
+        """It was stopped, perhaps before its death was heard of; another may get its number."""
+        self._ended.pop(worker, None)
+
     def died(self, worker: WorkerId, death: Death) -> None:
         self._death_times.append(time.monotonic())
         doing = self._setup.watch.doing(worker) if self._setup.watch is not None else None

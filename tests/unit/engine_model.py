@@ -35,6 +35,7 @@ from infeed.scheduler.messages import (
     SlotId,
     SlotsAdded,
     StartWorker,
+    StopWorker,
     TaskEmpty,
     TaskFailed,
     TaskId,
@@ -42,12 +43,15 @@ from infeed.scheduler.messages import (
     TaskMismatched,
     TaskUnplaced,
     WindowChanged,
+    WorkerAdded,
     WorkerDied,
     WorkerId,
     WorkerReady,
+    WorkerReleased,
 )
 
 DEATHS_FORGIVEN = 3
+MOST_WORKERS = 6
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class EngineModel:
         )
         self.starting = set(self.workers)
         self.ready: set[WorkerId] = set()
+        self.leaving: set[WorkerId] = set()  # released, and not stopped yet
         self.dying: WorkerId | None = None  # what it died of is told, that it died is not yet
         self.tasks: dict[TaskId, Task] = {}  # with live workers
         self.lost: list[Task] = []  # with workers that died
@@ -200,15 +205,34 @@ class EngineModel:
         self.ready.add(worker)
         return self.tell(WorkerReady(worker))
 
+    @property
+    def hired(self) -> set[WorkerId]:
+        """Workers that are there to stay, or are being started."""
+        return (self.starting | self.ready) - self.leaving
+
+    def add(self) -> list[Action]:
+        """One more worker is started: of the lowest number that is free."""
+        there = self.hired | self.leaving
+        worker = next(number for number in map(WorkerId, range(len(there) + 1)) if number not in there)
+        if worker not in self.workers:
+            self.workers.append(worker)
+        self.starting.add(worker)
+        return self.tell(WorkerAdded(worker))
+
+    def release(self, worker: WorkerId) -> list[Action]:
+        self.leaving.add(worker)
+        return self.tell(WorkerReleased(worker))
+
     def kill(self, worker: WorkerId, at: Task | None = None, *, is_blamed: bool = True) -> list[Action]:
         """``at`` is the task it was at, if it said so."""
         self.starting.discard(worker)
         self.ready.discard(worker)
+        self.leaving.discard(worker)
         lost = [task for task in self.tasks.values() if task.worker == worker]
         for task in lost:
             del self.tasks[task.task]
-        if lost and is_blamed:  # workers do their tasks in order: unless it said otherwise, it died of the first
-            culprit = min(lost, key=lambda task: task.task) if at is None else at
+        if lost and is_blamed:  # workers do their tasks in order: unless it said otherwise, it died of the first it was at
+            culprit = min(lost, key=lambda task: (task.is_unplaced, task.task)) if at is None else at
             culprit.batch.deaths += 1
         self.lost += lost
         self.dying = None
@@ -346,6 +370,13 @@ class EngineModel:
             case StartWorker(worker):
                 assert worker not in self.starting | self.ready, f"{action}: it is alive"
                 self.starting.add(worker)
+                assert worker not in self.leaving, f"{action}: it was released"
+            case StopWorker(worker):
+                assert worker in self.leaving, f"{action}: it was not released"
+                assert worker in self.starting | self.ready, f"{action}: it is gone"
+                assert not [task for task in self.tasks.values() if task.worker == worker], f"{action}: it has tasks"
+                for there in (self.starting, self.ready, self.leaving):
+                    there.discard(worker)
             case FailWorkers():
                 self.has_failed_workers = True
                 self.is_closed = True
@@ -365,7 +396,7 @@ class EngineModel:
 
     def _on_send(self, action: Send) -> None:
         assert action.task not in self.seen_tasks, f"{action}: the number was used"
-        assert action.worker in self.ready - {self.dying}, f"{action}: the worker is not there"
+        assert action.worker in self.ready - self.leaving - {self.dying}, f"{action}: the worker is not there"
         batch = self.batches[action.batch]
         assert not batch.outcome, f"{action}: the batch is {batch.outcome}"
         task = Task(action.task, action.worker, batch, *action[3:])
@@ -463,6 +494,10 @@ class EngineModel:
         assert scheduler.has_work == bool(self.tasks)
         for epoch in (self.epoch, self.epoch + 1):
             assert scheduler.remaining(epoch) == len(self.live(epoch))
+        assert set(scheduler.hired_workers) == self.hired
+        assert set(scheduler.leaving_workers) == self.leaving
+        for worker in self.leaving:
+            assert any(task.worker == worker for task in self.tasks.values()), f"{worker} was released, and is not stopped"
         for worker in self.workers:
             told = scheduler.worker_tasks(worker)
             books = [(t.batch.batch, t.first_grain, t.grain_count) for t in self.tasks.values() if t.worker == worker]
@@ -508,7 +543,7 @@ class EngineModel:
 
 Choice = Callable[[], object]
 # Kinds of trouble that a run may do without.
-TROUBLES = ("kill", "spoil", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
+TROUBLES = ("staff", "kill", "spoil", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
 
 
 def play(options: Options, script: bytes) -> EngineModel:
@@ -544,7 +579,13 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
             yield from [lambda: model.plan(1 if model.options.is_stream else 1 + following(5))] * 3
         if not model.options.is_stream:
             yield lambda: model.plan(1 + following(5), of_next_epoch=True)
-    for worker in model.workers:
+    if "staff" not in never and not model.options.is_stream:
+        if len(model.workers) < MOST_WORKERS:
+            yield from [model.add] * (3 if often == "staff" else 1)
+        if len(model.hired) > 1:
+            yield from [lambda: model.release(max(model.hired))] * (3 if often == "staff" else 1)
+            yield lambda: model.release(sorted(model.hired)[following(len(model.hired))])
+    for worker in sorted(model.hired | model.leaving):
         if worker in model.starting:
             yield from [lambda worker=worker: model.make_ready(worker)] * 3
         if "kill" not in never:

@@ -14,10 +14,10 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"errors", "memory", "plan", "ranks"}
+CONFIG = {"cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "observe", "watching"}
-ENGINE = RECORDS | {"records", "reports", "rooms", "trail", "troubles"}
+ENGINE = RECORDS | {"exchange", "records", "reports", "rooms", "staffing", "trail", "troubles"}
 ASSEMBLY = ENGINE | {"engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage"}
 LOADER = CORE | {"core"}
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": DELIVERY | {"observe"},
     "ranks": {"errors", "plan"},
     "config": CONFIG,
+    "cores": {"errors", "memory"},
     "planning": BATCH | {"config"},
     "feeds": WORKERS,
     "ledger": {"errors"},
@@ -49,9 +50,11 @@ ALLOWED: dict[str, set[str]] = {
     "records": RECORDS,
     "reports": RECORDS | {"records"},
     "rooms": RECORDS | {"records", "reports"},
+    "staffing": RECORDS | {"records"},
     "trail": RECORDS | {"records"},
     "troubles": RECORDS | {"records", "reports"},
     "lineage": RECORDS | {"records", "trail"},
+    "exchange": RECORDS | {"records", "rooms", "troubles"},
     "engine": ENGINE,
     "garage": {"errors", "engine"},
     "assembly": ASSEMBLY,

@@ -33,7 +33,7 @@ def random_schedule(rng: random.Random) -> Schedule:
         is_stream=is_stream,
         slots=rng.choice([0, 1, 2, 3, 20]),
         never=tuple(kind for kind in TROUBLES if rng.random() < 0.5),
-        often=rng.choice(["", "kill", "spoil"]),
+        often=rng.choice(["", "kill", "spoil", "staff"]),
     )
     return options, rng.randbytes(rng.choice([20, 60, 150]))
 

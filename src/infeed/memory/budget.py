@@ -10,15 +10,16 @@ from numbers import Integral
 from typing import Final, Literal
 
 from infeed.errors import ConfigError
+from infeed.memory.groups import OWN, ROOT, groups_of
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 # Where a process finds its group, and where groups are: cgroup version 2 and version 1, each with the names of its files for
 # limit, usage and statistics, and what in the statistics is only the cache of files, which the kernel gives up when asked.
-_CGROUP_OF: Final = "/proc/self/cgroup"
+_CGROUP_OF: Final = OWN
 _CGROUPS: Final = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    (ROOT, "memory.max", "memory.current", ("active_file", "inactive_file")),
     (
-        "/sys/fs/cgroup/memory",
+        f"{ROOT}/memory",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         ("total_active_file", "total_inactive_file"),
@@ -75,7 +76,7 @@ def _group_bytes() -> Iterator[int]:
     """What is left to each of the groups that this process is in and that has a limit."""
     yield sys.maxsize
     for root, limit_name, usage_name, cached in _CGROUPS:
-        for group in _groups(is_old=root.endswith("/memory")):
+        for group in groups_of("memory" if root.endswith("/memory") else None, _CGROUP_OF):
             folder = root + group
             try:
                 limit, usage = int(_text(f"{folder}/{limit_name}")), int(_text(f"{folder}/{usage_name}"))
@@ -84,20 +85,6 @@ def _group_bytes() -> Iterator[int]:
             except (OSError, ValueError):  # there is no such group, or its limit reads "max"
                 continue
             yield max(0, limit - usage + cache)
-
-
-def _groups(*, is_old: bool) -> list[str]:
-    """This process's group and all above it, as paths below the root; in a container the root itself is its own."""
-    path = ""
-    try:
-        for line in _text(_CGROUP_OF).splitlines():
-            _, controllers, name = line.split(":", 2)
-            if ("memory" in controllers.split(",")) if is_old else not controllers:
-                path = name.rstrip("/")
-    except (OSError, ValueError):
-        pass
-    parts = path.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _text(path: str) -> str:

@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import sys
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -260,6 +261,7 @@ class NamedStore(SegmentStore):
 
 # Names that this process attached, to be removed when it ends: the owner does it too, unless it was killed.
 _attached_names: Final[set[str]] = set()
+_is_kept: Final = threading.Event()  # set where others need them after this process
 # Names that it found by their address, with the process that made them and whether that is its parent. Others may still want to
 # find them: they are removed only if their maker was killed.
 _found_names: Final[dict[str, tuple[int, bool]]] = {}
@@ -280,9 +282,15 @@ class NamedReader(SegmentReader):
         return memory
 
 
+def keep_attached_names() -> None:
+    """This process ends before others that need them."""
+    _is_kept.set()
+
+
 def remove_attached_names() -> None:
     """Remove the names of all segments that this process attached: for a worker whose owner closed the pipe or is gone."""
-    _unlink_all(_attached_names)
+    if not _is_kept.is_set():
+        _unlink_all(_attached_names)
     for name, (pid, is_parent) in tuple(_found_names.items()):
         if _is_gone(pid, is_parent=is_parent):
             _unlink(name)

@@ -14,6 +14,7 @@ def check(
     workers: Mapping[WorkerId, Worker],
     slots: Mapping[SlotId, SlotState],
     free: Sequence[SlotId],
+    served: Sequence[WorkerId],
 ) -> None:
     """Raise ``AssertionError`` with the number of the invariant that does not hold."""
     used: dict[SlotId, BatchId] = {}
@@ -21,6 +22,9 @@ def check(
         assert task_id in workers[task.worker].tasks, f"I2: task {task_id}"
     for worker_id, worker in workers.items():
         assert all(tasks[task].worker == worker_id for task in worker.tasks), f"I2: worker {worker_id}"
+        assert not worker.is_leaving or (worker.tasks and not worker.is_ready), f"I6: worker {worker_id}"
+    for worker_id in served:
+        assert workers[worker_id].is_ready, f"I6: worker {worker_id}"
     live = list(batches.values()) + [t.batch for t in tasks.values() if t.batch.is_abandoned]
     for batch in live:
         if batch.slot is not None:

@@ -10,17 +10,18 @@ Invariants, checked by ``validate`` (in ``invariants``), which the tests call af
         write into it is left
     I4  batches of one epoch are delivered once each, in the order they were planned (``in_order``)
     I5  no batch is planned while ``window`` batches are not delivered, and none begun while as many older ones are not
+    I6  only a worker that is ready and stays is given tasks; one that was released has some left, or it is let go of
+
+Each floor of it is one idea: ``books`` (what is where), ``serving`` (who gets what), ``shortage`` (no memory), and here what
+follows from each event.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import insort
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, final, get_args
 
-from infeed.scheduler.invariants import check
 from infeed.scheduler.messages import (
     Action,
     BatchId,
@@ -28,71 +29,42 @@ from infeed.scheduler.messages import (
     BatchSpoiled,
     BatchWanted,
     Closed,
-    Deliver,
-    DeliverError,
-    Drop,
     EpochAbandoned,
     Event,
-    FailMemory,
     FailWorkers,
     Forget,
     Grow,
     GrowthRefused,
-    Pass,
-    Place,
     PlaceRefused,
-    Reload,
-    Send,
     SlotFreed,
     SlotId,
     SlotsAdded,
     StartWorker,
     TaskEmpty,
     TaskFailed,
-    TaskId,
     TaskLoaded,
     TaskMismatched,
     TaskUnplaced,
     WindowChanged,
+    WorkerAdded,
     WorkerDied,
     WorkerId,
     WorkerReady,
+    WorkerReleased,
 )
-from infeed.scheduler.pace import Pace
-from infeed.scheduler.patience import Patience
-from infeed.scheduler.records import Batch, SlotState, Task, Worker
-from infeed.scheduler.slots import Slots
+from infeed.scheduler.records import Batch, SlotState, Worker
+from infeed.scheduler.shortage import Shortage
 
 # The method for each event: _on_batch_planned for BatchPlanned.
 _HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower() for event in get_args(Event)}
 
 
 @final
-class Scheduler:
+class Scheduler(Shortage):
     """The state machine. ``handle`` is its only way in; the properties are for the engine's and the tests' eyes."""
 
     def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
-        self._workers = {worker: Worker() for worker in workers}
-        self._window = window
-        self._in_order = in_order
-        self._whole_batches = whole_batches
-        self._batches: dict[BatchId, Batch] = {}  # planned, not delivered; in planned order
-        self._draining: set[BatchId] = set()  # abandoned, but tasks may still write
-        self._waiting: list[BatchId] = []  # ascending: batches with grains in no task
-        self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of finishing
-        self._tasks: dict[TaskId, Task] = {}
-        self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently served first
-        self._idle: dict[WorkerId, None] = {}  # those of them that have none: nothing they get waits behind a slow sample
-        self._slots = Slots()
-        self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
-        self._slotless: set[BatchId] = set()  # begun without a slot, because there was none yet
-        self._next_task = 0
-        self._pace = Pace()
-        self._wanted: int | None = None
-        self._has_asked_again = False
-        self._is_closed = False
-        self._patience = Patience(len(workers))
-        self._actions: list[Action] = []
+        super().__init__(workers=workers, window=window, in_order=in_order, whole_batches=whole_batches)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             event: getattr(self, name) for event, name in _HANDLERS.items()
         }
@@ -118,10 +90,6 @@ class Scheduler:
         """How many more batches may be planned now."""
         return self._window - len(self._batches)
 
-    def remaining(self, epoch: int) -> int:
-        """Planned batches of an epoch that are not delivered."""
-        return sum(batch.epoch == epoch for batch in self._batches.values())
-
     @property
     def has_work(self) -> bool:
         """Whether a task is with a worker, so that waiting for one makes sense."""
@@ -144,7 +112,8 @@ class Scheduler:
 
     def worker_tasks(self, worker: WorkerId) -> list[tuple[BatchId, int, int]]:
         """(batch, first grain, grains) of what a worker has been given and not reported."""
-        held = (self._tasks[task] for task in sorted(self._workers[worker].tasks))
+        record = self._workers.get(worker)
+        held = [] if record is None else [self._tasks[task] for task in sorted(record.tasks)]
         return [(task.batch.batch, task.first_grain, task.grain_count) for task in held]
 
     # --- the plan and the user's loop
@@ -192,22 +161,34 @@ class Scheduler:
     # --- workers
 
     def _on_worker_ready(self, event: WorkerReady) -> None:
-        self._workers[event.worker].is_ready = True
+        worker = self._workers.get(event.worker)
+        if worker is None:
+            return  # it was let go of before it was there
+        worker.is_ready = True
         self._roomy[event.worker] = self._idle[event.worker] = None
         self._assign()
 
-    def _retire(self, worker: WorkerId) -> Worker:
-        """Send it no more."""
-        self._roomy.pop(worker, None)
-        self._idle.pop(worker, None)
-        record = self._workers[worker]
-        record.is_ready = False
-        return record
+    def _on_worker_added(self, event: WorkerAdded) -> None:
+        assert event.worker not in self._workers, "it is there, or on its way out"
+        self._workers[event.worker] = Worker()
+        self._hired_count += 1
+        self._patience.expect(self._hired_count)
+
+    def _on_worker_released(self, event: WorkerReleased) -> None:
+        assert self._hired_count > 1, "nobody would be left"
+        self._hired_count -= 1
+        assert not any(batch.worker == event.worker for batch in self._batches.values()), "nobody else has its share"
+        worker = self._retire(event.worker)
+        worker.is_leaving = True
+        if not worker.tasks:
+            self._let_go(event.worker)
 
     def _on_worker_died(self, event: WorkerDied) -> None:
+        if event.worker not in self._workers:
+            return  # it was let go of, and died before it ended
         worker = self._retire(event.worker)
         self._patience.lose(is_idle=not worker.tasks)
-        culprit = worker.culprit(event.task) if event.is_blamed else None
+        culprit = worker.culprit(event.task, self._unplaced) if event.is_blamed else None
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
             batch = task.batch
@@ -226,7 +207,10 @@ class Scheduler:
             self._slots.asks_for_growth = False
             self._is_closed = True
             return
-        self._actions.append(StartWorker(event.worker))
+        if worker.is_leaving:
+            del self._workers[event.worker]
+        else:
+            self._actions.append(StartWorker(event.worker))
         self._deliver()
         self._assign()
 
@@ -305,7 +289,8 @@ class Scheduler:
     def _on_batch_spoiled(self, event: BatchSpoiled) -> None:
         batch = self._batches.get(event.batch)
         if event.task is None:
-            self._retire(event.worker)
+            if event.worker in self._workers:
+                self._retire(event.worker)
         else:
             task = self._finish(event.worker, event.task)
             if task is None:
@@ -351,250 +336,3 @@ class Scheduler:
             self._place()
         if self._waiting:
             self._assign()
-
-    # --- rules
-
-    def _finish(self, worker: WorkerId, task_id: TaskId) -> Task | None:
-        """Take a task off the books; ``None`` if it is not on them: the late word of a worker that was declared dead."""
-        task = self._tasks.get(task_id)
-        if task is None or task.worker != worker:
-            return None
-        del self._tasks[task_id]
-        task.batch.task_count -= 1
-        if task.is_unplaced and task_id in self._unplaced:
-            self._unplaced.remove(task_id)
-        record = self._workers[worker]
-        record.tasks.discard(task_id)
-        if record.is_ready:
-            self._roomy.setdefault(worker)
-            if not record.tasks:
-                self._idle.setdefault(worker)
-        return task
-
-    def _settle(self, batch: Batch) -> None:
-        """Move a batch on when its last task is in."""
-        if batch.task_count:
-            return
-        if batch.slot is None:
-            self._slotless.discard(batch.batch)
-        if batch.is_abandoned:
-            if batch.batch in self._draining:
-                self._draining.discard(batch.batch)
-                if batch.slot is not None:
-                    self._slots.release(batch.slot)
-        elif batch.must_regroup and not batch.is_failed:
-            self._begin_again(batch)
-        elif batch.is_finished and batch.batch not in self._finished:
-            self._finished[batch.batch] = None
-
-    def _wait_again(self, batch: Batch, first_grain: int, grain_count: int) -> None:
-        insort(batch.waiting, (first_grain, grain_count))
-        if batch.batch not in self._waiting:
-            insort(self._waiting, batch.batch)
-
-    def _stop_waiting(self, batch: Batch) -> None:
-        batch.waiting.clear()
-        if batch.batch in self._waiting:
-            self._waiting.remove(batch.batch)
-
-    def _drop_unplaced(self, batch: Batch) -> None:
-        for task_id in [task_id for task_id in self._unplaced if self._tasks[task_id].batch is batch]:
-            task = self._finish(self._tasks[task_id].worker, task_id)
-            assert task is not None
-            self._actions.append(Drop(task.worker, task_id))
-
-    def _take_slot(self, batch: Batch) -> bool:
-        """Give the batch a slot; if there is none, ask for one and say no.
-
-        Older batches come first, even if they are not ready to be placed yet: the user's loop waits for them, and it may hold
-        what would be freed for them otherwise.
-        """
-        if self._slotless and min(self._slotless) < batch.batch:
-            return False
-        older = 0
-        if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
-            older = sum(self._batches[other].slot is None for other in self._waiting if other < batch.batch)
-        if len(self._slots.free) <= older:
-            self._slots.ask_for_growth()
-            return False
-        batch.slot = self._slots.take()
-        self._slotless.discard(batch.batch)
-        return True
-
-    def _place(self, *, only_oldest: bool = False) -> None:
-        waiting = sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch)
-        for task_id in waiting:
-            task = self._tasks[task_id]
-            if only_oldest and task.batch is not self._tasks[waiting[0]].batch:
-                return
-            if task.batch.slot is None and not self._take_slot(task.batch):
-                return
-            self._place_task(task_id)
-
-    def _place_task(self, task_id: TaskId) -> None:
-        task = self._tasks[task_id]
-        self._unplaced.remove(task_id)
-        task.is_unplaced = False
-        assert task.batch.slot is not None
-        self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
-
-    def _deliver(self) -> None:
-        if self._wanted is None or not self._finished:
-            return
-        batch = self._next_finished(self._wanted)
-        while batch is not None and not batch.grain_count and not batch.is_failed:
-            del self._batches[batch.batch]
-            del self._finished[batch.batch]
-            self._actions.append(Pass(batch.batch))
-            batch = self._next_finished(self._wanted)
-        if batch is None:
-            return
-        self._wanted = None
-        del self._batches[batch.batch]
-        del self._finished[batch.batch]
-        if batch.is_failed:
-            if batch.slot is not None:
-                self._slots.release(batch.slot)
-            self._actions.append(DeliverError(batch.batch, batch.failed))
-            return
-        assert batch.slot is not None
-        self._slots.lease(batch.slot)
-        self._actions.append(Deliver(batch.batch, batch.slot))
-
-    def _next_finished(self, epoch: int) -> Batch | None:
-        if self._in_order:
-            for batch in self._batches.values():
-                if batch.epoch == epoch:
-                    return batch if batch.batch in self._finished else None
-            return None
-        for batch_id in self._finished:
-            if self._batches[batch_id].epoch == epoch:
-                return self._batches[batch_id]
-        return None
-
-    def _assign(self, *, only_oldest: bool = False) -> None:
-        """Give waiting grains to workers with room, oldest batch first."""
-        if not self._waiting:
-            return
-        for batch_id in tuple(self._waiting[:1] if only_oldest else self._waiting):
-            batch = self._batches[batch_id]
-            # More than the window are planned only when it has become smaller: then the oldest go on.
-            if len(self._batches) > self._window and sum(other < batch_id for other in self._batches) >= self._window:
-                return
-            while batch.waiting:
-                if batch.worker is not None:
-                    # A share of a stream: this worker and no other, one task after another, in order.
-                    if batch.worker not in self._roomy:
-                        break
-                    worker = batch.worker
-                elif self._roomy:
-                    worker = next(iter(self._idle or self._roomy))
-                else:
-                    return
-                if batch.death_count and self._workers[worker].tasks:
-                    return  # nothing else goes out until one has nothing else to do
-                if batch.slot is None and self._slots.states:
-                    if not self._take_slot(batch):
-                        return
-                    for task_id in [held for held in self._unplaced if self._tasks[held].batch is batch]:
-                        self._place_task(task_id)  # parts that were sent when there was no slot yet
-                self._send(batch, worker)
-            if not batch.waiting:
-                self._waiting.remove(batch_id)
-
-    def _send(self, batch: Batch, worker: WorkerId) -> None:
-        first, available = batch.waiting[0]
-        usual = batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, len(self._workers))
-        count = min(available, usual)
-        if count == available:
-            batch.waiting.pop(0)
-        else:
-            batch.waiting[0] = (first + count, available - count)
-        task_id = TaskId(self._next_task)
-        self._next_task += 1
-        self._tasks[task_id] = Task(worker, batch, first, count)
-        batch.task_count += 1
-        if batch.slot is None:
-            self._slotless.add(batch.batch)
-        record = self._workers[worker]
-        record.tasks.add(task_id)
-        del self._roomy[worker]
-        self._idle.pop(worker, None)
-        if self._pace.has_room(len(record.tasks), count) and not batch.death_count:
-            self._roomy[worker] = None
-        is_whole = count == batch.grain_count
-        self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
-
-    # --- shortage
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether the user's loop waits and nothing will happen by itself."""
-        if len(self._tasks) != len(self._unplaced) or self._is_moving or self._wanted is None:
-            return False
-        if not self.remaining(self._wanted) or self._next_finished(self._wanted) is not None:
-            return False
-        # A worker that is being started takes what waits for it, and then this is asked again.
-        bound = [batch.worker for batch in self._batches.values() if batch.worker is not None and batch.waiting]
-        awaited = bound or (self._workers if not any(batch.worker is not None for batch in self._batches.values()) else ())
-        return all(self._workers[worker].is_ready for worker in awaited)
-
-    @property
-    def _is_moving(self) -> bool:
-        return self._slots.asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
-
-    def _unstick(self) -> None:
-        """There is no memory for what the loop waits for: ask once more, take it from younger batches, or say so."""
-        for worker, record in self._workers.items():
-            if record.is_ready:  # and has nothing to do, because nobody has
-                self._roomy.setdefault(worker)
-        if not self._has_asked_again:
-            self._has_asked_again = True
-            self._slots.is_growth_refused = False
-            self._serve_oldest()
-            self._slots.is_growth_refused = True
-        for batch in reversed(tuple(self._batches.values())):
-            if self._is_moving:
-                return
-            if self._evict(batch):
-                self._serve_oldest()
-        if not self._is_moving:
-            self._wanted = None
-            self._actions.append(FailMemory())
-
-    def _serve_oldest(self) -> None:
-        # And nobody else: whatever is begun now would take what was just gained, and be evicted in turn.
-        self._place(only_oldest=True)
-        if self._waiting and self._waiting[0] == next(iter(self._batches)):
-            self._assign(only_oldest=True)
-
-    def _evict(self, batch: Batch) -> bool:
-        """Take back what a batch has, if anything, unless it is the oldest; it will be loaded again.
-
-        A share of a stream cannot be, so it is left alone.
-        """
-        if batch.worker is not None or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
-            return False
-        self._slots.release(batch.slot)
-        self._slots.is_growth_refused = True
-        batch.slot = None
-        if not batch.is_failed:
-            self._finished.pop(batch.batch, None)
-            self._begin_again(batch)
-        return True
-
-    def _begin_again(self, batch: Batch) -> None:
-        batch.begin_again()
-        self._stop_waiting(batch)
-        self._actions.append(Reload(batch.batch))
-        if batch.grain_count:
-            self._wait_again(batch, 0, batch.grain_count)
-            return
-        if batch.slot is not None:  # nothing is left of it; it is passed over in its turn
-            self._slots.release(batch.slot)
-            batch.slot = None
-        self._finished[batch.batch] = None
-
-    def validate(self) -> None:
-        """Check the invariants; for tests."""
-        check(self._batches, self._tasks, self._workers, self._slots.states, self._slots.free)

@@ -42,6 +42,18 @@ class WorkerReady(NamedTuple):
     worker: WorkerId
 
 
+class WorkerAdded(NamedTuple):
+    """There is one more, and it is being started."""
+
+    worker: WorkerId
+
+
+class WorkerReleased(NamedTuple):
+    """One is no longer needed. It gets nothing more, and ends when it has told of all that it has."""
+
+    worker: WorkerId
+
+
 class WorkerDied(NamedTuple):
     """The process is gone (not merely silent), so nothing of it can write into a slot any more."""
 
@@ -131,6 +143,8 @@ Event: TypeAlias = (
     | BatchWanted
     | EpochAbandoned
     | WorkerReady
+    | WorkerAdded
+    | WorkerReleased
     | WorkerDied
     | TaskLoaded
     | TaskEmpty
@@ -222,6 +236,12 @@ class StartWorker(NamedTuple):
     worker: WorkerId
 
 
+class StopWorker(NamedTuple):
+    """Let this worker end: it was released, and has nothing left to do."""
+
+    worker: WorkerId
+
+
 class FailWorkers(NamedTuple):
     """Workers die faster than they get anything done: give up."""
 
@@ -233,5 +253,17 @@ class FailMemory(NamedTuple):
 
 
 Action: TypeAlias = (
-    Send | Place | Drop | Grow | Deliver | DeliverError | Pass | Forget | Reload | StartWorker | FailWorkers | FailMemory
+    Send
+    | Place
+    | Drop
+    | Grow
+    | Deliver
+    | DeliverError
+    | Pass
+    | Forget
+    | Reload
+    | StartWorker
+    | StopWorker
+    | FailWorkers
+    | FailMemory
 )

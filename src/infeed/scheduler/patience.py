@@ -19,6 +19,10 @@ class Patience:
         self._in_a_row = 0
         self._idle_in_a_row = 0
 
+    def expect(self, worker_count: int) -> None:
+        """There are so many now. The most that there ever were may die: those that left may have been among the dead."""
+        self._worker_count = max(self._worker_count, worker_count)
+
     def renew(self) -> None:
         """A worker has done something: it is not hopeless."""
         self._in_a_row = self._idle_in_a_row = 0

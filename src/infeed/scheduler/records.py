@@ -6,6 +6,7 @@ Plain slots instead of dataclasses: one or more is made for every batch, and a d
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from typing import Final, final
 
 from infeed.scheduler.messages import BatchId, SlotId, TaskId, WorkerId
@@ -90,16 +91,17 @@ class Task:
 
 @final
 class Worker:
-    __slots__ = ("is_ready", "tasks")
+    __slots__ = ("is_leaving", "is_ready", "tasks")
 
     def __init__(self) -> None:
         self.is_ready = False
+        self.is_leaving = False  # it was released, and has tasks left
         self.tasks: set[TaskId] = set()
 
-    def culprit(self, said: TaskId | None) -> TaskId | None:
-        """The task that it died of.
+    def culprit(self, said: TaskId | None, held: Container[TaskId]) -> TaskId | None:
+        """The task that it died of; ``held`` are those that wait for a slot.
 
         Unless it said otherwise that is the first, or it had done that and not told yet. From the second death on there is no
-        doubt, because then the task goes to a worker that has nothing else.
+        doubt, because then the task goes to a worker that is at nothing else.
         """
-        return said if said in self.tasks else min(self.tasks, default=None)
+        return said if said in self.tasks else min(self.tasks, key=lambda task: (task in held, task), default=None)

@@ -137,6 +137,11 @@ class Board:
         if isinstance(self._memory, mmap):
             self._memory.close()
 
+    def vacate(self, worker: WorkerId) -> None:
+        """Nobody is there any more."""
+        for number in range(_NUMBERS):
+            self._numbers[worker * _PAGE + number] = 0
+
     def clear(self, worker: WorkerId) -> None:
         """Before it starts (again): what an earlier one of this number did is no longer of interest."""
         for number in range(_NUMBERS):

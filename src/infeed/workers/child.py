@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, NoReturn, final
 
 from infeed.memory.inheriting import take_handed
 from infeed.memory.parcel import Parcel, receive
-from infeed.memory.segments import SegmentHandle, SegmentReader, open_reader, remove_attached_names
+from infeed.memory.segments import SegmentHandle, SegmentReader, keep_attached_names, open_reader, remove_attached_names
 from infeed.workers.board import UNKNOWN, Cell, tape_over
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
@@ -42,7 +42,7 @@ from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
 from infeed.workers.stacks import arm, main_stack
 from infeed.workers.threadpools import limit_pools
-from infeed.workers.wire import TELL_STACK, DecodeError, TaskDecoder, encode_answer
+from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, encode_answer
 
 # How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
 # that tiny batches cost twice as much.
@@ -240,6 +240,8 @@ class ThreadedEnd(WorkerEnd):
                 frame = self._end.receive()
                 if frame == TELL_STACK:
                     self.send([encode_answer(Stack(main_stack() or ""))])
+                elif frame == PART:
+                    keep_attached_names()
                 else:
                     self._inbox.put(frame)
         except (EOFError, BrokenPipeError):

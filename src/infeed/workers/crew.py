@@ -27,7 +27,14 @@ class Crew(ABC):
 
     @abstractmethod
     def start(self, worker: WorkerId) -> None:
-        """Start a worker, or start it again after its death. ``Started`` or ``StartFailed`` is heard from it."""
+        """Start a worker, or start it again after its death or its stop. ``Started`` or ``StartFailed`` is heard from it."""
+
+    @abstractmethod
+    def stop(self, worker: WorkerId) -> None:
+        """Let a worker end that has nothing to do. Nothing is heard of it any more, and nothing is waited for.
+
+        One that does not come back, because it is still starting, is seen to by later calls of ``receive``, or by ``close``.
+        """
 
     @abstractmethod
     def send(self, worker: WorkerId, message: ToWorker) -> None:

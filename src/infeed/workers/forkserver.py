@@ -125,7 +125,7 @@ class ForkServer:
                     message, _ = receive(self._sock)
                     self._note(message)
                 self._sock.settimeout(None)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # the latter if there is no time at all
                 self._sock.settimeout(None)
                 return None
             except (EOFError, OSError):  # the server is gone, and its workers with it

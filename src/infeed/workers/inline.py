@@ -23,6 +23,9 @@ class InlineCrew(Crew):
     def start(self, worker: WorkerId) -> None:
         self._news.append((worker, Started()))
 
+    def stop(self, worker: WorkerId) -> None:
+        self._news = [news for news in self._news if news[0] != worker]
+
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         del worker
         if not isinstance(message, MapSegment | UnmapSegment | TellStack):

@@ -32,7 +32,7 @@ from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.stacks import take as take_stack
 from infeed.workers.threadpools import modules_for
-from infeed.workers.wire import TaskEncoder, decode_answer
+from infeed.workers.wire import PART, TaskEncoder, decode_answer
 
 if sys.platform == "linux":
     from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, bury_fork_server, fork_server
@@ -127,6 +127,30 @@ class _Member:
 
 
 @final
+class _Leaver:
+    """A process that was told to end."""
+
+    def __init__(self, worker: WorkerId, process: _Process) -> None:
+        self.worker, self.process = worker, process
+        self._deadline = time.monotonic() + _CLOSE_S
+        self._is_killed = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Looks, without waiting, and helps if it takes too long."""
+        if self.process.wait(0) is not None:
+            return True
+        if time.monotonic() < self._deadline:
+            return False
+        if self._is_killed:
+            return True  # nobody can tell any more: it went with its server
+        self.process.kill()
+        self._is_killed = True
+        self._deadline = time.monotonic() + _CLOSE_S
+        return False
+
+
+@final
 class ProcessCrew(Crew):
     def __init__(
         self,
@@ -146,6 +170,7 @@ class ProcessCrew(Crew):
         self._uses_fork = uses_fork(start_method)
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
+        self._leavers: list[_Leaver] = []
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
         self._early: list[News] = []  # heard while a stack was waited for
@@ -158,6 +183,9 @@ class ProcessCrew(Crew):
 
     def start(self, worker: WorkerId) -> None:
         assert self._board.handle is not None
+        for leaver in self._leavers:
+            if leaver.worker == worker:
+                leaver.process.kill()  # two would write into one place on the board
         with explaining_limits():
             link, process = self._start_process()
         birth = Birth(
@@ -176,6 +204,17 @@ class ProcessCrew(Crew):
         self._poller.add(link)
         link.send([pickle.dumps(birth, 5)])
 
+    def stop(self, worker: WorkerId) -> None:
+        member = self._members.get(worker)
+        if member is None:
+            return  # it is dead already
+        if isinstance(member.process, _SpawnedProcess):
+            member.link.send([PART])  # one that is forked knows no names that it could remove
+        self._dismiss(worker)
+        self._early = [news for news in self._early if news[0] != worker]
+        self._board.vacate(worker)
+        self._leavers.append(_Leaver(worker, member.process))
+
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         member = self._members.get(worker)
         if member is not None:
@@ -191,6 +230,10 @@ class ProcessCrew(Crew):
 
     def receive(self, timeout_s: float | None) -> list[News]:
         self.flush()
+        if self._leavers:
+            self._see_off()
+            if self._leavers:
+                timeout_s = _CLOSE_S if timeout_s is None else min(timeout_s, _CLOSE_S)
         news, self._early = self._early, []
         for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
@@ -244,7 +287,9 @@ class ProcessCrew(Crew):
 
     def close(self) -> None:
         members = list(self._members.values())
+        processes = [member.process for member in members] + [leaver.process for leaver in self._leavers]
         self._members.clear()
+        self._leavers.clear()
         self._unflushed.clear()
         for member in members:
             self._poller.remove(member.link)
@@ -254,27 +299,22 @@ class ProcessCrew(Crew):
             return  # a forked child of the user's: the workers are not its own
         deadline = time.monotonic() + _CLOSE_S
         try:
-            late = [member for member in members if member.process.wait(max(0.0, deadline - time.monotonic())) is None]
-            for member in late:
-                member.process.kill()
+            late = [process for process in processes if process.wait(max(0.0, deadline - time.monotonic())) is None]
+            for process in late:
+                process.kill()
             deadline = time.monotonic() + _CLOSE_S
-            for member in late:
-                member.process.wait(max(0.0, deadline - time.monotonic()))
+            for process in late:
+                process.wait(max(0.0, deadline - time.monotonic()))
         except BaseException:  # Ctrl+C: the user has no more patience
-            for member in members:
-                member.process.kill()
+            for process in processes:
+                process.kill()
             raise
         if sys.platform == "linux" and self._uses_fork:
             bury_fork_server()
 
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
-        member = self._members.pop(worker)
-        if member in self._unflushed:
-            self._unflushed.remove(member)
-        self._poller.remove(member.link)
-        del self._worker_of[member.link]
-        member.link.close()
+        member = self._dismiss(worker)
         code = member.process.wait(_CLOSE_S)
         if code is None:
             # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
@@ -282,6 +322,23 @@ class ProcessCrew(Crew):
             code = member.process.wait(_CLOSE_S)
         verdict = self._oom.verdict() if code == -_SIGKILL else None
         return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict, is_blamed=code is not None)
+
+    def _see_off(self) -> None:
+        gone = [leaver for leaver in self._leavers if leaver.is_gone]
+        for leaver in gone:
+            self._leavers.remove(leaver)
+            if leaver.worker not in self._members:
+                self._board.vacate(leaver.worker)  # once more: it may have been starting, and have said so
+
+    def _dismiss(self, worker: WorkerId) -> _Member:
+        """Hear and tell it no more: it ends with its pipe."""
+        member = self._members.pop(worker)
+        if member in self._unflushed:
+            self._unflushed.remove(member)
+        self._poller.remove(member.link)
+        del self._worker_of[member.link]
+        member.link.close()
+        return member
 
     def _start_process(self) -> tuple[Link, _Process]:
         if sys.platform == "linux" and self._uses_fork:

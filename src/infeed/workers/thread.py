@@ -42,6 +42,7 @@ _MEASURE_S: Final = 0.1
 
 _STOP: Final = None
 _Inbox = queue.SimpleQueue[ToWorker | None]
+_News = queue.SimpleQueue[tuple[_Inbox, News] | None]  # with the inbox of who tells it
 
 
 @final
@@ -52,21 +53,29 @@ class ThreadCrew(Crew):
         self._inboxes: dict[WorkerId, _Inbox] = {}
         self._threads: list[threading.Thread] = []
         self._idents: dict[WorkerId, int | None] = {}
-        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._news: _News = queue.SimpleQueue()
 
     def start(self, worker: WorkerId) -> None:
         inbox: _Inbox = queue.SimpleQueue()
-        self._inboxes[worker] = inbox
         arguments = (worker, self._make_runner, inbox, self._news)
         thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
         with explaining_limits():
             thread.start()
+        self._inboxes[worker] = inbox
         self._threads.append(thread)
         self._idents[worker] = thread.ident
 
+    def stop(self, worker: WorkerId) -> None:
+        inbox = self._inboxes.pop(worker, None)
+        self._idents.pop(worker, None)
+        if inbox is not None:
+            inbox.put(_STOP)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+
     def send(self, worker: WorkerId, message: ToWorker) -> None:
-        if not isinstance(message, MapSegment):
-            self._inboxes[worker].put(message)
+        inbox = self._inboxes.get(worker)
+        if inbox is not None and not isinstance(message, MapSegment):
+            inbox.put(message)
 
     def flush(self) -> None:
         return
@@ -83,12 +92,11 @@ class ThreadCrew(Crew):
             first = self._news.get(timeout=timeout_s) if timeout_s != 0 else self._news.get_nowait()
         except queue.Empty:
             return []
-        news = [] if first is None else [first]
+        heard = [first]
         while not self._news.empty():
-            more = self._news.get()
-            if more is not None:
-                news.append(more)
-        return news
+            heard.append(self._news.get())
+        # Not of those that were stopped: another may have their number by now.
+        return [one[1] for one in heard if one is not None and one[0] is self._inboxes.get(one[1][0])]
 
     def add_segment(self, handle: SegmentHandle) -> None:
         del handle
@@ -111,16 +119,14 @@ class ThreadCrew(Crew):
                 _LOG.debug("%s is still in user code and ends when that returns", thread.name)
 
 
-def _work(
-    worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _Inbox, news: queue.SimpleQueue[News | None]
-) -> None:
+def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _Inbox, news: _News) -> None:
     try:
         runner = make_runner(worker)
         runner.start()
     except BaseException as error:  # whatever worker_init_fn raises must be heard of
-        news.put((worker, StartFailed(Failure.of(error, "running worker_init_fn"))))
+        news.put((inbox, (worker, StartFailed(Failure.of(error, "running worker_init_fn")))))
         return
-    news.put((worker, Started()))
+    news.put((inbox, (worker, Started())))
     is_first = worker == 0
     measured = 0.0
     while (message := inbox.get()) is not _STOP:
@@ -140,7 +146,7 @@ def _work(
             is_first = False
             _warn_of_draws(before)
         if answer is not None:
-            news.put((worker, answer))
+            news.put((inbox, (worker, answer)))
         if time.monotonic() - measured > _MEASURE_S:
             measured = time.monotonic()
             runner.note_usage(time.thread_time_ns(), queued_ns())

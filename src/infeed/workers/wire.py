@@ -36,9 +36,11 @@ _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
 _NUMBER: Final = struct.Struct("<q")
 
-_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK = range(7)
-# Short, because the thread that reads a worker's pipe compares every message with it.
+_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK, _PART = range(8)
+# Short, because the thread that reads a worker's pipe compares every message with them.
 TELL_STACK: Final = bytes([_TELL_STACK])
+# The end of the pipe follows, and the engine lives on. Without this it is gone, as far as a worker can tell.
+PART: Final = bytes([_PART])
 _NONE: Final = -1
 # Layouts that are known by number; beyond, the table begins anew. A loader whose every batch has another layout must not
 # grow it without end.

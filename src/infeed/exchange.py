@@ -1,0 +1,136 @@
+"""What goes out to workers and comes back: tasks, and the layout that batches are expected to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from infeed.batch.layout import Layout, LayoutPool
+from infeed.records import EngineSetup, Record, Task
+from infeed.rooms import Rooms
+from infeed.scheduler.messages import (
+    BatchId,
+    Event,
+    PlaceRefused,
+    Send,
+    SlotId,
+    TaskEmpty,
+    TaskId,
+    TaskLoaded,
+    TaskMismatched,
+    TaskUnplaced,
+    WorkerId,
+)
+from infeed.troubles import Troubles
+from infeed.workers.messages import DropTask, LoadGrains, LoadNext, PackedLoaded, PlaceTask, RowsLoaded
+
+
+@final
+class Exchange:
+    """Belongs to one engine, and works on its books."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        records: dict[BatchId, Record],
+        tasks: dict[TaskId, Task],
+        rooms: Rooms,
+        troubles: Troubles,
+        *,
+        tell: Callable[[Event], None],
+        learn_size: Callable[[int], None],
+        stream_loaded: Callable[[Record, int, Any], None],
+    ) -> None:
+        self._setup, self._crew = setup, setup.crew
+        self._records, self._tasks = records, tasks
+        self._rooms, self._troubles = rooms, troubles
+        self._tell, self._learn_size, self._stream_loaded = tell, learn_size, stream_loaded
+        self._layout: Layout | None = None  # what the next batch is expected to look like
+        self._layouts = LayoutPool()
+
+    def send(self, action: Send) -> None:
+        record = self._records[action.batch]
+        plan = record.plan
+        layout = record.layout or self._layout
+        block = None
+        if action.slot is not None:
+            needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
+            block = self._rooms.block(action.slot, needed)
+        if plan.indices is None:
+            self._tasks[action.task] = Task(action.worker, action.batch, 0, plan.row_count, layout)
+            self._crew.send(
+                action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
+            )
+            return
+        if block is not None and record.layout is None and not action.is_whole:
+            record.layout = layout
+        grain_size = self._setup.grain_size
+        first_row = action.first_grain * grain_size
+        indices = plan.indices
+        if not action.is_whole:
+            indices = indices[first_row : first_row + action.grain_count * grain_size]
+        self._tasks[action.task] = Task(action.worker, action.batch, first_row, len(indices), layout)
+        self._crew.send(
+            action.worker,
+            LoadGrains(
+                action.task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
+                action.is_whole, indices, record.deaths is not None,
+            ),
+        )  # fmt: skip
+
+    def place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
+        block = self._rooms.block(slot, record.needed_bytes)
+        if block is None:
+            self._tell(PlaceRefused(worker, task))
+        else:
+            self._crew.send(worker, PlaceTask(task, block, record.layout))
+
+    def loaded(self, worker: WorkerId, message: RowsLoaded | PackedLoaded) -> None:
+        entry = self._tasks.pop(message.task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is not None and record is not None:
+            record.row_count += message.row_count
+            record.parts.append((worker, entry.first_row, message.row_count, message.elapsed_ns))
+            if isinstance(message, PackedLoaded):
+                record.packed = message.packed
+                self._learn_size(record.needed_bytes)
+            else:
+                layout = message.layout
+                if layout is None:
+                    layout = entry.layout
+                elif layout is not entry.layout:
+                    layout = self._layout = self._layouts.interned(layout)
+                record.layout = layout
+                record.beside[entry.first_row] = message.beside
+            if self._setup.stream is not None:
+                self._setup.stream.decide(shards_itself=message.shards_itself)
+                is_short = message.row_count < record.plan.row_count
+                record.stream_state = message.stream_state
+                self._stream_loaded(record, message.row_count, message.stream_state)
+                if message.bad and not self._troubles.left_out(worker, record, message.task, message.bad):
+                    return
+                if is_short and self._setup.drop_last:
+                    self._tell(TaskEmpty(worker, message.task))
+                    return
+        self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
+
+    def unplaced(self, worker: WorkerId, task: TaskId, nbytes: int, layout: Layout | None) -> None:
+        entry = self._tasks.get(task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is not None and record is not None:
+            record.needed_bytes = nbytes
+            self._learn_size(nbytes)
+            if layout is not None:
+                layout = self._layouts.interned(layout)
+                if self._layout is None:
+                    self._layout = layout
+                if record.layout is None:
+                    record.layout = layout
+                elif record.layout is not layout:
+                    # Another part of this batch came out differently.
+                    del self._tasks[task]
+                    self._crew.send(worker, DropTask(task))
+                    self._tell(TaskMismatched(worker, task))
+                    return
+                self._tasks[task] = entry._replace(layout=layout)
+        self._tell(TaskUnplaced(worker, task))
