@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PHONE_PX = 390
 LONGEST_S = 90  # only so that a browser that hangs does not hang the tests
 
 # The browser wants its pipes at these two numbers.
@@ -58,7 +59,7 @@ class Browser:
         self._closing = contextlib.ExitStack()
         profile = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True))
         theirs_in, self._out = self._pipe()
-        self._in, theirs_out = self._pipe()[0:2]
+        self._in, theirs_out = self._pipe()
         command = [
             sys.executable,
             "-c",
@@ -92,6 +93,12 @@ class Browser:
             os.close(end)
         return high[0], high[1]
 
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         os.close(self._out)
         os.close(self._in)
@@ -107,7 +114,7 @@ class Browser:
         """Open a file as a page, and wait until it is loaded and its charts are drawn."""
         self.requests.clear()
         self.complaints.clear()
-        width, height = (390, 844) if is_phone else (1180, 900)
+        width, height = (PHONE_PX, 844) if is_phone else (1180, 900)
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=is_phone)
         self.ask("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         self.turn(is_dark=is_dark)

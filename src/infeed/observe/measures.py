@@ -147,7 +147,7 @@ def sample_time_figure(statistics: Statistics) -> Figure:
     axis: dict[str, Any] = {"title": {"text": "samples" + (" (log scale)" if is_wide else "")}}
     if is_wide:
         axis.update(type="log", dtick=1, tickformat=",d", range=[-0.3, len(str(max(counts))) - 0.3 + 0.4])
-    step = max(1, -(-len(shown) // 6))
+    step = max(1, -(-len(shown) // 5))
     ticks = list(range(0, len(shown), step))
     return {
         "data": [

@@ -11,7 +11,7 @@ from typing import Final
 from infeed.errors import ConfigError
 from infeed.memory.budget import format_bytes
 from infeed.observe import measures
-from infeed.observe.figures import timeline_chart, timeline_note
+from infeed.observe.figures import timeline_chart, timeline_section
 from infeed.observe.lanes import FAULTS, lane_names
 from infeed.observe.page import Block, Tone, bars, chart, facts, label, page, paragraph, row, section, table, tiles, verdict
 from infeed.observe.records import Mark, Statistics, Trace, WorkerStatistics
@@ -59,7 +59,7 @@ def _blocks(trace: Trace) -> Iterator[Block]:
     yield from _over_time(trace)
     timeline = timeline_chart(trace, most=_MOST_PIECES)
     if timeline is not None:
-        yield section("Timeline", timeline, note=timeline_note(trace))
+        yield timeline_section(trace, timeline)
     elif statistics.batch_count:
         yield section("Timeline", paragraph("Nothing was recorded of what happened when: tracing was off."))
     yield from _samples(statistics)
