@@ -21,6 +21,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PHONE_PX = 390
+DESK_PX = 1180
 LONGEST_S = 90  # only so that a browser that hangs does not hang the tests
 
 # The browser wants its pipes at these two numbers.
@@ -114,7 +115,7 @@ class Browser:
         """Open a file as a page, and wait until it is loaded and its charts are drawn."""
         self.requests.clear()
         self.complaints.clear()
-        width, height = (PHONE_PX, 844) if is_phone else (1180, 900)
+        width, height = (PHONE_PX, 844) if is_phone else (DESK_PX, 900)
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=is_phone)
         self.ask("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         self.turn(is_dark=is_dark)

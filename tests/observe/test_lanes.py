@@ -1,6 +1,7 @@
 """What a picture of a run shows."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ def test_no_time_and_no_sample_is_lost_in_pieces(lengths: list[tuple[int, int]],
 
     assert sum(piece.busy_ns for piece in found) == sum(span.end_ns - span.begin_ns for span in spans)
     assert sum(piece.size for piece in found) == len(spans)
-    assert all(before.end_ns <= after.begin_ns for before, after in zip(found, found[1:], strict=False))
+    assert all(before.end_ns <= after.begin_ns for before, after in pairwise(found))
     assert len(found) <= max(most, 4)
 
 
@@ -111,7 +112,7 @@ def test_one_after_another_takes_as_long_as_all_loading_and_all_of_the_loops_wor
     assert in_a_row.factor == pytest.approx(work_s / window.seconds, rel=1e-6)
     assert in_a_row.text == f"{in_a_row.factor:.1f} times as long \u25b8"
     assert len(in_a_row.steps) == 40
-    assert all(before[2] == after[1] for before, after in zip(in_a_row.steps, in_a_row.steps[1:], strict=False))
+    assert all(before[2] == after[1] for before, after in pairwise(in_a_row.steps))
 
 
 def test_where_workers_gain_nothing_it_is_said_so() -> None:
