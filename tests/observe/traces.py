@@ -119,9 +119,7 @@ def make_trace(
         marks=marks,
         points=tuple(points),
         lost_span_count=0,
-        settings={"batch_size": str(batch_size), "num_workers": str(workers), "shuffle": "True"}
-        if settings is None
-        else settings,
+        settings={"batch_size": str(batch_size), "num_workers": str(workers)} if settings is None else settings,
         machine={"processor": "8 cores", "memory": "31.3 GiB", "python": "3.12", "infeed": "0.1"},
     )
 
@@ -131,6 +129,47 @@ def empty_trace() -> Trace:
     full = make_trace(batches=0, workers=0, kind="inline")
     statistics = with_statistics(full, sample_times={}, histogram=(), slowest=(), workers=()).statistics
     return replace(full, statistics=statistics, spans=(), points=(), settings={}, machine={})
+
+
+def strange_trace() -> Trace:
+    """Text that would be markup, or cannot be written, wherever there is text."""
+    marks = (
+        Mark(50 * MS, 1, "bad sample", STRANGE * 4),
+        Mark(100 * MS, LOOP, "failure", "$x^$ " + STRANGE),
+        Mark(110 * MS, LOOP, "epoch", "\udcff of a path that is no text"),
+    )
+    trace = make_trace(verdict=STRANGE, marks=marks, settings={STRANGE: STRANGE * 5, "path": "\udcff"})
+    return replace(trace, machine={"host": STRANGE})
+
+
+def faulty_trace() -> Trace:
+    """A long run in which a worker died."""
+    marks = (
+        Mark(2_300 * MS, 2, "death", "worker 2 (pid 1002) was killed by signal 9 (SIGKILL), perhaps for want of memory"),
+        Mark(2_330 * MS, 2, "restart", "worker 2 was started again; 2 tasks were loaded once more"),
+        Mark(2_400 * MS, LOOP, "epoch", "epoch 1"),
+    )
+    return make_trace(batches=300, load_ms=7.5, marks=marks)
+
+
+def untimed_trace() -> Trace:
+    """Batches were given, but nobody noted when, nor how long samples took."""
+    trace = with_statistics(make_trace(), sample_times={}, histogram=(), slowest=(), workers=())
+    return replace(trace, spans=(), points=())
+
+
+CASES: dict[str, Callable[[], Trace]] = {
+    "short": make_trace,
+    "faulty": faulty_trace,
+    "tiny samples": lambda: make_trace(batches=600, batch_size=32, grain=4, load_ms=0.02, away_ms=0.4),
+    "threads": lambda: make_trace(workers=1, kind="thread"),
+    "inline": lambda: make_trace(workers=0, kind="inline", batches=12),
+    "many workers": lambda: make_trace(workers=40, batch_size=64),
+    "one batch": lambda: make_trace(batches=1),
+    "untimed": untimed_trace,
+    "strange": strange_trace,
+    "empty": empty_trace,
+}
 
 
 def with_statistics(trace: Trace, **changes: Any) -> Trace:

@@ -159,7 +159,7 @@ def test_pure_folders_know_no_clock_thread_process_file_or_torch(path: Path) -> 
 @pytest.mark.parametrize("path", MODULES, ids=identify)
 def test_optional_packages_are_not_imported_at_import_time(path: Path) -> None:
     """torch and its like cost seconds, or are not installed: only who needs them imports them."""
-    heavy = {"torch", "jax", "ray", "cv2", "tqdm", "rich", "PIL", "pandas", "pyarrow", "psutil"}
+    heavy = {"torch", "jax", "ray", "cv2", "tqdm", "rich", "PIL", "pandas", "pyarrow", "psutil", "matplotlib", "plotly"}
     allowed = {"cli/pictures.py": {"PIL"}}.get(identify(path), set())
     if identify(path) == "delivery/jax.py":
         allowed = {"jax"}

@@ -20,7 +20,7 @@
   const template = (style) => {
     const axis = {
       automargin: true, gridcolor: "var(--grid)", linecolor: "var(--line)", zerolinecolor: "var(--line)",
-      tickcolor: "var(--line)", title: { standoff: 8 },
+      ticks: "outside", ticklen: 5, tickcolor: "rgba(0,0,0,0)", title: { standoff: 8 },
     };
     return {
       layout: {

@@ -21,11 +21,11 @@ from infeed.observe.lanes import (
     whole,
     windows,
 )
-from infeed.observe.page import Block, Figure, chart, page, paragraph, section, tiles, verdict
+from infeed.observe.page import Block, Figure, chart, hint, page, paragraph, section, tiles, verdict
 from infeed.observe.records import LOOP, SpanKind, Trace
 from infeed.observe.units import format_count, format_rate, format_seconds
 
-__all__ = ["timeline_chart", "timeline_figure", "timeline_page"]
+__all__ = ["timeline_chart", "timeline_figure", "timeline_page", "timeline_section"]
 
 _LANE_PX: Final = 34
 _LEAST_LANE_PX: Final = 12
@@ -56,18 +56,23 @@ def timeline_page(trace: Trace) -> str:
             ]
         )
     )
-    blocks.append(section("Timeline", picture, note=timeline_note(trace)))
+    blocks.append(timeline_section(trace, picture))
     return page("infeed timeline", blocks)
 
 
-def timeline_note(trace: Trace) -> str:
-    """How to read the chart, and what is not in it."""
-    parts = ["Drag to zoom in, double-click to see everything."]
+def timeline_section(trace: Trace, picture: Block) -> Block:
+    """The timeline under a heading, with how to read it and what is not in it."""
+    how = hint("Drag to zoom in; double-click to go back, and once more to see everything.")
+    return section("Timeline", how, picture, note=_note(trace))
+
+
+def _note(trace: Trace) -> str:
+    parts = []
     shown = windows(trace)
     in_a_row = serial(trace, shown[-1]) if shown else None
     if in_a_row is not None:
         parts.append(
-            f"The top lane is the same work as one loader without workers would do it, from the measured times: "
+            f"The top lane is the same work as a loader without workers would do it, from the measured times: "
             f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(shown[-1].seconds)}."
         )
     if trace.lost_span_count:

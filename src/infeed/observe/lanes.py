@@ -26,7 +26,7 @@ WORDS: Final[dict[SpanKind, str]] = {
     "start": "starting",
     "load": "loading samples",
     "collate": "collating",
-    "write": "writing into shared memory",
+    "write": "writing to memory",
     "wait": "waiting for a batch",
     "deliver": "delivering",
     "away": "your code",
@@ -152,17 +152,21 @@ def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[P
 
     Never many more than ``most``: the more there are, the coarser they become.
     """
-    rows: dict[tuple[int, SpanKind], list[Span]] = defaultdict(list)
+    rows: dict[tuple[int, SpanKind], list[Piece]] = defaultdict(list)
     for span in spans:
-        if span.begin_ns < window.end_ns and span.end_ns > window.begin_ns and span.end_ns > span.begin_ns:
-            rows[span.lane, span.kind].append(span)
+        lane, kind, begin_ns, end_ns, epoch, position, first_index, size = span
+        if begin_ns < window.end_ns and end_ns > window.begin_ns and end_ns > begin_ns:
+            begin_ns, end_ns = max(begin_ns, window.begin_ns), min(end_ns, window.end_ns)
+            piece = Piece(lane, kind, begin_ns, end_ns, end_ns - begin_ns, epoch, position, first_index, size, 1)
+            rows[lane, kind].append(piece)
     for row in rows.values():
-        row.sort(key=lambda span: span.begin_ns)
+        row.sort(key=lambda piece: piece.begin_ns)
     finest_ns = (window.end_ns - window.begin_ns) * _FINEST_SHARE
     while True:
-        found = [piece for row in rows.values() for piece in _merged(row, window, finest_ns)]
-        if len(found) <= max(most, 4 * len(rows)):
-            return found
+        for place, row in rows.items():
+            rows[place] = _merged(row, finest_ns)
+        if sum(map(len, rows.values())) <= max(most, 4 * len(rows)):
+            return [piece for row in rows.values() for piece in row]
         finest_ns *= 2
 
 
@@ -200,31 +204,36 @@ def marks_in(trace: Trace, window: Window, *, most: int) -> tuple[list[Mark], in
     return sorted(chosen, key=lambda mark: mark.at_ns), len(inside) - len(chosen)
 
 
-def _merged(row: Sequence[Span], window: Window, finest_ns: float) -> Iterable[Piece]:
-    piece: Piece | None = None
-    for span in row:
-        begin_ns, end_ns = max(span.begin_ns, window.begin_ns), min(span.end_ns, window.end_ns)
-        one = Piece(
-            span.lane, span.kind, begin_ns, end_ns, end_ns - begin_ns, span.epoch, span.position, span.first_index, span.size, 1
-        )
-        if piece is None:
-            piece = one
-        elif (
-            begin_ns - piece.end_ns < finest_ns
-            and min(one.busy_ns, piece.busy_ns / piece.span_count) < finest_ns
-            and end_ns - piece.begin_ns < _MERGED_LENGTH * finest_ns
+def _merged(row: Sequence[Piece], finest_ns: float) -> list[Piece]:
+    """Neighbours put together where one of them, and what is between them, is too short to be seen."""
+    merged: list[Piece] = []
+    run: list[Piece] = []  # what becomes one piece
+    begin_ns = end_ns = 0
+    shortest_ns = 0.0
+    for piece in row:
+        length_ns = piece.busy_ns / piece.span_count
+        if (
+            run
+            and piece.begin_ns - end_ns < finest_ns
+            and min(length_ns, shortest_ns) < finest_ns
+            and piece.end_ns - begin_ns < _MERGED_LENGTH * finest_ns
         ):
-            piece = piece._replace(
-                end_ns=max(piece.end_ns, end_ns),
-                busy_ns=piece.busy_ns + one.busy_ns,
-                size=piece.size + one.size,
-                span_count=piece.span_count + 1,
-            )
+            run.append(piece)
+            end_ns = max(end_ns, piece.end_ns)
+            shortest_ns = min(length_ns, shortest_ns)
         else:
-            yield piece
-            piece = one
-    if piece is not None:
-        yield piece
+            merged += _joined(run, end_ns)
+            run, begin_ns, end_ns, shortest_ns = [piece], piece.begin_ns, piece.end_ns, length_ns
+    return merged + _joined(run, end_ns)
+
+
+def _joined(run: list[Piece], end_ns: int) -> list[Piece]:
+    if len(run) < 2:
+        return run
+    busy_ns = sum(piece.busy_ns for piece in run)
+    size = sum(piece.size for piece in run)
+    span_count = sum(piece.span_count for piece in run)
+    return [run[0]._replace(end_ns=end_ns, busy_ns=busy_ns, size=size, span_count=span_count)]
 
 
 def _loop_cycles(trace: Trace) -> list[tuple[int, int, int]]:

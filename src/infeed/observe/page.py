@@ -31,6 +31,7 @@ __all__ = [
     "chart",
     "code",
     "facts",
+    "hint",
     "label",
     "page",
     "paragraph",
@@ -102,6 +103,11 @@ def paragraph(text: str) -> Block:
     return Block(f"<p>{escape(text)}</p>")
 
 
+def hint(text: str) -> Block:
+    """What can be done with a mouse, in small letters; not shown where there is none."""
+    return Block(f'<p class="note hint">{escape(text)}</p>')
+
+
 def code(text: str) -> Block:
     """Text as it is, in letters of one width; scrolls by itself if it is wide."""
     return Block(f"<pre><code>{escape(text)}</code></pre>")
@@ -156,7 +162,7 @@ def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Block:
     data = json.dumps(figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return Block(
-        f'<figure class="chart"><div class="plot" style="height:{height_px}px"></div>'
+        f'<figure class="chart"><div class="plot" style="--height:{height_px}px"></div>'
         f'<script type="application/json">{data}</script>{below}</figure>',
         has_chart=True,
     )

@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from infeed.errors import ConfigError
-from infeed.observe.lanes import EXTENT, FAULTS, WORDS, Serial, Window, lane_names, lane_tops, marks_in, pieces, serial, windows
+from infeed.observe.lanes import (
+    EXTENT,
+    FAULTS,
+    WORDS,
+    Piece,
+    Serial,
+    Window,
+    lane_names,
+    lane_tops,
+    marks_in,
+    pieces,
+    serial,
+    windows,
+)
 from infeed.observe.records import LOOP, SpanKind, Trace
 from infeed.observe.units import format_seconds
 
@@ -51,18 +64,19 @@ def draw_picture(trace: Trace, path: Path) -> None:
         ) from None
     is_svg = path.suffix.lower() == ".svg"
     default = {name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name}
-    with matplotlib.rc_context(default), warnings.catch_warnings():
+    # Names within the file hang on the salt: the same run gives the same file.
+    with matplotlib.rc_context({**default, "svg.hashsalt": "infeed"}), warnings.catch_warnings():
         # Letters that the font does not have are drawn as boxes; that is no matter for the user's log.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(facecolor="white")
         (FigureCanvasSVG if is_svg else FigureCanvasAgg)(figure)
         _draw(trace, figure)
-        # Without a date the same run gives the same file.
         figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
 
 
 def _draw(trace: Trace, figure: Figure) -> None:
     shown = windows(trace)
+    seen = [pieces(trace.spans, window) for window in shown]
     serials = [serial(trace, window) for window in shown]
     tops = lane_tops(trace, has_serial=any(serials))
     lane_count = tops[LOOP] + 1
@@ -75,7 +89,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
         return 1 - inches / height_in
 
     figure.text(0.02, below_top(0.14), _headline(trace), size=14, weight="bold", color=_INK, va="top", parse_math=False)
-    figure.text(0.02, below_top(0.46), _subline(trace, shown), size=9.5, color=_SOFT, va="top", parse_math=False)
+    figure.text(0.02, below_top(0.46), _subline(trace, seen), size=9.5, color=_SOFT, va="top", parse_math=False)
     if not shown:
         return
     kinds: set[SpanKind] = set()
@@ -85,7 +99,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
     grid = figure.add_gridspec(1, len(shown), left=0.13, right=0.975, bottom=bottom, top=top, width_ratios=ratios, wspace=0.05)
     for column, (window, in_a_row) in enumerate(zip(shown, serials, strict=True)):
         axes = figure.add_subplot(grid[0, column])
-        kinds |= _draw_window(trace, axes, window, in_a_row, tops)
+        kinds |= _draw_window(axes, window, seen[column], in_a_row, tops)
         number = _draw_marks(trace, axes, window, tops, number)
         _draw_axis(axes, window, tops, _labels(trace, tops, any(serials)) if column == 0 else {})
         if len(shown) > 1:
@@ -95,10 +109,12 @@ def _draw(trace: Trace, figure: Figure) -> None:
         figure.text(0.02, (0.08 + 0.21 * line) / height_in, note, size=8.5, color=_SOFT, va="bottom", parse_math=False)
 
 
-def _draw_window(trace: Trace, axes: Axes, window: Window, in_a_row: Serial | None, tops: dict[int, float]) -> set[SpanKind]:
+def _draw_window(
+    axes: Axes, window: Window, seen: list[Piece], in_a_row: Serial | None, tops: dict[int, float]
+) -> set[SpanKind]:
     """The lanes and, above them, the work in a row; gives the kinds that are seen."""
     bars: dict[tuple[float, SpanKind], list[tuple[float, float, float]]] = {}
-    for piece in pieces(trace.spans, window):
+    for piece in seen:
         one = (piece.begin_ns / 1e9, (piece.end_ns - piece.begin_ns) / 1e9, piece.density)
         bars.setdefault((tops[piece.lane], piece.kind), []).append(one)
     for kind, begin_ns, end_ns in () if in_a_row is None else in_a_row.steps:
@@ -173,22 +189,18 @@ def _headline(trace: Trace) -> str:
     return shortened(trace.statistics.verdict.strip().partition("\n")[0] or "infeed", 100)
 
 
-def _subline(trace: Trace, shown: tuple[Window, ...]) -> str:
+def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
     statistics = trace.statistics
-    if not shown:
+    if not seen:
         return "Nothing was recorded: no batch was asked for, or tracing was off."
     parts = [
         f"{statistics.batch_count:,} batches, {statistics.sample_count:,} samples",
         f"{statistics.samples_per_s:,.0f} samples/s" if statistics.elapsed_s else "",
         f"the loop waited {statistics.wait_share:.0%} of its time" if statistics.elapsed_s else "",
-        "paler: with gaps that are too short to see" if _has_pale(trace, shown) else "",
+        "paler: with gaps that are too short to see" if any(piece.density < 0.8 for part in seen for piece in part) else "",
         f"{trace.lost_span_count:,} older spans were not kept" if trace.lost_span_count else "",
     ]
     return " · ".join(part for part in parts if part)
-
-
-def _has_pale(trace: Trace, shown: tuple[Window, ...]) -> bool:
-    return any(piece.density < 0.8 for window in shown for piece in pieces(trace.spans, window))
 
 
 def _notes(trace: Trace, shown: tuple[Window, ...]) -> list[str]:

@@ -1,0 +1,103 @@
+"""Pages in one file."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from infeed.observe import page as pages
+from infeed.observe.page import bars, chart, code, facts, hint, label, page, paragraph, row, section, table, tiles, verdict
+from tests.observe.traces import STRANGE
+from tests.unit.fresh import run_fresh
+
+FIGURE = {"data": [{"type": "bar", "x": [1], "y": [2], "name": STRANGE}], "layout": {}}
+
+
+class Reader(HTMLParser):
+    """The text of a page and the tags in it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        paragraph(STRANGE),
+        hint(STRANGE),
+        code(STRANGE),
+        label(STRANGE),
+        verdict(f"{STRANGE}\n{STRANGE}"),
+        tiles([(STRANGE, STRANGE, STRANGE)]),
+        facts({STRANGE: STRANGE}),
+        table([STRANGE, ""], [[STRANGE, bars(0.5)]], numbers=[0]),
+        section(STRANGE, paragraph(STRANGE), note=STRANGE),
+        row(paragraph(STRANGE), paragraph(STRANGE)),
+    ],
+    ids=["paragraph", "hint", "code", "label", "verdict", "tiles", "facts", "table", "section", "row"],
+)
+def test_text_stays_text(block: pages.Block) -> None:
+    """Whatever a dataset or a setting is called, it is shown and is never markup."""
+    read = Reader(page(STRANGE, [block], subtitle=STRANGE))
+
+    assert "b" not in read.tags
+    assert "script" not in read.tags
+    assert sum("<b>&amp;" in text for text in read.texts) > 3  # title, heading, subtitle, and the block's
+    assert read.open == []
+
+
+def test_a_chart_cannot_end_its_script() -> None:
+    """Names in a figure are in a script, where only its end counts."""
+    block = chart(FIGURE, caption=STRANGE)
+
+    assert block.html.count("</script") == 1
+    assert "<!--" not in block.html
+
+
+def test_a_page_has_the_library_once_and_only_if_there_is_a_chart() -> None:
+    """It is what makes a page large."""
+    plain = page("Page", [section("Title", paragraph("text"))])
+    charts = page("Page", [row(section("Title", chart(FIGURE))), chart(FIGURE)])
+
+    assert "<script" not in plain
+    assert charts.count('id="library"') == 1
+    assert len(plain) < 20_000 < len(charts) < 2_500_000
+
+
+def test_a_page_refuses_the_network() -> None:
+    """Nothing in it may fetch, so that it can be sent to anyone."""
+    assert "default-src 'none'" in page("Page", [])
+
+
+@pytest.mark.process
+def test_only_charts_need_plotly() -> None:
+    """A page without them is made without it, and with them the error says what to install."""
+    said = run_fresh(
+        """
+        import sys
+        sys.modules["plotly"] = None
+        from infeed.observe.page import chart, page, paragraph
+        assert "text" in page("Page", [paragraph("text")])
+        try:
+            page("Page", [chart({"data": []})])
+        except ValueError as error:
+            print(error)
+        """
+    )
+
+    assert said == "charts are drawn by plotly, which is not installed; install it with: pip install infeed[report]"

@@ -1,0 +1,222 @@
+"""Timelines: for Perfetto, as pictures, as a page."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from infeed import ConfigError
+from infeed.observe.records import LOOP, Span, Trace
+from infeed.observe.timeline import write_timeline
+from tests.observe.traces import CASES, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace
+from tests.unit.fresh import run_fresh
+
+ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib keeps the files of fonts open once it has used them; the guard against leaks is not about these."""
+    for name in ("run.svg", "run.png"):
+        write_timeline(strange_trace(), tmp_path_factory.mktemp("fonts") / name)
+
+
+def events_of(trace: Trace, folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run.json"
+    write_timeline(trace, path)
+    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+@ALL_CASES
+def test_every_event_has_what_the_format_asks_for(make: Callable[[], Trace], tmp_path: Path) -> None:
+    """Phase, time, process and thread; a length for spans, a scope for instants, numbers for counters."""
+    for event in events_of(make(), tmp_path):
+        assert event["ph"] in "MXiC"
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
+        assert event["ph"] != "i" or event["s"] in "tpg"
+        assert event["ph"] != "C" or all(isinstance(value, int | float) for value in event["args"].values())
+        assert event["ph"] != "M" or event["name"].endswith(("_name", "_sort_index"))
+
+
+@ALL_CASES
+def test_spans_of_a_thread_lie_within_each_other_or_apart(make: Callable[[], Trace], tmp_path: Path) -> None:
+    """Viewers draw others wrongly or drop them; and they come in order of time."""
+    assert_nested(events_of(make(), tmp_path))
+
+
+def assert_nested(events: list[dict[str, Any]]) -> None:
+    threads = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)))
+    for spans in threads.values():
+        assert spans == sorted(spans, key=lambda span: span[0])
+        ends: list[int] = []
+        for begin, end in spans:
+            while ends and ends[-1] <= begin:
+                ends.pop()
+            assert not ends or end <= ends[-1]
+            ends.append(end)
+
+
+def test_every_span_is_there_once_with_what_is_known_of_it(tmp_path: Path) -> None:
+    """Nothing is put together or left out in this form."""
+    trace = make_trace()
+    events = [event for event in events_of(trace, tmp_path) if event["ph"] == "X"]
+    known = [(span.kind, span.begin_ns, span.end_ns) for span in trace.spans]
+
+    assert sorted((one["name"], round(one["ts"] * 1e3), round((one["ts"] + one["dur"]) * 1e3)) for one in events) == sorted(
+        known
+    )
+    load = next(span for span in trace.spans if span.kind == "load")
+    told = next(one["args"] for one in events if one["name"] == "load")
+    assert told == {"epoch": load.epoch, "position": load.position, "index": load.first_index, "samples": load.size}
+
+
+def test_each_lane_has_a_name(tmp_path: Path) -> None:
+    """Workers by number, the loop, and delivery apart from the loop's own work."""
+    events = events_of(make_trace(workers=2), tmp_path)
+    names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    kinds = defaultdict(set)
+    for one in events:
+        if one["ph"] == "X":
+            kinds[names[one["pid"], one["tid"]]].add(one["name"])
+
+    assert kinds == {
+        "worker 0": {"start", "load", "write"},
+        "worker 1": {"start", "load", "write"},
+        "your loop": {"wait", "away"},
+        "delivery": {"deliver"},
+    }
+
+
+def test_spans_that_cross_get_a_second_row(tmp_path: Path) -> None:
+    """Short ones are put together when they are recorded, and what is put together may cross."""
+    spans = (Span(0, "load", 0, 1000, 0, 0, 0, 4), Span(0, "write", 500, 1200, 0, 0, 0, 4))
+    events = events_of(replace(make_trace(), spans=spans), tmp_path)
+
+    assert_nested(events)
+    assert "worker 0 (2)" in [one["args"]["name"] for one in events if one["name"] == "thread_name"]
+
+
+def test_what_happened_is_marked_in_its_lane(tmp_path: Path) -> None:
+    """A worker's death in the worker's lane, an epoch across all."""
+    marks = [one for one in events_of(faulty_trace(), tmp_path) if one["ph"] == "i"]
+
+    assert [(one["name"], one["s"]) for one in marks] == [("death", "t"), ("restart", "t"), ("epoch", "g")]
+    assert "SIGKILL" in marks[0]["args"]["text"]
+
+
+def test_waiting_is_counted_in_percent(tmp_path: Path) -> None:
+    """Between each two points, so it is never more than all of the time."""
+    trace = make_trace()
+    shares = [one["args"]["%"] for one in events_of(trace, tmp_path) if one["ph"] == "C" and "%" in one["args"]]
+
+    assert len(shares) == len(trace.points) - 1
+    assert all(0 <= share <= 100 for share in shares)
+
+
+def test_strange_text_comes_through(tmp_path: Path) -> None:
+    """As it was, not as markup."""
+    path = tmp_path / "run.json"
+    write_timeline(strange_trace(), path)
+
+    assert json.loads(path.read_text(encoding="utf-8"))["otherData"]["verdict"] == STRANGE
+
+
+@ALL_CASES
+def test_a_picture_is_an_svg_file(make: Callable[[], Trace], tmp_path: Path) -> None:
+    """It can be read as XML, whatever text is in it, and is the same for the same run."""
+    once, twice = tmp_path / "run.svg", tmp_path / "again.svg"
+    write_timeline(make(), once)
+    write_timeline(make(), twice)
+
+    assert ElementTree.parse(once).getroot().tag.endswith("svg")
+    assert once.read_bytes() == twice.read_bytes()
+
+
+@ALL_CASES
+def test_a_picture_is_a_png_file(make: Callable[[], Trace], tmp_path: Path) -> None:
+    """It can be read, is not blank, and is not beyond what can be shown."""
+    path = tmp_path / "run.PNG"
+    write_timeline(make(), path)
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 2
+        assert picture.height < 3000
+
+
+def test_a_picture_stays_small_however_many_spans_there_are(tmp_path: Path) -> None:
+    """The parts of a long run that are drawn have a few thousand pieces at most."""
+    path = tmp_path / "run.svg"
+    spans = tuple(Span(0, "load", at * 1000, at * 1000 + 400, 0, at, at, 1) for at in range(60_000))
+    write_timeline(replace(make_trace(), spans=(*spans, Span(LOOP, "away", 0, 60_000_000, 0, 0, None, 1))), path)
+
+    assert path.stat().st_size < 2_000_000
+
+
+@pytest.mark.process
+def test_a_picture_leaves_matplotlib_as_the_user_has_it(tmp_path: Path) -> None:
+    """Neither pyplot nor a back end is loaded, settings stay, and the user's style does not change the picture."""
+    write_timeline(make_trace(), tmp_path / "plain.svg")
+    said = run_fresh(
+        f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        import matplotlib
+        matplotlib.rcParams["font.size"] = 31
+        matplotlib.rcParams["axes.facecolor"] = "red"
+        def settings():  # the back end is chosen, and pyplot loaded, by whoever asks for its name
+            return {{name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}}
+        before = settings()
+        from infeed.observe.timeline import write_timeline
+        from tests.observe.traces import make_trace
+        write_timeline(make_trace(), {str(tmp_path / "styled.svg")!r})
+        print("matplotlib.pyplot" in sys.modules, settings() == before)
+        """
+    )
+
+    assert said == "False True"
+    assert (tmp_path / "plain.svg").read_bytes() == (tmp_path / "styled.svg").read_bytes()
+
+
+@pytest.mark.process
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> None:
+    """And the form for Perfetto needs nothing."""
+    said = run_fresh(
+        f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        sys.modules["matplotlib"] = sys.modules["plotly"] = None
+        from infeed.observe.timeline import write_timeline
+        from tests.observe.traces import make_trace
+        write_timeline(make_trace(), {str(tmp_path / "run.json")!r})
+        for name in ("run.png", "run.html"):
+            try:
+                write_timeline(make_trace(), name)
+            except ValueError as error:
+                print("pip install infeed[report]" in str(error))
+        """
+    )
+
+    assert said.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("name", ["run", "run.pdf", "run.json.gz"])
+def test_an_ending_that_says_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    """The error names those that do, and nothing is written."""
+    with pytest.raises(ConfigError, match=r"let it end in \.json, \.svg, \.png or \.html"):
+        write_timeline(empty_trace(), tmp_path / name)
+
+    assert list(tmp_path.iterdir()) == []
