@@ -37,7 +37,7 @@ def make_trace(
     """A run as it could have been: workers take the next grain, the loop takes batches in order."""
     rng = random.Random(seed)
     lanes: dict[int, list[Span]] = {worker: [] for worker in (*range(max(1, workers)), LOOP)}
-    points = [Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 80_000_000, 0)]
+    points = [Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 0, 80_000_000, 0)]
     slow: list[SlowSample] = []
     is_inline = kind == "inline"
     free = [0 if is_inline else int(start_ms * MS * rng.uniform(0.8, 1.2)) for _ in lanes if _ != LOOP]
@@ -81,7 +81,7 @@ def make_trace(
         memory = 80_000_000 * max(1, workers) + 3_000_000 * batch
         samples = (batch + 1) * batch_size
         points.append(
-            Point(now, batch + 1, samples, samples * 602_112, waited, away, workers, busy, busy * 9 // 10, memory, 15_000_000)
+            Point(now, batch + 1, samples, samples * 602_112, waited, away, workers, busy, busy * 9 // 10, 0, memory, 15_000_000)
         )
     times_s = sorted(one.seconds for one in slow)
     uppers = [2.0**k / 1e4 for k in range(16)]
@@ -97,6 +97,8 @@ def make_trace(
         started_s=0 if is_inline else start_ms / 1e3,
         away_s=away / 1e9,
         deliver_s=batches * 0.4e-3,
+        loads_by="__getitem__",
+        has_collate_fn=False,
         kind=kind,
         is_auto=False,
         worker_count=workers,
@@ -188,6 +190,7 @@ def _worker(worker: int, spans: list[Span], now: int) -> WorkerStatistics:
         write_s=seconds["write"],
         alive_s=now / 1e9,
         cpu_s=seconds["load"] * 0.9,
+        queued_s=0.0,
         memory_bytes=80_000_000,
         restart_count=0,
         retry_count=0,
