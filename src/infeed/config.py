@@ -97,10 +97,11 @@ class LoaderConfig:
 
     def shown(self) -> dict[str, str]:
         """Options that are not as they are by default, for people to read."""
-        shown = {"dataset": _short(self.dataset)}
+        shown = {"dataset": type(self.dataset).__qualname__}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("dataset", "is_torch") and (field.default is MISSING or value is not field.default):
+            usual = (None, False) if field.default is MISSING else (field.default,)
+            if field.name not in ("dataset", "is_torch") and not any(value is one for one in usual):
                 shown[field.name] = _short(value)
         return shown
 

@@ -113,7 +113,7 @@ class Gauge:
         self._is_spanning = observe == "timeline"
         self.members = {worker: Member() for worker in workers}
         self._readers = {worker: board.reader(worker) for worker in workers}
-        self.flight: Callable[[], Flight] = lambda: Flight(0, 0)  # the engine says what is
+        self.flight: Callable[[], Flight] = _no_flight  # the engine says what is
         self.bytes_given: Callable[[], int] = lambda: 0
         self._final_bytes = 0
         self.batch_count = 0
@@ -310,6 +310,7 @@ class Gauge:
         self._final_count, self._final_bytes = self.worker_count, self.bytes_given()
         for worker in self.members:
             self.ended(worker)
+        self.flight = _no_flight
         self.is_closed = True
 
     def absorb(self, other: Gauge) -> None:
@@ -326,6 +327,10 @@ class Gauge:
             own.restart_count += member.restart_count
             own.pid = member.pid
             self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
+
+
+def _no_flight() -> Flight:
+    return Flight(0, 0)
 
 
 def _added(one: Reading, other: Reading) -> Reading:

@@ -174,6 +174,26 @@ class Statistics:
         """Of all workers together; what they share counts in each."""
         return sum(one.memory_bytes for one in self.workers if one.is_alive)
 
+    def numbers(self) -> dict[str, float]:
+        """The figures that are worth plotting, by name: for TensorBoard, Weights & Biases, Prometheus and the like."""
+        return {
+            "batches": self.batch_count,
+            "samples": self.sample_count,
+            "samples_per_s": self.samples_per_s,
+            "wait_share": self.wait_share,
+            "waited_s": self.waited_s,
+            "workers": self.worker_count,
+            "workers_busy_share": self.busy_share,
+            "workers_memory_bytes": self.memory_bytes,
+            "batches_in_flight": self.batches_in_flight,
+            "bytes_in_flight": self.bytes_in_flight,
+            "worker_restarts": self.restart_count,
+            "samples_skipped": self.skipped_count,
+            "samples_replaced": self.replaced_count,
+            "samples_retried": self.retry_count,
+            **{f"sample_{name}_s": seconds for name, seconds in self.sample_times.items()},
+        }
+
     def __str__(self) -> str:
         if not self.batch_count:
             return self.verdict
@@ -183,7 +203,7 @@ class Statistics:
             "given": f"{self.batch_count:,} batches, {self.sample_count:,} samples, {format_bytes(self.byte_count)}",
             "rate": f"{self.samples_per_s:,.0f} samples/s",
             "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}), worked {self.away_s:.2f} s{start}",
-            "workers": f"{self._workers_text()}, {format_bytes(self.memory_bytes)}",
+            "workers": self._workers_text() + (f", {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""),
             "time": ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
             + f", deliver {self.deliver_s:.2f} s",
         }
