@@ -1,8 +1,8 @@
 """Is the loop waiting for data? In TensorBoard, beside the loss.
 
-    pip install "infeed[torch]" tensorboard
-    python examples/plot_in_tensorboard.py
-    tensorboard --logdir runs
+pip install "infeed[torch]" tensorboard
+python examples/plot_in_tensorboard.py
+tensorboard --logdir runs
 """
 
 import sys

@@ -81,7 +81,9 @@ def make_trace(
         memory = 80_000_000 * max(1, workers) + 3_000_000 * batch
         samples = (batch + 1) * batch_size
         points.append(
-            Point(now, batch + 1, samples, samples * 602_112, waited, away, workers, busy, busy * 9 // 10, 0, memory, 15_000_000)
+            Point(
+                now, batch + 1, samples, samples * 602_112, waited, away, workers, busy, busy * 9 // 10, 0, memory, 15_000_000
+            )
         )
     times_s = sorted(one.seconds for one in slow)
     uppers = [2.0**k / 1e4 for k in range(16)]

@@ -8,6 +8,7 @@ import time
 from infeed.memory.segments import open_reader, open_store
 from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.board import UNKNOWN, Board, Cell
+from infeed.workers.insides import MemoryUse
 
 W0, W1 = WorkerId(0), WorkerId(1)
 
@@ -30,7 +31,7 @@ def test_what_a_worker_notes_is_read_through_shared_memory() -> None:
     assert before <= board.doing(W1).since_ns <= time.perf_counter_ns()
     cell.among(8, 4)
     assert (board.doing(W1).row, board.doing(W1).row_count, board.doing(W1).exact_row) == (8, 4, None)
-    cell.note_usage(123, 456, 789)
+    cell.note_usage(MemoryUse(123, 12), 456, 789)
     cell.rest()
     assert (board.doing(W1).task, board.doing(W1).since_ns, board.doing(W1).rss_bytes) == (None, 0, 123)
     assert (board.doing(W1).cpu_ns, board.doing(W1).queued_ns) == (456, 789)

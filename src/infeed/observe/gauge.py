@@ -15,7 +15,7 @@ from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
-from infeed.workers.insides import resident_bytes
+from infeed.workers.insides import memory_use
 from infeed.workers.tape import NO_INDEX, Observe, RawSpan, Sums
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
@@ -45,6 +45,7 @@ class Usage(NamedTuple):
     cpu_ns: int
     queued_ns: int
     memory_bytes: int  # now
+    private_bytes: int  # now, without what it shares with others
 
 
 class Reading(NamedTuple):
@@ -246,8 +247,10 @@ class Gauge:
             except ValueError:
                 pass  # closed by another thread, a moment ago
             else:
-                return Usage(member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns, doing.rss_bytes)
-        return Usage(member.cpu_ns, member.queued_ns, 0)
+                return Usage(
+                    member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns, doing.rss_bytes, doing.private_bytes
+                )
+        return Usage(member.cpu_ns, member.queued_ns, 0, 0)
 
     def read(self, worker: WorkerId) -> Reading:
         """What a worker has put on its tape."""
@@ -268,7 +271,7 @@ class Gauge:
     def point(self, now_ns: int) -> Point:
         sums = [reader.sums() for reader in self._readers.values()]
         usages = [self.usage(worker) for worker in self.members]
-        memory = sum(one.memory_bytes for one in usages) if self.kind == "process" else resident_bytes()
+        memory = sum(one.memory_bytes for one in usages) if self.kind == "process" else memory_use().resident_bytes
         flight = self.flight()
         return Point(
             at_ns=now_ns,

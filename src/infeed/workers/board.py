@@ -1,6 +1,6 @@
 """Where every worker notes what it is at, so that it can be read when the worker cannot be asked: it hangs, or is dead.
 
-One cell of eight numbers for each worker, in memory that both sides see. Only the worker writes, and nobody waits: what is read
+One cell of sixteen numbers for each worker, in memory that both sides see. Only the worker writes, and nobody waits: what is read
 may be a moment old, which is all that a message about a hang or a death needs. Behind it is the worker's tape (``tape.py``).
 """
 
@@ -14,12 +14,13 @@ from typing import Any, Final, NamedTuple, final
 
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import TaskId, WorkerId
+from infeed.workers.insides import MemoryUse
 from infeed.workers.tape import TAPE_NUMBERS, Observe, Silence, Tape, TapeReader
 
-_NUMBERS: Final = 8  # of a cell: a cache line
+_NUMBERS: Final = 16  # of a cell: two cache lines
 _NUMBER_BYTES: Final = 8
 _PAGE: Final = _NUMBERS + TAPE_NUMBERS  # what a worker has of the board
-_TASK, _ROW, _SINCE, _RSS, _STACK, _COUNT, _CPU, _QUEUED = range(8)
+_TASK, _ROW, _SINCE, _RSS, _STACK, _COUNT, _CPU, _QUEUED, _PRIVATE = range(9)
 UNKNOWN: Final = -1
 
 
@@ -34,6 +35,7 @@ class Doing(NamedTuple):
     stack_fd: int  # where its stack is written when it is asked for; UNKNOWN: nowhere
     cpu_ns: int  # processor time, when it was last looked at
     queued_ns: int  # how long it was ready to run and waited for a core; 0 where the platform does not tell
+    private_bytes: int  # memory that it shares with nobody, when it was last looked at
 
     @property
     def exact_row(self) -> int | None:
@@ -89,8 +91,9 @@ class Cell:
         self._numbers[_TASK] = 0
         self._numbers[_SINCE] = 0
 
-    def note_usage(self, rss_bytes: int, cpu_ns: int, queued_ns: int) -> None:
-        self._numbers[_RSS] = rss_bytes
+    def note_usage(self, memory: MemoryUse, cpu_ns: int, queued_ns: int) -> None:
+        self._numbers[_RSS] = memory.resident_bytes
+        self._numbers[_PRIVATE] = memory.private_bytes
         self._numbers[_CPU] = cpu_ns
         self._numbers[_QUEUED] = queued_ns
 
@@ -128,8 +131,10 @@ class Board:
         return TapeReader(self._numbers, worker * _PAGE + _NUMBERS)
 
     def doing(self, worker: WorkerId) -> Doing:
-        task, row, since_ns, rss, stack, count, cpu_ns, queued_ns = self._numbers[worker * _PAGE : worker * _PAGE + _NUMBERS]
-        return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns, queued_ns)
+        task, row, since_ns, rss, stack, count, cpu_ns, queued_ns, private, *_ = self._numbers[
+            worker * _PAGE : worker * _PAGE + _NUMBERS
+        ]
+        return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns, queued_ns, private)
 
     def close(self) -> None:
         """Let go of the memory: a mapping has a descriptor of its own, for as long as it is there. Its readers are closed."""

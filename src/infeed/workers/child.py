@@ -20,7 +20,7 @@ from infeed.memory.segments import SegmentHandle, SegmentReader, keep_attached_n
 from infeed.workers.board import UNKNOWN, Cell, tape_over
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, flush_output, name_process, queued_ns, resident_bytes
+from infeed.workers.insides import adopt_environment, flush_output, memory_use, name_process, queued_ns
 from infeed.workers.messages import (
     Emptied,
     FromWorker,
@@ -110,7 +110,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         cell = Cell.over(board, birth.spec.worker)
         stack_fd = arm()
         cell.start(UNKNOWN if stack_fd is None else stack_fd)
-        cell.note_usage(resident_bytes(), process_time_ns(), queued_ns())
+        cell.note_usage(memory_use(), process_time_ns(), queued_ns())
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
@@ -166,7 +166,7 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             flushed = perf_counter_ns()
             if flushed - measured > _MEASURE_NS:
                 measured = flushed
-                cell.note_usage(resident_bytes(), process_time_ns(), queued_ns())
+                cell.note_usage(memory_use(), process_time_ns(), queued_ns())
 
 
 def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from infeed.workers.threadpools import thread_variables
 
@@ -62,19 +62,26 @@ def queued_ns() -> int:
         return 0
 
 
-def resident_bytes() -> int:
+class MemoryUse(NamedTuple):
+    resident_bytes: int = 0
+    private_bytes: int = 0  # of them, those that it shares with nobody
+
+
+def memory_use() -> MemoryUse:
     """How much memory this process has, or had at most where the platform tells only that; 0 if it tells nothing."""
     if sys.platform == "linux":
         try:
             with open("/proc/self/statm") as statm:
-                return int(statm.read().split()[1]) * mmap.PAGESIZE
+                _, resident, shared, *_ = map(int, statm.read().split())
+                return MemoryUse(resident * mmap.PAGESIZE, (resident - shared) * mmap.PAGESIZE)
         except (OSError, ValueError):
-            return 0
+            return MemoryUse()
     if sys.platform != "win32":
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return 0
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return MemoryUse(most, most)
+    return MemoryUse()
 
 
 def name_process(name: str) -> None:

@@ -29,6 +29,7 @@ from infeed.workers.failures import Failure
 from infeed.workers.fetching import Fetcher, LoadError
 from infeed.workers.hearers import Hearers, Recalls
 from infeed.workers.info import WorkerInfo, set_worker_info, take_was_asked, tell_torch
+from infeed.workers.insides import MemoryUse
 from infeed.workers.messages import (
     DropTask,
     Emptied,
@@ -144,7 +145,7 @@ class Runner:
 
     def note_usage(self, cpu_ns: int, queued_ns: int) -> None:
         """Of a worker that has no memory of its own."""
-        self._cell.note_usage(0, cpu_ns, queued_ns)
+        self._cell.note_usage(MemoryUse(), cpu_ns, queued_ns)
 
     def finish(self) -> None:
         """The worker is about to end."""
