@@ -82,7 +82,7 @@ def make_trace(
         samples = (batch + 1) * batch_size
         points.append(
             Point(
-                now, batch + 1, samples, samples * 602_112, waited, away, workers, busy, busy * 9 // 10, 0, memory, 15_000_000
+                now, batch + 1, samples, samples * 6 << 17, waited, away, workers, busy, busy * 9 // 10, 0, memory, 15_000_000
             )
         )
     times_s = sorted(one.seconds for one in slow)

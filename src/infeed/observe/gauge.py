@@ -26,7 +26,7 @@ _LONG_NS: Final = 50_000
 _RUN_NS: Final = 1_000_000
 # Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
 _NEVER: Final = 1 << 63
-_SPANS_KEPT: Final = 100_000
+_SPANS_KEPT: Final = 50_000
 _MARKS_KEPT: Final = 2_000
 _POINTS_KEPT: Final = 1_000
 

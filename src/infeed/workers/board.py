@@ -1,6 +1,6 @@
 """Where every worker notes what it is at, so that it can be read when the worker cannot be asked: it hangs, or is dead.
 
-One cell of sixteen numbers for each worker, in memory that both sides see. Only the worker writes, and nobody waits: what is read
+One cell of some numbers for each worker, in memory that both sides see. Only the worker writes, and nobody waits: what is read
 may be a moment old, which is all that a message about a hang or a death needs. Behind it is the worker's tape (``tape.py``).
 """
 
