@@ -9,7 +9,7 @@ import pytest
 from tests.unit.fresh import SOURCE
 
 # What each part of the package may import of the package. A part is a folder, or a module at the top.
-PURE = {"errors", "plan", "scheduler"}
+PURE = {"errors", "plan", "scheduler", "tuning"}
 MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": {"errors", "plan"},
     "scheduler": {"errors", "scheduler"},
+    "tuning": {"errors", "tuning"},
     "memory": MEMORY - {"plan"},
     "batch": BATCH,
     "workers": WORKERS,
@@ -82,6 +83,7 @@ PURE_IMPORTS = {
         "enum",
         "functools",
     },
+    "tuning": {"math", "statistics", "typing"},
     "scheduler": {"abc", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "re", "typing"},
 }
 

@@ -1,0 +1,181 @@
+"""The tuner on machines that are not there: it comes to the best number of workers, by few steps, and stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infeed.tuning.readings import Limits, Reading
+from infeed.tuning.tuner import Tuner
+from tests.unit.simulated_machine import Simulation, Work
+
+# Readings, of a tenth of a second: by then it has come to rest...
+REST = 150
+# ...and so long it is watched.
+LONG = 400
+GOOD = 0.95
+MOST_CHANGES = 12
+
+
+def simulate(work: Work, readings: int = LONG, **options: Any) -> Simulation:
+    most = options.pop("most", min(64, max(4, int(4 * work.cores))))
+    return Simulation(work, Limits(work.cores, most), **options).run(readings)
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    """Work that computes, that waits, that does some of both; with a loop that is slow, fast, or does nothing at all."""
+    whole_s = 10 ** draw(st.floats(-3.5, -1.5))
+    computing = draw(st.sampled_from([1.0, 0.02]) | st.floats(0.1, 0.9))
+    cores = draw(st.sampled_from([1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0]))
+    return Work(
+        compute_s=whole_s * computing,
+        wait_s=whole_s * (1 - computing),
+        away_s=draw(st.just(0.0) | st.floats(0.3, 2 * cores).map(lambda share: whole_s / share)),
+        away_compute=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        cores=cores,
+        io_limit=draw(st.just(1e9) | st.floats(1, 40)),
+        noise=draw(st.sampled_from([0.0, 0.1, 0.2])),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(work=works(), seed=st.integers(0, 1000))
+def test_it_comes_near_the_best_by_few_steps(work: Work, seed: int) -> None:
+    """Whatever the work is: within a twentieth of the best number there is."""
+    run = simulate(work, REST, seed=seed)
+
+    assert run.share_of_best >= GOOD, run.changes
+    assert len(run.changes) <= MOST_CHANGES, run.changes
+
+
+@settings(max_examples=60, deadline=None)
+@given(work=works())
+def test_once_at_rest_it_stays(work: Work) -> None:
+    """Nothing is tried over and over."""
+    run = simulate(Work(**{**work.__dict__, "noise": 0.0}))
+
+    assert [at for at in run.change_times if at > REST] == []
+
+
+@pytest.mark.parametrize(
+    ("work", "count"),
+    [
+        (Work(cores=4), 4),
+        (Work(cores=16), 16),
+        (Work(cores=1), 1),
+        (Work(cores=16, away_s=0.0022), 6),
+        (Work(cores=16, away_s=0.02), 1),
+    ],
+    ids=["cores", "many cores", "one core", "as the loop needs", "slow loop"],
+)
+def test_workers_that_compute_are_as_many_as_are_needed_and_no_more_than_cores(work: Work, count: int) -> None:
+    """Beyond that they only take the processor from each other."""
+    run = simulate(work)
+
+    assert run.count == count
+    assert max([change.worker_count for change in run.changes], default=0) <= work.cores
+
+
+def test_the_first_step_comes_soon_and_goes_all_the_way() -> None:
+    """Epochs are short: after half a second all cores work."""
+    run = simulate(Work(cores=16), 6)
+
+    assert run.count == 16
+
+
+def test_workers_that_wait_may_be_more_than_the_cores() -> None:
+    """Until the disk has enough of them."""
+    run = simulate(Work(compute_s=0.0001, wait_s=0.02, cores=2, io_limit=10), most=64)
+
+    assert 10 <= run.count <= 20
+    assert run.share_of_best >= GOOD
+
+
+def test_no_more_than_the_user_allows() -> None:
+    """Their number is the most, whatever could be gained."""
+    run = simulate(Work(compute_s=0.0001, wait_s=0.02), most=5)
+
+    assert max(change.worker_count for change in run.changes) == 5
+
+
+def test_no_more_than_there_is_memory_for() -> None:
+    """A process that the kernel kills for memory is no help."""
+    run = simulate(Work(cores=16, worker_bytes=1 << 30), free_bytes=6 << 30)
+
+    assert run.count == 6
+
+
+def test_fewer_when_memory_runs_out() -> None:
+    """Somebody else needs it: workers leave before the kernel takes them."""
+    run = simulate(Work(cores=16, worker_bytes=1 << 30), free_bytes=20 << 30)
+    assert run.count == 16
+    run.free_bytes = 8 << 30
+    run.run(20)
+
+    assert run.count == 8
+    assert "memory" in run.changes[-1].why
+
+
+@pytest.mark.parametrize("away_s", [0.0, 0.003, 0.012])
+def test_a_pause_of_the_loop_changes_nothing(away_s: float) -> None:
+    """It saves its model, and comes back."""
+    run = simulate(Work(cores=4, away_s=away_s), REST)
+    settled, changes = run.count, len(run.changes)
+    for _ in range(5):
+        run.pause(30)
+        run.run(20)
+
+    assert (run.count, len(run.changes)) == (settled, changes)
+
+
+def test_a_burst_of_slow_samples_changes_nothing() -> None:
+    """Half a second of them is gone before more workers were there."""
+    run = simulate(Work(cores=8, away_s=0.004), REST)
+    settled, changes = run.count, len(run.changes)
+    for _ in range(5):
+        run.become(compute_s=0.05)
+        run.run(5)
+        run.become(compute_s=0.01)
+        run.run(30)
+
+    assert (run.count, len(run.changes)) == (settled, changes)
+
+
+def test_other_work_is_learned_anew() -> None:
+    """What brought nothing for one kind of samples may bring much for another: files instead of a cache, say."""
+    run = simulate(Work(compute_s=0.01, cores=4), REST, most=64)
+    assert run.count == 4
+    run.become(compute_s=0.0005, wait_s=0.04)
+    run.run(2 * REST)
+    assert run.share_of_best >= GOOD
+
+    run.become(compute_s=0.01, wait_s=0.0, away_s=0.009)
+    run.run(2 * REST)
+    assert run.share_of_best >= GOOD
+    assert run.count <= 4
+
+
+def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
+    """The system has a limit that nobody told of."""
+    limits = Limits(cores=16, most_workers=64)
+    tuner, asked = Tuner(limits), []
+    for step in range(200):
+        sums = [step * 100_000_000] * 1
+        reading = Reading(sums[0], step * 10, step * 40, sums[0], 0, 2 * sums[0], 2 * sums[0], 2, 2)
+        change = tuner.consider(reading)
+        asked += [] if change is None else [change.worker_count]
+
+    assert asked == [16]
+
+
+def test_every_change_is_explained() -> None:
+    """In a sentence for the log, with figures."""
+    run = simulate(Work(cores=4), 10)
+
+    assert [change.why for change in run.changes] == [
+        "4 workers instead of 2: the loop waited 100% of the time and workers were busy 100% of theirs; 2 more cores are there"
+    ]
