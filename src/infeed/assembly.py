@@ -121,6 +121,7 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
             mender=Mender(config.on_error, plan),
             board=board,
             gauge=meter.gauge(board, workers, kind),
+            tuner=None,
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, config, plan),
             prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,

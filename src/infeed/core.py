@@ -314,7 +314,7 @@ class Epoch(Iterator[Any]):
         if ahead.is_empty:
             raise EpochEnd
         batch, reached = ahead.pop()
-        engine.gauge.given(asked_ns, perf_counter_ns())
+        engine.given(asked_ns, perf_counter_ns())
         self._trail.show(reached)
         if isinstance(batch, BaseException):
             raise batch

@@ -15,7 +15,7 @@ from typing import Any, Final, assert_never, final
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.exchange import Exchange
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
-from infeed.observe.gauge import Flight, Gauge
+from infeed.observe.gauge import Flight
 from infeed.observe.records import LOOP
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
@@ -55,6 +55,7 @@ from infeed.scheduler.messages import (
     WorkerReady,
 )
 from infeed.staffing import Staffing
+from infeed.steering import Steering
 from infeed.trail import Trail
 from infeed.troubles import Troubles
 from infeed.workers.crew import Death
@@ -115,6 +116,7 @@ class Engine:
         self._error: BaseException | None = None
         self._rooms = Rooms(setup, self._scheduler)
         self._staffing = Staffing(setup, self._scheduler, self._tell)
+        self._steering = Steering(setup.tuner, setup.gauge, self._scheduler, self._staffing, self._rooms, self._set_window)
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._exchange = Exchange(
             setup, self._records, self._tasks, self._rooms, self._troubles,
@@ -144,6 +146,13 @@ class Engine:
         """Process numbers of its workers, in their order."""
         return list(self._crew.pids().values())
 
+    def given(self, asked_ns: int, left_ns: int) -> None:
+        """Whoever polls has given the loop a batch, which it asked for and got at these times."""
+        self._gauge.given(asked_ns, left_ns)
+        with self._lock:
+            if not self._is_closed:
+                self._steering.consider()
+
     def staff(self, count: int) -> None:
         """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
         with self._lock:
@@ -159,10 +168,6 @@ class Engine:
             while self._plan(self._refill):
                 self._crew.flush()
 
-    @property
-    def gauge(self) -> Gauge:
-        return self._gauge
-
     def _flight(self) -> Flight:
         return Flight(len(self._records), self._arena.total_bytes)
 
@@ -171,6 +176,7 @@ class Engine:
         self._trail = trail
         self._is_polled = is_polled
         self._gauge.begin_epoch(trail.epoch)
+        self._steering.begin_epoch()
         self._given_count = trail.start.step
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
@@ -251,6 +257,7 @@ class Engine:
             gauge.batch_count += 1
             if left_ns > gauge.next_ns:
                 gauge.note(self._left_ns, asked_ns, left_ns)
+                self._steering.consider()
         self._left_ns = left_ns
         return self._delivered.pop(0)
 
@@ -429,8 +436,11 @@ class Engine:
         """Batches of this size are in flight: hold their number to what fits."""
         window = self._rooms.learn_size(nbytes)
         if window is not None:
-            self._refill = max(1, window // _REFILL_SHARE)
-            self._tell(WindowChanged(window))
+            self._set_window(window)
+
+    def _set_window(self, window: int) -> None:
+        self._refill = max(1, window // _REFILL_SHARE)
+        self._tell(WindowChanged(window))
 
     # --- what the scheduler asks
 

@@ -16,6 +16,7 @@ from infeed.mending import Mend, Mender
 from infeed.observe.gauge import Gauge
 from infeed.plan.cursor import Cursor
 from infeed.scheduler.messages import BatchId, TaskId, WorkerId
+from infeed.tuning.tuner import Tuner
 from infeed.watching import Watch
 from infeed.workers.board import Board
 from infeed.workers.crew import Crew
@@ -49,6 +50,7 @@ class EngineSetup:
     mender: Mender
     board: Board
     gauge: Gauge
+    tuner: Tuner | None  # who decides how many workers there are, if that is not fixed
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]
 

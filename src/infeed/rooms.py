@@ -18,6 +18,8 @@ _IN_FLIGHT_BYTES: Final = 256 << 20
 # a deep queue is filled and emptied many at a time.
 _TINY_BYTES: Final = 4 << 20
 _TINY_WINDOW: Final = 256
+# Where slow samples hold up the rest, there may be so many times the usual.
+_WIDEST: Final = 8
 
 
 @final
@@ -29,6 +31,7 @@ class Rooms:
         self._arena, self._crew, self._delivery = setup.arena, setup.crew, setup.delivery
         self._slot_bytes = 0  # what the largest batch so far takes
         self._shortage: MemoryLimitError | None = None
+        self._window = setup.window
 
     def learn_size(self, nbytes: int) -> int | None:
         """A batch takes this much: how many may be in flight now, if that is to change."""
@@ -39,7 +42,19 @@ class Rooms:
         if setup.is_window_fixed:
             return None
         window = max(setup.window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
-        return max(setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
+        self._window = max(setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
+        return self._window
+
+    def widen(self) -> int | None:
+        """How many batches may be in flight if there are to be more; ``None`` if there may not."""
+        setup = self._setup
+        if setup.is_window_fixed or not self._slot_bytes:
+            return None
+        window = min(2 * self._window, _WIDEST * setup.window, _IN_FLIGHT_BYTES // self._slot_bytes)
+        if window <= self._window:
+            return None
+        self._window = window
+        return window
 
     def add_slot(self) -> SlotId | None:
         """Another slot, if there is memory for it."""

@@ -17,7 +17,7 @@ DELIVERY = WORKERS | {"delivery"}
 CONFIG = {"cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "observe", "watching"}
-ENGINE = RECORDS | {"exchange", "records", "reports", "rooms", "staffing", "trail", "troubles"}
+ENGINE = RECORDS | {"exchange", "records", "reports", "rooms", "staffing", "steering", "trail", "troubles"}
 ASSEMBLY = ENGINE | {"engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage"}
 LOADER = CORE | {"core"}
@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "trail": RECORDS | {"records"},
     "troubles": RECORDS | {"records", "reports"},
     "lineage": RECORDS | {"records", "trail"},
+    "steering": RECORDS | {"records", "rooms", "staffing"},
     "exchange": RECORDS | {"records", "rooms", "troubles"},
     "engine": ENGINE,
     "garage": {"errors", "engine"},

@@ -124,6 +124,7 @@ class Gauge:
         self.away_ns = 0
         self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
         self.tick_count = 0
+        self.latest: Point | None = None  # what the last tick found
         self.outcomes: Counter[str] = Counter()  # of bad samples
         self.next_ns = 0  # when `note` wants to be called next
         # When it was last, and how far the sums were then.
@@ -291,7 +292,8 @@ class Gauge:
     def _tick(self, now_ns: int) -> None:
         self.tick_count += 1
         self.take_spans()
-        self._history.add_point(self.point(now_ns))
+        self.latest = self.point(now_ns)
+        self._history.add_point(self.latest)
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 

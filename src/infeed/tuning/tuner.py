@@ -75,6 +75,15 @@ class Tuner:
         """How many to begin with: one is enough to measure, a second is rarely wrong."""
         return max(1, min(2, self._limits.most_workers, ceil(self._limits.cores)))
 
+    @property
+    def count(self) -> int:
+        """How many there should be, as far as is known."""
+        return self._count
+
+    def begin(self) -> None:
+        """Sums begin anew, or there was a pause: what comes next is not compared with what was before."""
+        self._since = None
+
     def consider(self, reading: Reading) -> Change | None:
         """Take in how things stand; whether there should be another number of workers."""
         since = self._since
