@@ -1,0 +1,148 @@
+"""What an engine sets by itself, by made-up readings."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from infeed.observe.records import Point
+from infeed.steering import Steering
+from infeed.tuning.readings import Change, Reading
+
+SECOND = 1_000_000_000
+
+
+class Bench:
+    """An engine's parts, as far as steering knows them."""
+
+    def __init__(self, *, most: int = 64, tuner: Any = None) -> None:
+        self.latest: Point | None = None
+        self.tick_count = 0
+        self.hired_workers = (0, 1)
+        self.window, self.most = 16, most
+        self.windows: list[int] = []
+        self.aims: list[int] = []
+        self.marks: list[tuple[str, int, str]] = []
+        part: Any = self
+        self.steering = Steering(tuner, part, part, part, part, self.windows.append)
+
+    def usage(self, worker: int) -> Any:
+        return type("Usage", (), {"private_bytes": 1000 * (worker + 1)})
+
+    def mark(self, *what: Any) -> None:
+        self.marks.append(what)
+
+    def aim(self, count: int) -> None:
+        self.aims.append(count)
+
+    def widen(self) -> int | None:
+        if self.window >= self.most:
+            return None
+        self.window *= 2
+        return self.window
+
+    def second(self, *, waited: float, busy: float, workers: int = 2) -> None:
+        """A second goes by, in which the loop waited, and each worker was busy, for this share of it."""
+        last = self.latest or Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 0, 0, 0)
+        self.tick_count += 1
+        self.latest = last._replace(
+            at_ns=last.at_ns + SECOND,
+            batch_count=last.batch_count + 10,
+            sample_count=last.sample_count + 100,
+            waited_ns=last.waited_ns + round(waited * SECOND),
+            away_ns=last.away_ns + round((1 - waited) * SECOND),
+            busy_ns=last.busy_ns + round(workers * busy * SECOND),
+            cpu_ns=last.cpu_ns + round(workers * busy * SECOND / 2),
+            queued_ns=last.queued_ns + round(workers * busy * SECOND / 4),
+            worker_count=workers,
+        )
+        self.steering.consider()
+
+
+def test_a_loop_that_waits_while_workers_idle_gets_a_wider_window() -> None:
+    """After some looks, and again, until there may be no more."""
+    bench = Bench(most=32)
+    for _ in range(4):
+        bench.second(waited=0.5, busy=0.4)
+    assert bench.windows == [32]
+    for _ in range(10):
+        bench.second(waited=0.5, busy=0.4)
+    assert bench.windows == [32]
+
+
+@pytest.mark.parametrize(
+    ("waited", "busy", "workers"),
+    [(0.02, 0.1, 2), (0.9, 0.95, 2), (0.5, 0.4, 1)],
+    ids=["does not wait", "workers are busy", "one worker"],
+)
+def test_otherwise_the_window_stays_as_it_is(waited: float, busy: float, workers: int) -> None:
+    bench = Bench()
+    for _ in range(12):
+        bench.second(waited=waited, busy=busy, workers=workers)
+    assert bench.windows == []
+
+
+def test_one_look_is_not_enough_and_neither_is_one_now_and_then() -> None:
+    bench = Bench()
+    for _ in range(6):
+        bench.second(waited=0.5, busy=0.4)
+        bench.second(waited=0.5, busy=0.4)
+        bench.second(waited=0.0, busy=0.9)
+    assert bench.windows == []
+
+
+def test_a_look_that_found_nothing_new_is_none() -> None:
+    bench = Bench()
+    bench.second(waited=0.5, busy=0.4)
+    for _ in range(20):
+        bench.steering.consider()
+    assert bench.windows == []
+
+
+class Told:
+    """Stands in for the tuner."""
+
+    def __init__(self, *answers: Change | None) -> None:
+        self.readings: list[Reading] = []
+        self._answers = list(answers)
+        self.begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def consider(self, reading: Reading) -> Change | None:
+        self.readings.append(reading)
+        return self._answers.pop(0) if self._answers else None
+
+
+def test_what_the_tuner_says_is_done_logged_and_marked(caplog: pytest.LogCaptureFixture) -> None:
+    tuner = Told(None, Change(5, "5 workers instead of 2: because"))
+    bench = Bench(tuner=tuner)
+    with caplog.at_level(logging.INFO, "infeed"):
+        bench.second(waited=0.9, busy=0.95)
+        bench.second(waited=0.9, busy=0.95)
+    assert bench.aims == [5]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert caplog.records[0].getMessage() == bench.marks[0][2] == "5 workers instead of 2: because"
+    first = tuner.readings[0]
+    assert (first.worker_count, first.ready_count, first.worker_bytes) == (2, 2, 2000)
+    assert first.free_bytes is not None
+    assert first.free_bytes > 0
+
+
+def test_who_waits_for_a_core_counts_as_computing() -> None:
+    """A busy machine is not a slow disk."""
+    tuner = Told()
+    Bench(tuner=tuner).second(waited=0.9, busy=1.0)
+    assert tuner.readings[0].cpu_ns == round(0.75 * tuner.readings[0].busy_ns)
+
+
+def test_a_new_epoch_is_not_compared_with_the_last() -> None:
+    tuner = Told()
+    bench = Bench(tuner=tuner)
+    bench.second(waited=0.5, busy=0.4)
+    begun = tuner.begun
+    bench.steering.begin_epoch()
+    assert tuner.begun == begun + 1
