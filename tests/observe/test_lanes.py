@@ -38,10 +38,10 @@ def test_no_time_and_no_sample_is_lost_in_pieces(lengths: list[tuple[int, int]],
 
 
 def test_what_can_be_seen_is_not_put_together() -> None:
-    """Long spans stay as they are, also when they touch."""
-    spans = run_of([(0, 10)] * 20)
+    """Spans that are wide enough stay as they are, also when they touch."""
+    spans = run_of([(0, 5)] * 600)
 
-    assert [(piece.begin_ns, piece.end_ns) for piece in pieces(spans, Window(0, 200, ""))] == [
+    assert [(piece.begin_ns, piece.end_ns) for piece in pieces(spans, Window(0, 3000, ""))] == [
         (span.begin_ns, span.end_ns) for span in spans
     ]
 
@@ -52,6 +52,14 @@ def test_a_piece_with_gaps_is_less_dense() -> None:
 
     assert len(found) < 2000
     assert all(0.45 < piece.density < 0.55 for piece in found if piece.span_count > 20)
+
+
+def test_one_sees_when_a_worker_becomes_slower() -> None:
+    """Short spans are not all put into one piece, though they all lie close together."""
+    found = pieces(run_of([(1, 9)] * 10_000 + [(9, 1)] * 10_000), Window(0, 200_000, ""))
+
+    assert {round(piece.density, 1) for piece in found[: len(found) // 3]} == {0.9}
+    assert {round(piece.density, 1) for piece in found[-len(found) // 3 :]} == {0.1}
 
 
 def test_spans_are_cut_at_the_ends_of_a_window() -> None:

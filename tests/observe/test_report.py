@@ -15,7 +15,7 @@ from infeed.observe.measures import thinned
 from infeed.observe.page import page, plotly_source
 from infeed.observe.records import Trace
 from infeed.observe.report import report_page, write_report
-from tests.observe.traces import CASES, empty_trace, faulty_trace, make_trace, with_statistics
+from tests.observe.traces import CASES, empty_trace, faulty_trace, make_trace, strange_trace, with_statistics
 
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 HEADINGS = [
@@ -59,6 +59,16 @@ def test_every_chart_is_one_that_plotly_knows(make: Callable[[], Trace]) -> None
             # Colours are names of the stylesheet until the page looks them up.
             plain = json.loads(re.sub(r"var\(--[a-z-]+\)", "#123456", json.dumps(figure)))
             assert graphs.Figure(plain).data
+
+
+def test_text_of_others_is_no_markup_in_charts() -> None:
+    """plotly makes letters bold where it is told so; a mark's text must not tell it."""
+    for html in (report_page(strange_trace()), timeline_page(strange_trace())):
+        texts = [text for figure in figures_of(html) for data in figure["data"] for text in data.get("text", [])]
+        marks = [text for text in texts if "quoted" in text]
+
+        assert marks
+        assert all("&lt;b&gt;&amp;amp;" in text and "</script" not in text for text in marks)
 
 
 @ALL_CASES

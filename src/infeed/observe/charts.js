@@ -51,8 +51,7 @@
     const style = getComputedStyle(document.body);
     for (const { plot, text } of charts) {
       const figure = JSON.parse(text);
-      const layout = { dragmode: coarse.matches ? false : "zoom", ...figure.layout, template: template(style) };
-      if (coarse.matches) layout.dragmode = false;
+      const layout = { ...figure.layout, template: template(style), dragmode: coarse.matches ? false : "zoom" };
       await Plotly.react(plot, paint(figure.data, style), paint(layout, style), {
         responsive: true, displayModeBar: false, showTips: false,
       });

@@ -166,7 +166,7 @@ def _slowest(statistics: Statistics) -> Block:
         ]
         for one in statistics.slowest
     ]
-    return table(["index", "time", "median" if median else "", "", "position", "epoch"], rows, numbers=(0, 1, 2, 4, 5))
+    return table(["index", "time", "vs. median" if median else "", "", "position", "epoch"], rows, numbers=(0, 1, 2, 4, 5))
 
 
 def _workers(statistics: Statistics) -> Iterator[Block]:
