@@ -175,7 +175,7 @@ class Engine:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
         self._trail = trail
         self._is_polled = is_polled
-        self._gauge.begin_epoch(trail.epoch)
+        self._gauge.begin_epoch(trail.epoch, trail.start.step)
         self._steering.begin_epoch()
         self._given_count = trail.start.step
         self._left_ns = 0  # what the user did between epochs says nothing about their loop

@@ -200,6 +200,7 @@ def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
     assert {span.first_index for span in loads if span.size == 1} == set(range(60))
     loop = [span for span in trace.spans if span.lane == -1]
     assert {"wait", "away"} <= {span.kind for span in loop}
+    assert {span.position for span in loop if span.kind == "wait"} <= set(range(8))
     for lane in {span.lane for span in trace.spans}:
         own = [span for span in trace.spans if span.lane == lane]
         own.sort(key=lambda span: span.begin_ns)

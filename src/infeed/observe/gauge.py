@@ -131,7 +131,7 @@ class Gauge:
         self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
         self._left_ns = 0
         self._next_tick = 0
-        self._epoch = 0
+        self._epoch = self._step_offset = 0
         self.is_closed = False
         self._final_count = 0
         self._owner_pid = os.getpid()
@@ -139,8 +139,8 @@ class Gauge:
 
     # --- the user's loop
 
-    def begin_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+    def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self._epoch, self._step_offset = epoch, first_step - self.batch_count
         self._left_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
@@ -203,7 +203,7 @@ class Gauge:
         self._history.add_spans(spans)
 
     def _span(self, kind: SpanKind, begin_ns: int, end_ns: int, number: int, size: int) -> Span:
-        return Span(LOOP, kind, begin_ns, end_ns, self._epoch, max(0, number), None, size)
+        return Span(LOOP, kind, begin_ns, end_ns, self._epoch, number + self._step_offset, None, size)
 
     @property
     def byte_count(self) -> int:

@@ -23,7 +23,7 @@ class Span(NamedTuple):
     begin_ns: int
     end_ns: int
     epoch: int
-    position: int  # of the first sample, in the epoch; of the loop's spans, the number of the batch
+    position: int  # of the first sample, in the epoch; of the loop's spans, the batch's number in its epoch
     first_index: int | None  # of the first sample, if that is a number
     size: int  # samples; short ones are put together, so that the record stays cheap. Of the loop's spans, batches
 
