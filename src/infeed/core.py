@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import threading
 import traceback
 import weakref
@@ -51,6 +50,7 @@ class Core:
         self.garage = Garage()
         self._bad_samples = new_list()
         self.meter = Meter(config.observe)
+        self.staff = Staff()
 
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
@@ -175,12 +175,21 @@ class Core:
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
 
+    def build(self) -> Engine:
+        """An engine for an epoch, with as many workers, and of the kind, that have turned out best so far."""
+        return build_engine(self.staff.settled(self.config), self.plan, self.meter, tuner=self.staff.tuner(self.config))
+
+    def choose_kind(self, engine: Engine) -> bool:
+        """Decide between threads and processes, if enough is known; whether it is threads."""
+        found = engine.gil_share()
+        return found is not None and self.staff.choose(found[0], is_drawing=found[1], cores=self.config.core_limit)
+
     def statistics(self) -> Statistics:
         config = self.config
         return self.meter.statistics(
             epoch=self.epoch,
-            is_auto=False,
-            core_count=len(os.sched_getaffinity(0)),
+            is_auto=config.is_auto,
+            core_count=config.core_limit,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),
             has_collate_fn=config.collate_fn is not None,
@@ -265,10 +274,13 @@ class Epoch(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        core = self._core
         with self._lock:
             if self._is_over:
                 raise StopIteration
             engine = self._engine or self.begin()
+            if core.staff.is_open:
+                engine = self._choose_kind(engine)
             if self._show is not None:
                 if self._has_given:
                     self._show.step()  # the loop is done with a batch
@@ -325,7 +337,7 @@ class Epoch(Iterator[Any]):
         core = self._core
         config, garage = core.config, core.garage
         stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
-        engine = garage.take(lambda: build_engine(core.config, core.plan, core.meter))
+        engine = garage.take(core.build)
         trail = core.begin(self._offered)
         try:
             engine.begin_epoch(trail, is_polled=stage is not None)
@@ -333,15 +345,36 @@ class Epoch(Iterator[Any]):
             core.take_back(trail)
             garage.give_back(engine)
             raise
-        self._engine, self._trail = engine, trail
+        self._trail = trail
         self._show = core.show(trail)
         if stage is not None:
             trail.show(trail.start)
             self._ahead = Ahead(stage, config.device_prefetch)
-        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, garage, engine, self._ahead)
-        self._finalizer.atexit = False
+        self._adopt(engine)
         return engine
+
+    def _choose_kind(self, engine: Engine) -> Engine:
+        """Go on with threads, if that has turned out to be as good; the epoch goes on as if nothing had happened."""
+        core, trail = self._core, self._trail
+        if trail is None or engine.has_pending or not core.choose_kind(engine):
+            return engine
+        if core.plan.is_given:
+            core.garage.clear()  # with the next epoch: a sampler of the user's cannot be asked again for what is left
+            return engine
+        other = core.build()
+        other.begin_epoch(trail, start=trail.reached(), is_polled=self._ahead is not None)
+        core.garage.exchange(engine, other)
+        self._adopt(other)
+        return other
+
+    def _adopt(self, engine: Engine) -> None:
+        """Load with this engine from here on."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._engine = engine
+        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
+        self._finalizer = weakref.finalize(self, _leave, self._core.garage, engine, self._ahead)
+        self._finalizer.atexit = False
 
     def worker_pids(self) -> list[int]:
         """Process numbers of the workers that load for it."""

@@ -153,6 +153,16 @@ class Engine:
             if not self._is_closed:
                 self._steering.consider()
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether it has something for the loop that would be lost with it."""
+        return bool(self._delivered) or self._error is not None
+
+    def gil_share(self) -> tuple[float, bool] | None:
+        """How much of the time loading holds the GIL, and whether it draws from global generators; ``None``: not known yet."""
+        sums = self._gauge.read(self._setup.workers[0]).sums
+        return None if sums.gil_share is None else (sums.gil_share, sums.is_drawing)
+
     def staff(self, count: int) -> None:
         """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
         with self._lock:
@@ -171,21 +181,22 @@ class Engine:
     def _flight(self) -> Flight:
         return Flight(len(self._records), self._arena.total_bytes)
 
-    def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
-        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
+    def begin_epoch(self, trail: Trail, *, start: Cursor | None = None, is_polled: bool = False) -> None:
+        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts, or from ``start``."""
+        start = trail.start if start is None else start
         self._trail = trail
         self._is_polled = is_polled
-        self._gauge.begin_epoch(trail.epoch, trail.start.step)
+        self._gauge.begin_epoch(trail.epoch, start.step)
         self._steering.begin_epoch()
-        self._given_count = trail.start.step
+        self._given_count = start.step
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
-        if prefetched is not None and trail.start == Cursor(prefetched.epoch):
+        if prefetched is not None and start == Cursor(prefetched.epoch):
             self._feed = prefetched
             return
         if prefetched is not None:
             self._abandon(prefetched.epoch)
-        self._feed = self._setup.make_feed(trail.start)
+        self._feed = self._setup.make_feed(start)
 
     def leave_epoch(self) -> None:
         """Forget what is left of the epoch; the next may begin."""

@@ -347,6 +347,7 @@ def _added(one: Reading, other: Reading) -> Reading:
         one.sums.retry_count + other.sums.retry_count,
         one.sums.span_count + other.sums.span_count,
         other.sums.gil_share,
+        other.sums.is_drawing,
     )
     histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
     return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])

@@ -189,9 +189,9 @@ class Tape:
         self._span(START, began_ns, perf_counter_ns(), 0, NO_INDEX, 0)
         self._numbers[_SPANS] = self._sums[_SPANS]
 
-    def note_gil(self, share: float) -> None:
-        """How much of the time user code holds the GIL."""
-        self._numbers[_GIL] = 1 + round(share * 1000)
+    def note_gil(self, share: float, *, is_drawing: bool) -> None:
+        """How much of the time user code holds the GIL, and whether it draws from generators that threads would share."""
+        self._numbers[_GIL] = (1 + round(share * 1000)) * (-1 if is_drawing else 1)
 
     # --- samples that are long enough to be looked at one by one
 
@@ -263,6 +263,8 @@ class Silence:
 
     def started(self, began_ns: int) -> None: ...
 
+    def note_gil(self, share: float, *, is_drawing: bool) -> None: ...
+
 
 def _number(indices: Sequence[Any], row: int = 0) -> int:
     """An index as a number that fits, if it is one."""
@@ -281,7 +283,8 @@ class Sums(NamedTuple):
     sample_count: int = 0
     retry_count: int = 0
     span_count: int = 0
-    gil_share: float | None = None
+    gil_share: float | None = None  # of loading; None: not known
+    is_drawing: bool = False  # from the global generators
 
 
 class RawSpan(NamedTuple):
@@ -306,7 +309,7 @@ class TapeReader:
 
     def sums(self) -> Sums:
         load, collate, write, samples, retries, spans, gil = self._part(0, _GIL + 1)
-        return Sums(load, collate, write, samples, retries, spans, (gil - 1) / 1000 if gil else None)
+        return Sums(load, collate, write, samples, retries, spans, (abs(gil) - 1) / 1000 if gil else None, gil < 0)
 
     def histogram(self) -> list[int]:
         return self._part(_HISTOGRAM_AT, _SLOW_AT)
