@@ -25,7 +25,10 @@ from infeed.plan.cursor import Cursor
 from infeed.planning import Plan, rows_of, seed_grain
 from infeed.records import EngineSetup
 from infeed.scheduler.messages import WorkerId
-from infeed.watching import Limits, Watch
+from infeed.tuning.readings import Limits
+from infeed.tuning.tuner import Tuner
+from infeed.watching import Limits as WatchLimits
+from infeed.watching import Watch
 from infeed.workers.board import Board
 from infeed.workers.crew import Crew
 from infeed.workers.hearers import Hearers
@@ -56,8 +59,9 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
     if kind == "process":
         prepare(config.start_method)
     source = _source(config, table)
-    count = 1 if kind == "inline" else config.num_workers
+    count = 1 if kind == "inline" else config.most_workers
     workers = tuple(map(WorkerId, range(count)))
+    first_count = Tuner(Limits(config.core_limit, count)).first_count if config.is_auto else count
     grain_size = seed_grain(config)
     limit = config.memory_limit_bytes or available_bytes() // 2
     store: SegmentStore = open_store() if kind == "process" else PrivateStore()
@@ -84,9 +88,9 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
     stream = StreamShares(count) if config.is_stream else None
     if stream is not None and config.is_torch:
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
-    limits = Limits(float(config.sample_timeout), config.hang_warning)
+    limits = WatchLimits(float(config.sample_timeout), config.hang_warning)
     is_whole = count == 1 or source.making is not Making.ROWS or source.is_batched
-    window, least_window = _windows(config, count, is_inline=kind == "inline", is_whole=is_whole)
+    windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
     is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
@@ -101,9 +105,8 @@ def build_engine(config: LoaderConfig, plan: Plan, *, only: BatchPlan | None = N
             store=store,
             arena=arena,
             workers=workers,
-            first_workers=workers,
-            window=window,
-            least_window=least_window,
+            first_workers=workers[:first_count],
+            windows=windows,
             is_window_fixed=config.prefetch is not None or kind == "inline",
             is_lazy=kind == "inline",
             in_order=config.in_order,
@@ -171,7 +174,7 @@ def _crew(
     parcel = send(given, source, store)
     if plan not in _advised:
         _advised.add(plan)
-        advise(config.dataset, parcel.sizes, config.num_workers)
+        advise(config.dataset, parcel.sizes, config.most_workers)
     return ProcessCrew(
         parcel=parcel,
         store=store,

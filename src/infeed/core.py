@@ -107,7 +107,9 @@ class Core:
         elif past is not None:
             start = self._stream_start(start, past)
         # Without a time-out: whoever replays may be looking around in a debugger.
-        engine = build_engine(replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, only=plan)
+        engine = build_engine(
+            replace(self.config, num_workers=0, worker="process", cpu_limit=None, timeout=0), self.plan, only=plan
+        )
         try:
             engine.begin_epoch(Trail(start))
             return engine.next_batch()

@@ -102,14 +102,15 @@ class Engine:
         self._setup = setup
         self._crew, self._arena = setup.crew, setup.arena
         self._delivery = setup.delivery
+        window = setup.windows(len(setup.first_workers))[0]
         self._scheduler = Scheduler(
-            workers=setup.first_workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
+            workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._layout: Layout | None = None  # what the next batch is expected to look like
         self._layouts = LayoutPool()
-        self._refill = max(1, setup.window // _REFILL_SHARE)
+        self._refill = max(1, window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
         self._feed: Feed | None = None
@@ -147,6 +148,11 @@ class Engine:
         with self._lock:
             if not self._is_closed:
                 self._staffing.aim(count)
+                self._settle_staff()
+
+    def _settle_staff(self) -> None:
+        if self._staffing.settle():
+            self._change_window(self._rooms.learn_staff(len(self._scheduler.hired_workers)))
 
     # --- the user's side
 
@@ -307,7 +313,7 @@ class Engine:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
-        self._staffing.settle()
+        self._settle_staff()
         # Several at a time: their messages go out together.
         room = self._scheduler.room
         if room < self._refill:
@@ -449,7 +455,9 @@ class Engine:
 
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
-        window = self._rooms.learn_size(nbytes)
+        self._change_window(self._rooms.learn_size(nbytes))
+
+    def _change_window(self, window: int | None) -> None:
         if window is not None:
             self._refill = max(1, window // _REFILL_SHARE)
             self._tell(WindowChanged(window))

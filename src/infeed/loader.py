@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
-from infeed.config import LoaderConfig, OnError, StartMethod, WorkerKind
+from infeed.config import LoaderConfig, OnError, StartMethod, WorkerChoice
 from infeed.core import Core
 from infeed.ledger import BadSample
 from infeed.lineage import Lineage
@@ -32,8 +32,11 @@ class DataLoader:
         shuffle: a new order every epoch, from ``seed``.
         sampler: yields indices, in the order in which they are to come.
         batch_sampler: yields lists of indices, a batch each.
-        num_workers: how many load at the same time; 0 loads in this process, when asked.
-        worker: what a worker is: ``"process"``; ``"thread"`` for datasets that leave the GIL; ``"inline"`` for none.
+        num_workers: how many load at the same time; 0 loads in this process, when asked. ``"auto"`` begins with few and has as
+            many as bring something, by what is measured while the loop runs: how long it waits, how busy they are, the cores
+            and the memory that there are. Batches do not depend on it. A stream has one, because its order depends on them.
+        worker: what a worker is: ``"process"``; ``"thread"`` for datasets that leave the GIL; ``"inline"`` for none; ``"auto"``
+            leaves it open, and makes ``num_workers`` the most that there may be.
         collate_fn: makes a batch of a list of samples, in the worker. By default arrays are stacked.
         drop_last: leave out a last batch that is not full.
         seed: of the order and of all random numbers in the dataset; ``None`` draws one, shown in ``repr``.
@@ -71,6 +74,8 @@ class DataLoader:
         threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, whatever the
             environment of this process says for itself (``OMP_NUM_THREADS``). Threads and inline use this process's own pools,
             which are left as they are.
+        cpu_limit: with ``"auto"``, how many cores workers may use, such as 2 or 0.5; by default all that this process has, its
+            part of them where several ranks share the machine.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -86,8 +91,8 @@ class DataLoader:
         shuffle: bool = False,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Iterable[Any]] | None = None,
-        num_workers: int = 0,
-        worker: WorkerKind = "process",
+        num_workers: int | Literal["auto"] = 0,
+        worker: WorkerChoice = "process",
         collate_fn: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
@@ -114,6 +119,7 @@ class DataLoader:
         sample_timeout: float = 0,
         hang_warning: float | None = None,
         threads_per_worker: int = 1,
+        cpu_limit: float | None = None,
     ) -> None:
         config = LoaderConfig(
             dataset=dataset,
@@ -149,6 +155,7 @@ class DataLoader:
             sample_timeout=sample_timeout,
             hang_warning=hang_warning,
             threads_per_worker=threads_per_worker,
+            cpu_limit=cpu_limit,
         )
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
@@ -254,7 +261,7 @@ class DataLoader:
         shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
         return (
             f"DataLoader({dataset}, batch_size={config.batch_size}, shuffle={config.shuffle}, "
-            f"num_workers={config.num_workers}, worker={config.kind!r}, seed={self.seed}{shard})"
+            f"num_workers={config.num_workers!r}, worker={config.kind!r}, seed={self.seed}{shard})"
         )
 
 

@@ -14,7 +14,7 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"cores", "errors", "memory", "plan", "ranks"}
+CONFIG = {"autocount", "cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "watching"}
 ENGINE = RECORDS | {"records", "reports", "rooms", "staffing", "trail", "troubles"}
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors", "plan"},
     "config": CONFIG,
     "cores": {"errors", "memory"},
+    "autocount": {"cores"},
     "planning": BATCH | {"config"},
     "feeds": WORKERS,
     "ledger": {"errors"},
