@@ -95,7 +95,7 @@ def build_engine(
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
     limits = Limits(float(config.sample_timeout), config.hang_warning)
     is_whole = count == 1 or source.making is not Making.ROWS or source.is_batched
-    window, least_window = _windows(config, count, is_inline=kind == "inline", is_whole=is_whole)
+    windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
     is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
@@ -111,8 +111,7 @@ def build_engine(
             arena=arena,
             workers=workers,
             first_workers=workers if tuner is None else workers[: tuner.count],
-            window=window,
-            least_window=least_window,
+            windows=windows,
             is_window_fixed=config.prefetch is not None or kind == "inline",
             is_lazy=kind == "inline",
             in_order=config.in_order,
@@ -127,6 +126,7 @@ def build_engine(
             mender=Mender(config.on_error, plan),
             board=board,
             gauge=meter.gauge(board, workers, kind),
+            memory_budget=config.memory_limit_bytes,
             tuner=tuner if kind != "inline" and stream is None else None,
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, config, plan),
@@ -188,7 +188,7 @@ def _crew(
     parcel = send(given, source, store)
     if plan not in _advised:
         _advised.add(plan)
-        advise(config.dataset, parcel.sizes, config.num_workers)
+        advise(config.dataset, parcel.sizes, config.most_workers)
     return ProcessCrew(
         parcel=parcel,
         store=store,

@@ -31,6 +31,7 @@ from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
+from infeed.staff import Staff
 from infeed.trail import Past, Trail
 from infeed.workers.failures import WorkerTraceback
 
@@ -116,7 +117,10 @@ class Core:
             start = self._stream_start(start, past)
         # Without a time-out: whoever replays may be looking around in a debugger.
         engine = build_engine(
-            replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, Meter("off"), only=plan
+            replace(self.config, num_workers=0, worker="process", cpu_limit=None, timeout=0),
+            self.plan,
+            Meter("off"),
+            only=plan,
         )
         try:
             engine.begin_epoch(Trail(start))

@@ -102,12 +102,13 @@ class Engine:
         self._gauge = setup.gauge
         self._gauge.flight = self._flight
         self._gauge.bytes_given = lambda: setup.delivery.given_bytes
+        window = setup.windows(len(setup.first_workers))[0]
         self._scheduler = Scheduler(
-            workers=setup.first_workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
+            workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
-        self._refill = max(1, setup.window // _REFILL_SHARE)
+        self._refill = max(1, window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
         self._feed: Feed | None = None
@@ -116,7 +117,9 @@ class Engine:
         self._error: BaseException | None = None
         self._rooms = Rooms(setup, self._scheduler)
         self._staffing = Staffing(setup, self._scheduler, self._tell)
-        self._steering = Steering(setup.tuner, setup.gauge, self._scheduler, self._staffing, self._rooms, self._set_window)
+        self._steering = Steering(
+            setup.tuner, setup.gauge, self._scheduler, self._staffing, self._rooms, self._change_window, setup.memory_budget
+        )
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._exchange = Exchange(
             setup, self._records, self._tasks, self._rooms, self._troubles,
@@ -168,6 +171,11 @@ class Engine:
         with self._lock:
             if not self._is_closed:
                 self._staffing.aim(count)
+                self._settle_staff()
+
+    def _settle_staff(self) -> None:
+        if self._staffing.settle():
+            self._change_window(self._rooms.learn_staff(len(self._scheduler.hired_workers)))
 
     # --- the user's side
 
@@ -350,7 +358,7 @@ class Engine:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
-        self._staffing.settle()
+        self._settle_staff()
         # Several at a time: their messages go out together.
         room = self._scheduler.room
         if room < self._refill:
@@ -445,13 +453,12 @@ class Engine:
 
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
-        window = self._rooms.learn_size(nbytes)
-        if window is not None:
-            self._set_window(window)
+        self._change_window(self._rooms.learn_size(nbytes))
 
-    def _set_window(self, window: int) -> None:
-        self._refill = max(1, window // _REFILL_SHARE)
-        self._tell(WindowChanged(window))
+    def _change_window(self, window: int | None) -> None:
+        if window is not None:
+            self._refill = max(1, window // _REFILL_SHARE)
+            self._tell(WindowChanged(window))
 
     # --- what the scheduler asks
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final, Literal, final
 
 from infeed.config import LoaderConfig
+from infeed.memory.budget import available_bytes
 from infeed.tuning.kinds import better_kind
 from infeed.tuning.readings import Limits
 from infeed.tuning.tuner import Tuner
@@ -22,17 +23,18 @@ class Staff:
 
     def __init__(self) -> None:
         self._tuner: Tuner | None = None
-        self._limits: Limits | None = None
+        self._limits: tuple[float, int] | None = None
         self._kind: Literal["thread", "process"] | None = None
         self.is_open = False  # whether threads or processes are still to be decided
 
     def tuner(self, config: LoaderConfig) -> Tuner | None:
         """Who decides how many there are; with other limits another one."""
-        if not config.is_auto or config.is_stream:
+        if not config.is_auto:
             return None
-        limits = config.worker_limits()
+        limits = (config.core_limit, config.most_workers)
         if self._tuner is None or limits != self._limits:
-            self._tuner, self._limits = Tuner(limits), limits
+            reserve = int(_RESERVE * available_bytes())
+            self._tuner, self._limits = Tuner(Limits(*limits, reserve)), limits
         return self._tuner
 
     def settled(self, config: LoaderConfig) -> LoaderConfig:
