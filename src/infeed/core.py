@@ -31,7 +31,7 @@ from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
-from infeed.staff import Staff
+from infeed.staff import Staff, Work
 from infeed.trail import Past, Trail
 from infeed.workers.failures import WorkerTraceback
 
@@ -183,11 +183,6 @@ class Core:
         """An engine for an epoch, with as many workers, and of the kind, that have turned out best so far."""
         return build_engine(self.staff.settled(self.config), self.plan, self.meter, tuner=self.staff.tuner(self.config))
 
-    def choose_kind(self, engine: Engine) -> bool:
-        """Decide between threads and processes, if enough is known; whether it is threads."""
-        found = engine.gil_share()
-        return found is not None and self.staff.choose(found[0], is_drawing=found[1], cores=self.config.core_limit)
-
     def statistics(self) -> Statistics:
         config = self.config
         return self.meter.statistics(
@@ -271,6 +266,7 @@ class Epoch(Iterator[Any]):
         self._ahead: Ahead | None = None
         self._show: Show | None = None
         self._has_given = False
+        self._look_count = 0
         self._is_drained = False  # all batches are on their way to the device
         self._finalizer: weakref.finalize[[Garage, Engine, Ahead | None], Epoch] | None = None
 
@@ -283,7 +279,7 @@ class Epoch(Iterator[Any]):
             if self._is_over:
                 raise StopIteration
             engine = self._engine or self.begin()
-            if core.staff.is_open:
+            if core.config.is_kind_auto and core.staff.is_open:
                 engine = self._choose_kind(engine)
             if self._show is not None:
                 if self._has_given:
@@ -358,9 +354,12 @@ class Epoch(Iterator[Any]):
         return engine
 
     def _choose_kind(self, engine: Engine) -> Engine:
-        """Go on with threads, if that has turned out to be as good; the epoch goes on as if nothing had happened."""
+        """Go on with the other kind of workers if they turn out to be better; the epoch goes on as if nothing had been."""
         core, trail = self._core, self._trail
-        if trail is None or engine.has_pending or not core.choose_kind(engine):
+        if trail is None or engine.look_count == self._look_count or engine.has_pending:
+            return engine
+        self._look_count = engine.look_count
+        if not core.staff.reconsider(engine.kind, engine.gil_share(), Work(*engine.work()), core.config.core_limit):
             return engine
         if core.plan.is_given:
             core.garage.clear()  # with the next epoch: a sampler of the user's cannot be asked again for what is left

@@ -15,7 +15,7 @@ from typing import Any, Final, assert_never, final
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.exchange import Exchange
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
-from infeed.observe.gauge import Flight
+from infeed.observe.gauge import Flight, WorkerKind
 from infeed.observe.records import LOOP
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
@@ -160,6 +160,21 @@ class Engine:
     def has_pending(self) -> bool:
         """Whether it has something for the loop that would be lost with it."""
         return bool(self._delivered) or self._error is not None
+
+    @property
+    def kind(self) -> WorkerKind:
+        """What its workers are."""
+        return self._gauge.kind
+
+    @property
+    def look_count(self) -> int:
+        """How often it has looked at its workers."""
+        return self._gauge.tick_count
+
+    def work(self) -> tuple[int, int]:
+        """Nanoseconds that workers have worked, and the samples that they have loaded, so far."""
+        sums = [self._gauge.read(worker).sums for worker in self._setup.workers]
+        return sum(one.load_ns + one.collate_ns + one.write_ns for one in sums), sum(one.sample_count for one in sums)
 
     def gil_share(self) -> tuple[float, bool] | None:
         """How much of the time loading holds the GIL, and whether it draws from global generators; ``None``: not known yet."""

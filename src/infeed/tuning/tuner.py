@@ -54,9 +54,11 @@ class _Trial(NamedTuple):
 class Tuner:
     """For one engine. ``consider`` is to be told often, some ten times a second, while the loop is there."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, first_count: int | None = None) -> None:
+        """``first_count``: how many to begin with, if something is known."""
         self._limits = limits
-        self._count = self.first_count  # as it was asked for last
+        # As it was asked for last.
+        self._count = self.first_count if first_count is None else max(1, min(first_count, limits.most_workers))
         self._since: Reading | None = None
         self._spells: list[Spell] = []  # since the last change
         self._is_moved = True  # the next spell is still under what was before
