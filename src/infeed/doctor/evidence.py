@@ -192,10 +192,9 @@ def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
                 loaders[event["loader"]].waiting_s = facts["seconds"]
                 loaders[event["loader"]].pids += [pid for pid in facts["pids"] if pid not in loaders[event["loader"]].pids]
             case "probe":
-                facts["slow"] = [SlowIndex(*one) for one in facts.get("slow", ())]
-                probe = loaders[event["loader"]].probe
                 for name, value in facts.items():
-                    setattr(probe, name, value)
+                    is_slow = name == "slow"
+                    setattr(loaders[event["loader"]].probe, name, [SlowIndex(*one) for one in value] if is_slow else value)
             case "machine":
                 run.has_gpu, run.is_fork_default = facts["has_gpu"], facts["is_fork_default"]
             case "end":

@@ -30,6 +30,7 @@ _WORKING_S: Final = 0.05
 # A program that asks for a batch is stopped there. One that does not is interrupted, and if that does not help, killed.
 _PATIENCE_S: Final = 2.0
 _PROBES_S: Final = 20.0
+_STUCK_PROBES_S: Final = 4.0  # where a worker hangs in a sample, so may we
 _LEAVE_S: Final = 5.0
 
 
@@ -93,6 +94,7 @@ class _Watch:
         self._psutil: Any = psutil
         self._process = process
         self._below: dict[int, Any] = {}
+        self._known: dict[int, set[int]] = {}  # threads whose library was looked for, by process
         self.journal = journal
         self._run = run
         self._clock = clock
@@ -120,7 +122,8 @@ class _Watch:
             # A program that was stopped waits for us. One that has finished leaves by itself, with all that it does at its end.
             if told is not None and (self.journal.has_fact("end", "exit_code", None) or now > told + _LEAVE_S):
                 break
-            if ended is not None and now > ended + _PROBES_S:
+            is_stuck = self.journal.has_fact("end", "ending", "stuck")
+            if ended is not None and now > ended + (_STUCK_PROBES_S if is_stuck else _PROBES_S):
                 break
             if asked is not None and ended is None and now > asked + _PATIENCE_S:
                 break
@@ -187,8 +190,10 @@ class _Watch:
                 for one in threads
                 if one.id != process.pid and one.user_time + one.system_time > max(_WORKING * own, _WORKING_S)
             }
+            known = self._known.setdefault(process.pid, set())
             pools: dict[str, int] = {}
-            for tid, owner in find_owners(process.pid).items() if working else ():
+            for tid, owner in find_owners(process.pid, halts=True).items() if working - known else ():
+                known.add(tid)  # each is looked for once
                 if tid in working and owner != PYTHON:
                     pools[owner] = pools.get(owner, 0) + 1
             for owner, count in pools.items():

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import struct
 import sys
 import time
 from bisect import bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,7 +23,7 @@ PYTHON: Final = "Python"
 _GO_BETWEENS: Final = re.compile(r"/(libc|libpthread|libstdc\+\+|ld-linux|libgcc_s|libc10|libdl|libm)[.\-]")
 _STACK_BYTES: Final = 1 << 16
 # A thread that runs shows no stack; pools spin for a moment after work.
-_TRIES: Final = 5
+_TRIES: Final = 10
 _PAUSE_S: Final = 0.002
 
 
@@ -34,31 +36,46 @@ class Mapping(NamedTuple):
     path: str
 
 
-def find_owners(pid: int | None = None) -> dict[int, str]:
-    """The library of each thread of a process but its first, by thread id; threads that cannot be told are left out."""
+def find_owners(pid: int | None = None, *, halts: bool = False) -> dict[int, str]:
+    """The library of each thread of a process but its first, by thread id; threads that cannot be told are left out.
+
+    Args:
+        halts: stop the process for a moment (some milliseconds), because threads that are always busy show no stack.
+    """
     if sys.platform != "linux":
         return {}
-    pid = pid or os.getpid()
     found: dict[int, str] = {}
-    for attempt in range(_TRIES):
-        if attempt:
-            time.sleep(_PAUSE_S)
-        try:
-            tids = {int(name) for name in os.listdir(f"/proc/{pid}/task")} - {pid}
-            mappings = parse_maps(Path(f"/proc/{pid}/maps").read_text())
-            memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
-        except OSError:  # it has ended, or is not ours to look into
-            break
-        try:
-            for tid in tids - found.keys():
-                owner = _owner(f"/proc/{pid}/task/{tid}/syscall", mappings, memory)
-                if owner is not None:
-                    found[tid] = owner
-        finally:
-            os.close(memory)
-        if len(found) == len(tids):
-            break
+    if halts and pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(_TRIES):
+            if _look(pid or os.getpid(), found):
+                break
+            time.sleep(_PAUSE_S)  # it takes a moment until all threads of a busy machine have heard of it
+    finally:
+        if halts and pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     return found
+
+
+def _look(pid: int, found: dict[int, str]) -> bool:
+    """Add what can be told now; whether that is all, or all there will ever be."""
+    try:
+        tids = {int(name) for name in os.listdir(f"/proc/{pid}/task")} - {pid}
+        mappings = parse_maps(Path(f"/proc/{pid}/maps").read_text())
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+    except OSError:  # it has ended, or is not ours to look into
+        return True
+    try:
+        for tid in tids - found.keys():
+            owner = _owner(f"/proc/{pid}/task/{tid}/syscall", mappings, memory)
+            if owner is not None:
+                found[tid] = owner
+    finally:
+        os.close(memory)
+    return tids <= found.keys()
 
 
 def parse_maps(text: str) -> list[Mapping]:

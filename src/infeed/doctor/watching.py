@@ -153,10 +153,14 @@ class Watcher:
         return batch
 
     def _find(self, loader: Any) -> Watched | None:
-        # The dataset is held, so its identity is its own.
-        key = (id(loader.dataset), tuple(sorted(settings_of(loader).items(), key=str)))
+        # Not by identity: programs make loaders, and datasets, anew for each epoch.
+        dataset = loader.dataset
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        key = (type(dataset), size, tuple(sorted(settings_of(loader).items(), key=str)))
         watched = self._loaders.get(key)
-        if watched is None and len(self._loaders) < _MOST_LOADERS:
+        if watched is not None:
+            watched.dataset = dataset  # the latest, so that those before are free to go
+        elif len(self._loaders) < _MOST_LOADERS:
             watched = self._loaders[key] = Watched(len(self._loaders), loader)
             self._journal.write("loader", number=watched.number, at=time.monotonic(), **watched.settings)
         return watched
