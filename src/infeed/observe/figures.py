@@ -1,0 +1,233 @@
+"""The timeline as a chart to zoom and look around in, and a page with nothing but that."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from html import escape
+from typing import Any, Final
+
+from infeed.observe.lanes import (
+    EXTENT,
+    FAULTS,
+    WORDS,
+    Piece,
+    Serial,
+    Window,
+    lane_names,
+    lane_tops,
+    marks_in,
+    pieces,
+    serial,
+    whole,
+    windows,
+)
+from infeed.observe.page import Block, Figure, chart, page, paragraph, section, tiles, verdict
+from infeed.observe.records import LOOP, SpanKind, Trace
+from infeed.observe.units import format_count, format_rate, format_seconds
+
+__all__ = ["timeline_chart", "timeline_figure", "timeline_page"]
+
+_LANE_PX: Final = 34
+_LEAST_LANE_PX: Final = 12
+_MOST_HEIGHT_PX: Final = 900
+_AROUND_PX: Final = 96  # legend above, times below
+_MOST_MARKS: Final = 200
+
+
+def timeline_page(trace: Trace) -> str:
+    """A page with the timeline alone."""
+    statistics = trace.statistics
+    blocks = [verdict(statistics.verdict or "No verdict yet.")]
+    picture = timeline_chart(trace, most=6000)
+    if picture is None:
+        blocks.append(paragraph("Nothing was recorded: no batch was asked for, or tracing was off."))
+        return page("infeed timeline", blocks)
+    rate = format_rate(statistics.samples_per_s) if statistics.elapsed_s else "not known"
+    blocks.append(
+        tiles(
+            [
+                (
+                    "Given",
+                    format_count(statistics.batch_count, "batch", "batches"),
+                    format_count(statistics.sample_count, "sample"),
+                ),
+                ("Rate", rate, ""),
+                ("Waiting", f"{statistics.wait_share:.0%} of the loop's time", format_seconds(statistics.waited_s)),
+            ]
+        )
+    )
+    blocks.append(section("Timeline", picture, note=timeline_note(trace)))
+    return page("infeed timeline", blocks)
+
+
+def timeline_note(trace: Trace) -> str:
+    """How to read the chart, and what is not in it."""
+    parts = ["Drag to zoom in, double-click to see everything."]
+    shown = windows(trace)
+    in_a_row = serial(trace, shown[-1]) if shown else None
+    if in_a_row is not None:
+        parts.append(
+            f"The top lane is the same work as one loader without workers would do it, from the measured times: "
+            f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(shown[-1].seconds)}."
+        )
+    if trace.lost_span_count:
+        parts.append(f"{trace.lost_span_count:,} older spans were not kept.")
+    return " ".join(parts)
+
+
+def timeline_chart(trace: Trace, *, most: int) -> Block | None:
+    """The timeline as a block of a page, with at most some ``most`` pieces; ``None`` if nothing is known."""
+    window = whole(trace)
+    if window is None:
+        return None
+    shown = windows(trace)[-1]
+    lane_count = lane_tops(trace, has_serial=serial(trace, shown) is not None)[LOOP] + 1
+    lane_px = max(_LEAST_LANE_PX, min(_LANE_PX, _MOST_HEIGHT_PX / lane_count))
+    return chart(timeline_figure(trace, window, shown, most=most), height_px=round(_AROUND_PX + lane_px * lane_count))
+
+
+def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -> Figure:
+    """All of ``window``, of which ``shown`` is what one sees first. It is finer there: half of the pieces are in it."""
+    in_a_row = serial(trace, shown)
+    tops = lane_tops(trace, has_serial=in_a_row is not None)
+    names = lane_names(trace)
+    found = _pieces(trace, window, shown, most)
+    data = [_bars(kind, found[kind], tops) for kind in WORDS if found[kind]]
+    if in_a_row is not None:
+        data += _serial_bars(in_a_row, {kind for kind in WORDS if found[kind]})
+    data += _mark_points(trace, window, tops)
+    ticks = {tops[lane] + 0.5: name for lane, name in names.items()}
+    if in_a_row is not None:
+        ticks = {0.5: "one after<br>another", **ticks}
+    # All names where there is room for them, else some.
+    step = max(1, -(-len(ticks) // 26))
+    kept = [at for row, at in enumerate(ticks) if row % step == 0 or row == len(ticks) - 1]
+    return {
+        "data": data,
+        "layout": {
+            "barmode": "overlay",
+            "xaxis": {"range": [shown.begin_ns / 1e9, shown.end_ns / 1e9], "ticksuffix": " s", "nticks": 7},
+            "yaxis": {
+                "range": [tops[LOOP] + 1.05, -0.05],
+                "tickvals": kept,
+                "ticktext": [ticks[at] for at in kept],
+                "showgrid": False,
+                "zeroline": False,
+                "fixedrange": True,
+            },
+            "annotations": [] if in_a_row is None else [_serial_note(in_a_row)],
+        },
+    }
+
+
+def _pieces(trace: Trace, window: Window, shown: Window, most: int) -> dict[SpanKind, list[Piece]]:
+    """Fine within ``shown``, coarse before and after it, and none twice."""
+    parts = [(shown, most // 2)]
+    if window.begin_ns < shown.begin_ns:
+        parts.append((Window(window.begin_ns, shown.begin_ns, ""), most // 4))
+    if shown.end_ns < window.end_ns:
+        parts.append((Window(shown.end_ns, window.end_ns, ""), most // 4))
+    found: dict[SpanKind, list[Piece]] = defaultdict(list)
+    for part, share in parts:
+        for piece in pieces(trace.spans, part, most=share):
+            found[piece.kind].append(piece)
+    return found
+
+
+def _bars(kind: SpanKind, found: list[Piece], tops: dict[int, float]) -> dict[str, Any]:
+    offset, height = EXTENT[kind]
+    is_loop = kind in ("wait", "deliver", "away")
+    what = "batch %{customdata[1]}" if is_loop else "position %{customdata[1]}%{customdata[2]}"
+    many = "batches" if is_loop else "samples"
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": WORDS[kind],
+        "legendgroup": kind,
+        "base": [round(piece.begin_ns / 1e9, 7) for piece in found],
+        "x": [round((piece.end_ns - piece.begin_ns) / 1e9, 7) for piece in found],
+        "y": [round(tops[piece.lane] + offset, 3) for piece in found],
+        "width": height,
+        "offset": 0,
+        "marker": {
+            "color": f"var(--{kind})",
+            "opacity": [round(0.25 + 0.75 * piece.density, 2) for piece in found],
+            "line": {"width": 0},
+        },
+        "customdata": [
+            [piece.epoch, piece.position, "" if piece.first_index is None else f", index {piece.first_index}", piece.size]
+            for piece in found
+        ],
+        "hovertemplate": f"<b>{WORDS[kind]}</b>, %{{x:.3s}}s<br>epoch %{{customdata[0]}}, {what}<br>"
+        f"%{{customdata[3]}} {many}, at %{{base:.4f}} s<extra></extra>",
+    }
+
+
+def _serial_bars(in_a_row: Serial, known: set[SpanKind]) -> list[dict[str, Any]]:
+    bars = []
+    for kind in ("load", "away"):
+        steps = [(begin_ns, end_ns) for one, begin_ns, end_ns in in_a_row.steps if one == kind]
+        offset, height = EXTENT[kind]
+        bars.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": WORDS[kind],
+                "legendgroup": kind,
+                "showlegend": kind not in known,
+                "base": [round(begin_ns / 1e9, 7) for begin_ns, _ in steps],
+                "x": [round((end_ns - begin_ns) / 1e9, 7) for begin_ns, end_ns in steps],
+                "y": [offset] * len(steps),
+                "width": height,
+                "offset": 0,
+                "marker": {"color": f"var(--{kind})", "line": {"width": 1, "color": "var(--card)"}},
+                "hovertemplate": f"<b>{WORDS[kind]}</b>, one after another, %{{x:.3s}}s<extra></extra>",
+            }
+        )
+    return bars
+
+
+def _serial_note(in_a_row: Serial) -> dict[str, Any]:
+    return {
+        "text": f"<b>{in_a_row.text}</b>",
+        "font": {"color": "var(--text)"},
+        "showarrow": False,
+        "xref": "paper",
+        "x": 1,
+        "xanchor": "right",
+        "y": 1.35,
+        "yanchor": "middle",
+    }
+
+
+def _mark_points(trace: Trace, window: Window, tops: dict[int, float]) -> list[dict[str, Any]]:
+    data = []
+    marks, _ = marks_in(trace, window, most=_MOST_MARKS)
+    for name, is_fault, symbol in (("faults", True, "x"), ("events", False, "diamond-tall")):
+        chosen = [mark for mark in marks if (mark.kind in FAULTS) is is_fault]
+        if chosen:
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": name,
+                    "x": [mark.at_ns / 1e9 for mark in chosen],
+                    "y": [tops.get(mark.lane, tops[LOOP]) + 0.5 for mark in chosen],
+                    "text": [f"<b>{mark.kind}</b><br>{wrapped(mark.text)}" for mark in chosen],
+                    "hovertemplate": "%{text}<br>at %{x:.3f} s<extra></extra>",
+                    "marker": {
+                        "symbol": symbol,
+                        "size": 12,
+                        "color": "var(--text)",
+                        "line": {"width": 1.5, "color": "var(--card)"},
+                    },
+                }
+            )
+    return data
+
+
+def wrapped(text: str, *, width: int = 60, most: int = 300) -> str:
+    """Text of others for a chart: escaped, cut into lines, and not too long."""
+    line = " ".join(text.split())
+    line = line if len(line) <= most else f"{line[: most - 1]}\u2026"
+    return "<br>".join(escape(line[at : at + width], quote=False) for at in range(0, len(line), width))

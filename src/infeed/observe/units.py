@@ -1,0 +1,44 @@
+"""Numbers for people: each with a unit, and with no more digits than can be read at a glance."""
+
+from __future__ import annotations
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people.
+
+    >>> [format_seconds(seconds) for seconds in (0, 0.0000123, 0.01234, 3.21, 75, 7384)]
+    ['0 s', '12.3 µs', '12.3 ms', '3.21 s', '1 min 15 s', '2 h 3 min']
+    """
+    if seconds == 0:
+        return "0 s"
+    if abs(seconds) < 59.95:
+        for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+            if abs(seconds) * factor < 999.5:
+                return f"{_three_digits(seconds * factor)} {unit}"
+        return f"{_three_digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_rate(per_s: float, what: str = "samples") -> str:
+    """So many a second.
+
+    >>> format_rate(12345.6), format_rate(3.14159), format_rate(0.021, "batches")
+    ('12,346 samples/s', '3.14 samples/s', '0.021 batches/s')
+    """
+    return f"{_three_digits(per_s)} {what}/s"
+
+
+def format_count(count: int, one: str, many: str = "") -> str:
+    """So many of something.
+
+    >>> format_count(1, "batch", "batches"), format_count(1200, "sample")
+    ('1 batch', '1,200 samples')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
