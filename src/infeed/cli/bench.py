@@ -17,7 +17,7 @@ __all__ = ["add_parser", "run"]
 _USAGE: Final = 2
 _NOT_RUN: Final = 3
 _FORMAT_VERSION: Final = 1
-_BAR: Final = 30
+_BAR: Final = 24
 
 
 def add_parser(commands: Any) -> None:
@@ -97,25 +97,25 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
             "█" * max(1, round(_BAR * one.samples_per_s / most)),
             duration(one.first_s),
             format_bytes(one.memory_bytes),
-            "<- best" if one is best else "",
         )
         for one in results
         if not one.error
     ]
-    head = ("workers", "samples/s", "", "first batch", "memory", "")
+    head = ("workers", "samples/s", "", "first batch", "memory")
     if importlib.util.find_spec("rich") is None:
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         for row in [head, *rows]:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     else:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
-        table = Table()
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for number, title in enumerate(head):
             table.add_column(title, justify="right" if number in (1, 3, 4) else "left", no_wrap=True)
         for row in rows:
-            table.add_row(*row, style="green" if row[-1] else None)
+            table.add_row(*row, style="green" if row[0] == str(best.setting) else None)
         Console().print(table)
     for one in results:
         if one.error:

@@ -18,7 +18,6 @@ from typing import Any, Final, Literal, final
 
 from infeed.doctor.evidence import Ending
 from infeed.doctor.journal import Journal
-from infeed.doctor.probing import probe
 from infeed.doctor.targets import load_dataset
 from infeed.doctor.watching import Watcher
 from infeed.errors import ConfigError
@@ -118,6 +117,9 @@ class _Child:
             time.sleep(3600)  # until the doctor ends it: the program must not go on
 
     def _finish(self, ending: Ending, code: int | None, told: str) -> None:
+        # Not before: it imports NumPy, and a program may want to set the number of its threads first.
+        from infeed.doctor.probing import probe
+
         self._is_over = True
         at = time.monotonic()
         # Now, in case the probes do not come back; once more when they have.

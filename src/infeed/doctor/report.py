@@ -47,7 +47,7 @@ def summary(run: Run) -> str:
     epochs = sum(len(loader.epochs) for loader in run.loaders)
     loaders = _counted(len(run.loaders), "loader")
     lines = [
-        f"watched {run.program} for {duration(run.seconds)}: {loaders}, {_counted(epochs, 'epoch')}, {batches:,} batches; "
+        f"watched {run.program} for {duration(run.seconds)}: {loaders}, {_counted(epochs, 'epoch')}, {_counted(batches, 'batch', 'batches')}; "
         + ending(run)
     ]
     for loader in run.loaders:
@@ -115,5 +115,5 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
         console.print("[green]nothing found[/]")
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def _counted(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
