@@ -81,6 +81,7 @@ class _Child:
             show_error(error, [__file__])
         sys.stdout.flush()
         self._finish(ending, code, told)
+        self._journal.close()
         return code
 
     def _run(self, program: list[str]) -> None:

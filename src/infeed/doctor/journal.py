@@ -20,13 +20,16 @@ class Journal:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that opened it."""
-        return os.getpid() == self._pid
+        """Whether this is the process that opened it, and has not closed it."""
+        return os.getpid() == self._pid and not self._file.closed
 
     def write(self, event: str, **facts: Any) -> None:
         if self.is_here:
             self._file.write(json.dumps({EVENT: event, **facts}) + "\n")
             self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @final

@@ -45,11 +45,12 @@ def summary(run: Run) -> str:
     """How the program ran, in a line or two."""
     batches = sum(loader.batch_count + sum(epoch.has_batch for epoch in loader.epochs) for loader in run.loaders)
     epochs = sum(len(loader.epochs) for loader in run.loaders)
-    loaders = _counted(len(run.loaders), "loader")
-    lines = [
-        f"watched {run.program} for {duration(run.seconds)}: {loaders}, {_counted(epochs, 'epoch')}, {_counted(batches, 'batch', 'batches')}; "
-        + ending(run)
-    ]
+    counts = (
+        _counted(len(run.loaders), "loader"),
+        _counted(epochs, "epoch"),
+        _counted(batches, "batch", "batches"),
+    )
+    lines = [f"watched {run.program} for {duration(run.seconds)}: {', '.join(counts)}; {ending(run)}"]
     for loader in run.loaders:
         share = f"the loop waited {loader.wait_share:.0%} of its time" if run.has_own_loop else "iterated by the doctor"
         lines.append(f"  {describe(loader)}: {share}")
