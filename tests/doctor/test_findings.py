@@ -82,6 +82,22 @@ def test_more_workers_are_proposed_only_if_they_help() -> None:
     assert "num-workers" not in names(loader(wait=0.1, num_workers=4, probe=probe))
 
 
+def test_a_busy_machine_is_no_reason_for_more_workers_than_cores() -> None:
+    """Samples that are off the processor because others have it do not wait for anything."""
+    waiting, interrupted = (Probe(sample_count=10, sample_s=0.01, cpu_s=0.001, switches=number) for number in (1.0, 0.0))
+
+    assert best_workers(run(loader()), loader(away=0.001, probe=waiting)) > 4
+    assert best_workers(run(loader()), loader(away=0.001, probe=interrupted)) == 4
+
+
+def test_what_more_workers_bring_is_foretold_from_what_those_there_bring() -> None:
+    """Two workers take 0.4 s for what should take 0.05; twice as many will take half of that, and not 0.025."""
+    probe = Probe(sample_count=10, sample_s=0.01, cpu_s=0.01)
+    found = {finding.name: finding for finding in examine(run(loader(wait=0.39, away=0.01, probe=probe)))}
+
+    assert found["num-workers"].title == "num_workers=4 would be better than 2: about 50% less time"
+
+
 def test_no_workers_are_proposed_where_they_only_cost() -> None:
     """A batch is loaded here in a hundredth of the time that it takes to come from a worker."""
     probe = Probe(sample_count=10, sample_s=1e-6, cpu_s=1e-6)
@@ -161,7 +177,17 @@ def test_what_pickle_cannot_send_matters_where_nothing_is_forked(method: str, is
     seen = loader(start_method=method, probe=Probe(unpicklable="collate_fn: a lambda"))
 
     assert ("cannot-be-sent" in names(seen, is_fork_default=is_fork_default)) is found
-    assert "cannot-be-sent" in names(loader(start_method=method, probe=Probe(unsendable="dataset.lock is a lock")))
+    both = Probe(unsendable="dataset.lock is a lock", unpicklable="dataset: cannot pickle a lock")
+    assert "cannot-be-sent" in names(loader(start_method=method, probe=both))
+
+
+def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
+    """A class of the program goes to infeed's workers by value, with the globals that it uses; torch runs the program again."""
+    probe = Probe(unsendable="dataset is a __main__.Faces")
+
+    assert names(loader(probe=probe)) == []
+    assert names(loader(probe=probe, library="infeed", start_method="")) == ["cannot-be-sent"]
+    assert names(loader(probe=probe, library="infeed", start_method="", kind="thread")) == []
 
 
 def moments(sizes: list[int]) -> dict[int, ProcessSeen]:
@@ -229,7 +255,9 @@ def test_a_batch_that_does_not_come_is_told(waiting_s: float, found: bool) -> No
 
 def test_findings_come_in_order_of_what_they_cost() -> None:
     """What may lose the run, then time, the larger share first, then memory."""
-    probe = Probe(unsendable="dataset.lock", generators=["dataset.rng"], heavy=[("dataset.names", 100 * MB, False)])
+    probe = Probe(
+        unsendable="dataset.lock", unpicklable="it", generators=["dataset.rng"], heavy=[("dataset.names", 100 * MB, False)]
+    )
     seen = loader(wait=0.1, probe=probe, forks=[Fork([], {"cv2": 3})], batch_bytes=100 * MB)
     found = names(seen, has_gpu=True)
 

@@ -84,9 +84,10 @@ def text(findings: Sequence[Finding]) -> str:
     """Findings for a terminal that knows no colours."""
     blocks = []
     for number, finding in enumerate(findings, 1):
-        lines = [f"{number}. {finding.title}  [{finding.name}; {cost_text(finding)}]", f"   {finding.loader}"]
-        lines += [f"   {name:<12}  {value}" for name, value in finding.evidence.items()]
-        lines += [f"   cure, {name + ':':<8} {value}" for name, value in finding.cure.items()]
+        rows = {"in": finding.loader, **finding.evidence, **{f"cure, {name}": value for name, value in finding.cure.items()}}
+        width = max(map(len, rows))
+        lines = [f"{number}. {finding.title}  [{finding.name}; {cost_text(finding)}]"]
+        lines += [f"   {name:<{width}}  {value}" for name, value in rows.items()]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -98,6 +99,7 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
         return
     from rich.markup import escape
     from rich.padding import Padding
+    from rich.table import Table
 
     colours = dict(zip(RISKS, ("red", "red", "red", "yellow", "cyan"), strict=True))
     console.print(escape(summary(run)), highlight=False, soft_wrap=True)
@@ -108,10 +110,13 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
             f"[bold {colour}]{number}. {escape(finding.title)}[/]  [dim]{escape(f'[{finding.name}; {cost_text(finding)}]')}[/]",
             highlight=False,
         )
-        lines = [f"[dim]{escape(finding.loader)}[/]"]
-        lines += [f"{escape(name):<12}  {escape(value)}" for name, value in finding.evidence.items()]
-        lines += [f"[green]cure, {name + ':':<8}[/] {escape(value)}" for name, value in finding.cure.items()]
-        console.print(Padding("\n".join(lines), (0, 0, 1, 3)), highlight=False)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row("[dim]in[/]", f"[dim]{escape(finding.loader)}[/]")
+        for name, value in finding.evidence.items():
+            grid.add_row(escape(name), escape(value))
+        for name, value in finding.cure.items():
+            grid.add_row(f"[green]cure, {name}[/]", escape(value))
+        console.print(Padding(grid, (0, 0, 1, 3), expand=False), highlight=False)
     if not findings:
         console.print("[green]nothing found[/]")
 

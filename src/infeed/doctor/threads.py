@@ -110,6 +110,8 @@ def name_library(path: str) -> str:
 
 
 def _owner(syscall: str, mappings: list[Mapping], memory: int) -> str | None:
+    if sys.platform != "linux":
+        return None
     try:
         words = Path(syscall).read_text().split()
         if words[0] == "running":

@@ -14,6 +14,8 @@ _HARMLESS: Final = ("OpenBLAS", "OpenMP", "MKL", "torch", "nvidia", "libcuda", "
 # Python threads: tqdm's looks at a bar from time to time; torch has its own to feed queues and to pin memory.
 _HARMLESS_THREADS: Final = ("tqdm.", "_pin_memory_loop", "QueueFeederThread")
 
+_NEVER_FORKS: Final = "from infeed.torch import DataLoader  # never forks this process"
+
 # A restart is worth a word from this part of the run on, and from this long; less nobody feels.
 _RESTART_SHARE: Final = 0.02
 _RESTART_S: Final = 0.02
@@ -41,14 +43,18 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence["workers"] = f"{len(workers)}, of which the busiest used {busy:.0%} of a core"
     if is_forked:
         evidence["cause"] = "workers were forked while other threads held what they need: see fork-with-threads"
-    torch = "multiprocessing_context='forkserver'" if is_forked else "timeout=60 makes it an error"
+    if is_forked:
+        cure = {"torch": "multiprocessing_context='forkserver'", "infeed": _NEVER_FORKS}
+    else:
+        infeed = "hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it"
+        cure = {"torch": "timeout=60 makes it an error", "infeed": infeed}
     return Finding(
         name="no-batch",
         title="A batch does not come: the workers do nothing" if is_dead else "A batch does not come",
         risk="hang",
         cost=min(1.0, loader.waiting_s / run.seconds),
         evidence=evidence,
-        cure={"torch": torch, "infeed": "hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it"},
+        cure=cure,
         loader=describe(loader),
     )
 
@@ -72,11 +78,11 @@ def fork_with_threads(run: Run, loader: LoaderSeen) -> Finding | None:
         cure = "cv2.setNumThreads(0) before the first use of cv2, or multiprocessing_context='forkserver'"
     return Finding(
         name="fork-with-threads",
-        title=f"Workers are forked while threads of {', '.join(sorted(dangers))} run: a lock one of them holds stays locked",
+        title=f"Workers are forked while other threads run ({', '.join(sorted(dangers))}): a lock they hold stays locked",
         risk="hang",
         cost=0.5,
         evidence=evidence,
-        cure={"torch": cure, "infeed": "from infeed.torch import DataLoader  # never forks this process"},
+        cure={"torch": cure, "infeed": _NEVER_FORKS},
         loader=describe(loader),
     )
 
@@ -120,11 +126,13 @@ def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
 def cannot_be_sent(run: Run, loader: LoaderSeen) -> Finding | None:
     """The dataset or a function cannot leave the process, so that only forking gets it to workers."""
     probe = loader.probe
-    needs_pickle = loader.library == "torch" and loader.num_workers > 0 and loader.start_method != "fork"
-    if probe.unsendable:
-        what, why = probe.unsendable, "it cannot be pickled by any means"
+    if loader.kind != "process":
+        return None
+    is_torch = loader.library == "torch"
+    if probe.unsendable and (probe.unpicklable or not is_torch):
+        what, why = probe.unsendable, "it cannot be pickled"
         cure = "open it where it is used (on first use, or in worker_init_fn), or leave it out with __getstate__"
-    elif probe.unpicklable and (needs_pickle or not run.is_fork_default):
+    elif is_torch and probe.unpicklable and not (loader.start_method == "fork" and run.is_fork_default):
         what, why = probe.unpicklable, "pickle cannot send it, and torch's workers are not forked here"
         cure = "put the function or class at the top of a module"
     else:

@@ -58,7 +58,7 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         cost=loader.waited_s / run.seconds if run.seconds else loader.wait_share,
         evidence=evidence,
         cure={
-            "torch": "see the findings below; infeed bench module:dataset tries settings",
+            "torch": "what to change is in the other findings; infeed bench module:dataset tries settings",
             "infeed": "from infeed.torch import DataLoader; infeed bench module:dataset tries settings",
         },
         loader=describe(loader),
@@ -87,7 +87,9 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     if loader.wait_share < _WAIT_SHARE:
         return None
     if best > loader.num_workers:
-        after = max(away, loader.load_s / best)
+        # Where workers now bring less than they should, more of them will too.
+        scale = max(1.0, (away + wait) / max(away, loader.load_s / loader.num_workers)) if loader.num_workers else 1.0
+        after = max(away, scale * loader.load_s / best)
     elif loader.num_workers and loader.load_s < wait:
         best, after = 0, away + loader.load_s
     else:
@@ -121,7 +123,9 @@ def best_workers(run: Run, loader: LoaderSeen) -> int:
     """How many would load as fast as the loop works, as far as there are cores for what they compute."""
     probe = loader.probe
     away = loader.away_s / loader.batch_count
-    share = min(1.0, max(probe.cpu_s / probe.sample_s, 0.05)) if probe.sample_s else 1.0
+    # One that never gives the processor up by itself was only interrupted by others.
+    is_waiting = probe.sample_s > 0 and (probe.switches is None or probe.switches >= _LEAST_SWITCHES)
+    share = min(1.0, max(probe.cpu_s / probe.sample_s, 0.05)) if is_waiting else 1.0
     most = min(_MOST_WORKERS, max(1, int(run.core_count / share)))
     needed = math.ceil(_ROOM * loader.load_s / away) if away > loader.load_s / _MOST_WORKERS else most
     return max(1, min(needed, most))
