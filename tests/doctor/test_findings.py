@@ -44,6 +44,11 @@ def test_a_loop_that_waits_a_tenth_of_its_time_is_told(wait: float, found: bool)
     assert ("loop-waits" in names(loader(wait=wait))) is found
 
 
+def test_a_little_waiting_proves_nothing() -> None:
+    """A few batches of a few milliseconds, half of it waiting."""
+    assert names(loader(wait=0.005, away=0.005)) == []
+
+
 def test_without_a_loop_nobody_waits() -> None:
     """Where the doctor iterates a dataset by itself it does nothing else."""
     assert names(loader(wait=1.0, away=0.0), has_own_loop=False) == []
@@ -101,7 +106,7 @@ def test_what_more_workers_bring_is_foretold_from_what_those_there_bring() -> No
 def test_no_workers_are_proposed_where_they_only_cost() -> None:
     """A batch is loaded here in a hundredth of the time that it takes to come from a worker."""
     probe = Probe(sample_count=10, sample_s=1e-6, cpu_s=1e-6)
-    found = {finding.name: finding for finding in examine(run(loader(wait=0.001, away=0.001, probe=probe)))}
+    found = {finding.name: finding for finding in examine(run(loader(wait=0.001, away=0.001, batches=400, probe=probe)))}
 
     assert found["num-workers"].cure["torch"] == "num_workers=0"
     assert "the way from the workers" in found["loop-waits"].evidence["for"]

@@ -78,7 +78,7 @@ for batch in DataLoader(Random(), batch_size=8, num_workers=2): step()
         "there are no workers",
         """
 class Slow(Base):
-    def __getitem__(self, index): return sum(range(100_000))
+    def __getitem__(self, index): return sum(range(400_000))
 
 for batch in DataLoader(Slow(), batch_size=8): time.sleep(0.01)
 """,
@@ -87,7 +87,7 @@ for batch in DataLoader(Slow(), batch_size=8): time.sleep(0.01)
         "would be better than 0",
         """
 class Slow(Base):
-    def __getitem__(self, index): return sum(range(100_000))
+    def __getitem__(self, index): return sum(range(400_000))
 
 for batch in DataLoader(Slow(), batch_size=8): step()
 """,
@@ -97,7 +97,7 @@ for batch in DataLoader(Slow(), batch_size=8): step()
         """
 class Far(Base):
     def __getitem__(self, index):
-        time.sleep(0.01)  # a disk's
+        time.sleep(0.02)  # a disk's
         with open(__file__, "rb") as file: return len(file.read())
 
 for batch in DataLoader(Far(), batch_size=8, num_workers=1): step()
@@ -108,7 +108,7 @@ for batch in DataLoader(Far(), batch_size=8, num_workers=1): step()
         """
 class Uneven(Base):
     def __getitem__(self, index):
-        if index == 40: time.sleep(0.5)
+        if index == 40: time.sleep(0.7)
         return index
 
 for batch in DataLoader(Uneven(), batch_size=8, num_workers=1): step()

@@ -12,6 +12,7 @@ from infeed.memory.budget import format_bytes
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
 _WAIT_SHARE: Final = 0.1
 _LEAST_BATCHES: Final = 4
+_LEAST_WAITED_S: Final = 0.25  # in all; of less, chance may be the cause
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1
 _MOST_WORKERS: Final = 64
@@ -36,7 +37,7 @@ _PINNED: Final = 24e9
 
 def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     """The loop, and with it the GPU, waits for batches."""
-    if not run.has_own_loop or loader.batch_count < _LEAST_BATCHES or loader.wait_share < _WAIT_SHARE:
+    if not run.has_own_loop or not _waits(loader):
         return None
     who = "The GPU" if run.has_gpu else "The loop"
     count = loader.batch_count
@@ -65,6 +66,11 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     )
 
 
+def _waits(loader: LoaderSeen) -> bool:
+    is_known = loader.batch_count >= _LEAST_BATCHES and loader.waited_s >= _LEAST_WAITED_S
+    return is_known and loader.wait_share >= _WAIT_SHARE
+
+
 def _reason(run: Run, loader: LoaderSeen) -> str:
     if loader.kind == "inline":
         return "itself: there are no workers, so that it loads every sample"
@@ -80,12 +86,10 @@ def _reason(run: Run, loader: LoaderSeen) -> str:
 def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     """Another number of workers would do better."""
     probe = loader.probe
-    if not run.has_own_loop or loader.batch_count < _LEAST_BATCHES or not probe.sample_count:
+    if not run.has_own_loop or not probe.sample_count or not _waits(loader):
         return None
     away, wait = loader.away_s / loader.batch_count, loader.waited_s / loader.batch_count
     best = best_workers(run, loader)
-    if loader.wait_share < _WAIT_SHARE:
-        return None
     if best > loader.num_workers:
         # Where workers now bring less than they should, more of them will too.
         scale = max(1.0, (away + wait) / max(away, loader.load_s / loader.num_workers)) if loader.num_workers else 1.0
@@ -140,7 +144,7 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
     off = 1 - probe.cpu_s / probe.sample_s
     if off < _OFF_CPU or (probe.switches is not None and probe.switches < _LEAST_SWITCHES):
         return None
-    if run.has_own_loop and loader.wait_share < _WAIT_SHARE:
+    if run.has_own_loop and not _waits(loader):
         return None  # it is read in time
     most = max(loader.num_workers + 1, math.ceil(run.core_count / max(1 - off, 0.05)))
     return Finding(
@@ -163,7 +167,7 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
 def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
     """A few samples take far longer than the others, and everyone waits for them."""
     probe = loader.probe
-    if not probe.slow or (run.has_own_loop and loader.wait_share < _WAIT_SHARE):
+    if not probe.slow or (run.has_own_loop and not _waits(loader)):
         return None
     lost = sum(one.seconds - probe.median_s for one in probe.slow)
     share = lost / (probe.sample_s * probe.sample_count) if probe.sample_s else 0.0
