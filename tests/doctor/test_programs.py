@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ScriptResult, assert_faster_than, start_python
+from tests.helpers import Journal, ScriptResult, assert_faster_than, kill_group, start_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
 
@@ -173,6 +174,30 @@ def test_a_finding_can_be_ignored_and_written_to_files(tmp_path: Path) -> None:
     assert ignored.code == 0
     assert json.loads((tmp_path / "found.json").read_text())["findings"] == []
     assert "Nothing found." in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl+C", "kill"])
+def test_nothing_is_left_when_the_doctor_is_ended(tmp_path: Path, number: int) -> None:
+    """By Ctrl+C, which the terminal sends to all, or by force, which it alone feels."""
+    journal = Journal(tmp_path / "lines")
+    code = f"""
+from pathlib import Path
+from tests.helpers import Journal
+for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
+    if number == 3: Journal(Path({str(journal.path)!r})).write("loading")
+    time.sleep(0.01)
+"""
+    (tmp_path / "program.py").write_text(HEAD + code)
+    script = start_python(["-m", "infeed", "doctor", "--seconds", "1", "program.py"], cwd=tmp_path)
+    script.wait_line(journal, "loading")
+
+    if number == signal.SIGKILL:
+        script.process.kill()
+    else:
+        kill_group(script, number)
+
+    # It fails if a process of it lives on; the program's own end comes when its time is up.
+    assert script.finish().code == (130 if number == signal.SIGINT else -number)
 
 
 def test_arguments_and_modules_reach_the_program(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Try the settings, print them, and the best as a line to paste."""
-    from infeed.doctor.benching import Bench, choose, search
+    from infeed.doctor.benching import Bench, choose, confirm, search
     from infeed.doctor.surveying import core_count
     from infeed.doctor.targets import load_dataset
     from infeed.errors import ConfigError
@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     for found in search(bench.measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")):
         results.append(found)
         print(f"  {found.setting}: {found.error or f'{found.samples_per_s:,.0f} samples/s'}", file=sys.stderr)
+    results = confirm(bench.measure, results)
     best = choose(results)
     if arguments.json:
         document = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from infeed.importing import when_imported
 from infeed.programs import exit_code_of, run_module, run_script, show_error
 
 _PROBE_S: Final = 2.0
+_PAUSE_S: Final = 0.5
 _MOST_PROBES: Final = 3
 _FAILED: Final = 1
 
@@ -59,6 +61,7 @@ class _Child:
         self._journal = Journal(Path(orders.journal))
         self._watcher = Watcher(self._journal, orders.seconds, self._stop)
         self._is_over = False
+        self._doctor = os.getppid()
 
     def run(self, program: list[str]) -> int:
         self._watcher.install()
@@ -114,8 +117,10 @@ class _Child:
             return  # it is at the probes
         self._watcher.flush()
         self._finish(ending, None, "")
-        while True:
-            time.sleep(3600)  # until the doctor ends it: the program must not go on
+        # The program must not go on. It is the doctor that ends it; or nobody, if the doctor is gone.
+        while os.getppid() == self._doctor:
+            time.sleep(_PAUSE_S)
+        os._exit(_FAILED)
 
     def _finish(self, ending: Ending, code: int | None, told: str) -> None:
         # Not before: it imports NumPy, and a program may want to set the number of its threads first.

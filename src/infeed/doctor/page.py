@@ -51,7 +51,9 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         for loader in run.loaders
     ]
     head = ("loader", "epochs", "batches", "loop waited", "a sample")
-    blocks.append(section("What was watched", table(head, rows, numbers=range(1, 5)), paragraph(f"In the end {ending(run)}.")))
+    blocks.append(
+        section("What was watched", table(head, rows, numbers=range(1, 5)), paragraph(f"How it ended: {ending(run)}."))
+    )
     return page("infeed doctor", blocks, subtitle=f"{run.program}, watched for {duration(run.seconds)}")
 
 
@@ -60,7 +62,7 @@ def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Me
     blocks: list[Block] = []
     if best is not None:
         blocks.append(verdict(f"Best here: {best.setting}, {best.samples_per_s:,.0f} samples/s.", "good"))
-        blocks.append(code(best.setting.code(batch_size)))
+        blocks.append(section("To paste", code(best.setting.code(batch_size))))
     blocks.append(section("Rate by number of workers", chart(rate_figure(results, core_count), height_px=320)))
     rows = [
         (

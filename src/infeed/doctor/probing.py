@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final
 
@@ -159,8 +160,9 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
         facts["slow"] = _find_slow([what for what, _ in tasks[warm:]], times, take)
     if watched.settings["library"] != "infeed" and callable(watched.collate_fn):
         began = time.perf_counter()
-        watched.collate_fn(samples if watched.settings["batch_size"] or watched.batch_rows else samples[0])
-        facts["collate_s"] = time.perf_counter() - began
+        with suppress(Exception):  # it may want other samples than these; then its time is not known
+            watched.collate_fn(samples if watched.settings["batch_size"] or watched.batch_rows else samples[0])
+            facts["collate_s"] = time.perf_counter() - began
     return facts
 
 

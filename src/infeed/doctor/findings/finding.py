@@ -43,9 +43,11 @@ def describe(loader: LoaderSeen) -> str:
 def duration(seconds: float) -> str:
     """Seconds for people.
 
-    >>> duration(0.00042), duration(0.0123), duration(75)
-    ('0.42 ms', '12.3 ms', '75.0 s')
+    >>> duration(0.00000042), duration(0.0123), duration(75)
+    ('0.42 µs', '12.3 ms', '75.0 s')
     """
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.3g} µs"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.1f} s"
