@@ -288,3 +288,39 @@ def test_a_journal_that_breaks_off_is_read_as_far_as_it_goes() -> None:
     read_events(seen, events)
 
     assert (seen.loaders[0].waited_s, seen.loaders[0].away_s, seen.loaders[0].batch_count) == (0.5, 0.25, 1)
+
+
+def test_starts_that_nobody_feels_are_not_told() -> None:
+    """Ten milliseconds for each epoch of a second."""
+    epochs = [EpochSeen(float(at), start_s=0.01, has_batch=True, waits=[0.0] * 5, aways=[0.2] * 5) for at in range(10)]
+
+    assert names(loader(epochs=epochs, is_persistent=False)) == []
+
+
+def test_what_is_about_processes_is_not_told_of_threads() -> None:
+    """They share memory and pools with the loop."""
+    worker = ProcessSeen(7, moments([100, 120, 140, 160, 180, 200, 220])[7].moments, {"OpenBLAS (numpy)": 9})
+    seen = loader(kind="thread", pids=[7], probe=Probe(heavy=[("dataset.names", 100 * MB, False)]))
+
+    assert names(seen, processes={7: worker}) == []
+
+
+def test_a_loop_that_does_not_wait_needs_no_faster_samples() -> None:
+    """Reading is slow, and a sample very slow, but all come in time."""
+    slow = [SlowIndex("7", 1.0)]
+    probe = Probe(sample_count=9, sample_s=0.01, median_s=0.001, cpu_s=0.001, switches=1.0, read_bytes=1e6, slow=slow)
+
+    assert names(loader(probe=probe)) == []
+    assert set(names(loader(wait=0.1, probe=probe))) >= {"storage-bound", "slow-samples"}
+
+
+def test_a_change_that_brings_little_is_not_proposed() -> None:
+    """A fourth worker, if three already do almost as well as four should."""
+    probe = Probe(sample_count=10, sample_s=0.04, cpu_s=0.04)
+
+    assert names(loader(wait=0.06, away=0.05, num_workers=3, probe=probe)) == ["loop-waits"]
+
+
+def test_a_program_that_was_never_seen_to_run_has_no_findings() -> None:
+    """It was killed before anything was measured."""
+    assert names(loader(batches=0, waiting_s=1.0), seconds=0.0) == []
