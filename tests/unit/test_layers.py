@@ -67,7 +67,9 @@ ALLOWED: dict[str, set[str]] = {
     "loader": LOADER,
     "torch": LOADER | {"importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
-    "cli": {"cli", "importing", "testing", "infeed"},
+    "programs": set(),
+    "doctor": {"doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},
+    "cli": {"cli", "doctor", "errors", "importing", "memory", "programs", "testing", "infeed"},
     "__main__": {"cli"},
 }
 
