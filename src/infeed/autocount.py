@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Final, final
 
 from infeed.cores import available_cores
 
-# Work that waits for disks and networks gains from more workers than cores; more than this are never of use on one machine.
-_PER_CORE: Final = 4
-_LEAST: Final = 4
-_MOST: Final = 64
+# Work that waits for disks and networks gains from more workers than cores, whatever those are. Work that computes is held to
+# the cores by the tuner.
+MOST_WORKERS: Final = 64
 
 
 @final
@@ -31,11 +29,6 @@ class AutoCount(int):
 
     def __reduce__(self) -> tuple[type[AutoCount], tuple[int]]:
         return AutoCount, (int(self),)
-
-
-def auto_count(cpu_limit: float | None = None) -> AutoCount:
-    """By the cores that there are for this process, and no more of them than ``cpu_limit``."""
-    return AutoCount(min(_MOST, max(_LEAST, ceil(_PER_CORE * core_limit(cpu_limit)))))
 
 
 def core_limit(cpu_limit: float | None) -> float:

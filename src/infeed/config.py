@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
-from infeed.autocount import AutoCount, auto_count, core_limit
+from infeed.autocount import MOST_WORKERS, AutoCount, core_limit
 from infeed.errors import ConfigError
 from infeed.memory.budget import parse_bytes
 from infeed.plan.cursor import MOST_SEED_BITS
@@ -77,7 +77,7 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         self._check_cpu_limit()
         if isinstance(self.num_workers, str) and self.num_workers == "auto":
-            object.__setattr__(self, "num_workers", auto_count(self.cpu_limit))
+            object.__setattr__(self, "num_workers", AutoCount(MOST_WORKERS))
         self._check_numbers()
         for name in (
             "batch_size",

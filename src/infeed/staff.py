@@ -16,8 +16,8 @@ from infeed.tuning.tuner import Tuner
 _LOG: Final = logging.getLogger("infeed")
 # Of the memory that is free when the first worker starts, so much is left to others.
 _RESERVE: Final = 0.1
-# Threads may hold each other up by other things than the GIL: memory that they ask the kernel for, locks of a library. If a sample
-# takes them so many times as long as it took processes, over so many looks, they were the wrong choice.
+# Threads may hold each other up by other things than the GIL: memory that they ask the kernel for, locks of a library. If a
+# sample takes them so many times as long as it took processes, over so many looks, they were the wrong choice.
 _WORSE: Final = 1.15
 _LOOKS: Final = 6
 
@@ -35,7 +35,7 @@ class Staff:
 
     def __init__(self) -> None:
         self._tuner: Tuner | None = None
-        self._limits: tuple[float, int, WorkerKind] | None = None
+        self._given: tuple[float, int, bool, WorkerKind] | None = None
         self._kind: Literal["thread", "process"] = "process"
         self._process_ns = 0.0  # that a sample took processes
         self._seen: deque[Work] = deque(maxlen=_LOOKS)  # by workers of this kind
@@ -45,11 +45,12 @@ class Staff:
         """Who decides how many there are. With other limits, or another kind of worker, it begins anew from where it was."""
         if not config.is_auto:
             return None
-        limits = (config.core_limit, config.most_workers, self._kind)
-        if self._tuner is None or limits != self._limits:
-            first = None if self._tuner is None else self._tuner.count
-            self._tuner = Tuner(Limits(*limits[:2], int(_RESERVE * available_bytes())), first)
-            self._limits = limits
+        given = (config.core_limit, config.most_workers, config.cpu_limit is not None, self._kind)
+        if self._tuner is None or given != self._given:
+            cores, most_workers, is_strict, _ = given
+            limits = Limits(cores, most_workers, int(_RESERVE * available_bytes()), is_strict)
+            self._tuner = Tuner(limits, None if self._tuner is None else self._tuner.count)
+            self._given = given
         return self._tuner
 
     def settled(self, config: LoaderConfig) -> LoaderConfig:

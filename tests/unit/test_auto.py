@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infeed import autocount
-from infeed.autocount import AutoCount, auto_count
+from infeed.autocount import MOST_WORKERS, AutoCount
 from infeed.config import LoaderConfig
 from tests.helpers import Stream
 from tests.unit.test_config import config
@@ -24,12 +24,12 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "is_auto", "most", "kind", "is_kind_auto"),
     [
-        ({"num_workers": "auto"}, True, 32, "process", False),
-        ({"num_workers": "auto", "cpu_limit": 2}, True, 8, "process", False),
-        ({"num_workers": "auto", "cpu_limit": np.float64(0.5)}, True, 4, "process", False),
-        ({"num_workers": "auto", "cpu_limit": 100}, True, 32, "process", False),
-        ({"num_workers": "auto", "worker": "thread"}, True, 32, "thread", False),
-        ({"num_workers": "auto", "worker": "auto"}, True, 32, "process", True),
+        ({"num_workers": "auto"}, True, 64, "process", False),
+        ({"num_workers": "auto", "cpu_limit": 2}, True, 64, "process", False),
+        ({"num_workers": "auto", "cpu_limit": np.float64(0.5)}, True, 64, "process", False),
+        ({"num_workers": "auto", "cpu_limit": 100}, True, 64, "process", False),
+        ({"num_workers": "auto", "worker": "thread"}, True, 64, "thread", False),
+        ({"num_workers": "auto", "worker": "auto"}, True, 64, "process", True),
         ({"num_workers": 8, "worker": "auto"}, True, 8, "process", True),
         ({"num_workers": 8}, False, 8, "process", False),
         ({"num_workers": 0, "worker": "auto"}, False, 0, "inline", False),
@@ -64,10 +64,10 @@ def test_the_cores_are_held_to_the_limit() -> None:
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda count: pickle.loads(pickle.dumps(count))])
 def test_the_number_that_stands_for_auto_stays_what_it_is(again: Any) -> None:
     """Frameworks copy loaders, pickle them, and build others from their attributes."""
-    count = again(auto_count())
+    count = again(AutoCount(MOST_WORKERS))
 
     assert type(count) is AutoCount
-    assert count == 32
+    assert count == 64
     assert (repr(count), f"{count}") == ("'auto'", "auto")
     assert config(num_workers=count).is_auto
 
@@ -77,4 +77,4 @@ def test_an_option_that_was_checked_can_be_checked_again() -> None:
     made = config(num_workers="auto", cpu_limit=2)
     again = LoaderConfig(**{name: getattr(made, name) for name in LoaderConfig.__slots__})
 
-    assert (again.is_auto, again.most_workers, again.cpu_limit) == (True, 8, 2)
+    assert (again.is_auto, again.most_workers, again.cpu_limit) == (True, 64, 2)

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from infeed.autocount import AutoCount, auto_count
+from infeed.autocount import MOST_WORKERS, AutoCount
 from infeed.config import Observe, OnError, WorkerChoice, check_cpu_limit
 from infeed.errors import ConfigError
 from infeed.ledger import BadSample
@@ -140,8 +140,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.progress = progress
         self.on_statistics = on_statistics
         self.statistics_every = statistics_every
-        # Of a factor that was asked for; torch's attribute has its default by now.
-        self._infeed_prefetch = None if prefetch_factor is None else max(1, prefetch_factor * count)
+        # Of a factor that was asked for, if it is known of how many; torch's attribute has its default by now.
+        is_counted = prefetch_factor is not None and not isinstance(count, AutoCount)
+        self._infeed_prefetch = max(1, (prefetch_factor or 0) * count) if is_counted else None
         config_of(self)  # wrong arguments are told now
 
     @staticmethod
@@ -152,7 +153,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         if num_workers != "auto":
             raise ConfigError(f"num_workers={num_workers!r} must be 'auto' or a whole number; use 0 to load in this process")
         check_cpu_limit(cpu_limit)
-        return auto_count(cpu_limit)
+        return AutoCount(MOST_WORKERS)
 
     def check_worker_number_rationality(self) -> None:
         """torch warns of more workers than cores. Where infeed decides, the number is only the most that there may be."""
