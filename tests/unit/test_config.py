@@ -89,11 +89,11 @@ REFUSED = [
     ),
     case(
         {"num_workers": 2, "cpu_limit": 2},
-        "cpu_limit=2 has no meaning with num_workers=2; that leave one",
+        "cpu_limit=2 has no meaning with num_workers=2; that number is the limit, so leave one",
     ),
     case(
         {"worker": "auto", "cpu_limit": 2},
-        "cpu_limit=2 has no meaning with num_workers=0; that leave one",
+        "cpu_limit=2 has no meaning with num_workers=0; that number is the limit, so leave one",
     ),
     case(
         {"num_workers": "auto", "worker": "inline"}, "num_workers='auto' has no meaning with worker='inline'; use num_workers=0"

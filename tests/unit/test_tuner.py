@@ -144,6 +144,16 @@ def test_a_pause_of_the_loop_changes_nothing(away_s: float) -> None:
     assert (run.count, len(run.changes)) == (settled, changes)
 
 
+def test_a_pause_does_not_spoil_a_step_that_is_being_judged() -> None:
+    """The loop gave its first batches to a check of its own, say, just when there were more workers."""
+    run = simulate(Work(cores=16), 8)
+    assert run.count == 16
+    run.pause(60)
+    run.run(LONG)
+
+    assert len(run.changes) == 1
+
+
 def test_a_burst_of_slow_samples_changes_nothing() -> None:
     """Half a second of them is gone before more workers were there."""
     run = simulate(Work(cores=8, away_s=0.004), REST)
@@ -176,8 +186,8 @@ def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
     limits = Limits(cores=16, most_workers=64)
     tuner, asked = Tuner(limits), []
     for step in range(200):
-        sums = [step * 100_000_000] * 1
-        reading = Reading(sums[0], step * 10, step * 40, sums[0], 0, 2 * sums[0], 2 * sums[0], 2, 2)
+        now = step * 100_000_000
+        reading = Reading(now, step * 10, step * 40, now, 0, 2 * now, 2 * now, 2, 2)
         change = tuner.consider(reading)
         asked += [] if change is None else [change.worker_count]
 
