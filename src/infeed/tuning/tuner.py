@@ -233,7 +233,7 @@ class Tuner:
         if count <= 2 * origin or enough > _SHRINK_LEAST * count:
             return None
         self._ceiling, self._has_rested, self._is_learning = enough + 1, True, True
-        return self._change(enough, f"the step from {origin} to {count} brought a gain of {gain:.0%}, and these are enough for it")
+        return self._change(enough, f"the step from {origin} to {count} brought a gain of {gain:.0%}; these are enough for it")
 
     def _regret(self) -> Change | None:
         """Whether a step was taken back wrongly: what it was held against was known from few spells, which may have been
