@@ -218,7 +218,7 @@ class DataLoader:
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write who did what when: ``.json`` for Perfetto and chrome://tracing, or a picture: ``.svg``, ``.png``, ``.html``.
 
-        The latest fifty thousand spans are kept; what is shorter than a tenth of a millisecond is put together.
+        The latest hundred thousand spans of workers are kept; what is shorter than a tenth of a millisecond is put together.
 
         Raises:
             ConfigError: the ending is none of these, or ``observe`` keeps no timeline.

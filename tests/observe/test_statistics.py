@@ -153,7 +153,7 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
         known = loader.statistics()
         with pytest.raises(infeed.ConfigError, match="observe='timeline'"):
             loader.timeline("run.json")
-        assert not loader._core.meter._history.spans
+        assert not loader._core.meter._history.spans()
     assert (known.batch_count, bool(known.histogram)) == ((0, False) if observe == "off" else (8, True))
     assert (known.verdict == "nothing is kept: observe='off'") == (observe == "off")
 
