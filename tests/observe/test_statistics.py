@@ -190,6 +190,21 @@ def test_the_loops_own_time_is_not_counted_as_waiting() -> None:
     assert known.away_s >= 9 * 0.02
 
 
+def test_time_between_epochs_is_nobodys() -> None:
+    """Workers do not idle while nobody wants anything of them."""
+    with infeed.DataLoader(Napping(), 8, num_workers=2) as loader:
+        for _ in range(2):
+            for _batch in loader:
+                pass
+            shares = []
+            for _ in range(3):
+                shares.append(loader.statistics().busy_share)
+                time.sleep(0.05)
+            assert len({round(share, 6) for share in shares}) == 1
+        alive_s = sum(one.alive_s for one in loader.statistics().workers)
+        assert 0 < alive_s <= 2 * (loader.statistics().elapsed_s + loader.statistics().started_s) + 0.5
+
+
 def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
     with infeed.DataLoader(Napping(), 8, num_workers=2) as loader:
         for _ in loader:

@@ -148,6 +148,7 @@ class Gauge:
         # When it was last, and how far the sums were then.
         self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
         self._left_ns = 0
+        self._idle_ns = 0  # since when no epoch is in progress; 0: one is
         self._next_tick = 0
         self._epoch = self._step_offset = 0
         self.is_closed = False
@@ -160,6 +161,10 @@ class Gauge:
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
+        if self._idle_ns:  # what workers did not do between epochs nobody asked them to do
+            idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
+            for member in self.members.values():
+                member.alive_ns -= idle_ns if member.since_ns else 0
         self._left_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
@@ -197,6 +202,7 @@ class Gauge:
 
     def end_epoch(self, left_ns: int) -> None:
         """The loop got its last batch of the epoch at this time."""
+        self._idle_ns = self._idle_ns or perf_counter_ns()
         if self._noted_ns < left_ns and self._is_on:
             self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
             self._noted_ns, self._noted_waited = left_ns, self.waited_ns
@@ -239,7 +245,7 @@ class Gauge:
         """It died, or was let go."""
         member = self.members[worker]
         if member.since_ns:
-            member.alive_ns += perf_counter_ns() - member.since_ns
+            member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
             doing = self._board.doing(worker)
             member.cpu_ns += doing.cpu_ns
             member.queued_ns += doing.queued_ns
@@ -257,7 +263,7 @@ class Gauge:
 
     def alive_ns(self, worker: WorkerId) -> int:
         member = self.members[worker]
-        return member.alive_ns + (perf_counter_ns() - member.since_ns if member.since_ns else 0)
+        return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
 
     def usage(self, worker: WorkerId) -> Usage:
         """What it has used so far, all its lives together."""
