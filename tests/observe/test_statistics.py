@@ -196,13 +196,10 @@ def test_time_between_epochs_is_nobodys() -> None:
         for _ in range(2):
             for _batch in loader:
                 pass
-            shares = []
-            for _ in range(3):
-                shares.append(loader.statistics().busy_share)
-                time.sleep(0.05)
-            assert len({round(share, 6) for share in shares}) == 1
-        alive_s = sum(one.alive_s for one in loader.statistics().workers)
-        assert 0 < alive_s <= 2 * (loader.statistics().elapsed_s + loader.statistics().started_s) + 0.5
+            before = [one.alive_s for one in loader.statistics().workers]
+            time.sleep(0.02)
+            assert [one.alive_s for one in loader.statistics().workers] == before
+            assert min(before) > 0
 
 
 def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
