@@ -12,6 +12,8 @@ from infeed.memory.budget import format_bytes
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
 _WAIT_SHARE: Final = 0.1
 _LEAST_BATCHES: Final = 4
+# Workers that could bring a batch in less than this part of the time that one takes to come are not what the loop waits for.
+_IDLING: Final = 0.5
 _LEAST_WAITED_S: Final = 0.25  # in all; of less, chance may be the cause
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1
@@ -78,6 +80,13 @@ def _reason(run: Run, loader: LoaderSeen) -> str:
         return "storage: samples wait to be read"
     if loader.probe.sample_count and loader.load_s < loader.waited_s / loader.batch_count:
         return "the way from the workers: loading a batch here takes less than its coming over"
+    if loader.probe.sample_count:
+        could_s = loader.load_s / loader.num_workers
+        comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
+        if could_s < _IDLING * comes_s:
+            return (
+                f"the way from the workers: they could load one every {duration(could_s)}, it comes every {duration(comes_s)}"
+            )
     if loader.num_workers >= run.core_count:
         return "processors: all are at work"
     return "workers: there are too few"
