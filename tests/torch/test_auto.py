@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +72,30 @@ def test_what_cannot_work_is_refused(options: dict[str, object], text: str) -> N
     """When the loader is made, as for torch's own arguments."""
     with pytest.raises(ConfigError, match=text):
         DataLoader(Numbers(), **options)  # type: ignore[arg-type]
+
+
+class Naps(Numbers):
+    """Leaves the GIL."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+@pytest.mark.parametrize("is_persistent", [False, True], ids=["started anew", "persistent"])
+def test_the_kind_of_worker_is_remembered_from_epoch_to_epoch(is_persistent: bool) -> None:
+    """Torch's order is drawn once for an epoch, so the change comes with the next, and stays."""
+
+    def load(dataset: Any, worker: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(dataset, 8, True, num_workers=2, persistent_workers=is_persistent, generator=generator, worker=worker)
+
+    with closing(load(range(400), "process")) as plain, closing(load(Naps(), "auto")) as loader:
+        kinds = []
+        for _ in range(3):
+            assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in plain]
+            kinds.append(loader.statistics().kind)
+    assert kinds == ["process", "thread", "thread"]
