@@ -172,9 +172,13 @@ class Engine:
         return self._gauge.tick_count
 
     def work(self) -> tuple[int, int]:
-        """Nanoseconds that workers have worked, and the samples that they have loaded, so far."""
-        sums = [self._gauge.read(worker).sums for worker in self._setup.workers]
-        return sum(one.load_ns + one.collate_ns + one.write_ns for one in sums), sum(one.sample_count for one in sums)
+        """Nanoseconds that workers have worked, without waiting for a core, and the samples they have loaded, so far."""
+        busy_ns = count = 0
+        for worker in self._setup.workers:
+            sums = self._gauge.read(worker).sums
+            busy_ns += sums.load_ns + sums.collate_ns + sums.write_ns - self._gauge.usage(worker).queued_ns
+            count += sums.sample_count
+        return busy_ns, count
 
     def gil_share(self) -> tuple[float, bool] | None:
         """How much of the time loading holds the GIL, and whether it draws from global generators; ``None``: not known yet."""

@@ -84,9 +84,7 @@ def _reason(run: Run, loader: LoaderSeen) -> str:
         could_s = loader.load_s / loader.num_workers
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         if could_s < _IDLING * comes_s:
-            return (
-                f"the way from workers: they could load one every {duration(could_s)}, one comes every {duration(comes_s)}"
-            )
+            return f"the way from workers: they could load one every {duration(could_s)}, one comes every {duration(comes_s)}"
     if loader.num_workers >= run.core_count:
         return "processors: all are at work"
     return "workers: there are too few"
