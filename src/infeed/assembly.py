@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from contextlib import ExitStack
 from functools import partial
+from math import ceil
 from typing import Final
 
 from infeed.batch.arrays import ArrayTable
 from infeed.batch.torchlike import collate_as_torch
-from infeed.config import LoaderConfig
+from infeed.config import LoaderConfig, WorkerKind
 from infeed.delivery.backend import find_backend
 from infeed.delivery.host import HostDelivery
 from infeed.engine import Engine
@@ -44,13 +45,24 @@ _advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
 
 
 def build_engine(
-    config: LoaderConfig, plan: Plan, meter: Meter, *, tuner: Tuner | None = None, only: BatchPlan | None = None
+    config: LoaderConfig,
+    plan: Plan,
+    meter: Meter,
+    *,
+    kind: WorkerKind | None = None,
+    tuner: Tuner | None = None,
+    first_count: int | None = None,
+    probes: bool = False,
+    only: BatchPlan | None = None,
 ) -> Engine:
     """An engine for these options, with its workers started.
 
     Args:
         meter: counts what it does.
-        tuner: decides how many workers there are, while it runs; without one it is as many as there may be.
+        kind: what workers are, where the options leave that open.
+        tuner: decides how many workers there are, while it runs.
+        first_count: how many there are at first; by default as many as there may be.
+        probes: whether workers find out if threads would do as well.
         only: every epoch has this batch and no other.
 
     Raises:
@@ -58,7 +70,7 @@ def build_engine(
         MemoryLimitError: there is no memory for it.
     """
     table = plan.table
-    kind = "inline" if table is not None else config.kind
+    kind = "inline" if table is not None else kind or config.kind
     if kind == "process":
         prepare(config.start_method)
     source = _source(config, table)
@@ -85,8 +97,8 @@ def build_engine(
             mends=config.on_error != "raise",
             is_watched=config.sample_timeout > 0,
             observe=config.observe,
-            # One is enough to find out.
-            probes=config.is_kind_auto and kind == "process" and worker == 0,
+            probes=probes and kind == "process",
+            probes_gil=probes and kind == "process" and worker == 0,
         )
         for worker in workers
     }
@@ -110,7 +122,7 @@ def build_engine(
             store=store,
             arena=arena,
             workers=workers,
-            first_workers=workers if tuner is None else workers[: tuner.count],
+            first_workers=workers[:first_count],
             windows=windows,
             is_window_fixed=config.prefetch is not None or kind == "inline",
             is_lazy=kind == "inline",
@@ -188,7 +200,8 @@ def _crew(
     parcel = send(given, source, store)
     if plan not in _advised:
         _advised.add(plan)
-        advise(config.dataset, parcel.sizes, config.most_workers)
+        usual = min(len(specs), ceil(config.core_limit)) if config.is_auto else len(specs)
+        advise(config.dataset, parcel.sizes, usual)
     return ProcessCrew(
         parcel=parcel,
         store=store,

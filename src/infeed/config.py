@@ -131,8 +131,12 @@ class LoaderConfig:
 
     @property
     def is_kind_auto(self) -> bool:
-        """Whether it is left open what workers are; until it is decided they are processes."""
-        return self.worker == "auto" and self.kind != "inline"
+        """Whether it is left open what workers are; until it is decided they are processes.
+
+        A time limit needs processes, which can be ended, and ``worker_init_fn`` is for a process of its own.
+        """
+        needs_processes = self.sample_timeout > 0 or self.worker_init_fn is not None or self.is_stream
+        return self.worker == "auto" and self.kind != "inline" and not needs_processes
 
     @property
     def most_workers(self) -> int:
@@ -234,6 +238,8 @@ class LoaderConfig:
         _check_seconds("statistics_every", self.statistics_every, "0 calls on_statistics with every batch")
         if self.observe == "off" and (self.progress or self.on_statistics is not None):
             raise ConfigError("observe='off' leaves nothing to show; leave out progress and on_statistics, or observe")
+        if self.observe == "off" and (self.is_auto or self.is_kind_auto):
+            raise ConfigError("observe='off' leaves nothing to go by with 'auto'; use observe='counters', or give a number")
         _check_choice("start_method", self.start_method, get_args(StartMethod))
         for name in ("shuffle", "drop_last", "in_order", "pad", "replacement", "pin_memory", "progress"):
             value = getattr(self, name)

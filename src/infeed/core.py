@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from time import perf_counter_ns
-from typing import Any, final
+from typing import Any, Final, final
 
 from infeed.assembly import build_engine
 from infeed.config import LoaderConfig
 from infeed.delivery.ahead import Ahead
 from infeed.delivery.backend import open_stage
 from infeed.engine import NOTHING, Engine, EpochEnd
-from infeed.errors import ConfigError, LoaderClosedError
+from infeed.errors import ConfigError, LoaderClosedError, WorkerStartError
 from infeed.garage import MSG_CLOSED, Garage
 from infeed.ledger import BadSample, Ledger, new_list
 from infeed.lineage import Lineage, lineage_of
@@ -31,9 +33,11 @@ from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
-from infeed.staff import Staff, Work
+from infeed.staff import Staff
 from infeed.trail import Past, Trail
 from infeed.workers.failures import WorkerTraceback
+
+_LOG: Final = logging.getLogger("infeed")
 
 
 @final
@@ -52,6 +56,9 @@ class Core:
         self._bad_samples = new_list()
         self.meter = Meter(config.observe)
         self.staff = Staff()
+        self.cores = config.core_limit
+        if config.progress:
+            check_progress()
 
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
@@ -181,14 +188,39 @@ class Core:
 
     def build(self) -> Engine:
         """An engine for an epoch, with as many workers, and of the kind, that have turned out best so far."""
-        return build_engine(self.staff.settled(self.config), self.plan, self.meter, tuner=self.staff.tuner(self.config))
+        config, staff = self.config, self.staff
+        tuner = staff.tuner(config, self.cores)
+        # Of several engines at a time only one is tuned by what it does: the others have as many workers as that.
+        is_alone = not self.garage.has_engines_out
+        build = partial(
+            build_engine, config, self.plan, self.meter,
+            tuner=tuner if is_alone else None,
+            first_count=None if tuner is None else tuner.count,
+            probes=config.is_kind_auto and staff.is_open,
+        )  # fmt: skip
+        try:
+            return build(kind=staff.kind(config))
+        except WorkerStartError as error:
+            if not staff.is_back(config):
+                raise
+            # Threads have used the dataset meanwhile, and left something in it that cannot be sent.
+            _LOG.info("workers stay threads: %s", error)
+            staff.stay("thread")
+            return build(kind="thread")
+
+    def learn(self, engine: Engine) -> None:
+        """An epoch is over, or was left: see whether another kind of worker would be better."""
+        if not (self.config.is_kind_auto and self.staff.is_open):
+            return
+        if self.staff.reconsider(engine.work(), self.cores):
+            self.garage.retire(engine)
 
     def statistics(self) -> Statistics:
         config = self.config
         return self.meter.statistics(
             epoch=self.epoch,
             is_auto=config.is_auto,
-            core_count=config.core_limit,
+            core_count=self.cores,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),
             has_collate_fn=config.collate_fn is not None,
@@ -215,7 +247,7 @@ class Core:
             check_progress()
         try:
             batch_count = self.plan.batch_count()
-        except TypeError:
+        except Exception:  # nobody knows, or a length of the user's that refuses: the bar has no end then
             batch_count = None
         return Show(
             self.statistics,
@@ -266,21 +298,17 @@ class Epoch(Iterator[Any]):
         self._ahead: Ahead | None = None
         self._show: Show | None = None
         self._has_given = False
-        self._look_count = 0
         self._is_drained = False  # all batches are on their way to the device
-        self._finalizer: weakref.finalize[[Garage, Engine, Ahead | None], Epoch] | None = None
+        self._finalizer: weakref.finalize[[Core, Engine, Ahead | None], Epoch] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        core = self._core
         with self._lock:
             if self._is_over:
                 raise StopIteration
             engine = self._engine or self.begin()
-            if core.config.is_kind_auto and core.staff.is_open:
-                engine = self._choose_kind(engine)
             if self._show is not None:
                 if self._has_given:
                     self._show.step()  # the loop is done with a batch
@@ -340,44 +368,22 @@ class Epoch(Iterator[Any]):
         engine = garage.take(core.build)
         trail = core.begin(self._offered)
         try:
+            show = core.show(trail)
             engine.begin_epoch(trail, is_polled=stage is not None)
         except BaseException:
             core.take_back(trail)
             garage.give_back(engine)
             raise
         self._trail = trail
-        self._show = core.show(trail)
+        self._show = show
         if stage is not None:
             trail.show(trail.start)
             self._ahead = Ahead(stage, config.device_prefetch)
-        self._adopt(engine)
-        return engine
-
-    def _choose_kind(self, engine: Engine) -> Engine:
-        """Go on with the other kind of workers if they turn out to be better; the epoch goes on as if nothing had been."""
-        core, trail = self._core, self._trail
-        if trail is None or engine.look_count == self._look_count or engine.has_pending:
-            return engine
-        self._look_count = engine.look_count
-        if not core.staff.reconsider(engine.kind, engine.gil_share(), Work(*engine.work()), core.config.core_limit):
-            return engine
-        if core.plan.is_given:
-            core.garage.clear()  # with the next epoch: a sampler of the user's cannot be asked again for what is left
-            return engine
-        other = core.build()
-        other.begin_epoch(trail, start=trail.reached(), is_polled=self._ahead is not None)
-        core.garage.exchange(engine, other)
-        self._adopt(other)
-        return other
-
-    def _adopt(self, engine: Engine) -> None:
-        """Load with this engine from here on."""
-        if self._finalizer is not None:
-            self._finalizer.detach()
         self._engine = engine
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, self._core.garage, engine, self._ahead)
+        self._finalizer = weakref.finalize(self, _leave, core, engine, self._ahead)
         self._finalizer.atexit = False
+        return engine
 
     def worker_pids(self) -> list[int]:
         """Process numbers of the workers that load for it."""
@@ -417,9 +423,10 @@ def _kept(error: Exception) -> Exception:
     return error.with_traceback(None)
 
 
-def _leave(garage: Garage, engine: Engine, ahead: Ahead | None) -> None:
+def _leave(core: Core, engine: Engine, ahead: Ahead | None) -> None:
     if ahead is not None:
         ahead.close()
     if engine.is_usable:
         engine.leave_epoch()
-    garage.give_back(engine)
+        core.learn(engine)
+    core.garage.give_back(engine)

@@ -15,7 +15,7 @@ from typing import Any, Final, assert_never, final
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.exchange import Exchange
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
-from infeed.observe.gauge import Flight, WorkerKind
+from infeed.observe.gauge import Flight
 from infeed.observe.records import LOOP
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
@@ -58,6 +58,7 @@ from infeed.staffing import Staffing
 from infeed.steering import Steering
 from infeed.trail import Trail
 from infeed.troubles import Troubles
+from infeed.tuning.kinds import Work
 from infeed.workers.crew import Death
 from infeed.workers.failures import Failure
 from infeed.workers.messages import (
@@ -151,39 +152,24 @@ class Engine:
 
     def given(self, asked_ns: int, left_ns: int) -> None:
         """Whoever polls has given the loop a batch, which it asked for and got at these times."""
-        self._gauge.given(asked_ns, left_ns)
         with self._lock:
             if not self._is_closed:
+                self._gauge.given(asked_ns, left_ns)
                 self._steering.consider()
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether it has something for the loop that would be lost with it."""
-        return bool(self._delivered) or self._error is not None
-
-    @property
-    def kind(self) -> WorkerKind:
-        """What its workers are."""
-        return self._gauge.kind
-
-    @property
-    def look_count(self) -> int:
-        """How often it has looked at its workers."""
-        return self._gauge.tick_count
-
-    def work(self) -> tuple[int, int]:
-        """Nanoseconds that workers have worked, without waiting for a core, and the samples they have loaded, so far."""
-        busy_ns = count = 0
-        for worker in self._setup.workers:
-            sums = self._gauge.read(worker).sums
-            busy_ns += sums.load_ns + sums.collate_ns + sums.write_ns - self._gauge.usage(worker).queued_ns
-            count += sums.sample_count
-        return busy_ns, count
-
-    def gil_share(self) -> tuple[float, bool] | None:
-        """How much of the time loading holds the GIL, and whether it draws from global generators; ``None``: not known yet."""
-        sums = self._gauge.read(self._setup.workers[0]).sums
-        return None if sums.gil_share is None else (sums.gil_share, sums.is_drawing)
+    def work(self) -> Work:
+        """What its workers have done and found so far."""
+        sums = self._gauge.sums()
+        queued_ns = sum(self._gauge.usage(worker).queued_ns for worker in sums)
+        busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums.values())
+        shares = [one.gil_share for one in sums.values() if one.gil_share is not None]
+        return Work(
+            self._gauge.kind,
+            max(0, busy_ns - queued_ns),
+            sum(one.sample_count for one in sums.values()),
+            shares[0] if shares else None,
+            any(one.is_drawing for one in sums.values()),
+        )
 
     def staff(self, count: int) -> None:
         """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
@@ -208,9 +194,9 @@ class Engine:
     def _flight(self) -> Flight:
         return Flight(len(self._records), self._arena.total_bytes)
 
-    def begin_epoch(self, trail: Trail, *, start: Cursor | None = None, is_polled: bool = False) -> None:
-        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts, or from ``start``."""
-        start = trail.start if start is None else start
+    def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
+        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
+        start = trail.start
         self._trail = trail
         self._is_polled = is_polled
         self._gauge.begin_epoch(trail.epoch, start.step)
@@ -278,6 +264,7 @@ class Engine:
         while self._error is not None or not self._delivered:
             if self._error is not None:  # it comes before what is delivered: a batch that was passed over had it
                 error, self._error = self._error, None
+                self._note_wait(asked_ns)
                 raise error
             self._check_end(feed)
             if waits:
@@ -298,6 +285,12 @@ class Engine:
                 self._steering.consider()
         self._left_ns = left_ns
         return self._delivered.pop(0)
+
+    def _note_wait(self, asked_ns: int) -> None:
+        """The loop waited, and gets an exception for it."""
+        if not self._is_polled and self._left_ns:
+            self._left_ns = time.perf_counter_ns()
+            self._gauge.waited_ns += self._left_ns - asked_ns
 
     def _check_end(self, feed: Feed) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):

@@ -60,15 +60,15 @@ class Garage:
         if engine.is_usable:
             engine.close()
 
-    def exchange(self, engine: Engine, other: Engine) -> None:
-        """An epoch goes on with another engine; the first is closed."""
+    @property
+    def has_engines_out(self) -> bool:
+        """Whether another epoch is in progress."""
+        return bool(self._out)
+
+    def retire(self, engine: Engine) -> None:
+        """Let no later epoch have this engine."""
         with self._lock:
-            self._out.discard(engine)
-            self._out.add(other)
-            is_closed = self.is_closed
-        engine.close()
-        if is_closed:  # a moment ago, by another thread
-            other.close()
+            self._outdated.add(engine)
 
     def clear(self) -> None:
         """Let no later epoch have the engine that waits for one."""

@@ -37,8 +37,8 @@ class DataLoader:
             many as bring something, by what is measured while the loop runs: how long it waits, how busy they are, the cores
             and the memory that there are. Batches do not depend on it. A stream has one, because its order depends on them.
         worker: what a worker is: ``"process"``; ``"thread"`` for datasets that leave the GIL; ``"inline"`` for none; ``"auto"``
-            begins with processes and goes on with threads if measuring says that they do as well, and makes ``num_workers`` the
-            most that there may be. Only for datasets that threads may share.
+            begins with processes, and has threads from the next epoch on if measuring says that they do as well; it makes
+            ``num_workers`` the most that there may be. Only for datasets that threads may share.
         collate_fn: makes a batch of a list of samples, in the worker. By default arrays are stacked.
         drop_last: leave out a last batch that is not full.
         seed: of the order and of all random numbers in the dataset; ``None`` draws one, shown in ``repr``.
@@ -301,9 +301,10 @@ class DataLoader:
         dataset = type(config.dataset).__qualname__
         rank, world_size = self._core.plan.cut.shard
         shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
+        worker = "auto" if config.is_kind_auto else config.kind
         return (
             f"DataLoader({dataset}, batch_size={config.batch_size}, shuffle={config.shuffle}, "
-            f"num_workers={config.num_workers!r}, worker={config.kind!r}, seed={self.seed}{shard})"
+            f"num_workers={config.num_workers!r}, worker={worker!r}, seed={self.seed}{shard})"
         )
 
 

@@ -80,7 +80,7 @@ class Steering:
                 worker_count=len(self._scheduler.hired_workers),
                 ready_count=point.worker_count,
                 worker_bytes=max((one.private_bytes for one in usages), default=0),
-                free_bytes=self._free_bytes(point, sum(one.private_bytes for one in usages)),
+                free_bytes=self._free_bytes(tuner, point, sum(one.private_bytes for one in usages)),
             )
         )
         if change is not None:
@@ -88,10 +88,12 @@ class Steering:
             self._gauge.mark("workers", LOOP, change.why)
             self._staffing.aim(change.worker_count)
 
-    def _free_bytes(self, point: Point, taken_bytes: int) -> int:
+    def _free_bytes(self, tuner: Tuner, point: Point, taken_bytes: int) -> int:
+        """Memory for more workers: of the machine, some of which is left to others, and of the user's budget, which is ours."""
         free = available_bytes()
         if self._memory_budget is not None:
-            free = min(free, self._memory_budget - taken_bytes - point.flight_bytes)
+            left = self._memory_budget - taken_bytes - point.flight_bytes
+            free = min(free, left + tuner.reserve_bytes)
         return free
 
     def _widen(self, before: Point, now: Point) -> None:

@@ -108,6 +108,7 @@ class Told:
         self.readings: list[Reading] = []
         self._answers = list(answers)
         self.begun = 0
+        self.reserve_bytes = 0
 
     def begin(self) -> None:
         self.begun += 1

@@ -6,6 +6,7 @@ Always on, so the usual way through it (``given``) is a handful of additions. Al
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -90,8 +91,9 @@ class History:
         self._point_count = 0
 
     def spans(self) -> list[Span]:
-        own = [_worker_span(worker, one) for worker, raw in self._tapes for one in tape.spans_of(raw)]
-        return [*own, *self._loop_spans]
+        # Copied at once: the loop's thread may go on meanwhile.
+        tapes, loop = list(self._tapes), list(self._loop_spans)
+        return [*(_worker_span(worker, one) for worker, raw in tapes for one in tape.spans_of(raw)), *loop]
 
     def add_spans(self, spans: list[Span]) -> None:
         """Of the loop."""
@@ -133,7 +135,7 @@ class Gauge:
         self.members = {worker: Member() for worker in workers}
         self._readers = {worker: board.reader(worker) for worker in workers}
         self.flight: Callable[[], Flight] = _no_flight  # the engine says what is
-        self.bytes_given: Callable[[], int] = lambda: 0
+        self.bytes_given: Callable[[], int] = _no_bytes
         self._final_bytes = 0
         self.batch_count = 0
         self.sample_count = 0
@@ -152,8 +154,9 @@ class Gauge:
         self._next_tick = 0
         self._epoch = self._step_offset = 0
         self.is_closed = False
+        self._taking = threading.Lock()
         self._final_count = 0
-        self._known: set[WorkerId] = set()  # those of them that have ever been there
+        self.known: set[WorkerId] = set()  # those of them that have ever been there
         self._owner_pid = os.getpid()
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
 
@@ -239,7 +242,7 @@ class Gauge:
     def started(self, worker: WorkerId, pid: int | None) -> None:
         member = self.members[worker]
         member.since_ns, member.pid = perf_counter_ns(), pid
-        self._known.add(worker)
+        self.known.add(worker)
 
     def ended(self, worker: WorkerId) -> None:
         """It died, or was let go."""
@@ -289,6 +292,10 @@ class Gauge:
                 pass  # closed by another thread, a moment ago
         return self._last.get(worker, _NO_READING)
 
+    def sums(self) -> dict[WorkerId, Sums]:
+        """What workers have put on their tapes, of those that have been there."""
+        return {worker: self.read(worker).sums for worker in self.known}
+
     def mark(self, kind: MarkKind, lane: int, text: str) -> None:
         if self._is_spanning:
             self._history.marks.append(Mark(perf_counter_ns(), lane, kind, text))
@@ -296,8 +303,8 @@ class Gauge:
     # --- from time to time
 
     def point(self, now_ns: int) -> Point:
-        sums = [self._readers[worker].sums() for worker in self._known]
-        usages = [self.usage(worker) for worker in self._known]
+        sums = [self._readers[worker].sums() for worker in self.known]
+        usages = [self.usage(worker) for worker in self.known]
         memory = sum(one.memory_bytes for one in usages) if self.kind == "process" else memory_use().resident_bytes
         flight = self.flight()
         return Point(
@@ -325,13 +332,21 @@ class Gauge:
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Read what workers have put on their tapes since the last time."""
-        if not self._is_spanning or self.is_closed:
-            return
-        for worker, reader in self._readers.items():
-            if worker in self._known:
-                raw, lost = reader.take_spans(is_last=is_last)
-                if raw:
-                    self._history.add_tape(worker, raw, lost)
+        if not self._is_spanning or self.is_closed or not self._taking.acquire(blocking=False):
+            return  # or another thread does it just now
+        try:
+            self._take_spans(is_last=is_last)
+        finally:
+            self._taking.release()
+
+    def _take_spans(self, *, is_last: bool) -> None:
+        for worker in list(self.known):
+            try:
+                raw, lost = self._readers[worker].take_spans(is_last=is_last)
+            except ValueError:
+                return  # closed by another thread, a moment ago
+            if raw:
+                self._history.add_tape(worker, raw, lost)
 
     def close(self) -> None:
         """The workers are gone; the board is about to be."""
@@ -342,7 +357,8 @@ class Gauge:
         self._final_count, self._final_bytes = self.worker_count, self.bytes_given()
         for worker in self.members:
             self.ended(worker)
-        self.flight = _no_flight
+        # The engine is not to be kept for what it was.
+        self.flight, self.bytes_given = _no_flight, _no_bytes
         self.is_closed = True
 
     def absorb(self, other: Gauge) -> None:
@@ -353,6 +369,8 @@ class Gauge:
         self.outcomes += other.outcomes
         for worker, member in other.members.items():
             own = self.members.setdefault(worker, Member())
+            if worker in other.known:
+                self.known.add(worker)
             own.alive_ns += member.alive_ns
             own.cpu_ns += member.cpu_ns
             own.queued_ns += member.queued_ns
@@ -363,6 +381,10 @@ class Gauge:
 
 def _no_flight() -> Flight:
     return Flight(0, 0)
+
+
+def _no_bytes() -> int:
+    return 0
 
 
 def _added(one: Reading, other: Reading) -> Reading:

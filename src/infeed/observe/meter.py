@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -29,19 +30,22 @@ class Meter:
         self._observe: Observe = observe
         self._history = History()
         self._gauges: list[Gauge] = []
+        # Held while engines are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
+        self._lock = threading.RLock()
         self._began = time.time()
         self._began_ns = time.perf_counter_ns()
 
     def gauge(self, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind) -> Gauge:
         """For a new engine."""
-        # Of engines that are gone only the sums are of interest: one stands for all.
-        closed = [gauge for gauge in self._gauges if gauge.is_closed]
-        for gauge in closed[1:]:
-            closed[0].absorb(gauge)
-            self._gauges.remove(gauge)
-        gauge = Gauge(self._history, board, workers, kind, self._observe)
-        self._gauges.append(gauge)
-        return gauge
+        with self._lock:
+            # Of engines that are gone only the sums are of interest: one stands for all.
+            closed = [gauge for gauge in self._gauges if gauge.is_closed]
+            for gauge in closed[1:]:
+                closed[0].absorb(gauge)
+                self._gauges.remove(gauge)
+            gauge = Gauge(self._history, board, workers, kind, self._observe)
+            self._gauges.append(gauge)
+            return gauge
 
     def statistics(
         self,
@@ -53,50 +57,51 @@ class Meter:
         loads_by: str,
         has_collate_fn: bool,
     ) -> Statistics:
-        gauges = list(self._gauges) if self._observe != "off" else []
-        latest = gauges[-1] if gauges else None
-        flight = None if latest is None else latest.flight()
-        outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())
-        readings = [gauge.read(worker) for gauge in gauges for worker in gauge.members]
-        histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
-        slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:_SLOWEST]
-        waited_ns = sum(gauge.waited_ns for gauge in gauges)
-        started_ns = sum(gauge.started_ns for gauge in gauges)
-        blocked_ns = sum(gauge.blocked_ns for gauge in gauges)
-        statistics = Statistics(
-            epoch=epoch,
-            batch_count=sum(gauge.batch_count for gauge in gauges),
-            sample_count=sum(gauge.sample_count for gauge in gauges),
-            byte_count=sum(gauge.byte_count for gauge in gauges),
-            waited_s=waited_ns / 1e9,
-            started_s=started_ns / 1e9,
-            away_s=sum(gauge.away_ns for gauge in gauges) / 1e9,
-            deliver_s=max(0, waited_ns + started_ns - blocked_ns) / 1e9,
-            loads_by=loads_by,
-            has_collate_fn=has_collate_fn,
-            kind="inline" if latest is None else latest.kind,
-            is_auto=is_auto,
-            worker_count=0 if latest is None or latest.kind == "inline" else latest.worker_count,
-            workers=tuple(_workers(gauges)),
-            core_count=core_count,
-            batches_in_flight=0 if flight is None else flight.batch_count,
-            bytes_in_flight=0 if flight is None else flight.nbytes,
-            memory_limit=memory_limit,
-            skipped_count=outcomes["skipped"],
-            replaced_count=outcomes["replaced"],
-            sample_times=_quantiles(histogram, slowest[0][0] if slowest else 0),
-            histogram=tuple((bucket_end_ns(bucket) / 1e9, count) for bucket, count in enumerate(histogram) if count),
-            slowest=tuple(
-                SlowSample(epoch, position, None if index == NO_INDEX else index, took / 1e9)
-                for took, epoch, position, index in slowest
-            ),
-            verdict="",
-        )
+        with self._lock:
+            gauges = list(self._gauges) if self._observe != "off" else []
+            latest = gauges[-1] if gauges else None
+            flight = None if latest is None else latest.flight()
+            outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())
+            readings = [gauge.read(worker) for gauge in gauges for worker in list(gauge.known)]
+            histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
+            slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:_SLOWEST]
+            waited_ns = sum(gauge.waited_ns for gauge in gauges)
+            started_ns = sum(gauge.started_ns for gauge in gauges)
+            blocked_ns = sum(gauge.blocked_ns for gauge in gauges)
+            statistics = Statistics(
+                epoch=epoch,
+                batch_count=sum(gauge.batch_count for gauge in gauges),
+                sample_count=sum(gauge.sample_count for gauge in gauges),
+                byte_count=sum(gauge.byte_count for gauge in gauges),
+                waited_s=waited_ns / 1e9,
+                started_s=started_ns / 1e9,
+                away_s=sum(gauge.away_ns for gauge in gauges) / 1e9,
+                deliver_s=max(0, waited_ns + started_ns - blocked_ns) / 1e9,
+                loads_by=loads_by,
+                has_collate_fn=has_collate_fn,
+                kind="inline" if latest is None else latest.kind,
+                is_auto=is_auto,
+                worker_count=0 if latest is None or latest.kind == "inline" else latest.worker_count,
+                workers=tuple(_workers(gauges)),
+                core_count=core_count,
+                batches_in_flight=0 if flight is None else flight.batch_count,
+                bytes_in_flight=0 if flight is None else flight.nbytes,
+                memory_limit=memory_limit,
+                skipped_count=outcomes["skipped"],
+                replaced_count=outcomes["replaced"],
+                sample_times=_quantiles(histogram, slowest[0][0] if slowest else 0),
+                histogram=tuple((bucket_end_ns(bucket) / 1e9, count) for bucket, count in enumerate(histogram) if count),
+                slowest=tuple(
+                    SlowSample(epoch, position, None if index == NO_INDEX else index, took / 1e9)
+                    for took, epoch, position, index in slowest
+                ),
+                verdict="",
+            )
         return replace(statistics, verdict=_NOTHING_KEPT if self._observe == "off" else verdict_of(statistics))
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
         """All that is known, for pictures. Times are from the making of the loader on."""
-        for gauge in self._gauges:
+        for gauge in list(self._gauges):
             gauge.take_spans(is_last=True)
         began = self._began_ns
         history = self._history
@@ -107,9 +112,9 @@ class Meter:
         return Trace(
             began=self._began,
             statistics=statistics,
-            spans=tuple(sorted(spans)),
-            marks=tuple(Mark(*one._replace(at_ns=max(0, one.at_ns - began))) for one in history.marks),
-            points=tuple(one._replace(at_ns=max(0, one.at_ns - began)) for one in history.points),
+            spans=tuple(sorted(spans, key=lambda span: (span.lane, span.begin_ns))),
+            marks=tuple(Mark(*one._replace(at_ns=max(0, one.at_ns - began))) for one in list(history.marks)),
+            points=tuple(one._replace(at_ns=max(0, one.at_ns - began)) for one in list(history.points)),
             lost_span_count=history.lost_span_count,
             settings=settings,
             machine=machine,
@@ -118,13 +123,11 @@ class Meter:
 
 def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
     """Workers of one number are one to the user, whichever engine they belonged to."""
-    for worker in sorted({worker for gauge in gauges for worker in gauge.members}):
-        own = [gauge for gauge in gauges if worker in gauge.members]
+    for worker in sorted({worker for gauge in gauges for worker in list(gauge.known)}):
+        own = [gauge for gauge in gauges if worker in gauge.known]
         latest = own[-1].members[worker]
         sums = [gauge.read(worker).sums for gauge in own]
         usages = [gauge.usage(worker) for gauge in own]
-        if not any(sums) and not latest.since_ns and not latest.alive_ns:
-            continue  # it might have been hired, and was not
         yield WorkerStatistics(
             worker=worker,
             pid=latest.pid,

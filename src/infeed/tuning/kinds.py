@@ -10,6 +10,20 @@ _TOGETHER: Final = 0.4
 _ALONE: Final = 0.15
 
 
+class Work(NamedTuple):
+    """What the workers of an engine have done and found."""
+
+    kind: Literal["inline", "thread", "process"]
+    busy_ns: int  # without waiting for a core
+    sample_count: int
+    gil_share: float | None  # how much of the time loading holds the GIL, if that is known
+    is_drawing: bool  # from generators that threads would share
+
+    @property
+    def sample_ns(self) -> float:
+        return self.busy_ns / self.sample_count if self.sample_count else 0.0
+
+
 class Verdict(NamedTuple):
     kind: Literal["thread", "process"]
     why: str  # a sentence for the log

@@ -86,6 +86,11 @@ class Tuner:
         """How many there should be, as far as is known."""
         return self._count
 
+    @property
+    def reserve_bytes(self) -> int:
+        """Of the memory that it is told of, what it leaves free."""
+        return self._limits.reserve_bytes
+
     def begin(self) -> None:
         """Sums begin anew, or there was a pause: what comes next is not compared with what was before."""
         self._since = None

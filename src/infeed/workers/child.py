@@ -112,7 +112,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         cell = Cell.over(board, birth.spec.worker)
         stack_fd = arm()
         cell.start(UNKNOWN if stack_fd is None else stack_fd)
-        cell.note_usage(memory_use(), process_time_ns(), queued_ns())
+        cell.note_usage(memory_use(), 0, 0)
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
@@ -145,6 +145,8 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
     decoder = TaskDecoder()
     answers: list[bytes] = []
     flushed = measured = 0
+    # What was used before, to import and to build the dataset, is not loading.
+    cpu_before, queued_before = process_time_ns(), queued_ns()
     while True:
         answer: FromWorker | None
         try:
@@ -168,7 +170,7 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             flushed = perf_counter_ns()
             if flushed - measured > _MEASURE_NS:
                 measured = flushed
-                cell.note_usage(memory_use(), process_time_ns(), queued_ns())
+                cell.note_usage(memory_use(), process_time_ns() - cpu_before, queued_ns() - queued_before)
 
 
 def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:

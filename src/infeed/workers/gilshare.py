@@ -24,6 +24,8 @@ _SWITCH_S: Final = 0.002
 # A tick that is late by more had to wait for the GIL; without a word of how long it waited for a processor, by more than that.
 _LATE_S: Final = 0.00025
 _SURELY_LATE_S: Final = 0.0014
+# A look that nobody ends, because there is nothing more to do, ends by itself.
+_MOST_S: Final = 2.0
 # Fewer ticks say nothing.
 _LEAST_TICKS: Final = 20
 
@@ -39,6 +41,7 @@ class GilShare:
         self._thread: threading.Thread | None = None
         self._is_stopped = threading.Event()
         self._interval_s = 0.0
+        self.looked_s = 0.0  # by the last look
         self._ticks: list[tuple[bool, float]] = []  # whether the GIL was held, and how long it was to the next
 
     def start(self) -> None:
@@ -61,8 +64,9 @@ class GilShare:
         sys.setswitchinterval(self._interval_s)
         if len(self._ticks) < _LEAST_TICKS:
             return None
-        seen_s = sum(seconds for _, seconds in self._ticks)
-        return sum(seconds for is_held, seconds in self._ticks if is_held) / seen_s if seen_s else None
+        self.looked_s = sum(seconds for _, seconds in self._ticks)
+        held_s = sum(seconds for is_held, seconds in self._ticks if is_held)
+        return held_s / self.looked_s if self.looked_s else None
 
     def _look(self, watched: int) -> None:
         clock, sleep, ticks = time.perf_counter, time.sleep, self._ticks
@@ -70,7 +74,8 @@ class GilShare:
         late_s = _LATE_S if own.are_known else _SURELY_LATE_S
         try:
             begin = clock() - others.seconds()  # on a clock that stands while user code waits for a processor
-            while not self._is_stopped.is_set():
+            until = clock() + _MOST_S
+            while not self._is_stopped.is_set() and clock() < until:
                 # The clock first: whatever waits for a processor after it has been read is taken off.
                 due = clock() + _TICK_S - own.seconds()
                 sleep(_TICK_S)

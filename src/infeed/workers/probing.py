@@ -1,4 +1,4 @@
-"""Finding out, while a worker loads its first samples, whether threads would do as well.
+"""Finding out, while a worker loads samples, whether threads would do as well.
 
 They would if loading leaves the GIL for most of the time, and if it draws from no generator that threads would share.
 """
@@ -12,41 +12,40 @@ from infeed.workers.gilshare import GilShare
 from infeed.workers.seeding import DrawWatch
 from infeed.workers.tape import Silence, Tape
 
-# So much loading is looked at.
+# So much loading is looked at for the GIL, within so long.
 _ENOUGH_NS: Final = 250_000_000
+_LONG_NS: Final = 1_500_000_000
+_LEAST_NS: Final = 50_000_000
 
 
 @final
 class Probe:
     """Belongs to one worker that is a process."""
 
-    def __init__(self, tape: Tape | Silence) -> None:
+    def __init__(self, tape: Tape | Silence, *, looks_at_gil: bool) -> None:
         self._tape = tape
-        self._gil = GilShare()
+        self._gil = GilShare() if looks_at_gil else None
         self._draws = DrawWatch()
-        self._is_on = False
-        self._began_ns = self._seen_ns = 0
-        self.is_done = False
+        self._began_ns = self._busy_ns = 0
 
     def begin(self) -> None:
         """A task begins."""
-        if not self._is_on:
-            self._is_on = True
-            self._began_ns = perf_counter_ns()
-            self._draws.begin()
+        if self._gil is not None and not self._began_ns:
+            self._began_ns, self._busy_ns = perf_counter_ns(), 0
             self._gil.start()
 
     def end(self, elapsed_ns: int) -> None:
         """It has been done."""
-        self._draws.look()
-        self._seen_ns += elapsed_ns
-        if self._seen_ns < _ENOUGH_NS:
+        if self._draws.look():
+            self._tape.note_draw()
+        if self._gil is None:
+            return
+        self._busy_ns += elapsed_ns
+        if self._busy_ns < _ENOUGH_NS and perf_counter_ns() - self._began_ns < _LONG_NS:
             return
         share = self._gil.stop()
-        passed_ns = perf_counter_ns() - self._began_ns
-        if share is not None:
-            self.is_done = True
+        self._began_ns = 0
+        if share is not None and self._busy_ns > _LEAST_NS:
             # While the worker had nothing to do, nobody held it.
-            self._tape.note_gil(min(1.0, share * passed_ns / self._seen_ns), is_drawing=self._draws.has_drawn)
-        self._is_on = False
-        self._seen_ns = 0
+            self._tape.note_gil(min(1.0, share * self._gil.looked_s * 1e9 / self._busy_ns))
+            self._gil = None

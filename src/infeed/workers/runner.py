@@ -107,7 +107,7 @@ class Runner:
         self._cell = cell
         self._tape = tape
         self._fetcher = Fetcher(spec, source, self._place_now, cell, tape)
-        self._probe = Probe(tape) if spec.probes else None
+        self._probe = Probe(tape, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._hearers = Hearers(source.dataset, source.collate_fn)
         self._recalls = recalls or Recalls()
         self._began = 0
@@ -177,7 +177,6 @@ class Runner:
             self._tape.end(self._loaded_count(message, answer), now_ns)
             if self._probe is not None:
                 self._probe.end(now_ns - self._began)
-                self._probe = None if self._probe.is_done else self._probe
             return answer
         except LoadError as error:
             return LoadFailed(message.task, error.failure(), error.row_count, error.bad)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -16,6 +17,9 @@ import numpy as np
 
 from infeed.importing import when_imported
 from infeed.workers.lazyrandom import LazyModule, lazy_numpy, lazy_python, seed_numpy, seed_python
+
+# How often torch's generator is looked at: that takes as long as a tiny task.
+_TORCH_LOOK_S: Final = 0.01
 
 
 @final
@@ -87,23 +91,28 @@ class DrawWatch:
     """Sees whether user code draws from the global generators. For processes of ours that seed lazily."""
 
     def __init__(self) -> None:
-        self.has_drawn = False
-        self._before = 0
-
-    def begin(self) -> None:
+        self._has_drawn = False
         self._before = self._count()
+        self._next_look = 0.0
 
-    def look(self) -> None:
-        """A task has been loaded."""
-        torch: Any = sys.modules.get("torch")
-        if self._count() > self._before:
-            self.has_drawn = True
-        elif torch is not None and not self.has_drawn:
-            fresh = torch.Generator().manual_seed(_SEEDERS.latest)
-            self.has_drawn = not torch.equal(fresh.get_state(), torch.default_generator.get_state())
+    def look(self) -> bool:
+        """A task has been loaded: whether it is the first in which somebody drew."""
+        if self._has_drawn:
+            return False
+        self._has_drawn = self._count() > self._before or self._has_drawn_from_torch()
+        return self._has_drawn
 
     def _count(self) -> int:
         return sum(one.draw_count for one in _SEEDERS.lazy)
+
+    def _has_drawn_from_torch(self) -> bool:
+        torch: Any = sys.modules.get("torch")
+        now = time.monotonic()
+        if torch is None or now < self._next_look:
+            return False
+        self._next_look = now + _TORCH_LOOK_S
+        fresh = torch.Generator().manual_seed(_SEEDERS.latest)
+        return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
 
 
 def generator_states() -> dict[str, object]:

@@ -67,6 +67,7 @@ class WorkerSpec:
     is_watched: bool = False  # samples have a time limit: note each
     observe: Observe = "timeline"
     probes: bool = False  # finds out whether threads would do
+    probes_gil: bool = False  # how much of the time the GIL is held, which one of them is enough for
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
 
 # Sums, in this order, at the beginning.
-_LOAD, _COLLATE, _WRITE, _SAMPLES, _RETRIES, _SPANS, _GIL = range(7)
+_LOAD, _COLLATE, _WRITE, _SAMPLES, _RETRIES, _SPANS, _GIL, _DRAW = range(8)
 _SUMS: Final = 16
 # Two buckets for each doubling of a sample's time, from a quarter of a microsecond to twenty minutes.
 BUCKETS: Final = 64
@@ -189,9 +189,13 @@ class Tape:
         self._span(START, began_ns, perf_counter_ns(), 0, NO_INDEX, 0)
         self._numbers[_SPANS] = self._sums[_SPANS]
 
-    def note_gil(self, share: float, *, is_drawing: bool) -> None:
-        """How much of the time user code holds the GIL, and whether it draws from generators that threads would share."""
-        self._numbers[_GIL] = (1 + round(share * 1000)) * (-1 if is_drawing else 1)
+    def note_gil(self, share: float) -> None:
+        """How much of the time user code holds the GIL."""
+        self._numbers[_GIL] = 1 + round(share * 1000)
+
+    def note_draw(self) -> None:
+        """User code has drawn from a generator that threads would share."""
+        self._numbers[_DRAW] = 1
 
     # --- samples that are long enough to be looked at one by one
 
@@ -263,7 +267,9 @@ class Silence:
 
     def started(self, began_ns: int) -> None: ...
 
-    def note_gil(self, share: float, *, is_drawing: bool) -> None: ...
+    def note_gil(self, share: float) -> None: ...
+
+    def note_draw(self) -> None: ...
 
 
 def _number(indices: Sequence[Any], row: int = 0) -> int:
@@ -308,8 +314,8 @@ class TapeReader:
         self._next = 0  # the first span that was not read yet
 
     def sums(self) -> Sums:
-        load, collate, write, samples, retries, spans, gil = self._part(0, _GIL + 1)
-        return Sums(load, collate, write, samples, retries, spans, (abs(gil) - 1) / 1000 if gil else None, gil < 0)
+        load, collate, write, samples, retries, spans, gil, draw = self._part(0, _DRAW + 1)
+        return Sums(load, collate, write, samples, retries, spans, (gil - 1) / 1000 if gil else None, bool(draw))
 
     def histogram(self) -> list[int]:
         return self._part(_HISTOGRAM_AT, _SLOW_AT)
