@@ -17,6 +17,7 @@ _RESERVE: Final = 0.1
 # Threads may hold each other up by other things than the GIL: memory that they ask the kernel for, locks of a library. If a
 # sample takes them so many times as long as it took processes, they were the wrong choice.
 _WORSE: Final = 1.15
+_LEAST_NS: Final = 200_000_000  # of work, to compare them by
 
 
 @final
@@ -28,7 +29,7 @@ class Staff:
         self._given: tuple[float, int, bool, WorkerKind] | None = None
         self._kind: Literal["thread", "process"] = "process"
         self._has_been_thread = False
-        self._process_ns = 0.0  # that a sample took processes
+        self._process_ns = 0.0  # that a sample took processes; 0: not known
         self.is_open = True  # whether the kind may still change, if it is for infeed to choose
 
     def tuner(self, config: LoaderConfig, cores: float) -> Tuner | None:
@@ -59,7 +60,8 @@ class Staff:
         if verdict.kind == "process":
             self.is_open = False
             return False
-        self._kind, self._has_been_thread, self._process_ns = "thread", True, work.sample_ns
+        self._kind, self._has_been_thread = "thread", True
+        self._process_ns = work.sample_ns if work.busy_ns >= _LEAST_NS else 0.0
         return True
 
     def is_back(self, config: LoaderConfig) -> bool:
@@ -72,7 +74,7 @@ class Staff:
 
     def _regret(self, work: Work) -> bool:
         took_ns, before_ns = work.sample_ns, self._process_ns
-        if took_ns <= _WORSE * before_ns:
+        if not before_ns or work.busy_ns < _LEAST_NS or took_ns <= _WORSE * before_ns:
             return False
         self.stay("process")
         _LOG.info("processes after all: a sample took threads %.3g ms, and processes %.3g ms", took_ns / 1e6, before_ns / 1e6)

@@ -129,6 +129,7 @@ def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
 def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     always_threads(monkeypatch)
     monkeypatch.setattr("infeed.staff._WORSE", 0.0)
+    monkeypatch.setattr("infeed.staff._LEAST_NS", 1)
     with infeed.DataLoader(Waiting(100), 8, num_workers=2, worker="auto") as loader:
         kinds = []
         for _ in range(4):
@@ -152,6 +153,7 @@ def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatc
     """There is no way back, and nobody's loop breaks because of that."""
     always_threads(monkeypatch)
     monkeypatch.setattr("infeed.staff._WORSE", 0.0)
+    monkeypatch.setattr("infeed.staff._LEAST_NS", 1)
     dataset = OpensFile(100)
     with infeed.DataLoader(dataset, 8, num_workers=2, worker="auto") as loader:
         for _ in range(4):

@@ -32,12 +32,12 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         num_workers: also ``"auto"``: begins with few and has as many as bring something, by what is measured while the loop
             runs: how long it waits, how busy they are, the cores and the memory that there are. Batches do not depend on it. A
             stream has one worker, because its order depends on them. As an attribute it is the most that there may be.
-        worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL; ``"auto"`` begins with processes, and has threads
-            from the next epoch on if measuring says that they do as well; it makes ``num_workers`` the most that there may be.
+        worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL; ``"auto"`` begins with processes, and has
+            threads from the next epoch on if measuring says that they do as well; it makes ``num_workers`` the most there may be.
         cpu_limit: with ``"auto"``, how many cores workers may use; by default all that this process has, its part of them where
             several ranks share the machine.
-        memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together; with
-            ``num_workers="auto"`` with the workers' own memory.
+        memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together,
+            with ``num_workers="auto"`` with the workers' own memory.
         grain_size: samples that share one seed and are loaded by one worker; 1 gives each sample its own.
         device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
             leaves that are no numbers stay on the host.
