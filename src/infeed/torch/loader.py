@@ -33,7 +33,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             runs: how long it waits, how busy they are, the cores and the memory that there are. Batches do not depend on it. A
             stream has one worker, because its order depends on them. As an attribute it is the most that there may be.
         worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL; ``"auto"`` begins with processes, and has
-            threads from the next epoch on if measuring says that they do as well; it makes ``num_workers`` the most there may be.
+            threads from the next epoch on if measuring says that they do as well; ``num_workers`` is the most there may be.
         cpu_limit: with ``"auto"``, how many cores workers may use; by default all that this process has, its part of them where
             several ranks share the machine.
         memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together,

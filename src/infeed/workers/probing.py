@@ -9,6 +9,7 @@ from time import perf_counter_ns
 from typing import Final, final
 
 from infeed.workers.gilshare import GilShare
+from infeed.workers.insides import queued_ns
 from infeed.workers.seeding import DrawWatch
 from infeed.workers.tape import Silence, Tape
 
@@ -26,12 +27,12 @@ class Probe:
         self._tape = tape
         self._gil = GilShare() if looks_at_gil else None
         self._draws = DrawWatch()
-        self._began_ns = self._busy_ns = 0
+        self._began_ns = self._busy_ns = self._queued_ns = 0
 
     def begin(self) -> None:
         """A task begins."""
         if self._gil is not None and not self._began_ns:
-            self._began_ns, self._busy_ns = perf_counter_ns(), 0
+            self._began_ns, self._busy_ns, self._queued_ns = perf_counter_ns(), 0, queued_ns()
             self._gil.start()
 
     def end(self, elapsed_ns: int) -> None:
@@ -46,6 +47,7 @@ class Probe:
         share = self._gil.stop()
         self._began_ns = 0
         if share is not None and self._busy_ns > _LEAST_NS:
-            # While the worker had nothing to do, nobody held it.
-            self._tape.note_gil(min(1.0, share * self._gil.looked_s * 1e9 / self._busy_ns))
+            # While the worker had nothing to do, nobody held it; and neither clock runs while it waits for a core.
+            loaded_ns = max(1, self._busy_ns - (queued_ns() - self._queued_ns))
+            self._tape.note_gil(min(1.0, share * max(1.0, self._gil.looked_s * 1e9 / loaded_ns)))
             self._gil = None
