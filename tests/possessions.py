@@ -37,7 +37,7 @@ def possessions() -> Possessions:
 
     processes: dict[int, str] = {}
     server_sockets = 0
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=True) if _has_children() else []:
         try:
             if is_fork_server(process):
                 server_sockets += 1
@@ -53,6 +53,17 @@ def possessions() -> Possessions:
         del descriptors[fd]
     threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
     return Possessions(threads, processes, descriptors, shm_names())
+
+
+def _has_children() -> bool:
+    """Ask the kernel, which takes a thousandth of the time that it takes to look at every process of the machine."""
+    if not hasattr(os, "waitid"):
+        return True
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # leaves a child that has ended to who waits for it
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _descriptors() -> dict[int, str]:
