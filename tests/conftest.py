@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ _NO_HANG: dict[str, Any] = {"timeout": DEADLINE_S}
 settings.register_profile("steady", derandomize=True)
 if not os.environ.get("INFEED_FUZZ"):
     settings.load_profile("steady")
+
+
+# A shell lets its jobs in the background ignore these, and so would every program that a test starts and interrupts.
+for _number in (signal.SIGINT, getattr(signal, "SIGQUIT", signal.SIGINT)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

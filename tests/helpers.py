@@ -208,6 +208,15 @@ def worker_processes() -> list[Any]:
     return found
 
 
+def fork_server() -> Any:
+    """The fork server of this process that lives; one that has ended may not have been waited for yet."""
+    import psutil
+
+    living = [process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE]
+    (server,) = filter(is_fork_server, living)
+    return server
+
+
 def is_fork_server(process: Any) -> bool:
     """Whether this is the fork server of this very process."""
     return process.ppid() == os.getpid() and any("infeed.workers.server" in word for word in process.cmdline())
