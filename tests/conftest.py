@@ -77,8 +77,16 @@ def make_portable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=engine_params(*_ENGINES))
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def every_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Arguments of ``DataLoader`` for each kind of worker."""
+    if request.param == "portable":
+        make_portable(monkeypatch)
+    return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
+
+
+@pytest.fixture(params=engine_params(*(name for name in _ENGINES if name != "spawn")))
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The same without spawned workers on Linux: they start as the portable ones do, and then work as the forked ones do."""
     if request.param == "portable":
         make_portable(monkeypatch)
     return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}

@@ -27,10 +27,10 @@ def megabytes(count: int, length: int = 64) -> Tree:
 
 
 @pytest.mark.slow
-def test_kept_batches_never_change(engine: dict[str, Any]) -> None:
+def test_kept_batches_never_change(every_engine: dict[str, Any]) -> None:
     """Of 2000 batches some are kept, whole or only as a view of a row; at the end they are what they were (P3)."""
     kept = []
-    with infeed.DataLoader(Tree(8000, lambda i: (np.full(8, i), i)), batch_size=4, **engine) as loader:
+    with infeed.DataLoader(Tree(8000, lambda i: (np.full(8, i), i)), batch_size=4, **every_engine) as loader:
         for number, (rows, labels) in enumerate(loader):
             if number % 7 == 0:
                 kept.append((number, rows, labels))

@@ -54,11 +54,11 @@ class Shared:
         return {"label": self.labels[self.names[index]], "row": row, "name": self.names[index], "pid": os.getpid()}
 
 
-def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(engine: dict[str, Any]) -> None:
+def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(every_engine: dict[str, Any]) -> None:
     """Inline, in threads, forked, spawned, and where memory has names: the same samples; two epochs, and a second loader."""
     dataset = Shared(20)
     for _ in range(2):
-        with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **engine) as loader:
+        with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **every_engine) as loader:
             for _ in range(2):
                 batches = [dict(batch) for batch in loader]
                 labels = flat([batch["label"].tolist() for batch in batches])
