@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers import is_fork_server, shm_names
+from tests.helpers import is_foreign, is_fork_server, shm_names
 
 
 class Possessions(NamedTuple):
@@ -28,7 +28,8 @@ class Possessions(NamedTuple):
         if len(self.descriptors) > len(before.descriptors):
             old = set(before.descriptors.items())
             lines += [f"descriptor {fd}: {target}" for fd, target in self.descriptors.items() if (fd, target) not in old]
-        lines += [f"/dev/shm/{name}" for name in sorted(self.names - before.names)]
+        # What was there before is not looked at: the process of another test run that it belongs to may have ended since.
+        lines += [f"/dev/shm/{name}" for name in sorted(self.names - before.names) if not is_foreign(name)]
         return lines
 
 

@@ -290,13 +290,13 @@ def test_nothing_is_left_of_a_killed_process_and_its_workers(prelude: str, tmp_p
     """Neither process nor name: where memory has names, the workers remove them."""
     if prelude and sys.platform != "linux":
         pytest.skip("the usual way there")
-    before = shm_names()
     script = start_script(tmp_path, prelude + KILLED)
     script.wait_line(Journal(tmp_path / "journal"), "loading")
+    assert bool(shm_names(script.pid)) is bool(prelude)
     script.process.kill()
     script.finish()
 
-    wait_until(lambda: shm_names() <= before, "the end of the names")
+    wait_until(lambda: not shm_names(script.pid), "the end of the names")
 
 
 DAEMON = """
