@@ -770,7 +770,8 @@ def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
     loader = load(Pids(4), multiprocessing_context=context, **workers(2))
     with pytest.warns(RuntimeWarning, match="fork") as caught:
         assert os.getpid() not in flat(collected(loader))
-    assert len([entry for entry in caught if entry.category is RuntimeWarning]) == 1
+    # JAX warns of forks too, where another test has imported it.
+    assert len([entry for entry in caught if "this loader runs on torch's own workers" in str(entry.message)]) == 1
 
 
 @pytest.mark.process
