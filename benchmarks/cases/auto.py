@@ -95,10 +95,10 @@ CASES: Final = tuple(
         targets=(Target("share_of_best", at_least=0.95),),
         libraries=("infeed",),
         baseline=None,
-        warm_up="3 seconds for auto, half a second for fixed settings",
+        warm_up="5 seconds for auto, half a second for fixed settings",
         sizes={
-            "full": {"timed_s": 1.0, "grid_warm_s": 0.5, "warm_s": 3.0, "rounds": 3, "most_workers": 64},
-            "quick": {"timed_s": 0.5, "grid_warm_s": 0.3, "warm_s": 3.0, "rounds": 1, "most_workers": 32},
+            "full": {"timed_s": 1.0, "grid_warm_s": 0.5, "warm_s": 5.0, "rounds": 3, "most_workers": 64},
+            "quick": {"timed_s": 0.5, "grid_warm_s": 0.3, "warm_s": 5.0, "rounds": 1, "most_workers": 64},
             "tiny": {"timed_s": 0.02, "grid_warm_s": 0.0, "warm_s": 0.0, "rounds": 1, "most_workers": 2},
         },
         run=partial(run, kind),

@@ -26,6 +26,7 @@ from infeed.plan.cursor import Cursor
 from infeed.planning import Plan, rows_of, seed_grain
 from infeed.records import EngineSetup
 from infeed.scheduler.messages import WorkerId
+from infeed.tuning.tuner import Tuner
 from infeed.watching import Limits, Watch
 from infeed.workers.board import Board
 from infeed.workers.crew import Crew
@@ -42,11 +43,14 @@ _USUAL_BATCHES: Final = 16
 _advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
 
 
-def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchPlan | None = None) -> Engine:
+def build_engine(
+    config: LoaderConfig, plan: Plan, meter: Meter, *, tuner: Tuner | None = None, only: BatchPlan | None = None
+) -> Engine:
     """An engine for these options, with its workers started.
 
     Args:
         meter: counts what it does.
+        tuner: decides how many workers there are, while it runs; without one it is as many as there may be.
         only: every epoch has this batch and no other.
 
     Raises:
@@ -58,7 +62,7 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
     if kind == "process":
         prepare(config.start_method)
     source = _source(config, table)
-    count = 1 if kind == "inline" else config.num_workers
+    count = 1 if kind == "inline" else config.most_workers
     workers = tuple(map(WorkerId, range(count)))
     grain_size = seed_grain(config)
     limit = config.memory_limit_bytes or available_bytes() // 2
@@ -81,6 +85,8 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
             mends=config.on_error != "raise",
             is_watched=config.sample_timeout > 0,
             observe=config.observe,
+            # One is enough to find out.
+            probes=config.is_kind_auto and kind == "process" and worker == 0,
         )
         for worker in workers
     }
@@ -89,7 +95,7 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
     limits = Limits(float(config.sample_timeout), config.hang_warning)
     is_whole = count == 1 or source.making is not Making.ROWS or source.is_batched
-    window, least_window = _windows(config, count, is_inline=kind == "inline", is_whole=is_whole)
+    windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
     is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
@@ -104,9 +110,8 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
             store=store,
             arena=arena,
             workers=workers,
-            first_workers=workers,
-            window=window,
-            least_window=least_window,
+            first_workers=workers if tuner is None else workers[: tuner.count],
+            windows=windows,
             is_window_fixed=config.prefetch is not None or kind == "inline",
             is_lazy=kind == "inline",
             in_order=config.in_order,
@@ -121,7 +126,8 @@ def build_engine(config: LoaderConfig, plan: Plan, meter: Meter, *, only: BatchP
             mender=Mender(config.on_error, plan),
             board=board,
             gauge=meter.gauge(board, workers, kind),
-            tuner=None,
+            memory_budget=config.memory_limit_bytes,
+            tuner=tuner if kind != "inline" and stream is None else None,
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),
             epoch_length=partial(_epoch_length, config, plan),
             prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
@@ -182,7 +188,7 @@ def _crew(
     parcel = send(given, source, store)
     if plan not in _advised:
         _advised.add(plan)
-        advise(config.dataset, parcel.sizes, config.num_workers)
+        advise(config.dataset, parcel.sizes, config.most_workers)
     return ProcessCrew(
         parcel=parcel,
         store=store,

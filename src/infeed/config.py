@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
+from infeed.autocount import MOST_WORKERS, AutoCount, core_limit
 from infeed.errors import ConfigError
 from infeed.memory.budget import parse_bytes
 from infeed.plan.cursor import MOST_SEED_BITS
@@ -17,6 +18,7 @@ from infeed.plan.shards import ALONE, Shard
 from infeed.ranks import find_shard
 
 WorkerKind = Literal["process", "thread", "inline"]
+WorkerChoice = Literal["process", "thread", "inline", "auto"]
 StartMethod = Literal["auto", "forkserver", "spawn"]
 Output = Literal["jax"]
 Verdict: TypeAlias = Literal["raise", "skip", "replace"]
@@ -37,8 +39,8 @@ class LoaderConfig:
     shuffle: bool
     sampler: Iterable[Any] | None
     batch_sampler: Iterable[Iterable[Any]] | None
-    num_workers: int
-    worker: WorkerKind
+    num_workers: int | Literal["auto"]
+    worker: WorkerChoice
     collate_fn: Callable[[Any], Any] | None
     drop_last: bool
     seed: int | None
@@ -65,6 +67,7 @@ class LoaderConfig:
     sample_timeout: float = 0
     hang_warning: float | None = None
     threads_per_worker: int = 1
+    cpu_limit: float | None = None
     observe: Observe = "timeline"
     progress: bool = False
     on_statistics: Callable[[Any], Any] | None = None
@@ -72,6 +75,9 @@ class LoaderConfig:
     is_torch: bool = False  # made by infeed.torch: torch has checked its own arguments, and batches are as it makes them
 
     def __post_init__(self) -> None:
+        self._check_cpu_limit()
+        if isinstance(self.num_workers, str) and self.num_workers == "auto":
+            object.__setattr__(self, "num_workers", AutoCount(MOST_WORKERS))
         self._check_numbers()
         for name in (
             "batch_size",
@@ -84,7 +90,8 @@ class LoaderConfig:
             "threads_per_worker",
         ):
             value = getattr(self, name)
-            if value is not None:  # NumPy's integers are taken, and are Python's from here on
+            # NumPy's integers are taken, and are Python's from here on.
+            if value is not None and not isinstance(value, AutoCount):
                 object.__setattr__(self, name, index(value))
         self._check_choices()
         if not self.is_torch:
@@ -112,7 +119,32 @@ class LoaderConfig:
 
     @property
     def kind(self) -> WorkerKind:
-        return "inline" if self.num_workers == 0 else self.worker
+        if self.num_workers == 0:
+            return "inline"
+        return "process" if self.worker == "auto" else self.worker
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of workers may change while they work. Not of a stream: its order depends on it."""
+        is_asked = isinstance(self.num_workers, AutoCount) or self.worker == "auto"
+        return is_asked and self.kind != "inline" and not self.is_stream
+
+    @property
+    def is_kind_auto(self) -> bool:
+        """Whether it is left open what workers are; until it is decided they are processes."""
+        return self.worker == "auto" and self.kind != "inline"
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers there may be; 0 for none."""
+        if isinstance(self.num_workers, AutoCount) and self.is_stream:
+            return 1
+        return int(self.num_workers)
+
+    @property
+    def core_limit(self) -> float:
+        """Cores that workers may use, where it is for infeed to say how many there are."""
+        return core_limit(self.cpu_limit)
 
     @property
     def is_staged(self) -> bool:
@@ -127,7 +159,9 @@ class LoaderConfig:
         if self.batch_size is not None:
             _check_int("batch_size", self.batch_size, 1, "use batch_size=None to yield single samples")
         if isinstance(self.num_workers, str):
-            raise ConfigError(f"num_workers={self.num_workers!r} must be a whole number; give the number of workers, or 0")
+            raise ConfigError(
+                f"num_workers={self.num_workers!r} must be 'auto' or a whole number; use 0 to load in this process"
+            )
         _check_int("num_workers", self.num_workers, 0, "use 0 to load in this process")
         if self.num_workers > _MOST_WORKERS:
             raise ConfigError(
@@ -149,6 +183,18 @@ class LoaderConfig:
         limit = self.memory_limit_bytes
         if limit is not None and limit < 1:
             raise ConfigError(f"memory_limit={self.memory_limit!r} must be at least 1 byte; use None for the default")
+
+    def _check_cpu_limit(self) -> None:
+        limit = self.cpu_limit
+        check_cpu_limit(limit)
+        if limit is None:
+            return
+        is_number = not isinstance(self.num_workers, str | AutoCount)
+        if is_number and (self.worker != "auto" or self.num_workers == 0):
+            raise ConfigError(
+                f"cpu_limit={_short(limit)} has no meaning with num_workers={_short(self.num_workers)}; that number is the "
+                "limit, so leave one of them out, or use num_workers='auto'"
+            )
 
     def _check_failures(self) -> None:
         """What is to be done about samples that fail."""
@@ -181,7 +227,7 @@ class LoaderConfig:
             object.__setattr__(self, "error_budget", index(budget))
 
     def _check_choices(self) -> None:
-        _check_choice("worker", self.worker, get_args(WorkerKind))
+        _check_choice("worker", self.worker, get_args(WorkerChoice))
         _check_choice("observe", self.observe, get_args(Observe))
         if self.on_statistics is not None and not callable(self.on_statistics):
             raise ConfigError(f"on_statistics={_short(self.on_statistics)} must be callable; pass a function of Statistics")
@@ -245,9 +291,9 @@ class LoaderConfig:
             )
         if self.batch_sampler is not None and not self.pad:
             raise ConfigError("pad=False cannot go with batch_sampler; whole batches are shared out, so leave pad out")
-        if self.worker == "inline" and self.num_workers > 0:
+        if self.worker == "inline" and self.num_workers != 0:
             raise ConfigError(
-                f"num_workers={self.num_workers} has no meaning with worker='inline'; use num_workers=0, or worker='process'"
+                f"num_workers={self.num_workers!r} has no meaning with worker='inline'; use num_workers=0, or worker='process'"
             )
 
     def _check_sampling(self) -> None:
@@ -302,6 +348,13 @@ def _checked_shard(shard: Any) -> Shard:
     if any(isinstance(part, bool) for part in shard) or not 0 <= rank < world_size:
         raise ConfigError(f"shard={_short(shard)} {rule}")
     return Shard(rank, world_size)
+
+
+def check_cpu_limit(limit: Any) -> None:
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 < float(limit) < float("inf"):
+        raise ConfigError(f"cpu_limit={_short(limit)} must be a number of cores above 0; use None for all that there are")
 
 
 def is_stream(dataset: Any) -> bool:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import threading
 import traceback
 import weakref
@@ -32,6 +31,7 @@ from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.planning import Plan, seed_grain
+from infeed.staff import Staff, Work
 from infeed.trail import Past, Trail
 from infeed.workers.failures import WorkerTraceback
 
@@ -51,6 +51,7 @@ class Core:
         self.garage = Garage()
         self._bad_samples = new_list()
         self.meter = Meter(config.observe)
+        self.staff = Staff()
 
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
@@ -116,7 +117,10 @@ class Core:
             start = self._stream_start(start, past)
         # Without a time-out: whoever replays may be looking around in a debugger.
         engine = build_engine(
-            replace(self.config, num_workers=0, worker="process", timeout=0), self.plan, Meter("off"), only=plan
+            replace(self.config, num_workers=0, worker="process", cpu_limit=None, timeout=0),
+            self.plan,
+            Meter("off"),
+            only=plan,
         )
         try:
             engine.begin_epoch(Trail(start))
@@ -175,12 +179,16 @@ class Core:
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
 
+    def build(self) -> Engine:
+        """An engine for an epoch, with as many workers, and of the kind, that have turned out best so far."""
+        return build_engine(self.staff.settled(self.config), self.plan, self.meter, tuner=self.staff.tuner(self.config))
+
     def statistics(self) -> Statistics:
         config = self.config
         return self.meter.statistics(
             epoch=self.epoch,
-            is_auto=False,
-            core_count=len(os.sched_getaffinity(0)),
+            is_auto=config.is_auto,
+            core_count=config.core_limit,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),
             has_collate_fn=config.collate_fn is not None,
@@ -258,6 +266,7 @@ class Epoch(Iterator[Any]):
         self._ahead: Ahead | None = None
         self._show: Show | None = None
         self._has_given = False
+        self._look_count = 0
         self._is_drained = False  # all batches are on their way to the device
         self._finalizer: weakref.finalize[[Garage, Engine, Ahead | None], Epoch] | None = None
 
@@ -265,10 +274,13 @@ class Epoch(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        core = self._core
         with self._lock:
             if self._is_over:
                 raise StopIteration
             engine = self._engine or self.begin()
+            if core.config.is_kind_auto and core.staff.is_open:
+                engine = self._choose_kind(engine)
             if self._show is not None:
                 if self._has_given:
                     self._show.step()  # the loop is done with a batch
@@ -325,7 +337,7 @@ class Epoch(Iterator[Any]):
         core = self._core
         config, garage = core.config, core.garage
         stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
-        engine = garage.take(lambda: build_engine(core.config, core.plan, core.meter))
+        engine = garage.take(core.build)
         trail = core.begin(self._offered)
         try:
             engine.begin_epoch(trail, is_polled=stage is not None)
@@ -333,15 +345,39 @@ class Epoch(Iterator[Any]):
             core.take_back(trail)
             garage.give_back(engine)
             raise
-        self._engine, self._trail = engine, trail
+        self._trail = trail
         self._show = core.show(trail)
         if stage is not None:
             trail.show(trail.start)
             self._ahead = Ahead(stage, config.device_prefetch)
-        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, garage, engine, self._ahead)
-        self._finalizer.atexit = False
+        self._adopt(engine)
         return engine
+
+    def _choose_kind(self, engine: Engine) -> Engine:
+        """Go on with the other kind of workers if they turn out to be better; the epoch goes on as if nothing had been."""
+        core, trail = self._core, self._trail
+        if trail is None or engine.look_count == self._look_count or engine.has_pending:
+            return engine
+        self._look_count = engine.look_count
+        if not core.staff.reconsider(engine.kind, engine.gil_share(), Work(*engine.work()), core.config.core_limit):
+            return engine
+        if core.plan.is_given:
+            core.garage.clear()  # with the next epoch: a sampler of the user's cannot be asked again for what is left
+            return engine
+        other = core.build()
+        other.begin_epoch(trail, start=trail.reached(), is_polled=self._ahead is not None)
+        core.garage.exchange(engine, other)
+        self._adopt(other)
+        return other
+
+    def _adopt(self, engine: Engine) -> None:
+        """Load with this engine from here on."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._engine = engine
+        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
+        self._finalizer = weakref.finalize(self, _leave, self._core.garage, engine, self._ahead)
+        self._finalizer.atexit = False
 
     def worker_pids(self) -> list[int]:
         """Process numbers of the workers that load for it."""

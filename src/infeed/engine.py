@@ -15,7 +15,7 @@ from typing import Any, Final, assert_never, final
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.exchange import Exchange
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
-from infeed.observe.gauge import Flight
+from infeed.observe.gauge import Flight, WorkerKind
 from infeed.observe.records import LOOP
 from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
@@ -102,12 +102,13 @@ class Engine:
         self._gauge = setup.gauge
         self._gauge.flight = self._flight
         self._gauge.bytes_given = lambda: setup.delivery.given_bytes
+        window = setup.windows(len(setup.first_workers))[0]
         self._scheduler = Scheduler(
-            workers=setup.first_workers, window=setup.window, in_order=setup.in_order, whole_batches=setup.whole_batches
+            workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         self._records: dict[BatchId, Record] = {}
         self._tasks: dict[TaskId, Task] = {}
-        self._refill = max(1, setup.window // _REFILL_SHARE)
+        self._refill = max(1, window // _REFILL_SHARE)
         self._batch_count = 0
         self._trail: Trail | None = None
         self._feed: Feed | None = None
@@ -116,7 +117,9 @@ class Engine:
         self._error: BaseException | None = None
         self._rooms = Rooms(setup, self._scheduler)
         self._staffing = Staffing(setup, self._scheduler, self._tell)
-        self._steering = Steering(setup.tuner, setup.gauge, self._scheduler, self._staffing, self._rooms, self._set_window)
+        self._steering = Steering(
+            setup.tuner, setup.gauge, self._scheduler, self._staffing, self._rooms, self._change_window, setup.memory_budget
+        )
         self._troubles = Troubles(setup, self._records, self._tasks, self._tell)
         self._exchange = Exchange(
             setup, self._records, self._tasks, self._rooms, self._troubles,
@@ -153,11 +156,45 @@ class Engine:
             if not self._is_closed:
                 self._steering.consider()
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether it has something for the loop that would be lost with it."""
+        return bool(self._delivered) or self._error is not None
+
+    @property
+    def kind(self) -> WorkerKind:
+        """What its workers are."""
+        return self._gauge.kind
+
+    @property
+    def look_count(self) -> int:
+        """How often it has looked at its workers."""
+        return self._gauge.tick_count
+
+    def work(self) -> tuple[int, int]:
+        """Nanoseconds that workers have worked, without waiting for a core, and the samples they have loaded, so far."""
+        busy_ns = count = 0
+        for worker in self._setup.workers:
+            sums = self._gauge.read(worker).sums
+            busy_ns += sums.load_ns + sums.collate_ns + sums.write_ns - self._gauge.usage(worker).queued_ns
+            count += sums.sample_count
+        return busy_ns, count
+
+    def gil_share(self) -> tuple[float, bool] | None:
+        """How much of the time loading holds the GIL, and whether it draws from global generators; ``None``: not known yet."""
+        sums = self._gauge.read(self._setup.workers[0]).sums
+        return None if sums.gil_share is None else (sums.gil_share, sums.is_drawing)
+
     def staff(self, count: int) -> None:
         """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
         with self._lock:
             if not self._is_closed:
                 self._staffing.aim(count)
+                self._settle_staff()
+
+    def _settle_staff(self) -> None:
+        if self._staffing.settle():
+            self._change_window(self._rooms.learn_staff(len(self._scheduler.hired_workers)))
 
     # --- the user's side
 
@@ -171,21 +208,22 @@ class Engine:
     def _flight(self) -> Flight:
         return Flight(len(self._records), self._arena.total_bytes)
 
-    def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
-        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
+    def begin_epoch(self, trail: Trail, *, start: Cursor | None = None, is_polled: bool = False) -> None:
+        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts, or from ``start``."""
+        start = trail.start if start is None else start
         self._trail = trail
         self._is_polled = is_polled
-        self._gauge.begin_epoch(trail.epoch, trail.start.step)
+        self._gauge.begin_epoch(trail.epoch, start.step)
         self._steering.begin_epoch()
-        self._given_count = trail.start.step
+        self._given_count = start.step
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
         prefetched, self._next_feed = self._next_feed, None
-        if prefetched is not None and trail.start == Cursor(prefetched.epoch):
+        if prefetched is not None and start == Cursor(prefetched.epoch):
             self._feed = prefetched
             return
         if prefetched is not None:
             self._abandon(prefetched.epoch)
-        self._feed = self._setup.make_feed(trail.start)
+        self._feed = self._setup.make_feed(start)
 
     def leave_epoch(self) -> None:
         """Forget what is left of the epoch; the next may begin."""
@@ -339,7 +377,7 @@ class Engine:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._delivery.ended_slots():
             self._tell(SlotFreed(slot))
-        self._staffing.settle()
+        self._settle_staff()
         # Several at a time: their messages go out together.
         room = self._scheduler.room
         if room < self._refill:
@@ -434,13 +472,12 @@ class Engine:
 
     def _learn_size(self, nbytes: int) -> None:
         """Batches of this size are in flight: hold their number to what fits."""
-        window = self._rooms.learn_size(nbytes)
-        if window is not None:
-            self._set_window(window)
+        self._change_window(self._rooms.learn_size(nbytes))
 
-    def _set_window(self, window: int) -> None:
-        self._refill = max(1, window // _REFILL_SHARE)
-        self._tell(WindowChanged(window))
+    def _change_window(self, window: int | None) -> None:
+        if window is not None:
+            self._refill = max(1, window // _REFILL_SHARE)
+            self._tell(WindowChanged(window))
 
     # --- what the scheduler asks
 

@@ -60,6 +60,16 @@ class Garage:
         if engine.is_usable:
             engine.close()
 
+    def exchange(self, engine: Engine, other: Engine) -> None:
+        """An epoch goes on with another engine; the first is closed."""
+        with self._lock:
+            self._out.discard(engine)
+            self._out.add(other)
+            is_closed = self.is_closed
+        engine.close()
+        if is_closed:  # a moment ago, by another thread
+            other.close()
+
     def clear(self) -> None:
         """Let no later epoch have the engine that waits for one."""
         with self._lock:

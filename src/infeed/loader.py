@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
-from infeed.config import LoaderConfig, Observe, OnError, StartMethod, WorkerKind
+from infeed.config import LoaderConfig, Observe, OnError, StartMethod, WorkerChoice
 from infeed.core import Core
 from infeed.ledger import BadSample
 from infeed.lineage import Lineage
@@ -33,8 +33,12 @@ class DataLoader:
         shuffle: a new order every epoch, from ``seed``.
         sampler: yields indices, in the order in which they are to come.
         batch_sampler: yields lists of indices, a batch each.
-        num_workers: how many load at the same time; 0 loads in this process, when asked.
-        worker: what a worker is: ``"process"``; ``"thread"`` for datasets that leave the GIL; ``"inline"`` for none.
+        num_workers: how many load at the same time; 0 loads in this process, when asked. ``"auto"`` begins with few and has as
+            many as bring something, by what is measured while the loop runs: how long it waits, how busy they are, the cores
+            and the memory that there are. Batches do not depend on it. A stream has one, because its order depends on them.
+        worker: what a worker is: ``"process"``; ``"thread"`` for datasets that leave the GIL; ``"inline"`` for none; ``"auto"``
+            begins with processes and goes on with threads if measuring says that they do as well, and makes ``num_workers`` the
+            most that there may be. Only for datasets that threads may share.
         collate_fn: makes a batch of a list of samples, in the worker. By default arrays are stacked.
         drop_last: leave out a last batch that is not full.
         seed: of the order and of all random numbers in the dataset; ``None`` draws one, shown in ``repr``.
@@ -43,7 +47,8 @@ class DataLoader:
         timeout: seconds to wait for a batch before ``LoadTimeoutError``; 0 waits for as long as workers live.
         worker_init_fn: called with the worker's number in each worker when it starts.
         memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together.
-            By default half of what is free when the loader starts.
+            By default half of what is free when the loader starts. With ``num_workers="auto"`` no worker is added that would
+            take more, together with the others and with batches.
         grain_size: samples that share one seed and are loaded by one worker; by default a fourth of a batch. With 1, what is
             random about a sample does not depend on the batch size.
         start_method: how processes are made: ``"forkserver"`` from a clean process of our own, ``"spawn"`` each afresh,
@@ -72,6 +77,8 @@ class DataLoader:
         threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, whatever the
             environment of this process says for itself (``OMP_NUM_THREADS``). Threads and inline use this process's own pools,
             which are left as they are.
+        cpu_limit: with ``"auto"``, how many cores workers may use, such as 2 or 0.5; by default all that this process has, its
+            part of them where several ranks share the machine.
         observe: what is kept of the run: ``"timeline"`` (counters, and who did what when), ``"counters"`` alone, or ``"off"``.
             Both cost less than a hundredth of the time. See ``statistics``, ``timeline`` and ``report``.
         progress: show a bar (tqdm, in a terminal or a notebook) with samples per second, how much the loop waits, and workers.
@@ -92,8 +99,8 @@ class DataLoader:
         shuffle: bool = False,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Iterable[Any]] | None = None,
-        num_workers: int = 0,
-        worker: WorkerKind = "process",
+        num_workers: int | Literal["auto"] = 0,
+        worker: WorkerChoice = "process",
         collate_fn: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
@@ -120,6 +127,7 @@ class DataLoader:
         sample_timeout: float = 0,
         hang_warning: float | None = None,
         threads_per_worker: int = 1,
+        cpu_limit: float | None = None,
         observe: Observe = "timeline",
         progress: bool = False,
         on_statistics: Callable[[Statistics], object] | None = None,
@@ -159,6 +167,7 @@ class DataLoader:
             sample_timeout=sample_timeout,
             hang_warning=hang_warning,
             threads_per_worker=threads_per_worker,
+            cpu_limit=cpu_limit,
             observe=observe,
             progress=progress,
             on_statistics=on_statistics,
@@ -209,7 +218,7 @@ class DataLoader:
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write who did what when: ``.json`` for Perfetto and chrome://tracing, or a picture: ``.svg``, ``.png``, ``.html``.
 
-        The latest fifty thousand spans are kept; what is shorter than a tenth of a millisecond is put together.
+        The latest hundred thousand spans of workers are kept; what is shorter than a tenth of a millisecond is put together.
 
         Raises:
             ConfigError: the ending is none of these, or ``observe`` keeps no timeline.
@@ -294,7 +303,7 @@ class DataLoader:
         shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
         return (
             f"DataLoader({dataset}, batch_size={config.batch_size}, shuffle={config.shuffle}, "
-            f"num_workers={config.num_workers}, worker={config.kind!r}, seed={self.seed}{shard})"
+            f"num_workers={config.num_workers!r}, worker={config.kind!r}, seed={self.seed}{shard})"
         )
 
 

@@ -140,7 +140,7 @@ class Planner(Plan):
             is_seed_given=config.seed is not None,
             batch_size=config.batch_size,
             world_size=self.cut.shard.world_size,
-            worker_count=max(1, config.num_workers),
+            worker_count=max(1, config.most_workers),
         )
 
     def sampler_state(self, cursor: Cursor) -> Any:

@@ -33,8 +33,8 @@ class EngineSetup:
     arena: Arena
     workers: tuple[WorkerId, ...]  # all that there may be
     first_workers: tuple[WorkerId, ...]  # those that there are at first
-    window: int
-    least_window: int  # enough for every worker to have something to do
+    # For so many workers: batches in flight, usually, and the least that gives every worker something to do.
+    windows: Callable[[int], tuple[int, int]]
     is_window_fixed: bool  # by the option prefetch, or because there is nothing to prefetch with
     is_lazy: bool  # inline: nothing is planned before it is wanted
     in_order: bool
@@ -50,6 +50,7 @@ class EngineSetup:
     mender: Mender
     board: Board
     gauge: Gauge
+    memory_budget: int | None  # for workers and batches together, where the user has set one
     tuner: Tuner | None  # who decides how many workers there are, if that is not fixed
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]

@@ -29,31 +29,41 @@ class Rooms:
     def __init__(self, setup: EngineSetup, scheduler: Scheduler) -> None:
         self._setup, self._scheduler = setup, scheduler
         self._arena, self._crew, self._delivery = setup.arena, setup.crew, setup.delivery
+        self.window, self._least_window = setup.windows(len(setup.first_workers))
+        self._usual_window = self.window
         self._slot_bytes = 0  # what the largest batch so far takes
         self._shortage: MemoryLimitError | None = None
-        self._window = setup.window
+        self._widening = 1
 
     def learn_size(self, nbytes: int) -> int | None:
         """A batch takes this much: how many may be in flight now, if that is to change."""
         if nbytes <= self._slot_bytes:
             return None
         self._slot_bytes = nbytes
-        setup = self._setup
-        if setup.is_window_fixed:
-            return None
-        window = max(setup.window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
-        self._window = max(setup.least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
-        return self._window
+        return self._changed_window()
+
+    def learn_staff(self, count: int) -> int | None:
+        """There are so many workers: how many batches may be in flight now, if that is to change."""
+        self._usual_window, self._least_window = self._setup.windows(count)
+        return self._changed_window()
 
     def widen(self) -> int | None:
-        """How many batches may be in flight if there are to be more; ``None`` if there may not."""
-        setup = self._setup
-        if setup.is_window_fixed or not self._slot_bytes:
+        """Let more be in flight: how many batches, or ``None`` if there may not be more."""
+        if not self._slot_bytes or self._widening >= _WIDEST:
             return None
-        window = min(2 * self._window, _WIDEST * setup.window, _IN_FLIGHT_BYTES // self._slot_bytes)
-        if window <= self._window:
+        self._widening *= 2
+        return self._changed_window()
+
+    def _changed_window(self) -> int | None:
+        if self._setup.is_window_fixed:
             return None
-        self._window = window
+        nbytes, window = self._slot_bytes, self._usual_window * self._widening
+        if nbytes:
+            window = max(window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
+            window = max(self._least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
+        if window == self.window:
+            return None
+        self.window = window
         return window
 
     def add_slot(self) -> SlotId | None:

@@ -36,19 +36,22 @@ class Staffing:
         if self._setup.stream is None and not self._setup.is_lazy:
             self._wanted_count = min(max(1, count), len(self._setup.workers))
             self._is_unsettled = True
-            self.settle()
 
-    def settle(self) -> None:
-        """Come as near to what is wanted as can be: a number that somebody is still leaving is not free."""
+    def settle(self) -> bool:
+        """Come as near to what is wanted as can be: a number that somebody is still leaving is not free.
+
+        Returns:
+            Whether there may be others than before.
+        """
         if not self._is_unsettled:
-            return
+            return False
         self._is_unsettled = False
         hired = sorted(self._scheduler.hired_workers)
         for worker in reversed(hired[self._wanted_count :]):
             self._tell(WorkerReleased(worker))
         missing = self._wanted_count - len(hired)
         if missing <= 0:
-            return
+            return True
         taken = {*hired, *self._scheduler.leaving_workers}
         for worker in [worker for worker in self._setup.workers if worker not in taken][:missing]:
             try:
@@ -58,8 +61,9 @@ class Staffing:
                 _LOG.warning(
                     "there are %d workers and no more, because another cannot be started: %s", self._wanted_count, error
                 )
-                return
+                return True
             self._tell(WorkerAdded(worker))
+        return True
 
     def replace(self, worker: WorkerId, feed: Feed | None) -> None:
         """Start one again that died."""

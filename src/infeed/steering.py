@@ -35,9 +35,12 @@ class Steering:
         staffing: Staffing,
         rooms: Rooms,
         set_window: Callable[[int], None],
+        memory_budget: int | None = None,
     ) -> None:
+        """``memory_budget`` is what workers and batches may take together, if the user has set it."""
         self._tuner, self._gauge, self._scheduler = tuner, gauge, scheduler
         self._staffing, self._rooms, self._set_window = staffing, rooms, set_window
+        self._memory_budget = memory_budget
         self._seen = 0
         self._before: Point | None = None
         self._held_up = 0  # looks in a row
@@ -77,13 +80,19 @@ class Steering:
                 worker_count=len(self._scheduler.hired_workers),
                 ready_count=point.worker_count,
                 worker_bytes=max((one.private_bytes for one in usages), default=0),
-                free_bytes=available_bytes(),
+                free_bytes=self._free_bytes(point, sum(one.private_bytes for one in usages)),
             )
         )
         if change is not None:
             _LOG.info("%s", change.why)
             self._gauge.mark("workers", LOOP, change.why)
             self._staffing.aim(change.worker_count)
+
+    def _free_bytes(self, point: Point, taken_bytes: int) -> int:
+        free = available_bytes()
+        if self._memory_budget is not None:
+            free = min(free, self._memory_budget - taken_bytes - point.flight_bytes)
+        return free
 
     def _widen(self, before: Point, now: Point) -> None:
         loop_ns = now.waited_ns - before.waited_ns + now.away_ns - before.away_ns

@@ -70,7 +70,34 @@ REFUSED = [
     case({"batch_size": "4"}, "batch_size='4' must be a whole number; use batch_size=None to yield single samples"),
     case({"num_workers": -1}, "num_workers=-1 must be at least 0; use 0 to load in this process"),
     case({"num_workers": 1.5}, "num_workers=1.5 must be a whole number; use 0 to load in this process"),
-    case({"num_workers": "auto"}, "num_workers='auto' must be a whole number; give the number of workers, or 0"),
+    case({"num_workers": "all"}, "num_workers='all' must be 'auto' or a whole number; use 0 to load in this process"),
+    case(
+        {"num_workers": "auto", "cpu_limit": 0},
+        "cpu_limit=0 must be a number of cores above 0; use None for all that there are",
+    ),
+    case(
+        {"num_workers": "auto", "cpu_limit": True},
+        "cpu_limit=True must be a number of cores above 0; use None for all that there are",
+    ),
+    case(
+        {"num_workers": "auto", "cpu_limit": "2"},
+        "cpu_limit='2' must be a number of cores above 0; use None for all that there are",
+    ),
+    case(
+        {"num_workers": "auto", "cpu_limit": float("nan")},
+        "cpu_limit=nan must be a number of cores above 0; use None for all that there are",
+    ),
+    case(
+        {"num_workers": 2, "cpu_limit": 2},
+        "cpu_limit=2 has no meaning with num_workers=2; that number is the limit, so leave one",
+    ),
+    case(
+        {"worker": "auto", "cpu_limit": 2},
+        "cpu_limit=2 has no meaning with num_workers=0; that number is the limit, so leave one",
+    ),
+    case(
+        {"num_workers": "auto", "worker": "inline"}, "num_workers='auto' has no meaning with worker='inline'; use num_workers=0"
+    ),
     case({"num_workers": 4096}, "num_workers=4096 must be at most 1024; did you mean batch_size?"),
     case({"seed": 1.0}, "seed=1.0 must be a whole number; use seed=None to draw one"),
     case({"seed": "a"}, "seed='a' must be a whole number; use seed=None to draw one"),
@@ -91,7 +118,7 @@ REFUSED = [
     case({"memory_limit": "-1GB"}, "memory_limit='-1GB' is not a size; give bytes, or text such as '2GiB'"),
     case({"memory_limit": 0}, "memory_limit=0 must be at least 1 byte; use None for the default"),
     case({"memory_limit": -5}, "memory_limit=-5 must be at least 1 byte; use None for the default"),
-    case({"worker": "fork"}, "worker='fork' is not one of 'process', 'thread', 'inline'; choose one of these"),
+    case({"worker": "fork"}, "worker='fork' is not one of 'process', 'thread', 'inline', 'auto'; choose one of these"),
     case({"start_method": "fork"}, "start_method='fork' is not one of 'auto', 'forkserver', 'spawn'; choose one of these"),
     case({"shuffle": 1}, "shuffle=1 must be True or False; it is a switch"),
     case({"drop_last": None}, "drop_last=None must be True or False; it is a switch"),

@@ -14,12 +14,12 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"cores", "errors", "memory", "plan", "ranks"}
+CONFIG = {"autocount", "cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "observe", "watching"}
 ENGINE = RECORDS | {"exchange", "records", "reports", "rooms", "staffing", "steering", "trail", "troubles"}
-ASSEMBLY = ENGINE | {"engine", "ranks"}
-CORE = ASSEMBLY | {"assembly", "garage", "lineage"}
+ASSEMBLY = ENGINE | {"autocount", "engine", "ranks"}
+CORE = ASSEMBLY | {"assembly", "garage", "lineage", "staff"}
 LOADER = CORE | {"core"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {
@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors", "plan"},
     "config": CONFIG,
     "cores": {"errors", "memory"},
+    "autocount": {"cores"},
     "planning": BATCH | {"config"},
     "feeds": WORKERS,
     "ledger": {"errors"},
@@ -60,12 +61,15 @@ ALLOWED: dict[str, set[str]] = {
     "engine": ENGINE,
     "garage": {"errors", "engine"},
     "assembly": ASSEMBLY,
+    "staff": {"config", "memory", "tuning"},
     "core": CORE,
     "importing": set(),
     "loader": LOADER,
     "torch": LOADER | {"importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
-    "cli": {"cli", "importing", "testing", "infeed"},
+    "programs": set(),
+    "doctor": {"doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},
+    "cli": {"cli", "doctor", "errors", "importing", "memory", "programs", "testing", "infeed"},
     "__main__": {"cli"},
 }
 

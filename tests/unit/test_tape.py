@@ -18,6 +18,7 @@ from infeed.workers.tape import (
     TapeReader,
     bucket_end_ns,
     bucket_of,
+    spans_of,
 )
 
 MS = 1_000_000
@@ -26,6 +27,11 @@ MS = 1_000_000
 def new_tape(*, is_spanning: bool = True) -> tuple[Tape, TapeReader, memoryview]:
     numbers = memoryview(array("q", bytes(8 * TAPE_NUMBERS)))
     return Tape(numbers, is_spanning=is_spanning), TapeReader(numbers, 0), numbers
+
+
+def take(reader: TapeReader, *, is_last: bool = True) -> tuple[list[RawSpan], int]:
+    raw, lost = reader.take_spans(is_last=is_last)
+    return spans_of(raw), lost
 
 
 def run_task(tape: Tape, rows: int, times: list[int] | None = None, position: int = 0, *, is_written: bool = False) -> None:
@@ -77,7 +83,7 @@ def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> Non
 def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one() -> None:
     tape, reader, _ = new_tape()
     run_task(tape, 5, [2 * MS, 1000, 1000, 5 * MS, 1000], position=40)
-    spans, lost = reader.take_spans(is_last=True)
+    spans, lost = take(reader)
     loads = [span for span in spans if span.kind == LOAD]
     assert [(span.position, span.first_index, span.size) for span in loads] == [
         (40, 140, 1),
@@ -96,7 +102,7 @@ def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
     for number in range(500):
         run_task(tape, 2, position=2 * number)
     tape.flush()
-    spans, lost = reader.take_spans(is_last=True)
+    spans, lost = take(reader)
     assert len(spans) + lost < 500
     assert sum(span.size for span in spans) == 1000
     assert {span.kind for span in spans} <= {LOAD, WRITE}
@@ -106,17 +112,17 @@ def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
     tape, reader, _ = new_tape()
     run_task(tape, 1, [2 * MS])
     run_task(tape, 1, [3 * MS])
-    taken = [span.end_ns - span.begin_ns for span in reader.take_spans()[0]]
-    rest = [span.end_ns - span.begin_ns for span in reader.take_spans(is_last=True)[0]]
+    taken = [span.end_ns - span.begin_ns for span in take(reader, is_last=False)[0]]
+    rest = [span.end_ns - span.begin_ns for span in take(reader)[0]]
     assert (taken, rest) == ([2 * MS], [3 * MS])
-    assert reader.take_spans(is_last=True) == ([], 0)
+    assert take(reader) == ([], 0)
 
 
 def test_spans_that_were_overwritten_are_counted() -> None:
     tape, reader, _ = new_tape()
     for number in range(5000):
         run_task(tape, 1, [2 * MS], position=number)
-    spans, lost = reader.take_spans(is_last=True)
+    spans, lost = take(reader)
     assert lost > 0
     assert len(spans) + lost == 5000
     assert [span.position for span in spans] == list(range(lost, 5000))
@@ -127,7 +133,7 @@ def test_without_spans_sums_and_times_are_kept() -> None:
     run_task(tape, 2, [2 * MS, 4 * MS])
     run_task(tape, 8)
     tape.flush()
-    assert reader.take_spans(is_last=True) == ([], 0)
+    assert take(reader) == ([], 0)
     assert reader.sums().sample_count == sum(reader.histogram()) == 10
     assert len(reader.slowest()) == 2
 
@@ -138,7 +144,7 @@ def test_an_index_that_is_no_number_is_not_kept() -> None:
         tape.begin(perf_counter_ns(), 0, 0)
         tape.loaded(0, [index], [2 * MS])
         tape.end(1, perf_counter_ns())
-    assert [span.first_index for span in reader.take_spans(is_last=True)[0]] == [NO_INDEX] * 4
+    assert [span.first_index for span in take(reader)[0]] == [NO_INDEX] * 4
 
 
 def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
@@ -154,6 +160,6 @@ def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
 def test_a_start_is_a_span() -> None:
     tape, reader, _ = new_tape()
     tape.started(perf_counter_ns() - 5 * MS)
-    (span,) = reader.take_spans(is_last=True)[0]
+    (span,) = take(reader)[0]
     assert isinstance(span, RawSpan)
     assert span.end_ns - span.begin_ns >= 5 * MS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from infeed import __version__
-from infeed.cli import demo, run
+from infeed.cli import bench, demo, doctor, run
 
 __all__ = ["main"]
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"infeed {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     run.add_parser(commands)
+    doctor.add_parser(commands)
+    bench.add_parser(commands)
     demo.add_parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -2,15 +2,12 @@
 
 import argparse
 import importlib
-import os
-import runpy
 import sys
-import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from infeed.importing import when_imported
+from infeed.programs import exit_code_of, run_module, run_script, show_error
 
 __all__ = ["add_parser", "run"]
 
@@ -44,41 +41,18 @@ def run(arguments: argparse.Namespace) -> int:
     when_imported("torchdata.stateful_dataloader", _install)
     try:
         if arguments.is_module:
-            _run_module(program)
+            run_module(program)
         else:
-            _run_script(program)
+            run_script(program)
     except SystemExit as leaving:
-        return _exit_code(leaving)
+        return exit_code_of(leaving)
     except Exception as error:
-        # As without us: the program's own frames, and not those that led to it.
-        traceback = error.__traceback__
-        while traceback is not None and _is_ours(traceback.tb_frame.f_code.co_filename):
-            traceback = traceback.tb_next
-        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        show_error(error, [__file__])
         return _FAILED
     finally:
         sys.stdout.flush()
         print(f"infeed: {_summary()}", file=sys.stderr)
     return 0
-
-
-def _run_script(program: Sequence[str]) -> None:
-    path = program[0]
-    sys.argv = list(program)
-    sys.path[0] = str(Path(path).resolve().parent)
-    # A module of its own that stays: threads and exit handlers of the program may need it until the very end.
-    module = types.ModuleType("__main__")
-    module.__file__ = path
-    module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]  # as Python sets it
-    sys.modules["__main__"] = module
-    code = compile(Path(path).read_bytes(), path, "exec")
-    exec(code, module.__dict__)
-
-
-def _run_module(program: Sequence[str]) -> None:
-    sys.argv = list(program)
-    sys.path[0] = os.getcwd()
-    runpy.run_module(program[0], run_name="__main__", alter_sys=True)
 
 
 def _install() -> None:
@@ -91,16 +65,3 @@ def _summary() -> str:
     if tally is None or not (tally.TALLY.loader_count or tally.TALLY.refused):
         return "the program iterated no torch DataLoader"
     return str(tally.TALLY)
-
-
-def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None:
-        return 0
-    if isinstance(leaving.code, int):
-        return leaving.code
-    print(leaving.code, file=sys.stderr)
-    return _FAILED
-
-
-def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename == runpy.__file__ or filename == "<frozen runpy>"

@@ -26,7 +26,8 @@ _LONG_NS: Final = 50_000
 _RUN_NS: Final = 1_000_000
 # Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
 _NEVER: Final = 1 << 63
-_SPANS_KEPT: Final = 50_000
+_SPANS_KEPT: Final = 100_000
+_LOOP_SPANS_KEPT: Final = 20_000
 _MARKS_KEPT: Final = 2_000
 _POINTS_KEPT: Final = 1_000
 
@@ -79,16 +80,33 @@ class History:
     """What happened when, of all engines of a loader. Times are those of ``perf_counter_ns``."""
 
     def __init__(self) -> None:
-        self.spans: deque[Span] = deque(maxlen=_SPANS_KEPT)
+        self._loop_spans: deque[Span] = deque(maxlen=_LOOP_SPANS_KEPT)
+        self._tapes: deque[tuple[WorkerId, bytes]] = deque()  # as workers wrote them: read when somebody wants to see them
+        self._tape_count = 0
         self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
         self.points: list[Point] = []
         self.lost_span_count = 0
         self._stride = 1  # of so many points one is kept
         self._point_count = 0
 
-    def add_spans(self, spans: list[Span], lost_count: int = 0) -> None:
-        self.lost_span_count += lost_count + max(0, len(self.spans) + len(spans) - _SPANS_KEPT)
-        self.spans.extend(spans)
+    def spans(self) -> list[Span]:
+        own = [_worker_span(worker, one) for worker, raw in self._tapes for one in tape.spans_of(raw)]
+        return [*own, *self._loop_spans]
+
+    def add_spans(self, spans: list[Span]) -> None:
+        """Of the loop."""
+        self.lost_span_count += max(0, len(self._loop_spans) + len(spans) - _LOOP_SPANS_KEPT)
+        self._loop_spans.extend(spans)
+
+    def add_tape(self, worker: WorkerId, raw: bytes, lost_count: int) -> None:
+        """Of a worker, with how many it has overwritten."""
+        self._tapes.append((worker, raw))
+        self._tape_count += tape.span_count(raw)
+        self.lost_span_count += lost_count
+        while self._tape_count > _SPANS_KEPT:
+            count = tape.span_count(self._tapes.popleft()[1])
+            self._tape_count -= count
+            self.lost_span_count += count
 
     def add_point(self, point: Point) -> None:
         self._point_count += 1
@@ -130,10 +148,12 @@ class Gauge:
         # When it was last, and how far the sums were then.
         self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
         self._left_ns = 0
+        self._idle_ns = 0  # since when no epoch is in progress; 0: one is
         self._next_tick = 0
         self._epoch = self._step_offset = 0
         self.is_closed = False
         self._final_count = 0
+        self._known: set[WorkerId] = set()  # those of them that have ever been there
         self._owner_pid = os.getpid()
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
 
@@ -141,6 +161,10 @@ class Gauge:
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
+        if self._idle_ns:  # what workers did not do between epochs nobody asked them to do
+            idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
+            for member in self.members.values():
+                member.alive_ns -= idle_ns if member.since_ns else 0
         self._left_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
@@ -178,6 +202,7 @@ class Gauge:
 
     def end_epoch(self, left_ns: int) -> None:
         """The loop got its last batch of the epoch at this time."""
+        self._idle_ns = self._idle_ns or perf_counter_ns()
         if self._noted_ns < left_ns and self._is_on:
             self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
             self._noted_ns, self._noted_waited = left_ns, self.waited_ns
@@ -214,12 +239,13 @@ class Gauge:
     def started(self, worker: WorkerId, pid: int | None) -> None:
         member = self.members[worker]
         member.since_ns, member.pid = perf_counter_ns(), pid
+        self._known.add(worker)
 
     def ended(self, worker: WorkerId) -> None:
         """It died, or was let go."""
         member = self.members[worker]
         if member.since_ns:
-            member.alive_ns += perf_counter_ns() - member.since_ns
+            member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
             doing = self._board.doing(worker)
             member.cpu_ns += doing.cpu_ns
             member.queued_ns += doing.queued_ns
@@ -237,7 +263,7 @@ class Gauge:
 
     def alive_ns(self, worker: WorkerId) -> int:
         member = self.members[worker]
-        return member.alive_ns + (perf_counter_ns() - member.since_ns if member.since_ns else 0)
+        return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
 
     def usage(self, worker: WorkerId) -> Usage:
         """What it has used so far, all its lives together."""
@@ -270,8 +296,8 @@ class Gauge:
     # --- from time to time
 
     def point(self, now_ns: int) -> Point:
-        sums = [reader.sums() for reader in self._readers.values()]
-        usages = [self.usage(worker) for worker in self.members]
+        sums = [self._readers[worker].sums() for worker in self._known]
+        usages = [self.usage(worker) for worker in self._known]
         memory = sum(one.memory_bytes for one in usages) if self.kind == "process" else memory_use().resident_bytes
         flight = self.flight()
         return Point(
@@ -302,9 +328,10 @@ class Gauge:
         if not self._is_spanning or self.is_closed:
             return
         for worker, reader in self._readers.items():
-            raw, lost = reader.take_spans(is_last=is_last)
-            if raw or lost:
-                self._history.add_spans([_worker_span(worker, one) for one in raw], lost)
+            if worker in self._known:
+                raw, lost = reader.take_spans(is_last=is_last)
+                if raw:
+                    self._history.add_tape(worker, raw, lost)
 
     def close(self) -> None:
         """The workers are gone; the board is about to be."""
@@ -347,6 +374,7 @@ def _added(one: Reading, other: Reading) -> Reading:
         one.sums.retry_count + other.sums.retry_count,
         one.sums.span_count + other.sums.span_count,
         other.sums.gil_share,
+        other.sums.is_drawing,
     )
     histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
     return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])

@@ -102,7 +102,7 @@ class Meter:
         history = self._history
         spans = [
             Span(*one._replace(begin_ns=max(0, one.begin_ns - began), end_ns=max(0, one.end_ns - began)))
-            for one in history.spans
+            for one in history.spans()
         ]
         return Trace(
             began=self._began,

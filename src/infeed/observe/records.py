@@ -92,7 +92,7 @@ class WorkerStatistics:
     load_s: float
     collate_s: float
     write_s: float
-    alive_s: float  # since it was started, all its lives together
+    alive_s: float  # while it was there and an epoch was in progress, all its lives together
     cpu_s: float  # processor time; 0 where it cannot be had
     queued_s: float  # how long it was ready to run and had no core; 0 where it cannot be had
     memory_bytes: int  # resident; shared memory counts in every worker that has touched it

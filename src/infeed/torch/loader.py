@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from infeed.config import Observe, OnError, WorkerKind
+from infeed.autocount import MOST_WORKERS, AutoCount
+from infeed.config import Observe, OnError, WorkerChoice, check_cpu_limit
+from infeed.errors import ConfigError
 from infeed.ledger import BadSample
 from infeed.lineage import Lineage
 from infeed.observe.records import Statistics
@@ -27,7 +29,13 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
     Args:
         seed: makes the order (of a plain ``shuffle=True``) and random numbers in the dataset a function of seed and epoch, also
             with ``num_workers=0``. Without it both come from torch's generators, as with torch.
-        worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL.
+        num_workers: also ``"auto"``: begins with few and has as many as bring something, by what is measured while the loop
+            runs: how long it waits, how busy they are, the cores and the memory that there are. Batches do not depend on it. A
+            stream has one worker, because its order depends on them. As an attribute it is the most that there may be.
+        worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL; ``"auto"`` leaves it open, and makes
+            ``num_workers`` the most that there may be.
+        cpu_limit: with ``"auto"``, how many cores workers may use; by default all that this process has, its part of them where
+            several ranks share the machine.
         memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together.
         grain_size: samples that share one seed and are loaded by one worker; 1 gives each sample its own.
         device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
@@ -59,7 +67,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -73,7 +81,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        worker: WorkerKind = "process",
+        worker: WorkerChoice = "process",
         memory_limit: int | str | None = None,
         grain_size: int | None = None,
         device: Any = None,
@@ -85,11 +93,13 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         sample_timeout: float = 0,
         hang_warning: float | None = None,
         threads_per_worker: int = 1,
+        cpu_limit: float | None = None,
         observe: Observe = "timeline",
         progress: bool = False,
         on_statistics: Callable[[Statistics], object] | None = None,
         statistics_every: float = 10.0,
     ) -> None:
+        count = self._counted(num_workers, cpu_limit)
         newer = {} if in_order else {"in_order": in_order}  # torch has it since 2.6
         super().__init__(
             dataset,
@@ -97,7 +107,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            count,
             collate_fn,
             pin_memory,
             drop_last,
@@ -125,13 +135,30 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.sample_timeout = sample_timeout
         self.hang_warning = hang_warning
         self.threads_per_worker = threads_per_worker
+        self.cpu_limit = cpu_limit
         self.observe = observe
         self.progress = progress
         self.on_statistics = on_statistics
         self.statistics_every = statistics_every
-        # Of a factor that was asked for; torch's attribute has its default by now.
-        self._infeed_prefetch = None if prefetch_factor is None else max(1, prefetch_factor * num_workers)
+        # Of a factor that was asked for, if it is known of how many; torch's attribute has its default by now.
+        is_counted = prefetch_factor is not None and not isinstance(count, AutoCount)
+        self._infeed_prefetch = max(1, (prefetch_factor or 0) * count) if is_counted else None
         config_of(self)  # wrong arguments are told now
+
+    @staticmethod
+    def _counted(num_workers: int | str, cpu_limit: float | None) -> int:
+        """A number, because torch computes with it, and so do frameworks."""
+        if isinstance(num_workers, int):
+            return num_workers
+        if num_workers != "auto":
+            raise ConfigError(f"num_workers={num_workers!r} must be 'auto' or a whole number; use 0 to load in this process")
+        check_cpu_limit(cpu_limit)
+        return AutoCount(MOST_WORKERS)
+
+    def check_worker_number_rationality(self) -> None:
+        """torch warns of more workers than cores. Where infeed decides, the number is only the most that there may be."""
+        if not isinstance(self.num_workers, AutoCount):
+            super().check_worker_number_rationality()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return iterator_of(self)
@@ -160,7 +187,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write who did what when: ``.json`` for Perfetto and chrome://tracing, or a picture: ``.svg``, ``.png``, ``.html``.
 
-        The latest fifty thousand spans are kept; what is shorter than a tenth of a millisecond is put together.
+        The latest hundred thousand spans of workers are kept; what is shorter than a tenth of a millisecond is put together.
 
         Raises:
             ConfigError: the ending is none of these, or ``observe`` keeps no timeline.

@@ -140,7 +140,7 @@ class TorchPlan(Plan):
             is_seed_given=config.seed is not None,
             batch_size=config.batch_size,
             world_size=1,
-            worker_count=max(1, config.num_workers),
+            worker_count=max(1, config.most_workers),
         )
 
     def sampler_state(self, cursor: Cursor) -> Any:

@@ -118,6 +118,7 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
         memory_limit=getattr(loader, "memory_limit", None),
         grain_size=getattr(loader, "grain_size", None),
         threads_per_worker=getattr(loader, "threads_per_worker", 1),
+        cpu_limit=getattr(loader, "cpu_limit", None),
         start_method=_start_method(loader),
         pin_memory=bool(loader.pin_memory),
         device=getattr(loader, "device", None),

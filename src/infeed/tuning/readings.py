@@ -28,6 +28,7 @@ class Limits(NamedTuple):
     cores: float  # that this loader may use
     most_workers: int
     reserve_bytes: int = 0  # of memory, to be left free
+    is_strict: bool = False  # cores are a budget: not even a gain may take more
 
 
 class Reading(NamedTuple):

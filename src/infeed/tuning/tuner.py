@@ -36,6 +36,10 @@ _SHRINK_ROOM: Final = 1.3
 _SHRINK_LEAST: Final = 0.8
 # Workers that compute for this much of their time gain nothing from being more than the processors.
 _COMPUTES: Final = 0.9
+# Workers that mostly wait are made so many times as many at once, if the processors can bear it: else twice as many.
+_LEAP: Final = 4
+_LEAP_ROOM: Final = 1.3  # above what a leap has shown to be enough
+_ROUNDING: Final = 0.1  # of a worker: shares are measured
 # A step has to bring this much, or half of what it could have brought if that is less.
 _GAIN: Final = 0.04
 # One that has cost as much went too far; between there and where it came from there may be a better number.
@@ -54,9 +58,11 @@ class _Trial(NamedTuple):
 class Tuner:
     """For one engine. ``consider`` is to be told often, some ten times a second, while the loop is there."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, first_count: int | None = None) -> None:
+        """``first_count``: how many to begin with, if something is known."""
         self._limits = limits
-        self._count = self.first_count  # as it was asked for last
+        # As it was asked for last.
+        self._count = self.first_count if first_count is None else max(1, min(first_count, limits.most_workers))
         self._since: Reading | None = None
         self._spells: list[Spell] = []  # since the last change
         self._is_moved = True  # the next spell is still under what was before
@@ -128,7 +134,10 @@ class Tuner:
 
     @property
     def _most(self) -> int:
-        return max(1, min(self._limits.most_workers, _whole(self._ceiling - 1)))
+        most = min(self._limits.most_workers, _whole(self._ceiling - 1))
+        if self._limits.is_strict and self._cpu_share:
+            most = min(most, floor(self._limits.cores / self._cpu_share + _ROUNDING))
+        return max(1, most)
 
     def _memory_most(self, reading: Reading) -> int:
         """How many workers there is memory for."""
@@ -191,6 +200,8 @@ class Tuner:
             step = cores
         elif self._cpu_share is not None and count * self._cpu_share >= self._limits.cores:
             step = ceil(1.5 * count)
+        elif self._cpu_share is not None and _LEAP * count * self._cpu_share <= self._limits.cores:
+            step = max(_LEAP * count, cores)
         else:
             step = max(2 * count, cores)
         return ceil(min(needed, step))
@@ -208,13 +219,21 @@ class Tuner:
             return None
         self._trial = None
         if gain >= trial.least_gain or after.wait_share < trial.before.wait_share / 2:
-            return None
+            return self._moderate(reading.worker_count, trial.origin, gain + doubt)
         self._ceiling, self._has_rested, self._is_learning = reading.worker_count, True, True
         if not (gain < -_LOSS and reading.worker_count >= 2 * trial.origin):
             self._ceiling = trial.origin + 1  # it is flat there: nothing in between is better
         self._refused = (reading.worker_count, after)
         more = "a gain of" if gain >= 0 else "a loss of"
         return self._change(trial.origin, f"the step to {reading.worker_count} brought {more} {abs(gain):.0%}")
+
+    def _moderate(self, count: int, origin: int, gain: float) -> Change | None:
+        """After a leap that brought something, but less than so many workers could have: no more than that takes."""
+        enough = ceil(_LEAP_ROOM * origin * (1 + gain))
+        if count <= 2 * origin or enough > _SHRINK_LEAST * count:
+            return None
+        self._ceiling, self._has_rested, self._is_learning = enough + 1, True, True
+        return self._change(enough, f"the step from {origin} to {count} brought a gain of {gain:.0%}; these are enough for it")
 
     def _regret(self) -> Change | None:
         """Whether a step was taken back wrongly: what it was held against was known from few spells, which may have been

@@ -49,6 +49,8 @@ from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, enco
 _ANSWER_NS: Final = 200_000
 # How often a worker notes its memory, for who asks why it was killed.
 _MEASURE_NS: Final = 100_000_000
+# How long the thread that reads the pipe has to come to its end, once nothing can be sent any more.
+_END_S: Final = 5.0
 
 
 class Birth(NamedTuple):
@@ -222,11 +224,18 @@ class ThreadedEnd(WorkerEnd):
         self._end = end
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held while a message goes out: two threads send
-        threading.Thread(target=self._read, name="infeed:reader", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="infeed:reader", daemon=True)
+        self._reader.start()
 
     def send(self, frames: list[bytes]) -> None:
-        with self._lock:
-            self._end.send(frames)
+        try:
+            with self._lock:
+                self._end.send(frames)
+        except OSError:
+            # The reader comes to the end of the pipe too, by way of what the engine said last, and ends the process.
+            if threading.current_thread() is not self._reader:
+                self._reader.join(_END_S)
+            raise
 
     def has_pending(self) -> bool:
         return not self._inbox.empty()

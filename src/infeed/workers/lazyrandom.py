@@ -26,6 +26,7 @@ class LazyModule:
         self._module = module
         self._seed = seed
         self._pending: int | None = None
+        self.draw_count = 0  # grains in which somebody has drawn
         self._functions: dict[str, Any] = {
             name: value for name, value in vars(module).items() if getattr(value, "__self__", None) is generator
         }
@@ -43,6 +44,7 @@ class LazyModule:
         """Seed now, if that is still to be done."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            self.draw_count += 1
             vars(self._module).update(self._functions)
             self._seed(pending)
 

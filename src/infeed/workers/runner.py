@@ -45,6 +45,7 @@ from infeed.workers.messages import (
     Unplaced,
 )
 from infeed.workers.places import Place, swap_place
+from infeed.workers.probing import Probe
 from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import StreamShare, open_share
@@ -106,6 +107,7 @@ class Runner:
         self._cell = cell
         self._tape = tape
         self._fetcher = Fetcher(spec, source, self._place_now, cell, tape)
+        self._probe = Probe(tape) if spec.probes else None
         self._hearers = Hearers(source.dataset, source.collate_fn)
         self._recalls = recalls or Recalls()
         self._began = 0
@@ -161,6 +163,8 @@ class Runner:
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
         self._began = self._cell.begin(message.task)
         self._tape.begin(self._began, message.epoch, message.first_position)
+        if self._probe is not None:
+            self._probe.begin()
         before = swap_place(self._place_now)
         try:
             if self._spec.seeding is Seeding.LEND:
@@ -171,6 +175,9 @@ class Runner:
             now_ns = perf_counter_ns()
             self._fetcher.learn(now_ns - self._began, message.row_count)
             self._tape.end(self._loaded_count(message, answer), now_ns)
+            if self._probe is not None:
+                self._probe.end(now_ns - self._began)
+                self._probe = None if self._probe.is_done else self._probe
             return answer
         except LoadError as error:
             return LoadFailed(message.task, error.failure(), error.row_count, error.bad)

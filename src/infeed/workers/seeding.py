@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.importing import when_imported
-from infeed.workers.lazyrandom import lazy_numpy, lazy_python, seed_numpy, seed_python
+from infeed.workers.lazyrandom import LazyModule, lazy_numpy, lazy_python, seed_numpy, seed_python
 
 
 @final
@@ -25,6 +25,7 @@ class _Seeders:
     def __init__(self) -> None:
         self.python: Callable[[int], None] = seed_python
         self.numpy: Callable[[int], None] = seed_numpy
+        self.lazy: list[LazyModule] = []
         self.latest = 0
 
 
@@ -33,8 +34,9 @@ _SEEDERS: Final = _Seeders()
 
 def seed_lazily() -> None:
     """Seed only what is drawn from, from now on. For processes of ours only, before user code is imported."""
-    _SEEDERS.python = lazy_python().seed
-    _SEEDERS.numpy = lazy_numpy().seed
+    python, numpy = lazy_python(), lazy_numpy()
+    _SEEDERS.python, _SEEDERS.numpy = python.seed, numpy.seed
+    _SEEDERS.lazy = [python, numpy]
     # Whoever imports torch only when a sample is loaded is in the middle of a grain, whose seed it must get too.
     when_imported("torch", _seed_torch)
 
@@ -78,6 +80,30 @@ def torch_seed() -> int | None:
     """What torch's default generator was last seeded with; ``None`` if torch is not imported."""
     torch = sys.modules.get("torch")
     return None if torch is None else int(torch.default_generator.initial_seed())
+
+
+@final
+class DrawWatch:
+    """Sees whether user code draws from the global generators. For processes of ours that seed lazily."""
+
+    def __init__(self) -> None:
+        self.has_drawn = False
+        self._before = 0
+
+    def begin(self) -> None:
+        self._before = self._count()
+
+    def look(self) -> None:
+        """A task has been loaded."""
+        torch: Any = sys.modules.get("torch")
+        if self._count() > self._before:
+            self.has_drawn = True
+        elif torch is not None and not self.has_drawn:
+            fresh = torch.Generator().manual_seed(_SEEDERS.latest)
+            self.has_drawn = not torch.equal(fresh.get_state(), torch.default_generator.get_state())
+
+    def _count(self) -> int:
+        return sum(one.draw_count for one in _SEEDERS.lazy)
 
 
 def generator_states() -> dict[str, object]:

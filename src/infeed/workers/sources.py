@@ -66,6 +66,7 @@ class WorkerSpec:
     mends: bool = False  # bad samples are left out or replaced: tell of all that a task has
     is_watched: bool = False  # samples have a time limit: note each
     observe: Observe = "timeline"
+    probes: bool = False  # finds out whether threads would do
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property

@@ -189,9 +189,9 @@ class Tape:
         self._span(START, began_ns, perf_counter_ns(), 0, NO_INDEX, 0)
         self._numbers[_SPANS] = self._sums[_SPANS]
 
-    def note_gil(self, share: float) -> None:
-        """How much of the time user code holds the GIL."""
-        self._numbers[_GIL] = 1 + round(share * 1000)
+    def note_gil(self, share: float, *, is_drawing: bool) -> None:
+        """How much of the time user code holds the GIL, and whether it draws from generators that threads would share."""
+        self._numbers[_GIL] = (1 + round(share * 1000)) * (-1 if is_drawing else 1)
 
     # --- samples that are long enough to be looked at one by one
 
@@ -263,6 +263,8 @@ class Silence:
 
     def started(self, began_ns: int) -> None: ...
 
+    def note_gil(self, share: float, *, is_drawing: bool) -> None: ...
+
 
 def _number(indices: Sequence[Any], row: int = 0) -> int:
     """An index as a number that fits, if it is one."""
@@ -281,7 +283,8 @@ class Sums(NamedTuple):
     sample_count: int = 0
     retry_count: int = 0
     span_count: int = 0
-    gil_share: float | None = None
+    gil_share: float | None = None  # of loading; None: not known
+    is_drawing: bool = False  # from the global generators
 
 
 class RawSpan(NamedTuple):
@@ -306,7 +309,7 @@ class TapeReader:
 
     def sums(self) -> Sums:
         load, collate, write, samples, retries, spans, gil = self._part(0, _GIL + 1)
-        return Sums(load, collate, write, samples, retries, spans, (gil - 1) / 1000 if gil else None)
+        return Sums(load, collate, write, samples, retries, spans, (abs(gil) - 1) / 1000 if gil else None, gil < 0)
 
     def histogram(self) -> list[int]:
         return self._part(_HISTOGRAM_AT, _SLOW_AT)
@@ -317,8 +320,8 @@ class TapeReader:
         rows = [numbers[at : at + _SLOW_NUMBERS] for at in range(0, len(numbers), _SLOW_NUMBERS)]
         return [(took, epoch, position, index) for took, epoch, position, index in rows if took]
 
-    def take_spans(self, *, is_last: bool = False) -> tuple[list[RawSpan], int]:
-        """Spans that were not taken yet, and how many were overwritten before they could be.
+    def take_spans(self, *, is_last: bool = False) -> tuple[bytes, int]:
+        """Spans that were not taken yet, as ``spans_of`` reads them, and how many were overwritten before they could be.
 
         Args:
             is_last: with the latest one, which may still become longer.
@@ -326,15 +329,28 @@ class TapeReader:
         stop = self._numbers[self._begin + _SPANS] - (0 if is_last else 1)
         first = max(self._next, stop - _RING + 1)
         if first >= stop:
-            return [], 0
-        begin = self._begin + _RING_AT
-        ring = self._numbers[begin : begin + _RING * _SPAN_NUMBERS].tobytes()
+            return b"", 0
+        begin, end = first % _RING, (stop - 1) % _RING + 1
+        raw = self._ring(begin, end) if begin < end else self._ring(begin, _RING) + self._ring(0, end)
         # While it was copied the worker may have gone on, over the oldest.
-        least = max(first, self._numbers[self._begin + _SPANS] - _RING + 1)
-        lost = min(least, stop) - self._next
+        least = min(stop, max(first, self._numbers[self._begin + _SPANS] - _RING + 1))
+        lost = least - self._next
         self._next = stop
-        return [RawSpan(*_SPAN.unpack_from(ring, number % _RING * _SPAN.size)) for number in range(least, stop)], lost
+        return raw[(least - first) * _SPAN.size :], lost
+
+    def _ring(self, begin: int, stop: int) -> bytes:
+        at = self._begin + _RING_AT
+        return bytes(self._numbers[at + begin * _SPAN_NUMBERS : at + stop * _SPAN_NUMBERS])
 
     def _part(self, begin: int, stop: int) -> list[int]:
         numbers: list[int] = self._numbers[self._begin + begin : self._begin + stop].tolist()
         return numbers
+
+
+def spans_of(raw: bytes) -> list[RawSpan]:
+    """Spans that were taken from a tape."""
+    return [RawSpan(*numbers) for numbers in _SPAN.iter_unpack(raw)]
+
+
+def span_count(raw: bytes) -> int:
+    return len(raw) // _SPAN.size

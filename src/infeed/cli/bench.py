@@ -1,0 +1,141 @@
+"""``infeed bench``: tries settings on a dataset and says which is best on this machine."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from infeed.doctor.benching import Measured
+
+__all__ = ["add_parser", "run"]
+
+_USAGE: Final = 2
+_NOT_RUN: Final = 3
+_FORMAT_VERSION: Final = 1
+_BAR: Final = 24
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="find the best settings for a dataset on this machine",
+        description="Loads a dataset with no workers, threads and processes, more and more of them, and says what is best.",
+        epilog="exit codes: 0 done, 2 wrong usage, 3 the dataset could not be loaded",
+    )
+    parser.add_argument("dataset", metavar="module:dataset", help="a dataset, or a function without arguments that makes one")
+    parser.add_argument("--batch-size", type=_count, default=32, metavar="N", help="samples in a batch (default: 32)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="how long to measure each setting (default: 1.5)")
+    parser.add_argument("--worker", choices=("thread", "process"), help="try this kind only")
+    parser.add_argument("--json", metavar="FILE", help="write all figures as JSON; - for standard output")
+    parser.add_argument("--html", metavar="FILE", help="write a page with a plot")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Try the settings, print them, and the best as a line to paste."""
+    from infeed.doctor.benching import Bench, choose, confirm, search
+    from infeed.doctor.surveying import core_count
+    from infeed.doctor.targets import load_dataset
+    from infeed.errors import ConfigError
+
+    target: str = arguments.dataset
+    module, colon, name = target.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+        return _complain(f"{target!r} names no dataset; give module:dataset, for example: infeed bench data:train_set", _USAGE)
+    if not arguments.seconds > 0:
+        return _complain(f"--seconds {arguments.seconds} is no time; give more than 0", _USAGE)
+    try:
+        bench = Bench(load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
+    except ConfigError as error:
+        return _complain(str(error), _NOT_RUN)
+    cores = int(core_count())
+    results = []
+    for found in search(bench.measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")):
+        results.append(found)
+        print(f"  {found.setting}: {found.error or f'{found.samples_per_s:,.0f} samples/s'}", file=sys.stderr)
+    results = confirm(bench.measure, results)
+    best = choose(results)
+    if arguments.json:
+        document = {
+            "format": _FORMAT_VERSION,
+            "dataset": target,
+            "batch_size": bench.batch_size,
+            "cores": cores,
+            "results": [asdict(one) for one in results],
+            "best": None if best is None else {**asdict(best), "code": best.setting.code(bench.batch_size)},
+        }
+        _write(arguments.json, json.dumps(document, indent=2) + "\n")
+    if arguments.html:
+        from infeed.doctor.page import bench_page
+
+        try:
+            text = bench_page(target, bench.batch_size, cores, results, best)
+        except ConfigError as error:
+            return _complain(str(error), _USAGE)
+        _write(arguments.html, text)
+    if best is None:
+        return _complain(f"{target} could not be loaded: {results[0].error}", _NOT_RUN)
+    if arguments.json != "-":
+        _print_table(results, best)
+        print(f"\nbest here, the least that is almost as fast as the fastest:\n  {best.setting.code(bench.batch_size)}")
+    return 0
+
+
+def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
+    from infeed.doctor.findings.finding import duration
+    from infeed.memory.budget import format_bytes
+
+    most = max(one.samples_per_s for one in results)
+    rows = [
+        (
+            str(one.setting),
+            f"{one.samples_per_s:,.0f}",
+            "█" * max(1, round(_BAR * one.samples_per_s / most)),
+            duration(one.first_s),
+            format_bytes(one.memory_bytes),
+        )
+        for one in results
+        if not one.error
+    ]
+    head = ("workers", "samples/s", "", "first batch", "memory")
+    if importlib.util.find_spec("rich") is None:
+        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+        for row in [head, *rows]:
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    else:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for number, title in enumerate(head):
+            table.add_column(title, justify="right" if number in (1, 3, 4) else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row, style="green" if row[0] == str(best.setting) else None)
+        Console().print(table)
+    for one in results:
+        if one.error:
+            print(f"{one.setting}: {one.error}")
+
+
+def _write(where: str, text: str) -> None:
+    if where == "-":
+        print(text, end="")
+    else:
+        Path(where).write_text(text, encoding="utf-8")
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"infeed bench: {text}", file=sys.stderr)
+    return code
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples; give 1 or more")
+    return int(text)

@@ -1,0 +1,131 @@
+"""``infeed doctor``: runs a program for a while and says what is wrong with how it loads data."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+
+__all__ = ["add_parser", "run"]
+
+_FOUND: Final = 1
+_USAGE: Final = 2
+_NOT_RUN: Final = 3
+
+_EPILOG: Final = """\
+exit codes: 0 nothing found, 1 something found, 2 wrong usage, 3 the program could not be run or iterated no loader
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="find out what is wrong with how a program loads data",
+        description=(
+            "Runs a program unchanged for a while, with its own loaders of torch or infeed, looks at their datasets, and says "
+            "what is wrong, the most costly first."
+        ),
+        usage="infeed doctor [options] (script.py [arguments ...] | -m module [arguments ...] | module:dataset)",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="program is a module, as with `python -m`")
+    parser.add_argument("--seconds", type=_positive, default=30.0, help="how long to watch, from the first batch (default: 30)")
+    parser.add_argument(
+        "--start-seconds", type=_positive, default=600.0, help="how long it may take to the first batch (default: 600)"
+    )
+    parser.add_argument("--infeed", action="store_true", help="run torch's loaders on infeed, as `infeed run` does")
+    parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a finding out; may be repeated")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
+    parser.add_argument("--html", metavar="FILE", help="write a page")
+    parser.add_argument("--num-workers", type=int, default=2, metavar="N", help="for module:dataset (default: 2)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for module:dataset (default: 32)")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="what to run, and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the program and print the findings; the exit code says whether there are any."""
+    from infeed.doctor.child import Orders
+    from infeed.doctor.findings import NAMES, examine
+    from infeed.doctor.report import ending, plain, print_report
+    from infeed.doctor.surveying import survey
+
+    program: list[str] = arguments.program
+    unknown = [name for name in arguments.ignore if name not in NAMES]
+    if unknown:
+        return _complain(f"--ignore {unknown[0]}: there is no such finding; there are {', '.join(NAMES)}")
+    kind = _kind(program, arguments.is_module)
+    if kind is None:
+        return _USAGE
+    orders = Orders(
+        journal="",
+        kind=kind,
+        seconds=arguments.seconds,
+        with_infeed=arguments.infeed,
+        num_workers=arguments.num_workers,
+        batch_size=arguments.batch_size,
+    )
+    is_json_out = arguments.json == "-"
+    # What the program prints must not get between the braces.
+    seen = survey(orders, program, start_seconds=arguments.start_seconds, stdout=sys.stderr.fileno() if is_json_out else None)
+    if not any(loader.epochs for loader in seen.loaders):
+        if seen.ending in ("finished", "exit") and not seen.exit_code:
+            _complain(f"{program[0]} iterated no DataLoader of torch or infeed, so there is nothing to look at")
+        elif seen.ending in ("time", "stuck"):
+            _complain(f"{program[0]} iterated no DataLoader within {arguments.start_seconds:g} s; see --start-seconds")
+        else:
+            _complain(f"{program[0]} could not be run: {ending(seen)}")
+        return _NOT_RUN
+    findings = [finding for finding in examine(seen) if finding.name not in arguments.ignore]
+    if arguments.json:
+        document = json.dumps(plain(seen, findings), indent=2)
+        if is_json_out:
+            print(document)
+        else:
+            Path(arguments.json).write_text(document + "\n", encoding="utf-8")
+    if arguments.html:
+        from infeed.doctor.page import write_findings
+
+        write_findings(Path(arguments.html), seen, findings)
+    if not is_json_out:
+        print_report(seen, findings, _console())
+    return _FOUND if findings else 0
+
+
+def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "dataset"] | None:
+    if not program:
+        _complain("name a script, -m and a module, or module:dataset; for example: infeed doctor train.py --epochs 3")
+        return None
+    if is_module:
+        return "module"
+    if Path(program[0]).is_file():
+        return "script"
+    module, colon, name = program[0].partition(":")
+    if colon and all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+        return "dataset"
+    _complain(f"{program[0]!r} is not a file; name a script, a module with -m, or module:dataset")
+    return None
+
+
+def _console() -> Any:
+    if importlib.util.find_spec("rich") is None:
+        return sys.stdout
+    from rich.console import Console
+
+    return Console()
+
+
+def _complain(text: str) -> int:
+    print(f"infeed doctor: {text}", file=sys.stderr)
+    return _USAGE
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time; give more than 0 seconds")
+    return value

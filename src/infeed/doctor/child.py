@@ -1,0 +1,151 @@
+"""The interpreter in which the doctor runs a program: ``python -m infeed.doctor.child OPTIONS PROGRAM ...``.
+
+It is the doctor's child so that the doctor survives whatever the program does. Everything that is seen goes into a journal at
+once. When the program has ended, or asks for a batch after its time is up, its datasets are looked at right here, and the
+program never goes on: it waits for the doctor to end it, with all its processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+from infeed.doctor.evidence import Ending
+from infeed.doctor.journal import Journal
+from infeed.doctor.targets import load_dataset
+from infeed.doctor.watching import Watcher
+from infeed.errors import ConfigError
+from infeed.importing import when_imported
+from infeed.programs import exit_code_of, run_module, run_script, show_error
+
+_PROBE_S: Final = 2.0
+_PAUSE_S: Final = 0.5
+_MOST_PROBES: Final = 3
+_FAILED: Final = 1
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the doctor asks of its child."""
+
+    journal: str
+    kind: Literal["script", "module", "dataset"]
+    seconds: float
+    with_infeed: bool = False
+    num_workers: int = 2  # of a loader over a dataset
+    batch_size: int = 32
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def stop_signal() -> int | None:
+    """What the doctor sends to a program that asks for no batch any more; none of those that programs use."""
+    if sys.platform != "linux":
+        return None
+    return signal.SIGRTMIN + 9
+
+
+@final
+class _Child:
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._journal = Journal(Path(orders.journal))
+        self._watcher = Watcher(self._journal, orders.seconds, self._stop)
+        self._is_over = False
+        self._doctor = os.getppid()
+
+    def run(self, program: list[str]) -> int:
+        self._watcher.install()
+        if self._orders.with_infeed:
+            when_imported("torch", _install)
+            when_imported("torchdata.stateful_dataloader", _install)
+        number = stop_signal()
+        if number is not None:
+            signal.signal(number, lambda *_: self._stop("stuck"))
+        ending: Ending = "finished"
+        code, told = 0, ""
+        try:
+            self._run(program)
+        except SystemExit as leaving:
+            ending, code = "exit", exit_code_of(leaving)
+        except ConfigError as error:
+            ending, code, told = "error", _FAILED, str(error)
+        except BaseException as error:
+            ending, code, told = "error", _FAILED, f"{type(error).__name__}: {error}"
+            show_error(error, [__file__])
+        sys.stdout.flush()
+        self._finish(ending, code, told)
+        self._journal.close()
+        return code
+
+    def _run(self, program: list[str]) -> None:
+        if self._orders.kind == "script":
+            run_script(program)
+        elif self._orders.kind == "module":
+            run_module(program)
+        else:
+            self._iterate(load_dataset(program[0]))
+
+    def _iterate(self, dataset: Any) -> None:
+        """Over and over, until time is up."""
+        options: dict[str, Any] = {"batch_size": self._orders.batch_size, "num_workers": self._orders.num_workers}
+        if "torch" in sys.modules:
+            loader: Any = importlib.import_module("torch.utils.data").DataLoader(
+                dataset, persistent_workers=self._orders.num_workers > 0, **options
+            )
+        else:
+            loader = importlib.import_module("infeed").DataLoader(dataset, **options)
+        end = time.monotonic() + self._orders.seconds
+        while time.monotonic() < end:
+            batches = 0
+            for _ in loader:
+                batches += 1
+            if not batches:
+                raise ConfigError(f"the dataset {type(dataset).__qualname__} gave no batch; it is empty")
+
+    def _stop(self, ending: Ending = "time") -> None:
+        if self._is_over:
+            return  # it is at the probes
+        self._watcher.flush()
+        self._finish(ending, None, "")
+        # The program must not go on. It is the doctor that ends it; or nobody, if the doctor is gone.
+        while os.getppid() == self._doctor:
+            time.sleep(_PAUSE_S)
+        os._exit(_FAILED)
+
+    def _finish(self, ending: Ending, code: int | None, told: str) -> None:
+        # Not before: it imports NumPy, and a program may want to set the number of its threads first.
+        from infeed.doctor.probing import probe
+
+        self._is_over = True
+        at = time.monotonic()
+        # Now, in case the probes do not come back; once more when they have.
+        self._journal.write("end", at=at, ending=ending, exit_code=code, error=told)
+        torch: Any = sys.modules.get("torch")
+        has_gpu = bool(torch is not None and torch.cuda.is_available())
+        self._journal.write("machine", has_gpu=has_gpu, is_fork_default=_is_fork_default())
+        for watched in self._watcher.loaders[:_MOST_PROBES]:
+            probe(watched, self._journal, min(_PROBE_S, self._orders.seconds / 2))
+        self._journal.write("done")
+
+
+def _is_fork_default() -> bool:
+    return sys.platform == "linux" and sys.version_info < (3, 14)
+
+
+def _install() -> None:
+    installing: Any = importlib.import_module("infeed.torch.installing")
+    installing.install()
+
+
+if __name__ == "__main__":
+    sys.exit(_Child(Orders(**json.loads(sys.argv[1]))).run(sys.argv[2:]))

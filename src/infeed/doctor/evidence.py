@@ -1,0 +1,203 @@
+"""What was seen of a program: plain data, from which findings are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias, final
+
+from infeed.doctor.journal import EVENT
+
+Library: TypeAlias = Literal["torch", "infeed", "infeed.torch"]
+Kind: TypeAlias = Literal["inline", "thread", "process"]
+Ending: TypeAlias = Literal["finished", "exit", "error", "time", "stuck", "died"]
+
+
+@final
+@dataclass(slots=True)
+class EpochSeen:
+    """One iteration of a loader. Times are seconds, ``at`` on the clock that all processes share."""
+
+    at: float
+    start_s: float = 0.0  # from `iter` to the first batch
+    has_batch: bool = False
+    waits: list[float] = field(default_factory=list)  # for every batch but the first
+    aways: list[float] = field(default_factory=list)  # what the loop did before it asked for each of them
+
+
+@final
+@dataclass(slots=True)
+class Fork:
+    """The process was copied to make a worker, with threads running in it."""
+
+    python_threads: list[str]
+    libraries: dict[str, int]  # native threads by library
+
+
+class SlowIndex(NamedTuple):
+    """A sample that took much longer than others, twice."""
+
+    which: str  # its index, as written
+    seconds: float
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """What loading some samples by hand, and looking at the dataset, told."""
+
+    sample_count: int = 0
+    sample_s: float = 0.0  # on average
+    median_s: float = 0.0
+    cpu_s: float = 0.0  # of it, on a processor
+    switches: float | None = None  # how often a sample gave up the processor by itself, on average
+    read_bytes: float = 0.0  # a sample, on average
+    collate_s: float = 0.0  # a batch
+    slow: list[SlowIndex] = field(default_factory=list)
+    heavy: list[tuple[str, int, bool]] = field(default_factory=list)  # what it is, bytes, whether it is an array
+    unsendable: str = ""  # by any means
+    unpicklable: str = ""  # by pickle, which is what torch's loader sends with where it does not fork
+    generators: list[str] = field(default_factory=list)  # in the dataset or its module, and drawn from
+    error: str = ""
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class LoaderSeen:
+    """A loader of the program; loaders that are made alike over the same dataset, as for each epoch, count as one."""
+
+    number: int
+    library: Library
+    dataset: str
+    kind: Kind
+    num_workers: int
+    batch_size: int | None = 1
+    is_persistent: bool = False
+    is_pinned: bool = False
+    has_init: bool = False  # a worker_init_fn
+    start_method: str = ""  # of torch's workers
+    pids: list[int] = field(default_factory=list)
+    epochs: list[EpochSeen] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    batch_bytes: int = 0
+    batch_rows: int = 0
+    is_on_device: bool = False
+    waiting_s: float = 0.0  # for the batch that it was asked for when time was up
+    probe: Probe = field(default_factory=Probe)
+
+    @property
+    def waited_s(self) -> float:
+        return sum(sum(epoch.waits) for epoch in self.epochs)
+
+    @property
+    def away_s(self) -> float:
+        return sum(sum(epoch.aways) for epoch in self.epochs)
+
+    @property
+    def batch_count(self) -> int:
+        """Of those whose wait was measured: all but the first of each epoch."""
+        return sum(len(epoch.waits) for epoch in self.epochs)
+
+    @property
+    def wait_share(self) -> float:
+        total = self.waited_s + self.away_s
+        return self.waited_s / total if total else 0.0
+
+    @property
+    def rows(self) -> int:
+        """Samples in a batch."""
+        return self.batch_size or self.batch_rows or 1
+
+    @property
+    def load_s(self) -> float:
+        """What loading a batch takes one who is alone with it."""
+        return self.rows * self.probe.sample_s + self.probe.collate_s
+
+
+class Moment(NamedTuple):
+    """How a process was at a time."""
+
+    at: float
+    uss_bytes: int
+    cpu_s: float
+
+
+@final
+@dataclass(slots=True)
+class ProcessSeen:
+    """A process below the program's, as seen from outside."""
+
+    pid: int
+    moments: list[Moment] = field(default_factory=list)
+    pools: dict[str, int] = field(default_factory=dict)  # threads besides its first that do work, by library
+    read_bytes: int = 0
+
+    @property
+    def cpu_share(self) -> float:
+        """Of its time, how much it was on a processor."""
+        if len(self.moments) < 2:
+            return 0.0
+        first, last = self.moments[0], self.moments[-1]
+        return (last.cpu_s - first.cpu_s) / max(last.at - first.at, 1e-9)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A program that was watched."""
+
+    program: str
+    ending: Ending = "finished"
+    exit_code: int | None = None
+    error: str = ""
+    seconds: float = 0.0  # from the first iteration of a loader to the end
+    has_own_loop: bool = True  # else the doctor only iterated a dataset
+    has_gpu: bool = False
+    core_count: float = 1
+    memory_bytes: int = 0  # that is free
+    is_fork_default: bool = True
+    loaders: list[LoaderSeen] = field(default_factory=list)
+    processes: dict[int, ProcessSeen] = field(default_factory=dict)
+
+    def workers_of(self, loader: LoaderSeen) -> list[ProcessSeen]:
+        return [self.processes[pid] for pid in loader.pids if pid in self.processes]
+
+
+def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
+    """Fill in what a journal tells."""
+    loaders: dict[int, LoaderSeen] = {}
+    began = None
+    for event in events:
+        facts = {name: value for name, value in event.items() if name not in (EVENT, "loader", "at")}
+        at = event.get("at", 0.0)
+        match event[EVENT]:
+            case "loader":
+                loaders[event["number"]] = LoaderSeen(**facts)
+                began = at if began is None else began
+            case "epoch":
+                loaders[event["loader"]].epochs.append(EpochSeen(at))
+            case "fork":
+                loaders[event["loader"]].forks.append(Fork(**facts))
+            case "first":
+                loader = loaders[event["loader"]]
+                loader.epochs[-1].start_s, loader.epochs[-1].has_batch = facts["start_s"], True
+                loader.pids = list(dict.fromkeys([*loader.pids, *facts["pids"]]))
+                loader.batch_bytes = max(loader.batch_bytes, facts["batch_bytes"])
+                loader.batch_rows = max(loader.batch_rows, facts["batch_rows"])
+                loader.is_on_device |= facts["is_on_device"]
+            case "batches":
+                loaders[event["loader"]].epochs[-1].waits += facts["waits"]
+                loaders[event["loader"]].epochs[-1].aways += facts["aways"]
+            case "waiting":
+                loaders[event["loader"]].waiting_s = facts["seconds"]
+                loaders[event["loader"]].pids += [pid for pid in facts["pids"] if pid not in loaders[event["loader"]].pids]
+            case "probe":
+                for name, value in facts.items():
+                    is_slow = name == "slow"
+                    setattr(loaders[event["loader"]].probe, name, [SlowIndex(*one) for one in value] if is_slow else value)
+            case "machine":
+                run.has_gpu, run.is_fork_default = facts["has_gpu"], facts["is_fork_default"]
+            case "end":
+                run.ending, run.exit_code, run.error = facts["ending"], facts["exit_code"], facts["error"]
+                run.seconds = at - began if began is not None else 0.0
+    run.loaders = list(loaders.values())

@@ -1,0 +1,38 @@
+"""What may be wrong with a program, one small pure function for each: evidence in, a finding or nothing out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.findings.finding import RISKS, Finding
+from infeed.doctor.findings.memory import big_objects, memory_growth
+from infeed.doctor.findings.results import same_random_numbers
+from infeed.doctor.findings.starting import cannot_be_sent, fork_with_threads, no_batch, restarted_workers
+from infeed.doctor.findings.waiting import loop_waits, no_pinning, num_workers, slow_samples, storage_bound, thread_pools
+
+__all__ = ["NAMES", "Finding", "examine"]
+
+_CHECKS: Final[dict[str, Callable[[Run, LoaderSeen], Finding | None]]] = {
+    "no-batch": no_batch,
+    "fork-with-threads": fork_with_threads,
+    "cannot-be-sent": cannot_be_sent,
+    "same-random-numbers": same_random_numbers,
+    "loop-waits": loop_waits,
+    "num-workers": num_workers,
+    "storage-bound": storage_bound,
+    "slow-samples": slow_samples,
+    "restarted-workers": restarted_workers,
+    "thread-pools": thread_pools,
+    "no-pinning": no_pinning,
+    "memory-growth": memory_growth,
+    "big-objects": big_objects,
+}
+NAMES: Final = tuple(_CHECKS)
+
+
+def examine(run: Run) -> list[Finding]:
+    """All findings, the most costly first: what may lose the whole run, then time, then memory."""
+    found = [finding for loader in run.loaders for check in _CHECKS.values() if (finding := check(run, loader)) is not None]
+    return sorted(found, key=lambda finding: (RISKS.index(finding.risk), -finding.cost))

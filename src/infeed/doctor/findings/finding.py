@@ -1,0 +1,53 @@
+"""What a finding is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, TypeAlias, final, get_args
+
+from infeed.doctor.evidence import LoaderSeen
+
+# In order of what they may cost: the run, or what comes out of it; its time; its memory.
+Risk: TypeAlias = Literal["hang", "failure", "wrong results", "time", "memory"]
+RISKS: Final = get_args(Risk)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, with what shows it and what to do."""
+
+    name: str  # does not change from version to version
+    title: str
+    risk: Risk
+    cost: float  # share of the run's time, or of the machine's free memory; 1 where the whole run is at stake
+    evidence: dict[str, str]
+    cure: dict[str, str]  # by library: "torch", "infeed"
+    loader: str
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(loader: LoaderSeen) -> str:
+    """A loader in a line.
+
+    >>> describe(LoaderSeen(number=0, library="torch", dataset="Faces", kind="process", num_workers=4, batch_size=32))
+    "torch's DataLoader(Faces, batch_size=32, num_workers=4)"
+    """
+    whose = "torch's" if loader.library == "torch" else f"{loader.library}."
+    space = " " if loader.library == "torch" else ""
+    return f"{whose}{space}DataLoader({loader.dataset}, batch_size={loader.batch_size}, num_workers={loader.num_workers})"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(0.00000042), duration(0.0123), duration(75)
+    ('0.42 µs', '12.3 ms', '75.0 s')
+    """
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.1f} s"

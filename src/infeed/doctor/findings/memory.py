@@ -1,0 +1,99 @@
+"""What workers do to memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from infeed.doctor.evidence import LoaderSeen, Moment, Run
+from infeed.doctor.findings.finding import Finding, describe
+from infeed.memory.budget import format_bytes
+
+# A worker grows while it imports, opens files and fills buffers. What counts is growth after a third of its life that goes on
+# in the last third; below these figures it may still be any of those.
+_LEAST_MOMENTS: Final = 6
+_LEAST_GROWTH: Final = 16 << 20
+_LEAST_SHARE: Final = 0.1
+_LAST_THIRD: Final = 0.2
+
+# What the workers hold again is worth a word from here on, or from this part of what is free on.
+_MUCH_BYTES: Final = 64 << 20
+_MUCH_SHARE: Final = 0.01
+
+
+def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
+    """Workers grow, and go on growing."""
+    if loader.kind != "process":
+        return None
+    grown = [growth for worker in run.workers_of(loader) if (growth := _growth(worker.moments)) is not None]
+    if not grown:
+        return None
+    rate = max(rate for rate, _ in grown)
+    total = sum(size for _, size in grown)
+    per_minute = rate * 60 * len(grown)
+    full = run.memory_bytes / (rate * len(grown)) / 60
+    return Finding(
+        name="memory-growth",
+        title=f"Workers grow by {format_bytes(rate * 60)} a minute each",
+        risk="memory",
+        cost=min(1.0, per_minute / max(run.memory_bytes, 1)),
+        evidence={
+            "growing": f"{len(grown)} of {loader.num_workers} workers, by {format_bytes(total)} so far",
+            "full": f"what is free ({format_bytes(run.memory_bytes)}) is used up after {full:.0f} minutes",
+        },
+        cure={
+            "torch": "find what the dataset keeps; lists of Python objects grow when read after a fork: use arrays",
+            "infeed": "find what the dataset keeps; infeed.share(...) holds large lists and dicts once, for all workers",
+        },
+        loader=describe(loader),
+    )
+
+
+def _growth(moments: list[Moment]) -> tuple[float, int] | None:
+    """Bytes a second, and bytes, if a process has grown and still grows."""
+    if len(moments) < _LEAST_MOMENTS:
+        return None
+    begin, end = moments[0].at, moments[-1].at
+    third = (end - begin) / 3
+    early = next(one for one in moments if one.at >= begin + third)
+    late = next(one for one in moments if one.at >= end - third)
+    last = moments[-1]
+    size = last.uss_bytes - early.uss_bytes
+    is_growing = last.uss_bytes - late.uss_bytes >= _LAST_THIRD * size
+    if size < max(_LEAST_GROWTH, _LEAST_SHARE * early.uss_bytes) or not is_growing or last.at == early.at:
+        return None
+    return size / (last.at - early.at), size
+
+
+def big_objects(run: Run, loader: LoaderSeen) -> Finding | None:
+    """The dataset holds much that every worker has again."""
+    if loader.kind != "process":
+        return None
+    costs = [(what, _copies(loader, is_array) * size) for what, size, is_array in loader.probe.heavy]
+    costs = [(what, cost) for what, cost in costs if cost]
+    total = sum(cost for _, cost in costs)
+    if total < min(_MUCH_BYTES, _MUCH_SHARE * run.memory_bytes) or not total:
+        return None
+    if loader.start_method == "fork":
+        why = "reading a Python object writes its reference count, so that each worker comes to have its own copy"
+    else:
+        why = "each worker is sent its own copy"
+    return Finding(
+        name="big-objects",
+        title=f"The dataset holds objects that take {format_bytes(total)} more in {loader.num_workers} workers",
+        risk="memory",
+        cost=min(1.0, total / max(run.memory_bytes, 1)),
+        evidence={**{f"object {number}": what for number, (what, _) in enumerate(costs[:3], 1)}, "why": why},
+        cure={
+            "torch": "an array instead of Python objects (numpy, pyarrow), or infeed.share(...)",
+            "infeed": "self.items = infeed.share(items)",
+        },
+        loader=describe(loader),
+    )
+
+
+def _copies(loader: LoaderSeen, is_array: bool) -> int:
+    if loader.library != "torch":
+        return 0 if is_array else loader.num_workers  # arrays lie in memory that all workers map
+    if loader.start_method == "fork":
+        return 0 if is_array else loader.num_workers  # nobody writes into an array by reading it
+    return loader.num_workers

@@ -1,0 +1,35 @@
+"""What makes the samples themselves wrong."""
+
+from __future__ import annotations
+
+from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.findings.finding import Finding, describe
+
+
+def same_random_numbers(run: Run, loader: LoaderSeen) -> Finding | None:
+    """Workers have copies of one generator, and so draw the same numbers; new workers draw them again."""
+    del run
+    # A worker_init_fn may well be there to seed them.
+    if loader.kind != "process" or loader.has_init or not loader.probe.generators:
+        return None
+    is_repeated = not loader.is_persistent
+    if loader.num_workers < 2 and not is_repeated:
+        return None
+    again = ["in every worker"] * (loader.num_workers > 1) + ["in every epoch"] * is_repeated
+    held = ", ".join(loader.probe.generators)
+    return Finding(
+        name="same-random-numbers",
+        title=f"The same random numbers {' and '.join(again)}: {held} is copied to each worker",
+        risk="wrong results",
+        cost=1.0,
+        evidence={
+            "drawn from": held,
+            "workers": f"{loader.num_workers}, each with a copy in the same state",
+            "seeded by the loader": "random, numpy.random and torch's global generator only",
+        },
+        cure={
+            "torch": "worker_init_fn that seeds it from torch.initial_seed(), or make it in __getitem__",
+            "infeed": "rng = infeed.get_rng() in __getitem__",
+        },
+        loader=describe(loader),
+    )

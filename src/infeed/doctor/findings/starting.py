@@ -1,0 +1,149 @@
+"""How workers come to be: forked among threads, started again and again, not able to be sent what they need."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.findings.finding import Finding, describe, duration
+
+# Native threads that a forked process can do without. OpenBLAS ends its threads before a fork and starts others after it.
+# torch tells its workers to use one thread, so that OpenMP's and its own are not asked for there. What CUDA and the memory
+# allocators run in the background is not used by workers.
+_HARMLESS: Final = ("OpenBLAS", "OpenMP", "MKL", "torch", "nvidia", "libcuda", "jemalloc")
+# Python threads: tqdm's looks at a bar from time to time; torch has its own to feed queues and to pin memory.
+_HARMLESS_THREADS: Final = ("tqdm.", "_pin_memory_loop", "QueueFeederThread")
+
+_NEVER_FORKS: Final = "from infeed.torch import DataLoader  # never forks this process"
+
+# A restart is worth a word from this part of the run on, and from this long; less nobody feels.
+_RESTART_SHARE: Final = 0.02
+_RESTART_S: Final = 0.02
+
+# Of the time it was watched, how long a program must have waited for one batch; and how many times longer than usual.
+_STUCK_SHARE: Final = 0.8
+_STUCK_TIMES: Final = 20
+# A worker that uses less of a core than this does not compute.
+_IDLE: Final = 0.05
+
+
+def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
+    """The loop waited for one batch until time was up."""
+    if not loader.waiting_s or not run.seconds:
+        return None
+    usual = loader.waited_s / loader.batch_count if loader.batch_count else 0.0
+    if loader.waiting_s < _STUCK_SHARE * run.seconds or loader.waiting_s < _STUCK_TIMES * usual:
+        return None
+    workers = run.workers_of(loader)
+    busy = max((worker.cpu_share for worker in workers), default=0.0)
+    is_dead = bool(workers) and busy < _IDLE
+    is_forked = loader.start_method == "fork" and any(_dangers(fork.python_threads, fork.libraries) for fork in loader.forks)
+    evidence = {"waiting": f"{duration(loader.waiting_s)} of {duration(run.seconds)} for one batch"}
+    if workers:
+        evidence["workers"] = f"{len(workers)}, of which the busiest used {busy:.0%} of a core"
+    if is_forked:
+        evidence["cause"] = "workers were forked while other threads held what they need: see fork-with-threads"
+    if is_forked:
+        cure = {"torch": "multiprocessing_context='forkserver'", "infeed": _NEVER_FORKS}
+    else:
+        infeed = "hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it"
+        cure = {"torch": "timeout=60 makes it an error", "infeed": infeed}
+    return Finding(
+        name="no-batch",
+        title="A batch does not come: the workers do nothing" if is_dead else "A batch does not come",
+        risk="hang",
+        cost=min(1.0, loader.waiting_s / run.seconds),
+        evidence=evidence,
+        cure=cure,
+        loader=describe(loader),
+    )
+
+
+def fork_with_threads(run: Run, loader: LoaderSeen) -> Finding | None:
+    """Workers were forked from a process in which other threads ran."""
+    del run
+    dangers: dict[str, int] = {}
+    for fork in loader.forks:
+        for name, count in _dangers(fork.python_threads, fork.libraries).items():
+            dangers[name] = max(dangers.get(name, 0), count)
+    if not dangers:
+        return None
+    who = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in sorted(dangers.items()))
+    others = sorted({name for fork in loader.forks for name in fork.libraries} - dangers.keys())
+    evidence = {"threads": who, "forks": f"{len(loader.forks)} while they ran"}
+    if others:
+        evidence["harmless"] = f"{', '.join(others)}: these manage without their threads"
+    cure = "multiprocessing_context='forkserver', or start the threads after the workers"
+    if "cv2" in dangers:
+        cure = "cv2.setNumThreads(0) before the first use of cv2, or multiprocessing_context='forkserver'"
+    return Finding(
+        name="fork-with-threads",
+        title=f"Workers are forked while other threads run ({', '.join(sorted(dangers))}): a lock they hold stays locked",
+        risk="hang",
+        cost=0.5,
+        evidence=evidence,
+        cure={"torch": cure, "infeed": _NEVER_FORKS},
+        loader=describe(loader),
+    )
+
+
+def _dangers(python_threads: list[str], libraries: dict[str, int]) -> dict[str, int]:
+    found = {name: count for name, count in libraries.items() if not name.startswith(_HARMLESS)}
+    for thread in python_threads:
+        if not any(word in thread for word in _HARMLESS_THREADS):
+            found[f"Python thread {thread.removesuffix(' (threading)')}"] = 1
+    return found
+
+
+def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
+    """Every epoch begins with starting workers."""
+    later = [epoch.start_s for epoch in loader.epochs[1:] if epoch.has_batch]
+    if not run.has_own_loop or not later or loader.is_persistent or loader.kind != "process":
+        return None
+    usual = loader.waited_s / loader.batch_count if loader.batch_count else 0.0
+    lost = sum(max(0.0, start - usual) for start in later)
+    share = lost / run.seconds if run.seconds else 0.0
+    if share < _RESTART_SHARE or lost / len(later) < _RESTART_S:
+        return None
+    return Finding(
+        name="restarted-workers",
+        title=f"Workers are started anew for every epoch: {duration(lost / len(later))} each time",
+        risk="time",
+        cost=share,
+        evidence={
+            "epochs": str(len(loader.epochs)),
+            "first batch": f"{duration(sum(later) / len(later))} after each start; a usual batch: {duration(usual)}",
+            "lost": f"{duration(lost)}, {share:.0%} of the run",
+        },
+        cure={
+            "torch": "persistent_workers=True, and one loader for all epochs",
+            "infeed": "infeed.DataLoader keeps its workers; of infeed.torch's: persistent_workers=True",
+        },
+        loader=describe(loader),
+    )
+
+
+def cannot_be_sent(run: Run, loader: LoaderSeen) -> Finding | None:
+    """The dataset or a function cannot leave the process, so that only forking gets it to workers."""
+    probe = loader.probe
+    if loader.kind != "process":
+        return None
+    is_torch = loader.library == "torch"
+    if probe.unsendable and (probe.unpicklable or not is_torch):
+        what, why = probe.unsendable, "it cannot be pickled"
+        cure = "open it where it is used (on first use, or in worker_init_fn), or leave it out with __getstate__"
+    elif is_torch and probe.unpicklable and not (loader.start_method == "fork" and run.is_fork_default):
+        what, why = probe.unpicklable, "pickle cannot send it, and torch's workers are not forked here"
+        cure = "put the function or class at the top of a module"
+    else:
+        return None
+    works = "only because torch forks here: not on Windows, macOS or Python 3.14" if loader.start_method == "fork" else "no"
+    return Finding(
+        name="cannot-be-sent",
+        title=f"Cannot be sent to workers: {what}",
+        risk="failure",
+        cost=0.5 if loader.start_method == "fork" else 1.0,
+        evidence={"what": what, "why": why, "works now": works},
+        cure={"torch": cure, "infeed": f"{cure}; or worker='thread'" if probe.unsendable else "sends it as it is"},
+        loader=describe(loader),
+    )

@@ -1,0 +1,49 @@
+"""What a command line may name: a script, a module with ``-m``, or ``module:dataset``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from infeed.errors import ConfigError
+
+
+def load_dataset(target: str) -> Any:
+    """The dataset that ``module:name`` means: an instance, or what a function or class without arguments makes.
+
+    The working directory is where modules are looked for first.
+
+    Raises:
+        ConfigError: there is no such module, name or dataset.
+    """
+    module_name, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # it is there, and needs another that is not
+        raise ConfigError(f"{target}: there is no module {module_name!r} on the path of imports or in {os.getcwd()}") from None
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            there = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
+            raise ConfigError(f"{target}: module {module_name!r} has no {name!r}; it has {there}")
+        found = getattr(found, part)
+    if _is_dataset(found):
+        return found
+    if callable(found):
+        found = found()
+    if not _is_dataset(found):
+        raise ConfigError(
+            f"{target} is a {type(found).__qualname__}, which is no dataset; name an object with __getitem__ or __iter__, or a "
+            "function without arguments that makes one"
+        )
+    return found
+
+
+def _is_dataset(value: Any) -> bool:
+    return not isinstance(value, type) and (hasattr(value, "__getitem__") or hasattr(value, "__iter__"))

@@ -1,0 +1,255 @@
+"""Watching a program's loaders from inside: when each is iterated, how long every batch lets the loop wait.
+
+The classes are changed in place, so that all loaders are seen wherever the program got them from. No thread is started here:
+a thread would itself be one that is alive while torch forks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from infeed.doctor.journal import Journal
+from infeed.doctor.threads import PYTHON, find_owners
+from infeed.importing import when_imported
+
+# On iterators, under which the epoch is found that they are at.
+_MARK: Final = "_infeed_doctor"
+_FLUSH_S: Final = 0.25
+_MOST_LOADERS: Final = 16
+_DEPTH: Final = 6
+
+
+@final
+class Watched:
+    """A loader that was iterated: what is needed to look at its dataset later. The loader itself is free to go."""
+
+    def __init__(self, number: int, loader: Any) -> None:
+        self.number = number
+        self.dataset = loader.dataset
+        self.settings = settings_of(loader)
+        self.sampler = getattr(loader, "sampler", None)
+        config = getattr(getattr(loader, "_core", None), "config", loader)
+        self.collate_fn = config.collate_fn
+        self.worker_init_fn = config.worker_init_fn
+        self.batch_rows = 0
+
+
+@final
+class _Epoch:
+    def __init__(self, watched: Watched, asked: float) -> None:
+        self.watched = watched
+        self.began = asked
+        self.left: float | None = None  # when the loop got its latest batch
+        self.is_inside = False
+        self.waits: list[float] = []
+        self.aways: list[float] = []
+        self.flushed = asked
+
+
+@final
+class Watcher:
+    """Writes down what loaders do; when time is up, calls ``stop``, which does not return."""
+
+    def __init__(self, journal: Journal, seconds: float, stop: Callable[[], None]) -> None:
+        self._journal = journal
+        self._seconds = seconds
+        self._stop = stop
+        self._deadline: float | None = None
+        self._loaders: dict[Any, Watched] = {}
+        self._starting: Watched | None = None  # whose workers are being started
+        self._waiting: tuple[_Epoch, Any, float] | None = None
+
+    @property
+    def loaders(self) -> list[Watched]:
+        return list(self._loaders.values())
+
+    def install(self) -> None:
+        """Watch all loaders of torch, torchdata and infeed from when they are imported."""
+        for module, loader, iterator in (
+            ("torch.utils.data.dataloader", "DataLoader", "_BaseDataLoaderIter"),
+            ("infeed.loader", "DataLoader", ""),
+            ("infeed.core", "", "Epoch"),
+            ("infeed.torch.iterators", "", "EngineIter"),
+            (
+                "torchdata.stateful_dataloader.stateful_dataloader",
+                "StatefulDataLoader",
+                "_StatefulBaseDataLoaderIter",
+            ),
+        ):
+            when_imported(module, functools.partial(self._change, module, loader, iterator))
+        if sys.platform != "win32":
+            os.register_at_fork(before=self._before_fork)
+
+    def flush(self) -> None:
+        """Write down what is not written yet, and for which batch the loop is waiting."""
+        if self._waiting is None:
+            return
+        epoch, iterator, since = self._waiting
+        self._flush(epoch, since)
+        waited = time.monotonic() - since
+        self._journal.write("waiting", loader=epoch.watched.number, seconds=waited, pids=_pids(iterator))
+
+    def _change(self, module: str, loader: str, iterator: str) -> None:
+        there: Any = importlib.import_module(module)
+        if loader:
+            cls = getattr(there, loader)
+            _wrap(cls, "__iter__", self._begin)
+        if iterator:
+            cls = getattr(there, iterator)
+            _wrap(cls, "__next__", self._next)
+
+    def _begin(self, loader: Any, call: Callable[[], Any]) -> Any:
+        if self._starting is not None or not self._journal.is_here:
+            return call()  # a subclass calls what it inherits; or a worker has a loader of its own
+        watched = self._find(loader)
+        if watched is None:
+            return call()
+        asked = time.monotonic()
+        if self._deadline is None:
+            self._deadline = asked + self._seconds
+        self._journal.write("epoch", loader=watched.number, at=asked)
+        self._starting = watched
+        try:
+            iterator = call()
+        finally:
+            self._starting = None
+        setattr(iterator, _MARK, _Epoch(watched, asked))
+        return iterator
+
+    def _next(self, iterator: Any, call: Callable[[], Any]) -> Any:
+        epoch: _Epoch | None = getattr(iterator, _MARK, None)
+        if epoch is None or epoch.is_inside or not self._journal.is_here:
+            return call()
+        asked = time.monotonic()
+        if self._deadline is not None and asked > self._deadline:
+            self._flush(epoch, asked)
+            self._stop()
+        epoch.is_inside = True
+        before, self._waiting = self._waiting, (epoch, iterator, asked)
+        try:
+            batch = call()
+        except BaseException:
+            self._flush(epoch, asked)
+            raise
+        finally:
+            epoch.is_inside = False
+            self._waiting = before
+        got = time.monotonic()
+        if epoch.left is None:
+            self._note_first(epoch, iterator, batch, got)
+        else:
+            epoch.waits.append(got - asked)
+            epoch.aways.append(asked - epoch.left)
+            if got - epoch.flushed > _FLUSH_S:
+                self._flush(epoch, got)
+        epoch.left = time.monotonic()
+        return batch
+
+    def _find(self, loader: Any) -> Watched | None:
+        # Not by identity: programs make loaders, and datasets, anew for each epoch.
+        dataset = loader.dataset
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        key = (type(dataset), size, tuple(sorted(settings_of(loader).items(), key=str)))
+        watched = self._loaders.get(key)
+        if watched is not None:
+            watched.dataset = dataset  # the latest, so that those before are free to go
+        elif len(self._loaders) < _MOST_LOADERS:
+            watched = self._loaders[key] = Watched(len(self._loaders), loader)
+            self._journal.write("loader", number=watched.number, at=time.monotonic(), **watched.settings)
+        return watched
+
+    def _note_first(self, epoch: _Epoch, iterator: Any, batch: Any, got: float) -> None:
+        size, rows, is_on_device = measure(batch)
+        epoch.watched.batch_rows = max(epoch.watched.batch_rows, rows)
+        self._journal.write(
+            "first",
+            loader=epoch.watched.number,
+            start_s=got - epoch.began,
+            pids=_pids(iterator),
+            batch_bytes=size,
+            batch_rows=rows,
+            is_on_device=is_on_device,
+        )
+
+    def _flush(self, epoch: _Epoch, now: float) -> None:
+        if epoch.waits:
+            self._journal.write("batches", loader=epoch.watched.number, waits=epoch.waits, aways=epoch.aways)
+        epoch.waits, epoch.aways, epoch.flushed = [], [], now
+
+    def _before_fork(self) -> None:
+        watched = self._starting
+        if watched is None or not self._journal.is_here:
+            return
+        names = [f"{thread.name} ({type(thread).__module__})" for thread in threading.enumerate()]
+        names.remove(f"{threading.current_thread().name} ({type(threading.current_thread()).__module__})")
+        libraries: dict[str, int] = {}
+        for owner in find_owners().values():
+            if owner != PYTHON:
+                libraries[owner] = libraries.get(owner, 0) + 1
+        self._journal.write("fork", loader=watched.number, python_threads=names, libraries=libraries)
+
+
+def settings_of(loader: Any) -> dict[str, Any]:
+    """What a loader was given, under the names of ``LoaderSeen``."""
+    is_torch = type(loader).__module__ != "infeed"
+    config = loader if is_torch else loader._core.config
+    is_ours = not is_torch or any(cls.__module__.startswith("infeed.") for cls in type(loader).__mro__)
+    is_installed = is_torch and "infeed" in getattr(type(loader)._get_iterator, "__module__", "")
+    count = config.num_workers
+    kind = getattr(config, "worker", "process") if count else "inline"
+    context = getattr(config, "multiprocessing_context", None)
+    method = ""
+    if is_torch and not is_ours and not is_installed and count:
+        import multiprocessing
+
+        method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    return {
+        "library": "infeed" if not is_torch else "infeed.torch" if is_ours or is_installed else "torch",
+        "dataset": type(loader.dataset).__qualname__,
+        "kind": kind,
+        "num_workers": count,
+        "batch_size": loader.batch_size,
+        # infeed's own loader always keeps its workers.
+        "is_persistent": not is_torch or bool(loader.persistent_workers),
+        "is_pinned": bool(config.pin_memory) or getattr(config, "device", None) is not None,
+        "has_init": config.worker_init_fn is not None,
+        "start_method": method,
+    }
+
+
+def measure(batch: Any, depth: int = 0) -> tuple[int, int, bool]:
+    """Bytes of a batch's arrays and tensors, their first length, and whether one is on a device."""
+    if hasattr(batch, "nbytes") and hasattr(batch, "shape"):
+        device = getattr(getattr(batch, "device", None), "type", "cpu")
+        return int(batch.nbytes), int(batch.shape[0]) if len(batch.shape) else 0, device != "cpu"
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    size, rows, is_on_device = 0, 0, False
+    if depth < _DEPTH:
+        for part in parts:
+            part_size, part_rows, part_on_device = measure(part, depth + 1)
+            size, rows, is_on_device = size + part_size, rows or part_rows, is_on_device or part_on_device
+    return size, rows, is_on_device
+
+
+def _pids(iterator: Any) -> list[int]:
+    ask = getattr(iterator, "worker_pids", None)
+    if ask is not None:
+        return list(ask())
+    return [worker.pid for worker in getattr(iterator, "_workers", ()) if worker.pid is not None]
+
+
+def _wrap(cls: Any, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any) -> Any:
+        return around(self, functools.partial(original, self))
+
+    setattr(cls, name, wrapped)

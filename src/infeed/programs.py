@@ -1,0 +1,57 @@
+"""Running a user's program in this interpreter, as ``python`` would."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import types
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+_FAILED: Final = 1
+
+
+def run_script(program: Sequence[str]) -> None:
+    """Run a script with its arguments; whatever it raises is raised here."""
+    path = program[0]
+    sys.argv = list(program)
+    sys.path[0] = str(Path(path).resolve().parent)
+    # A module of its own that stays: threads and exit handlers of the program may need it until the very end.
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]  # as Python sets it
+    sys.modules["__main__"] = module
+    code = compile(Path(path).read_bytes(), path, "exec")
+    exec(code, module.__dict__)
+
+
+def run_module(program: Sequence[str]) -> None:
+    """Run a module with its arguments, as ``python -m`` does."""
+    sys.argv = list(program)
+    sys.path[0] = os.getcwd()
+    runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+
+
+def exit_code_of(leaving: SystemExit) -> int:
+    """What the shell would see; text is printed, as Python prints it."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code
+    print(leaving.code, file=sys.stderr)
+    return _FAILED
+
+
+def show_error(error: BaseException, ours: Collection[str]) -> None:
+    """Print an exception as Python would: the program's own frames, and not those that led to it.
+
+    Args:
+        ours: files whose frames are left out, besides this one.
+    """
+    hidden = {__file__, runpy.__file__, "<frozen runpy>", *ours}
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in hidden:
+        traceback = traceback.tb_next
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)

@@ -1,0 +1,152 @@
+"""``infeed bench``: what is tried, what is chosen, what is printed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from infeed.doctor.benching import Bench, Measured, Setting, choose, confirm, search
+from infeed.doctor.page import bench_page, rate_figure
+from infeed.errors import ConfigError
+from tests.helpers import ScriptResult, start_python
+
+
+def rated(rate: float, kind: str = "process", workers: int = 1, memory: int = 0) -> Measured:
+    return Measured(setting=Setting(kind, workers), samples_per_s=rate, memory_bytes=memory)  # type: ignore[arg-type]
+
+
+def tried(rates: dict[int, float], core_count: int) -> list[int]:
+    """Numbers of processes that are tried, if this is what they bring."""
+
+    def measure(setting: Setting) -> Measured:
+        return rated(rates.get(setting.num_workers, 1.0), setting.kind, setting.num_workers)
+
+    return [one.setting.num_workers for one in search(measure, core_count, ["process"])]
+
+
+def test_more_workers_are_tried_while_they_bring_more() -> None:
+    """Two steps without a gain are the end, and beyond twice the cores one."""
+    assert tried({1: 10, 2: 20, 4: 20, 8: 20}, core_count=16) == [0, 1, 2, 4, 8]
+    assert tried({1: 10, 2: 20, 4: 20, 8: 20}, core_count=2) == [0, 1, 2, 4]
+    assert tried({count: count * 10.0 for count in (1, 2, 4, 8, 16)}, core_count=2) == [0, 1, 2, 4, 8, 16, 32]
+
+
+def test_a_kind_that_fails_is_not_tried_again() -> None:
+    """The other still is."""
+
+    def measure(setting: Setting) -> Measured:
+        return Measured(setting=setting, samples_per_s=1.0, error="no" if setting.kind == "thread" else "")
+
+    kinds = [one.setting.kind for one in search(measure, 2)]
+
+    assert kinds.count("thread") == 1
+    assert kinds.count("process") > 1
+
+
+def test_the_least_that_is_almost_the_fastest_is_chosen() -> None:
+    """Of as many workers the one with less memory."""
+    best = choose(
+        [rated(50, "inline", 0), rated(98, workers=4, memory=9), rated(99, "thread", 4, memory=1), rated(100, workers=8)]
+    )
+
+    assert best is not None
+    assert best.setting == Setting("thread", 4)
+    assert choose([Measured(setting=Setting("inline", 0), error="no")]) is None
+
+
+def test_the_fastest_are_measured_again_and_the_better_figure_counts() -> None:
+    """Another program may have been in the way of one of them. What is far behind is left as it is."""
+    asked: list[Setting] = []
+
+    def measure(setting: Setting) -> Measured:
+        asked.append(setting)
+        return rated(120 if setting.num_workers == 4 else 10, setting.kind, setting.num_workers)
+
+    found = confirm(measure, [rated(20, workers=1), rated(100, workers=2), rated(90, workers=4)])
+
+    assert [one.samples_per_s for one in found] == [20, 100, 120]
+    assert [setting.num_workers for setting in asked] == [2, 4]
+
+
+def test_the_choice_is_a_line_to_paste() -> None:
+    """Processes are the default and need no word."""
+    assert Setting("process", 4).code(8) == "infeed.DataLoader(dataset, batch_size=8, num_workers=4)"
+    assert Setting("thread", 2).code(8) == 'infeed.DataLoader(dataset, batch_size=8, num_workers=2, worker="thread")'
+
+
+def test_the_rate_is_counted_after_warming_up() -> None:
+    """A clock that ticks a second whenever it is looked at."""
+    ticks = itertools.count()
+    bench = Bench(range(10), batch_size=2, seconds=10, clock=lambda: float(next(ticks)))
+
+    found = bench.measure(Setting("inline", 0))
+
+    assert found.samples_per_s == 2.0  # a batch of two each second
+    assert found.first_s > 0
+
+
+def test_an_empty_dataset_and_one_without_a_batch_are_told() -> None:
+    """Before anything is measured, or as the result."""
+    with pytest.raises(ConfigError, match="the dataset is empty"):
+        Bench([], batch_size=2, seconds=1)
+
+    class Short:
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter([1])
+
+    found = Bench(Short(), batch_size=2, seconds=1).measure(Setting("inline", 0))
+    assert found.error.startswith("the dataset gave less than one batch; give a smaller --batch-size")
+
+
+def test_the_page_has_a_line_for_each_kind() -> None:
+    """Both begin where there are no workers."""
+    results = [rated(1, "inline", 0), rated(2, "thread", 1), rated(3, "process", 1), rated(6, "process", 2)]
+
+    lines = rate_figure(results, 2)["data"]
+
+    assert [(line["name"], line["x"], line["y"]) for line in lines] == [
+        ("threads", [0, 1], [1, 2]),
+        ("processes", [0, 1, 2], [1, 3, 6]),
+    ]
+    pytest.importorskip("plotly")
+    assert "num_workers=2" in bench_page("data:train", 32, 2, results, results[-1])
+
+
+def run_bench(tmp_path: Path, *arguments: str) -> ScriptResult:
+    (tmp_path / "data.py").write_text("def make(): return list(range(1000))\nnumber = 7\n")
+    return start_python(["-m", "infeed", "bench", *arguments], cwd=tmp_path).finish(60)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None:
+    """The figures are in the file, and the choice among them on the terminal."""
+    result = run_bench(tmp_path, "data:make", "--seconds", "0.05", "--json", "found.json")
+
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert {one["setting"]["kind"] for one in told["results"]} == {"inline", "thread", "process"}
+    assert all(one["samples_per_s"] > 0 for one in told["results"])
+    assert told["best"]["code"] in result.out
+    assert result.code == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["data"], 2, "'data' names no dataset; give module:dataset"),
+        (["data:absent"], 3, "module 'data' has no 'absent'; it has make, number"),
+        (["data:number"], 3, "data:number is a int, which is no dataset"),
+        (["data:make", "--batch-size", "0"], 2, "'0' is no number of samples; give 1 or more"),
+        (["data:make", "--seconds", "0"], 2, "--seconds 0.0 is no time; give more than 0"),
+    ],
+)
+def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
+    """With a cure, and an exit code for each."""
+    result = run_bench(tmp_path, *arguments)
+
+    assert text in result.err
+    assert result.code == code

@@ -1,0 +1,335 @@
+"""Each finding as a pure function: from which figures on it is one, and from which it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infeed.doctor.evidence import EpochSeen, Fork, LoaderSeen, Moment, Probe, ProcessSeen, Run, SlowIndex, read_events
+from infeed.doctor.findings import NAMES, examine
+from infeed.doctor.findings.waiting import best_workers
+
+MB = 1 << 20
+
+
+def loader(*, wait: float = 0.0, away: float = 0.1, batches: int = 20, **options: Any) -> LoaderSeen:
+    """A loader of torch with one epoch of so many batches, each with this wait and this work."""
+    epoch = EpochSeen(0.0, start_s=0.1, has_batch=True, waits=[wait] * batches, aways=[away] * batches)
+    given = {"number": 0, "library": "torch", "dataset": "Faces", "kind": "process", "num_workers": 2, "epochs": [epoch]}
+    given |= {"start_method": "fork", "is_persistent": True, "batch_size": 10, **options}
+    return LoaderSeen(**given)
+
+
+def run(seen: LoaderSeen, **options: Any) -> Run:
+    given = {"program": "train.py", "seconds": 10.0, "core_count": 4, "memory_bytes": 16_000 * MB, **options}
+    return Run(**given, loaders=[seen])
+
+
+def names(seen: LoaderSeen, **options: Any) -> list[str]:
+    return [finding.name for finding in examine(run(seen, **options))]
+
+
+def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
+    """Some waiting is normal, OpenBLAS and OpenMP survive a fork, and tqdm's thread harms nobody."""
+    forks = [Fork(["TMonitor (tqdm._monitor)", "QueueFeederThread (threading)"], {"OpenBLAS (numpy)": 3, "OpenMP (torch)": 3})]
+    probe = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.01, switches=0.0)
+
+    assert names(loader(wait=0.005, forks=forks, probe=probe, batch_bytes=MB)) == []
+
+
+@pytest.mark.parametrize(("wait", "found"), [(0.005, False), (0.02, True)])
+def test_a_loop_that_waits_a_tenth_of_its_time_is_told(wait: float, found: bool) -> None:
+    """Per batch it works 0.1 s."""
+    assert ("loop-waits" in names(loader(wait=wait))) is found
+
+
+def test_a_little_waiting_proves_nothing() -> None:
+    """A few batches of a few milliseconds, half of it waiting."""
+    assert names(loader(wait=0.005, away=0.005)) == []
+
+
+@pytest.mark.parametrize(("wait", "reason"), [(0.3, "the way from workers"), (0.02, "workers: there are too few")])
+def test_workers_that_could_bring_more_are_not_too_few(wait: float, reason: str) -> None:
+    """Two of them could bring a batch every 0.1 s; the loop works for 0.1 s and waits besides."""
+    probe = Probe(sample_count=100, sample_s=0.02, median_s=0.02, cpu_s=0.02, switches=0.0)
+    found = {finding.name: finding for finding in examine(run(loader(wait=wait, away=0.1, probe=probe)))}
+
+    assert reason in found["loop-waits"].evidence["for"]
+
+
+def test_without_a_loop_nobody_waits() -> None:
+    """Where the doctor iterates a dataset by itself it does nothing else."""
+    assert names(loader(wait=1.0, away=0.0), has_own_loop=False) == []
+
+
+def test_a_gpu_that_waits_is_called_a_gpu() -> None:
+    """The title says who waits."""
+    finding = examine(run(loader(wait=0.1, is_pinned=True), has_gpu=True))[0]
+
+    assert finding.title == "The GPU waits for data 50% of the time"
+
+
+@pytest.mark.parametrize(
+    ("sample_s", "cpu_s", "away", "best"),
+    [
+        (0.01, 0.01, 0.1, 2),  # a batch takes one worker 0.1 s, the loop as long: one, and some room
+        (0.01, 0.01, 0.001, 4),  # nothing is enough: all cores
+        (0.01, 0.001, 0.001, 40),  # it waits most of the time: more than cores
+        (0.0001, 0.0001, 0.1, 1),
+    ],
+)
+def test_the_number_of_workers_follows_from_what_loading_and_the_loop_take(
+    sample_s: float, cpu_s: float, away: float, best: int
+) -> None:
+    """Batches of 10, on 4 cores."""
+    seen = loader(away=away, probe=Probe(sample_count=10, sample_s=sample_s, cpu_s=cpu_s))
+
+    assert best_workers(run(seen), seen) == best
+
+
+def test_more_workers_are_proposed_only_if_they_help() -> None:
+    """With all cores at work there is nothing to propose."""
+    probe = Probe(sample_count=10, sample_s=0.04, cpu_s=0.04)
+
+    assert "num-workers" in names(loader(wait=0.1, num_workers=1, probe=probe))
+    assert "num-workers" not in names(loader(wait=0.1, num_workers=4, probe=probe))
+
+
+def test_a_busy_machine_is_no_reason_for_more_workers_than_cores() -> None:
+    """Samples that are off the processor because others have it do not wait for anything."""
+    waiting, interrupted = (Probe(sample_count=10, sample_s=0.01, cpu_s=0.001, switches=number) for number in (1.0, 0.0))
+
+    assert best_workers(run(loader()), loader(away=0.001, probe=waiting)) > 4
+    assert best_workers(run(loader()), loader(away=0.001, probe=interrupted)) == 4
+
+
+def test_what_more_workers_bring_is_foretold_from_what_those_there_bring() -> None:
+    """Two workers take 0.4 s for what should take 0.05; twice as many will take half of that, and not 0.025."""
+    probe = Probe(sample_count=10, sample_s=0.01, cpu_s=0.01)
+    found = {finding.name: finding for finding in examine(run(loader(wait=0.39, away=0.01, probe=probe)))}
+
+    assert found["num-workers"].title == "num_workers=4 would be better than 2: about 50% less time"
+
+
+def test_no_workers_are_proposed_where_they_only_cost() -> None:
+    """A batch is loaded here in a hundredth of the time that it takes to come from a worker."""
+    probe = Probe(sample_count=10, sample_s=1e-6, cpu_s=1e-6)
+    found = {finding.name: finding for finding in examine(run(loader(wait=0.001, away=0.001, batches=400, probe=probe)))}
+
+    assert found["num-workers"].cure["torch"] == "num_workers=0"
+    assert "the way from the workers" in found["loop-waits"].evidence["for"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, True),
+        ({"cpu_s": 0.009}, False),  # it computes
+        ({"switches": 0.1}, False),  # others took the processor away
+        ({"read_bytes": 0.0}, False),  # it waits for something else
+    ],
+)
+def test_reading_is_slow_if_samples_read_and_wait(changes: dict[str, Any], found: bool) -> None:
+    """All three signs are needed."""
+    given: dict[str, Any] = {"sample_count": 9, "sample_s": 0.01, "cpu_s": 0.001, "switches": 1.0, "read_bytes": 1e6}
+    probe = Probe(**{**given, **changes})
+
+    assert ("storage-bound" in names(loader(wait=0.1, probe=probe))) is found
+
+
+def test_slow_samples_count_if_they_take_much_of_the_time() -> None:
+    """Of 100 samples one takes as long as all others, or as long as two."""
+    given: dict[str, Any] = {"sample_count": 100, "sample_s": 0.02, "median_s": 0.01}
+
+    assert "slow-samples" in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 1.0)], **given)))
+    assert "slow-samples" not in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 0.02)], **given)))
+
+
+def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
+    """And Python's own threads with theirs."""
+    finding = examine(run(loader(forks=[Fork(["logger (threading)"], {"cv2": 3, "OpenBLAS (numpy)": 3})])))[0]
+
+    assert finding.evidence["threads"] == "Python thread logger, cv2 (3)"
+    assert finding.evidence["harmless"].startswith("OpenBLAS (numpy)")
+    assert "cv2.setNumThreads(0)" in finding.cure["torch"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, True), ({"is_persistent": True}, False), ({"kind": "thread"}, False), ({"library": "infeed.torch"}, True)],
+)
+def test_workers_that_are_started_anew_are_told(changes: dict[str, Any], found: bool) -> None:
+    """Three epochs, each of which begins with half a second."""
+    epochs = [EpochSeen(float(at), start_s=0.5, has_batch=True, waits=[0.001] * 5, aways=[0.1] * 5) for at in range(3)]
+
+    assert ("restarted-workers" in names(loader(epochs=epochs, **{"is_persistent": False, **changes}))) is found
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, True),
+        ({"has_init": True}, False),  # which may seed it
+        ({"num_workers": 1}, False),
+        ({"num_workers": 1, "is_persistent": False}, True),  # again in every epoch
+        ({"kind": "thread"}, False),  # which share the one
+    ],
+)
+def test_a_generator_that_is_copied_is_told(changes: dict[str, Any], found: bool) -> None:
+    """In several workers, or in workers that are started anew."""
+    seen = loader(**{"probe": Probe(generators=["dataset.rng"]), **changes})
+
+    assert ("same-random-numbers" in names(seen)) is found
+
+
+@pytest.mark.parametrize(
+    ("method", "is_fork_default", "found"), [("fork", True, False), ("spawn", True, True), ("fork", False, True)]
+)
+def test_what_pickle_cannot_send_matters_where_nothing_is_forked(method: str, is_fork_default: bool, found: bool) -> None:
+    """What nothing can send matters everywhere."""
+    seen = loader(start_method=method, probe=Probe(unpicklable="collate_fn: a lambda"))
+
+    assert ("cannot-be-sent" in names(seen, is_fork_default=is_fork_default)) is found
+    both = Probe(unsendable="dataset.lock is a lock", unpicklable="dataset: cannot pickle a lock")
+    assert "cannot-be-sent" in names(loader(start_method=method, probe=both))
+
+
+def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
+    """A class of the program goes to infeed's workers by value, with the globals that it uses; torch runs the program again."""
+    probe = Probe(unsendable="dataset is a __main__.Faces")
+
+    assert names(loader(probe=probe)) == []
+    assert names(loader(probe=probe, library="infeed", start_method="")) == ["cannot-be-sent"]
+    assert names(loader(probe=probe, library="infeed", start_method="", kind="thread")) == []
+
+
+def moments(sizes: list[int]) -> dict[int, ProcessSeen]:
+    return {7: ProcessSeen(7, [Moment(float(at), size * MB, 0.0) for at, size in enumerate(sizes)])}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ([100, 120, 140, 160, 180, 200, 220], True),
+        ([100, 200, 300, 300, 300, 300, 300], False),  # it has what it needs
+        ([100, 101, 102, 103, 104, 105, 106], False),  # too little to tell
+        ([100, 120, 140, 160], False),  # too short to tell
+    ],
+)
+def test_memory_that_goes_on_growing_is_told(sizes: list[int], found: bool) -> None:
+    """Megabytes, once a second."""
+    assert ("memory-growth" in names(loader(pids=[7]), processes=moments(sizes))) is found
+
+
+@pytest.mark.parametrize(
+    ("size", "is_array", "method", "found"),
+    [
+        (100 * MB, False, "fork", True),
+        (100 * MB, True, "fork", False),  # pages of arrays stay shared
+        (100 * MB, True, "spawn", True),
+        (10 * MB, False, "fork", False),
+    ],
+)
+def test_what_every_worker_has_again_is_told(size: int, is_array: bool, method: str, found: bool) -> None:
+    """Two workers."""
+    seen = loader(start_method=method, probe=Probe(heavy=[("dataset.names", size, is_array)]))
+
+    assert ("big-objects" in names(seen)) is found
+
+
+@pytest.mark.parametrize(("cores", "found"), [(8, False), (4, True)])
+def test_pools_matter_if_there_are_more_threads_than_cores(cores: int, found: bool) -> None:
+    """Two workers with three threads each."""
+    processes = {7: ProcessSeen(7, pools={"OpenBLAS (numpy)": 2})}
+
+    assert ("thread-pools" in names(loader(pids=[7]), processes=processes, core_count=cores)) is found
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_gpu", "found"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"is_pinned": True}, True, False),
+        ({"is_on_device": True}, True, False),
+        ({"batch_bytes": 1000}, True, False),  # as fast either way
+    ],
+)
+def test_batches_for_a_gpu_should_be_pinned(changes: dict[str, Any], has_gpu: bool, found: bool) -> None:
+    """If there is a GPU, they are large and not there yet."""
+    assert ("no-pinning" in names(loader(**{"batch_bytes": MB, **changes}), has_gpu=has_gpu)) is found
+
+
+@pytest.mark.parametrize(("waiting_s", "found"), [(9.0, True), (1.0, False)])
+def test_a_batch_that_does_not_come_is_told(waiting_s: float, found: bool) -> None:
+    """Of 10 seconds."""
+    assert ("no-batch" in names(loader(waiting_s=waiting_s, batches=0))) is found
+
+
+def test_findings_come_in_order_of_what_they_cost() -> None:
+    """What may lose the run, then time, the larger share first, then memory."""
+    probe = Probe(
+        unsendable="dataset.lock", unpicklable="it", generators=["dataset.rng"], heavy=[("dataset.names", 100 * MB, False)]
+    )
+    seen = loader(wait=0.1, probe=probe, forks=[Fork([], {"cv2": 3})], batch_bytes=100 * MB)
+    found = names(seen, has_gpu=True)
+
+    assert found == [
+        "fork-with-threads",
+        "cannot-be-sent",
+        "same-random-numbers",
+        "loop-waits",
+        "no-pinning",
+        "big-objects",
+    ]
+    assert set(found) <= set(NAMES)
+
+
+def test_a_journal_that_breaks_off_is_read_as_far_as_it_goes() -> None:
+    """A program that was killed has written no end."""
+    events: list[dict[str, Any]] = [
+        {"event": "loader", "at": 1.0, "number": 0, "library": "torch", "dataset": "D", "kind": "inline", "num_workers": 0},
+        {"event": "epoch", "loader": 0, "at": 1.0},
+        {"event": "batches", "loader": 0, "waits": [0.5], "aways": [0.25]},
+    ]
+    seen = Run(program="train.py")
+    read_events(seen, events)
+
+    assert (seen.loaders[0].waited_s, seen.loaders[0].away_s, seen.loaders[0].batch_count) == (0.5, 0.25, 1)
+
+
+def test_starts_that_nobody_feels_are_not_told() -> None:
+    """Ten milliseconds for each epoch of a second."""
+    epochs = [EpochSeen(float(at), start_s=0.01, has_batch=True, waits=[0.0] * 5, aways=[0.2] * 5) for at in range(10)]
+
+    assert names(loader(epochs=epochs, is_persistent=False)) == []
+
+
+def test_what_is_about_processes_is_not_told_of_threads() -> None:
+    """They share memory and pools with the loop."""
+    worker = ProcessSeen(7, moments([100, 120, 140, 160, 180, 200, 220])[7].moments, {"OpenBLAS (numpy)": 9})
+    seen = loader(kind="thread", pids=[7], probe=Probe(heavy=[("dataset.names", 100 * MB, False)]))
+
+    assert names(seen, processes={7: worker}) == []
+
+
+def test_a_loop_that_does_not_wait_needs_no_faster_samples() -> None:
+    """Reading is slow, and a sample very slow, but all come in time."""
+    slow = [SlowIndex("7", 1.0)]
+    probe = Probe(sample_count=9, sample_s=0.01, median_s=0.001, cpu_s=0.001, switches=1.0, read_bytes=1e6, slow=slow)
+
+    assert names(loader(probe=probe)) == []
+    assert set(names(loader(wait=0.1, probe=probe))) >= {"storage-bound", "slow-samples"}
+
+
+def test_a_change_that_brings_little_is_not_proposed() -> None:
+    """A fourth worker, if three already do almost as well as four should."""
+    probe = Probe(sample_count=10, sample_s=0.04, cpu_s=0.04)
+
+    assert names(loader(wait=0.06, away=0.05, num_workers=3, probe=probe)) == ["loop-waits"]
+
+
+def test_a_program_that_was_never_seen_to_run_has_no_findings() -> None:
+    """It was killed before anything was measured."""
+    assert names(loader(batches=0, waiting_s=1.0), seconds=0.0) == []

@@ -1,0 +1,165 @@
+"""What is found out about threads, datasets and their random generators."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infeed.doctor.journal import Journal, JournalReader
+from infeed.doctor.probing import find_generators, probe
+from infeed.doctor.threads import PYTHON, find_owners, parse_maps
+from infeed.doctor.watching import Watched, measure
+from infeed.loader import DataLoader
+from tests.helpers import run_script
+
+
+class Dice:
+    """Draws from one of its two generators."""
+
+    def __init__(self) -> None:
+        self.rng, self.unused = random.Random(1), np.random.default_rng(1)
+        self.parts = [{"inner": np.random.RandomState(1)}]
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random()
+
+
+def probed(dataset: Any, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    """All facts of a probe together."""
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    probe(Watched(0, DataLoader(dataset, batch_size=4, **options)), journal, 1.0)
+    journal.close()
+    return {name: value for event in JournalReader(path).read() for name, value in event.items()}
+
+
+def test_generators_are_found_by_their_paths() -> None:
+    """Of Python and of NumPy, also inside lists and dicts."""
+    assert [path for path, _ in find_generators(Dice())] == [
+        "dataset.rng",
+        "dataset.unused",
+        "dataset.parts[0]['inner']",
+    ]
+
+
+def test_a_generator_counts_if_samples_draw_from_it(tmp_path: Path) -> None:
+    """One that is only held does no harm."""
+    assert probed(Dice(), tmp_path)["generators"] == ["dataset.rng"]
+
+
+def test_a_dataset_that_raises_is_told_and_no_error_of_ours(tmp_path: Path) -> None:
+    """What is known without samples is known all the same."""
+
+    class Broken(Dice):
+        def __getitem__(self, index: int) -> float:
+            raise OSError("no such disk")
+
+    facts = probed(Broken(), tmp_path)
+
+    assert facts["error"] == "OSError: no such disk"
+    assert facts["heavy"] == []
+
+
+def test_a_stream_is_probed_too(tmp_path: Path) -> None:
+    """By reading it from its beginning."""
+
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(range(7))
+
+    assert probed(Stream(), tmp_path)["sample_count"] == 5  # the first ones warm up
+
+
+def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    """Functions as well as datasets."""
+    lock = threading.Lock()
+
+    facts = probed(Dice(), tmp_path, collate_fn=lambda samples: (lock, samples))
+
+    assert "collate_fn -> lock (closed over) is a _thread.lock" in facts["unsendable"]
+
+
+def test_a_batch_is_measured_wherever_its_arrays_are() -> None:
+    """Bytes, rows, and whether it is on a device."""
+    batch = {"image": np.zeros((8, 3), np.float32), "more": [np.zeros(8), "text"]}
+
+    assert measure(batch) == (8 * 3 * 4 + 8 * 8, 8, False)
+    assert measure("text") == (0, 0, False)
+
+
+def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path: Path) -> None:
+    """A line that is being written is left for later."""
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.write("one", value=1)
+    reader = JournalReader(path)
+    assert reader.read() == [{"event": "one", "value": 1}]
+    with open(path, "a") as file:
+        file.write('{"event": ')
+    assert reader.read() == []
+    with open(path, "a") as file:
+        file.write('"two"}\n')
+    assert [event["event"] for event in reader.read()] == ["two"]
+    assert reader.has("one")
+    assert not reader.has("three")
+    journal._pid += 1  # as in a child
+    journal.write("three")
+    assert reader.read() == []
+    journal.close()
+
+
+@pytest.mark.linux
+def test_threads_are_told_by_their_library() -> None:
+    """Here one of Python's own."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert find_owners()[thread.native_id or 0] == PYTHON
+    finally:
+        end.set()
+        thread.join()
+
+
+@pytest.mark.linux
+@pytest.mark.process
+def test_native_threads_are_told_by_their_library_from_outside_too(tmp_path: Path) -> None:
+    """numexpr starts two when it is imported. A process that is looked at from outside goes on afterwards."""
+    pytest.importorskip("numexpr")
+    code = """
+import json, os, subprocess, sys
+from infeed.doctor.threads import find_owners
+os.environ["NUMEXPR_NUM_THREADS"] = "2"
+program = "import numexpr, sys; print(flush=True); sys.stdin.read(); print('end')"
+child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+owners = sorted(find_owners(child.pid, halts=True).values())
+print(json.dumps([owners.count("numexpr"), child.communicate()[0].strip()]))
+"""
+    result = run_script(tmp_path, code)
+
+    assert json.loads(result.out) == [2, "end"], result.err
+
+
+def test_maps_are_read_as_linux_writes_them() -> None:
+    """With and without a file."""
+    text = "7f00-7f80 r-xp 00000000 08:01 12   /usr/lib/a name.so\n8000-9000 rw-p 00000000 00:00 0 \n"
+
+    assert parse_maps(text) == [(0x7F00, 0x7F80, True, "/usr/lib/a name.so"), (0x8000, 0x9000, False, "")]
+
+
+@pytest.mark.skipif(sys.platform == "linux", reason="there it is known")
+def test_elsewhere_nothing_is_known_of_threads() -> None:
+    """And nothing is claimed."""
+    assert find_owners(os.getpid()) == {}

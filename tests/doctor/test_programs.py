@@ -1,0 +1,246 @@
+"""``infeed doctor`` survives whatever a program does, stops it in time, and says how it ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import Journal, ScriptResult, assert_faster_than, kill_group, start_python
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+
+# infeed's own loader: these programs need no torch, which takes seconds to import.
+HEAD = """
+import os, signal, sys, threading, time
+import infeed
+def load(count=8, **options):
+    for batch in infeed.DataLoader(range(count), batch_size=2, num_workers=1, **options):
+        time.sleep(0.02)
+"""
+
+
+def doctor(tmp_path: Path, code: str, *options: str, program: str = "program.py") -> ScriptResult:
+    (tmp_path / "program.py").write_text(HEAD + code)
+    return start_python(["-m", "infeed", "doctor", *options, program], cwd=tmp_path).finish(60)
+
+
+def test_a_program_that_runs_for_ever_is_stopped_in_the_middle_of_its_epoch(tmp_path: Path) -> None:
+    """And never goes on: what comes after the loop does not happen. Its output is seen."""
+    code = "print('begun', flush=True)\ntry:\n    load(10_000_000)\nfinally:\n    print('went on')"
+
+    with assert_faster_than(30):
+        result = doctor(tmp_path, code, "--seconds", "1")
+
+    assert result.out.startswith("begun\n")
+    assert "went on" not in result.out
+    assert "it was stopped when its time was up" in result.out
+    assert result.code == 0
+
+
+def test_a_program_that_asks_for_no_batch_any_more_is_stopped_too(tmp_path: Path) -> None:
+    """What it had told by then is told."""
+    with assert_faster_than(30):
+        result = doctor(tmp_path, "load()\nthreading.Event().wait()", "--seconds", "0.5")
+
+    assert "did not ask for a batch any more" in result.out
+    assert "4 batches" in result.out
+
+
+def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
+    """It is deaf to signals while it is in a call that does not come back."""
+    code = "load()\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(1000)"
+
+    with assert_faster_than(30):
+        result = doctor(tmp_path, code, "--seconds", "0.5")
+
+    assert "4 batches" in result.out
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("sys.exit(7)", "it ended with exit code 7"),
+        ("raise ValueError('bad label')", "it failed: ValueError: bad label"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its process died with code -9"),
+    ],
+    ids=["exit", "error", "death"],
+)
+def test_the_end_of_a_program_is_told_and_what_was_seen_before_counts(tmp_path: Path, code: str, text: str) -> None:
+    """The exit code is the doctor's, about its findings."""
+    result = doctor(tmp_path, f"load()\n{code}")
+
+    assert text in result.out
+    assert "1 loader, 1 epoch, 4 batches" in result.out
+    assert result.code == 0
+
+
+def test_an_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    """With the program's frames and none of ours."""
+    result = doctor(tmp_path, "load()\nraise ValueError('bad label')")
+
+    assert "ValueError: bad label" in result.err
+    assert 'File "program.py"' in result.err
+    assert "infeed/doctor" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("", "iterated no DataLoader of torch or infeed"),
+        ("sys.exit(3)", "could not be run: it ended with exit code 3"),
+        ("import absent_module", "could not be run: it failed: ModuleNotFoundError: No module named 'absent_module'"),
+        ("threading.Event().wait()", "iterated no DataLoader within 0.5 s; see --start-seconds"),
+    ],
+    ids=["no loader", "exit", "error", "hang"],
+)
+def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, text: str) -> None:
+    """Nothing was looked at, so nothing can be said: an exit code of its own."""
+    options = ("--start-seconds", "0.5") if "wait" in code else ()
+
+    result = doctor(tmp_path, code, *options)
+
+    assert text in result.err
+    assert result.code == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "text"),
+    [
+        ((), "absent.py", "'absent.py' is not a file; name a script, a module with -m, or module:dataset"),
+        (("--ignore", "boredom"), "program.py", "--ignore boredom: there is no such finding; there are no-batch, "),
+        (("--seconds", "0"), "program.py", "0 is no time; give more than 0 seconds"),
+        (("--seconds", "soon"), "program.py", "'soon' is not a number; give seconds"),
+    ],
+)
+def test_wrong_usage_is_told(tmp_path: Path, options: tuple[str, ...], program: str, text: str) -> None:
+    """With a cure, and the exit code of wrong usage."""
+    result = doctor(tmp_path, "", *options, program=program)
+
+    assert text in result.err
+    assert result.code == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("program:absent", "module 'program' has no 'absent'; it has "),
+        ("absent:dataset", "there is no module 'absent' on the path of imports"),
+        ("program:number", "program:number is a int, which is no dataset"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_told(tmp_path: Path, target: str, text: str) -> None:
+    """By what was given and what there is."""
+    result = doctor(tmp_path, "number = 7", program=target)
+
+    assert text in result.err
+    assert result.code == 3
+
+
+LOCKED = """
+class Locked:
+    def __init__(self): self.lock = threading.Lock()
+    def __len__(self): return 8
+    def __getitem__(self, index): return index
+plain = list(range(100))
+"""
+
+
+def test_a_dataset_is_looked_at_without_a_program(tmp_path: Path) -> None:
+    """A class without arguments, or an instance; there is no loop that could wait."""
+    bad = doctor(tmp_path, LOCKED, "--seconds", "0.5", program="program:Locked")
+    good = doctor(tmp_path, LOCKED, "--seconds", "0.5", program="program:plain")
+
+    assert "Cannot be sent to workers: dataset.lock is a _thread.lock" in bad.out
+    assert bad.code == 1
+    assert "nothing found" in good.out
+    assert good.code == 0
+
+
+def test_a_finding_can_be_ignored_and_written_to_files(tmp_path: Path) -> None:
+    """For CI: the exit code does not count it, and the page and the data do not have it."""
+    files = ("--json", "found.json", "--html", "found.html")
+
+    counted = doctor(tmp_path, LOCKED, "--seconds", "0.5", *files, program="program:Locked")
+    told = json.loads((tmp_path / "found.json").read_text())
+    page = (tmp_path / "found.html").read_text()
+    ignored = doctor(tmp_path, LOCKED, "--seconds", "0.5", "--ignore", "cannot-be-sent", *files, program="program:Locked")
+
+    assert counted.code == 1
+    assert [finding["name"] for finding in told["findings"]] == ["cannot-be-sent"]
+    assert "dataset.lock is a _thread.lock" in page
+    assert ignored.code == 0
+    assert json.loads((tmp_path / "found.json").read_text())["findings"] == []
+    assert "Nothing found." in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl+C", "kill"])
+def test_nothing_is_left_when_the_doctor_is_ended(tmp_path: Path, number: int) -> None:
+    """By Ctrl+C, which the terminal sends to all, or by force, which it alone feels."""
+    journal = Journal(tmp_path / "lines")
+    code = f"""
+from pathlib import Path
+from tests.helpers import Journal
+for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
+    if number == 3: Journal(Path({str(journal.path)!r})).write("loading")
+    time.sleep(0.01)
+"""
+    (tmp_path / "program.py").write_text(HEAD + code)
+    script = start_python(["-m", "infeed", "doctor", "--seconds", "1", "program.py"], cwd=tmp_path)
+    script.wait_line(journal, "loading")
+
+    if number == signal.SIGKILL:
+        script.process.kill()
+    else:
+        kill_group(script, number)
+
+    # It fails if a process of it lives on; the program's own end comes when its time is up.
+    assert script.finish().code == (130 if number == signal.SIGINT else -number)
+
+
+def test_arguments_and_modules_reach_the_program(tmp_path: Path) -> None:
+    """Also those that look like options of ours."""
+    (tmp_path / "part.py").write_text(HEAD + "print(__name__, sys.argv[1:], flush=True)\nload()")
+
+    result = start_python(["-m", "infeed", "doctor", "-m", "part", "--json", "--seconds"], cwd=tmp_path).finish(60)
+
+    assert result.out.startswith("__main__ ['--json', '--seconds']\n")
+    assert result.code == 0
+
+
+def test_the_watched_interpreter_imports_nothing_heavy_before_the_program(tmp_path: Path) -> None:
+    """A program may set the number of NumPy's threads in its first lines."""
+    names = ("numpy", "torch", "psutil", "cloudpickle")
+    (tmp_path / "program.py").write_text(f"import sys\nprint([name for name in {names} if name in sys.modules], flush=True)")
+
+    result = start_python(["-m", "infeed", "doctor", "program.py"], cwd=tmp_path).finish()
+
+    assert result.out.strip() == "[]"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", ["torch", "run on infeed", "infeed.torch", "torchdata", "spawn"])
+def test_loaders_of_every_make_are_watched(tmp_path: Path, way: str) -> None:
+    """Torch's with both ways to start workers, torch's on infeed's engine, infeed's, torchdata's."""
+    pytest.importorskip("torch")
+    name = "StatefulDataLoader" if way == "torchdata" else "DataLoader"
+    source = {"infeed.torch": "infeed.torch", "torchdata": "torchdata.stateful_dataloader"}.get(way, "torch.utils.data")
+    if way == "torchdata":
+        pytest.importorskip("torchdata")
+    context = 'multiprocessing_context="spawn", ' if way == "spawn" else ""
+    code = f"""
+from {source} import {name}
+if __name__ == "__main__":
+    loader = {name}(list(range(8)), batch_size=2, {context}num_workers=1, persistent_workers=True)
+    for epoch in range(2):
+        for batch in loader: time.sleep(0.02)
+"""
+    options = ("--infeed",) if way == "run on infeed" else ()
+
+    result = doctor(tmp_path, code, "--json", "-", *options)
+
+    loader = json.loads(result.out)["loaders"][0]
+    expected = "infeed.torch" if "infeed" in way else "torch"
+    assert (loader["library"], loader["epochs"], loader["batches"]) == (expected, 2, 8)

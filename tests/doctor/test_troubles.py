@@ -1,0 +1,209 @@
+"""``infeed doctor`` finds each trouble in a small program that has it, and nothing in one that has none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import start_python
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.torch, pytest.mark.linux]
+
+HEAD = """
+import os, threading, time
+import numpy as np, torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+class Base(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.zeros(4)
+
+def step(): time.sleep(0.03)  # as a GPU does: it leaves the processors alone
+"""
+
+CLEAN = """
+class Clean(Base):
+    def __init__(self): self.names = [str(i) for i in range(64)]
+    def __getitem__(self, index):
+        return torch.zeros(1000) + float(np.random.rand()), torch.rand(1), int(self.names[index])
+
+loader = DataLoader(Clean(), batch_size=8, num_workers=1, persistent_workers=True)
+for epoch in range(3):
+    for batch in loader: step()
+"""
+
+# In the order of the list of findings: its name, what its text must say, and a program that has it.
+TROUBLES = {
+    "no-batch": (
+        "the workers do nothing",
+        """
+class Stuck(Base):
+    def __getitem__(self, index): threading.Event().wait()
+
+for batch in DataLoader(Stuck(), batch_size=4, num_workers=1): step()
+""",
+    ),
+    "fork-with-threads": (
+        "numexpr",
+        """
+import numexpr
+for batch in DataLoader(Base(), batch_size=8, num_workers=1): step()
+""",
+    ),
+    "cannot-be-sent": (
+        "dataset.lock is a _thread.lock",
+        """
+class Locked(Base):
+    def __init__(self): self.lock = threading.Lock()
+
+for batch in DataLoader(Locked(), batch_size=8, num_workers=1): step()
+""",
+    ),
+    "same-random-numbers": (
+        "dataset.rng",
+        """
+class Random(Base):
+    def __init__(self): self.rng = np.random.default_rng(0)
+    def __getitem__(self, index): return self.rng.random()
+
+for batch in DataLoader(Random(), batch_size=8, num_workers=2): step()
+""",
+    ),
+    "loop-waits": (
+        "there are no workers",
+        """
+class Slow(Base):
+    def __getitem__(self, index): return sum(range(400_000))
+
+for batch in DataLoader(Slow(), batch_size=8): time.sleep(0.01)
+""",
+    ),
+    "num-workers": (
+        "would be better than 0",
+        """
+class Slow(Base):
+    def __getitem__(self, index): return sum(range(400_000))
+
+for batch in DataLoader(Slow(), batch_size=8): step()
+""",
+    ),
+    "storage-bound": (
+        "samples wait",
+        """
+class Far(Base):
+    def __getitem__(self, index):
+        time.sleep(0.02)  # a disk's
+        with open(__file__, "rb") as file: return len(file.read())
+
+for batch in DataLoader(Far(), batch_size=8, num_workers=1): step()
+""",
+    ),
+    "slow-samples": (
+        "index 40",
+        """
+class Uneven(Base):
+    def __getitem__(self, index):
+        if index == 40: time.sleep(0.7)
+        return index
+
+for batch in DataLoader(Uneven(), batch_size=8, num_workers=1): step()
+""",
+    ),
+    "restarted-workers": (
+        "persistent_workers=True",
+        """
+for epoch in range(5):
+    for batch in DataLoader(Base(), batch_size=32, num_workers=2): step()
+""",
+    ),
+    "thread-pools": (
+        "OpenBLAS",
+        """
+class Heavy(Base):
+    def __getitem__(self, index): return float(np.linalg.norm(np.ones((700, 700)) @ np.ones((700, 700))))
+    def __len__(self): return 1_000_000
+
+for batch in DataLoader(Heavy(), batch_size=8, num_workers=os.cpu_count()): step()
+""",
+    ),
+    "no-pinning": (
+        "pin_memory=True",
+        """
+torch.cuda.is_available = lambda: True
+
+class Large(Base):
+    def __getitem__(self, index): return torch.zeros(100_000)
+
+for batch in DataLoader(Large(), batch_size=8, num_workers=1): step()
+""",
+    ),
+    "memory-growth": (
+        "a minute each",
+        """
+class Leaky(Base):
+    kept = []
+    def __getitem__(self, index):
+        self.kept.append(os.urandom(1 << 20))
+        return index
+    def __len__(self): return 1_000_000
+
+for batch in DataLoader(Leaky(), batch_size=1, num_workers=1): step()
+""",
+    ),
+    "big-objects": (
+        "dataset.names, a list of 600,000 str",
+        """
+class Names(Base):
+    def __init__(self): self.names = [f"a name of some length {i}" for i in range(600_000)]
+
+for batch in DataLoader(Names(), batch_size=8, num_workers=2): step()
+""",
+    ),
+}
+SECONDS = {"memory-growth": 4.0, "thread-pools": 4.0}
+
+
+def diagnose(tmp_path: Path, code: str, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what the doctor says in JSON."""
+    (tmp_path / "program.py").write_text(HEAD + code)
+    arguments = ["-m", "infeed", "doctor", "--json", "-", *options, "program.py"]
+    result = start_python(arguments, cwd=tmp_path).finish(60)
+    assert result.out, result.err
+    return result.code, json.loads(result.out)
+
+
+def test_nothing_is_found_in_a_clean_program(tmp_path: Path) -> None:
+    """With workers that stay, random numbers that are seeded, and a loop that does not wait; the exit code says so."""
+    code, told = diagnose(tmp_path, CLEAN)
+
+    assert [finding["title"] for finding in told["findings"]] == []
+    assert code == 0
+    assert (told["ending"], told["loaders"][0]["batches"]) == ("finished", 24)
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) -> None:
+    """With evidence that names the culprit, and a cure for torch's loader and for infeed's."""
+    if name == "thread-pools" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("with one core no library starts threads")
+    word, program = TROUBLES[name]
+
+    code, told = diagnose(tmp_path, program, "--seconds", str(SECONDS.get(name, 2.0)))
+
+    found = {finding["name"]: finding for finding in told["findings"]}
+    assert name in found, told
+    assert word in json.dumps(found[name])
+    assert set(found[name]["cure"]) == {"torch", "infeed"}
+    assert code == 1
+
+
+def test_there_is_a_program_for_each_finding() -> None:
+    """Nothing is claimed that was not seen."""
+    from infeed.doctor.findings import NAMES
+
+    assert tuple(TROUBLES) == NAMES

@@ -1,0 +1,102 @@
+"""torch's class with ``num_workers="auto"``: a number for torch and for frameworks, and the same batches."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from infeed.errors import ConfigError
+from infeed.torch import DataLoader
+from infeed.torch.serving import config_of
+
+pytestmark = pytest.mark.process
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_it_is_a_number_for_those_who_compute_with_it() -> None:
+    """And torch has nothing to warn of: it is only the most that there may be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = DataLoader(Numbers(), num_workers="auto")
+
+    assert isinstance(loader.num_workers, int)
+    assert loader.num_workers > 1
+    assert repr(loader.num_workers) == "'auto'"
+    assert config_of(loader).is_auto
+
+
+@pytest.mark.parametrize("how", ["from attributes", "copied"])
+def test_a_loader_that_is_made_from_another_is_auto_too(how: str) -> None:
+    """Frameworks make loaders anew, with a sampler of theirs."""
+    loader = DataLoader(Numbers(), num_workers="auto", cpu_limit=2, worker="auto")
+    if how == "copied":
+        again = copy.copy(loader)
+    else:
+        again = DataLoader(loader.dataset, num_workers=loader.num_workers, worker=loader.worker, cpu_limit=loader.cpu_limit)
+
+    made = config_of(again)
+    assert (made.is_auto, made.most_workers, made.is_kind_auto) == (True, loader.num_workers, True)
+    assert made.cpu_limit == 2
+
+
+def test_batches_are_those_of_torch() -> None:
+    """The number of workers decides nothing."""
+    with closing(DataLoader(Numbers(), batch_size=4, num_workers="auto", timeout=30)) as loader:
+        batches = [batch.tolist() for batch in loader]
+
+    assert batches == [batch.tolist() for batch in torch.utils.data.DataLoader(Numbers(), batch_size=4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_workers": "all"}, "num_workers='all' must be 'auto' or a whole number"),
+        ({"num_workers": "auto", "cpu_limit": -1}, "cpu_limit=-1 must be a number of cores above 0"),
+        ({"num_workers": 2, "cpu_limit": 1}, "cpu_limit=1 has no meaning with num_workers=2"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, object], text: str) -> None:
+    """When the loader is made, as for torch's own arguments."""
+    with pytest.raises(ConfigError, match=text):
+        DataLoader(Numbers(), **options)  # type: ignore[arg-type]
+
+
+class Naps(Numbers):
+    """Leaves the GIL."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+@pytest.mark.parametrize("is_persistent", [False, True], ids=["started anew", "persistent"])
+def test_the_kind_of_worker_is_remembered_from_epoch_to_epoch(is_persistent: bool) -> None:
+    """Torch's order is drawn once for an epoch, so the change comes with the next, and stays."""
+
+    def load(dataset: Any, worker: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(dataset, 8, True, num_workers=2, persistent_workers=is_persistent, generator=generator, worker=worker)
+
+    with closing(load(range(400), "process")) as plain, closing(load(Naps(), "auto")) as loader:
+        kinds = []
+        for _ in range(3):
+            assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in plain]
+            kinds.append(loader.statistics().kind)
+    # On a busy machine threads may look slower than processes did, and be given up.
+    assert kinds[:2] == ["process", "thread"]
