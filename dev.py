@@ -18,6 +18,9 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 MIN_PYTHON = (3, 11)
@@ -41,16 +44,22 @@ def check_steps() -> list[list[str]]:
     return [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"], *types]
 
 
-def steps(command: str, arguments: list[str]) -> list[list[str]]:
-    """Give what `command` runs, in order, each as arguments to the environment's Python."""
+def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
+    """Give what `command` runs, in order, as arguments to the environment's Python; what is listed together runs together."""
     if command == "demo":
-        return [["-m", "infeed", "demo", *arguments]]
+        return [[["-m", "infeed", "demo", *arguments]]]
     if command == "bench":
-        return [["benchmarks/run.py", *arguments]]
+        return [[["benchmarks/run.py", *arguments]]]
     if command == "test":
         # One more than there are cores: tests wait for processes for half of their time.
-        return [*check_steps(), ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]]
-    return check_steps()
+        tests = ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]
+        return [check_steps(), [tests]]
+    return [check_steps()]
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables for the steps: the user's own, but for the one that has every interpreter compile infeed anew."""
+    return {name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def requirement_hash(pyproject: dict, extra: str) -> str:
@@ -83,7 +92,30 @@ def is_installed(stamp: dict[str, str], pyproject: dict, extra: str) -> bool:
 def call(command: list[str]) -> int:
     """Run one command from the repository root, after printing it; give its exit code."""
     print("+", shlex.join(command), flush=True)
-    process = subprocess.Popen(command, cwd=ROOT)
+    return end_of(subprocess.Popen(command, cwd=ROOT, env=environment(os.environ)))
+
+
+def call_together(commands: list[list[str]]) -> int:
+    """Run commands at the same time, and print what each has to say when its turn comes; give the first code that is not 0."""
+    if len(commands) == 1:
+        return call(commands[0])  # a program that may want the terminal
+    codes = []
+    with ExitStack() as files:
+        running = []
+        for command in commands:
+            said = files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            process = subprocess.Popen(command, cwd=ROOT, env=environment(os.environ), stdout=said, stderr=subprocess.STDOUT)
+            running.append((command, process, said))
+        for command, process, said in running:
+            print("+", shlex.join(command), flush=True)
+            codes.append(end_of(process))
+            said.seek(0)
+            print(said.read(), end="", flush=True)
+    return next((code for code in codes if code), 0)
+
+
+def end_of(process: subprocess.Popen) -> int:
+    """Wait for the end of a process; give its exit code, as a shell does."""
     while True:
         try:
             code = process.wait()
@@ -138,8 +170,8 @@ def main(argv: list[str]) -> int:
     try:
         if code := prepare(EXTRAS[command]):
             return code
-        for step in steps(command, arguments):
-            if code := call([str(VENV_PYTHON), *step]):
+        for together in steps(command, arguments):
+            if code := call_together([[str(VENV_PYTHON), *step] for step in together]):
                 return code
     except KeyboardInterrupt:
         return INTERRUPTED

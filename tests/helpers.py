@@ -208,23 +208,37 @@ def worker_processes() -> list[Any]:
     return found
 
 
+def fork_server() -> Any:
+    """The fork server of this process that lives; one that has ended may not have been waited for yet."""
+    import psutil
+
+    living = [process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE]
+    (server,) = filter(is_fork_server, living)
+    return server
+
+
 def is_fork_server(process: Any) -> bool:
     """Whether this is the fork server of this very process."""
     return process.ppid() == os.getpid() and any("infeed.workers.server" in word for word in process.cmdline())
 
 
-def shm_names() -> set[str]:
-    """Names of ours in the system's shared memory, without those that a process outside of this test run is using."""
+def shm_names(owner: int | None = None) -> set[str]:
+    """Names of ours in the system's shared memory: those of one process, or all there are, whoever's they are."""
     folder = Path("/dev/shm")
     names = {path.name for path in folder.glob("infeed*")} if folder.is_dir() else set()
-    return {name for name in names if not _is_foreign(name)} if names else names
+    return names if owner is None else {name for name in names if owner_of(name) == owner}
 
 
-def _is_foreign(name: str) -> bool:
+def owner_of(name: str) -> int:
+    """The process that made a name."""
+    return int(name.split(".")[1])
+
+
+def is_foreign(name: str) -> bool:
     """Whether it belongs to a process that lives and is not below this one: of another test that runs at the same time."""
     import psutil
 
-    owner = int(name.split(".")[1])
+    owner = owner_of(name)
     return psutil.pid_exists(owner) and owner not in {
         os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))
     }  # fmt: skip

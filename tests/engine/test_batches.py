@@ -154,7 +154,7 @@ def test_three_samples_become_this_batch_inline(make: Callable[[int], Any], batc
 
 
 @pytest.mark.torch
-def test_every_kind_of_sample_is_the_same_from_every_worker(engine: dict[str, Any]) -> None:
+def test_every_kind_of_sample_is_the_same_from_every_worker(every_engine: dict[str, Any]) -> None:
     """One sample with all kinds of leaves and trees in it: types, dtypes and values are those of inline loading (P2)."""
     cases = {name: make for name, make, _ in LEAVES + TREES}
 
@@ -162,7 +162,7 @@ def test_every_kind_of_sample_is_the_same_from_every_worker(engine: dict[str, An
         return {name: make(index % 3) for name, make in cases.items()}
 
     inline = infeed.DataLoader(Tree(12, sample), batch_size=3)
-    with infeed.DataLoader(Tree(12, sample), batch_size=3, **engine) as loader:
+    with infeed.DataLoader(Tree(12, sample), batch_size=3, **every_engine) as loader:
         for got, expected in zip(loader, inline, strict=True):
             for name in cases:
                 assert_same(got[name], expected[name], name)

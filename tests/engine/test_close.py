@@ -26,9 +26,9 @@ def assert_nothing_runs() -> None:
     wait_until(lambda: not worker_processes() and not infeed_threads(), "the end of all workers", 10)
 
 
-def test_a_with_block_ends_the_workers(engine: dict[str, Any]) -> None:
+def test_a_with_block_ends_the_workers(every_engine: dict[str, Any]) -> None:
     """When the block is left there is no worker, whether or not the epoch was finished."""
-    with infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine) as loader:
+    with infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **every_engine) as loader:
         next(iter(loader))
     assert not worker_processes()
     assert not infeed_threads()
@@ -137,9 +137,9 @@ def test_close_from_another_thread_ends_the_wait(kind: Any, tmp_path: Path) -> N
     assert_nothing_runs()
 
 
-def test_a_forgotten_loader_ends_its_workers(engine: dict[str, Any]) -> None:
+def test_a_forgotten_loader_ends_its_workers(every_engine: dict[str, Any]) -> None:
     """Without close(), workers end when the loader and its iterators are gone."""
-    loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine)
+    loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **every_engine)
     batches = iter(loader)
     kept = next(batches)
     del loader, batches

@@ -68,9 +68,11 @@ DATASETS: list[tuple[str, Callable[[], Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "expected"), [case[1:] for case in DATASETS], ids=[case[0] for case in DATASETS])
-def test_a_dataset_is_loaded_in_order_in_batches(engine: dict[str, Any], make: Callable[[], Any], expected: list[Any]) -> None:
+def test_a_dataset_is_loaded_in_order_in_batches(
+    every_engine: dict[str, Any], make: Callable[[], Any], expected: list[Any]
+) -> None:
     """Everything with an index gives the same batches from every kind of worker, epoch after epoch."""
-    with infeed.DataLoader(make(), batch_size=4, **engine) as loader:
+    with infeed.DataLoader(make(), batch_size=4, **every_engine) as loader:
         assert len(loader) == len(expected)
         assert collected(loader) == expected
         assert collected(loader) == expected
@@ -117,10 +119,10 @@ def test_arrays_of_one_length_are_rows_whatever_they_hold() -> None:
     ],
 )
 def test_batch_size_and_drop_last_decide_the_batches(
-    engine: dict[str, Any], options: dict[str, Any], expected: list[Any]
+    light_engine: dict[str, Any], options: dict[str, Any], expected: list[Any]
 ) -> None:
     """A batch has batch_size samples, only the last may be short, and drop_last leaves that one out."""
-    with infeed.DataLoader(range(7), **options, **engine) as loader:
+    with infeed.DataLoader(range(7), **options, **light_engine) as loader:
         assert len(loader) == len(expected)
         assert collected(loader) == expected
 
@@ -133,13 +135,13 @@ def test_a_single_sample_is_given_as_it_is(engine: dict[str, Any]) -> None:
             assert_same(got, given)
 
 
-def test_shuffle_gives_every_index_once_in_a_new_order_each_epoch(engine: dict[str, Any]) -> None:
+def test_shuffle_gives_every_index_once_in_a_new_order_each_epoch(light_engine: dict[str, Any]) -> None:
     """Each epoch is a permutation, no two are the same, and the same seed gives them all again."""
-    with infeed.DataLoader(range(50), batch_size=8, shuffle=True, seed=3, **engine) as loader:
+    with infeed.DataLoader(range(50), batch_size=8, shuffle=True, seed=3, **light_engine) as loader:
         epochs = [flat(collected(loader)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, list(range(50))]}) == 4
-    with infeed.DataLoader(range(50), batch_size=8, shuffle=True, seed=3, **engine) as again:
+    with infeed.DataLoader(range(50), batch_size=8, shuffle=True, seed=3, **light_engine) as again:
         assert [flat(collected(again)) for _ in range(3)] == epochs
 
 
@@ -179,18 +181,18 @@ SAMPLERS: list[tuple[str, Callable[[], Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "expected"), [case[1:] for case in SAMPLERS], ids=[case[0] for case in SAMPLERS])
-def test_a_sampler_decides_the_order(engine: dict[str, Any], make: Callable[[], Any], expected: list[Any]) -> None:
+def test_a_sampler_decides_the_order(light_engine: dict[str, Any], make: Callable[[], Any], expected: list[Any]) -> None:
     """Indices come in the sampler's order, repeated if it repeats them, and its length gives the loader's."""
-    with infeed.DataLoader(range(10), batch_size=2, sampler=make(), **engine) as loader:
+    with infeed.DataLoader(range(10), batch_size=2, sampler=make(), **light_engine) as loader:
         assert len(loader) == len(expected)
         assert collected(loader) == expected
         assert collected(loader) == expected
 
 
-def test_a_sampler_without_batches_gives_single_samples(engine: dict[str, Any]) -> None:
+def test_a_sampler_without_batches_gives_single_samples(light_engine: dict[str, Any]) -> None:
     """With batch_size=None an index may be anything; a list of indices goes to the dataset whole."""
     array = np.arange(10) * 10
-    with infeed.DataLoader(array, batch_size=None, sampler=[[1, 2], [3]], **engine) as loader:
+    with infeed.DataLoader(array, batch_size=None, sampler=[[1, 2], [3]], **light_engine) as loader:
         assert collected(loader) == [[10, 20], [30]]
 
 
@@ -208,23 +210,23 @@ def test_a_sampler_without_batches_gives_single_samples(engine: dict[str, Any]) 
     ],
 )  # fmt: skip
 def test_a_batch_sampler_decides_the_batches(
-    engine: dict[str, Any], dataset: Any, batches: list[Any], expected: list[Any]
+    light_engine: dict[str, Any], dataset: Any, batches: list[Any], expected: list[Any]
 ) -> None:
     """Any iterable of iterables of indices of any kind will do, and the dataset needs no length."""
-    with infeed.DataLoader(dataset, batch_sampler=batches, **engine) as loader:
+    with infeed.DataLoader(dataset, batch_sampler=batches, **light_engine) as loader:
         assert collected(loader) == expected
 
 
-def test_a_generator_is_a_sampler_for_one_epoch(engine: dict[str, Any]) -> None:
+def test_a_generator_is_a_sampler_for_one_epoch(light_engine: dict[str, Any]) -> None:
     """What can be iterated once gives one epoch and then empty ones, and has no length."""
-    with infeed.DataLoader(range(10), batch_size=2, sampler=(i for i in (3, 1, 4)), **engine) as loader:
+    with infeed.DataLoader(range(10), batch_size=2, sampler=(i for i in (3, 1, 4)), **light_engine) as loader:
         with pytest.raises(TypeError, match="sampler of type generator has no len"):
             len(loader)
         assert collected(loader) == [[3, 1], [4]]
         assert collected(loader) == []
 
 
-def test_an_endless_batch_sampler_is_read_no_further_than_needed(engine: dict[str, Any]) -> None:
+def test_an_endless_batch_sampler_is_read_no_further_than_needed(light_engine: dict[str, Any]) -> None:
     """Batches are asked for as there is room in flight, so a sampler may go on for ever."""
     taken = []
 
@@ -235,13 +237,13 @@ def test_an_endless_batch_sampler_is_read_no_further_than_needed(engine: dict[st
             yield [number % 10, (number + 1) % 10]
             number += 1
 
-    with infeed.DataLoader(range(10), batch_sampler=endless(), prefetch=4, **engine) as loader:
+    with infeed.DataLoader(range(10), batch_sampler=endless(), prefetch=4, **light_engine) as loader:
         batches = iter(loader)
         assert [plain(next(batches)) for _ in range(6)] == [[i, i + 1] for i in range(6)]
         assert len(taken) <= 6 + 4
 
 
-def test_a_sampler_is_asked_when_the_epoch_begins(engine: dict[str, Any]) -> None:
+def test_a_sampler_is_asked_when_the_epoch_begins(light_engine: dict[str, Any]) -> None:
     """What the user tells a sampler between epochs, such as set_epoch, counts for the next."""
 
     class Turning:
@@ -254,20 +256,20 @@ def test_a_sampler_is_asked_when_the_epoch_begins(engine: dict[str, Any]) -> Non
             return 2
 
     sampler = Turning()
-    with infeed.DataLoader(range(10), batch_size=2, sampler=sampler, **engine) as loader:
+    with infeed.DataLoader(range(10), batch_size=2, sampler=sampler, **light_engine) as loader:
         for epoch in range(3):
             sampler.epoch = epoch
             assert collected(loader) == [[epoch, epoch + 1]]
 
 
-def test_a_sampler_that_raises_is_heard_after_the_batches_before_it(engine: dict[str, Any]) -> None:
+def test_a_sampler_that_raises_is_heard_after_the_batches_before_it(light_engine: dict[str, Any]) -> None:
     """The error comes where a plain loop would meet it, and as it is."""
 
     def failing() -> Iterator[int]:
         yield from (1, 2, 3, 4)
         raise LookupError("no more")
 
-    with infeed.DataLoader(range(10), batch_size=2, sampler=failing(), **engine) as loader:
+    with infeed.DataLoader(range(10), batch_size=2, sampler=failing(), **light_engine) as loader:
         batches = iter(loader)
         assert [plain(next(batches)) for _ in range(2)] == [[1, 2], [3, 4]]
         with pytest.raises(LookupError, match="no more"):
@@ -324,7 +326,7 @@ def test_a_closure_makes_the_batch(engine: dict[str, Any]) -> None:
             assert_same(got, collate([first, first + 1]))
 
 
-def test_a_collate_fn_may_return_an_object_of_a_local_class(engine: dict[str, Any]) -> None:
+def test_a_collate_fn_may_return_an_object_of_a_local_class(every_engine: dict[str, Any]) -> None:
     """The batch is an instance of the very class that the user has, with its arrays inside."""
 
     class Padded:
@@ -332,7 +334,7 @@ def test_a_collate_fn_may_return_an_object_of_a_local_class(engine: dict[str, An
             self.values = np.array(samples)
             self.lengths = [1] * len(samples)
 
-    with infeed.DataLoader(range(4), batch_size=2, collate_fn=Padded, **engine) as loader:
+    with infeed.DataLoader(range(4), batch_size=2, collate_fn=Padded, **every_engine) as loader:
         for batch, first in zip(loader, (0, 2), strict=True):
             assert type(batch) is Padded
             assert batch.values.tolist() == [first, first + 1]

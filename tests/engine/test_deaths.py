@@ -15,7 +15,7 @@ import pytest
 import infeed
 from infeed.testing import CrashingDataset
 from infeed.workers.forkserver import close_fork_server
-from tests.helpers import Blocking, Journal, Pids, Tree, assert_faster_than, collected, flat, is_fork_server, plain, wait_until
+from tests.helpers import Blocking, Journal, Pids, Tree, assert_faster_than, collected, flat, fork_server, plain, wait_until
 from tests.helpers import worker_processes as live_workers
 
 pytestmark = [pytest.mark.process, pytest.mark.linux]
@@ -23,13 +23,6 @@ pytestmark = [pytest.mark.process, pytest.mark.linux]
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-
-
-def server_pid() -> int:
-    import psutil
-
-    (pid,) = [process.pid for process in psutil.Process().children() if is_fork_server(process)]
-    return pid
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
@@ -139,7 +132,7 @@ def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
     for _ in range(2):
         with infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30) as loader:
             assert flat(collected(loader)) == list(range(8))
-        kill(server_pid())
+        kill(fork_server().pid)
     close_fork_server()
 
 
@@ -150,7 +143,7 @@ def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
         for _ in range(3):
             batches = iter(loader)
             got = [plain(next(batches)) for _ in range(20)]
-            kill(server_pid())
+            kill(fork_server().pid)
             got += collected(batches)
             assert flat(got) == list(range(4000))
     close_fork_server()
@@ -167,7 +160,7 @@ def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(t
 
     def kill_server() -> None:
         wait_until(lambda: len(journal.lines()) >= 6, "six workers at a sample each")
-        kill(server_pid())
+        kill(fork_server().pid)
         (tmp_path / "go").touch()
 
     killer = threading.Thread(target=kill_server)
@@ -200,7 +193,7 @@ def test_the_fork_server_killed_while_a_loader_is_idle_does_not_disturb_its_end(
     """close() of a loader whose workers are gone is quick and silent."""
     loader = infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30)
     collected(loader)
-    kill(server_pid())
+    kill(fork_server().pid)
     with assert_faster_than(5):
         loader.close()
     close_fork_server()

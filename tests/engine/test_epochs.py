@@ -28,9 +28,9 @@ def test_a_loader_in_the_head_of_a_loop_lives_as_long_as_the_loop(engine: dict[s
     assert plain(next(iter(numbers(engine)))) == [0, 1, 2, 3]
 
 
-def test_epochs_follow_one_another(engine: dict[str, Any]) -> None:
+def test_epochs_follow_one_another(every_engine: dict[str, Any]) -> None:
     """Each iteration is a whole epoch, as often as the user likes."""
-    with numbers(engine) as loader:
+    with numbers(every_engine) as loader:
         for _ in range(10):
             assert flat(collected(loader)) == NUMBERS
 

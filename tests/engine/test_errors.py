@@ -60,10 +60,10 @@ def raising(error: Callable[[], BaseException], at: int = 3, length: int = 8) ->
     return Tree(length, load)
 
 
-def test_an_error_arrives_as_it_is_with_its_place(engine: dict[str, Any]) -> None:
+def test_an_error_arrives_as_it_is_with_its_place(every_engine: dict[str, Any]) -> None:
     """Same type and text as without workers; notes tell index, position and worker; the traceback shows the user's line."""
     dataset = raising(lambda: KeyError("image_17.jpg"), at=5)
-    with infeed.DataLoader(dataset, batch_size=2, sampler=[1, 2, 3, 5, 0, 6], **engine) as loader:
+    with infeed.DataLoader(dataset, batch_size=2, sampler=[1, 2, 3, 5, 0, 6], **every_engine) as loader:
         batches = iter(loader)
         assert plain(next(batches)) == [1, 2]
         with pytest.raises(KeyError, match=r"image_17\.jpg") as caught:
@@ -72,7 +72,7 @@ def test_an_error_arrives_as_it_is_with_its_place(engine: dict[str, Any]) -> Non
         (note,) = caught.value.__notes__
         assert "index=5" in note
         assert "position 3 of epoch 0" in note
-        assert ("inline" if engine["num_workers"] == 0 else "worker ") in note
+        assert ("inline" if every_engine["num_workers"] == 0 else "worker ") in note
         shown = "".join(traceback.format_exception(caught.value))
         assert "raise error()" in shown
         assert "in load" in shown

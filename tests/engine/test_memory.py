@@ -27,10 +27,10 @@ def megabytes(count: int, length: int = 64) -> Tree:
 
 
 @pytest.mark.slow
-def test_kept_batches_never_change(engine: dict[str, Any]) -> None:
+def test_kept_batches_never_change(every_engine: dict[str, Any]) -> None:
     """Of 2000 batches some are kept, whole or only as a view of a row; at the end they are what they were (P3)."""
     kept = []
-    with infeed.DataLoader(Tree(8000, lambda i: (np.full(8, i), i)), batch_size=4, **engine) as loader:
+    with infeed.DataLoader(Tree(8000, lambda i: (np.full(8, i), i)), batch_size=4, **every_engine) as loader:
         for number, (rows, labels) in enumerate(loader):
             if number % 7 == 0:
                 kept.append((number, rows, labels))
@@ -176,7 +176,7 @@ def test_a_hundred_thousand_batches_leave_nothing_more() -> None:
     import threading
 
     def count() -> tuple[int, int, int, set[str]]:
-        return descriptors(), threading.active_count(), len(worker_processes()), shm_names()
+        return descriptors(), threading.active_count(), len(worker_processes()), shm_names(os.getpid())
 
     kept = []
     with infeed.DataLoader(range(200_000), batch_size=2, num_workers=2, timeout=60) as loader:
@@ -264,11 +264,11 @@ def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: p
     from tests.conftest import make_portable
 
     make_portable(monkeypatch)
-    before = shm_names()
+    before = shm_names(os.getpid())
     with infeed.DataLoader(megabytes(1, 8), batch_size=2, num_workers=2, timeout=30) as loader:
         batches = iter(loader)
         kept = next(batches)
-        names = shm_names() - before
+        names = shm_names(os.getpid()) - before
         assert names
-    assert not names & shm_names()
+    assert not names & shm_names(os.getpid())
     assert plain(kept[:, 0]) == [0, 1]

@@ -44,9 +44,9 @@ def alone() -> dict[int, float]:
 # --- the same whoever loads
 
 
-def test_draws_are_the_same_in_every_kind_of_worker(alone: dict[int, float], engine: dict[str, Any]) -> None:
+def test_draws_are_the_same_in_every_kind_of_worker(alone: dict[int, float], every_engine: dict[str, Any]) -> None:
     """Inline, in threads and in processes, however those are started (P2)."""
-    assert by_index(**engine) == alone
+    assert by_index(**every_engine) == alone
 
 
 @pytest.mark.process

@@ -92,12 +92,12 @@ def test_draws_in_a_stream_do_not_depend_on_the_workers() -> None:
     assert loaded(Drawing(), **options) == loaded(Drawing(), num_workers=2, timeout=30, **options)
 
 
-def test_samples_epochs_and_seeds_draw_differently(engine: dict[str, Any]) -> None:
+def test_samples_epochs_and_seeds_draw_differently(every_engine: dict[str, Any]) -> None:
     """No two samples of an epoch, no two epochs and no two seeds give the same numbers."""
-    if engine.get("worker") == "thread":
+    if every_engine.get("worker") == "thread":
         pytest.skip("thread workers share the user's global generators")
-    first, second = loaded(RandomDataset(40), **engine)
-    other = loaded(RandomDataset(40), **{**engine, "seed": 43})[0]
+    first, second = loaded(RandomDataset(40), **every_engine)
+    other = loaded(RandomDataset(40), **{**every_engine, "seed": 43})[0]
     draws = [number for epoch in (first, second, other) for batch in epoch for number in batch["python"]]
     assert len(set(draws)) == 120
 

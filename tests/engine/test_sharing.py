@@ -54,11 +54,11 @@ class Shared:
         return {"label": self.labels[self.names[index]], "row": row, "name": self.names[index], "pid": os.getpid()}
 
 
-def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(engine: dict[str, Any]) -> None:
+def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(every_engine: dict[str, Any]) -> None:
     """Inline, in threads, forked, spawned, and where memory has names: the same samples; two epochs, and a second loader."""
     dataset = Shared(20)
     for _ in range(2):
-        with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **engine) as loader:
+        with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **every_engine) as loader:
             for _ in range(2):
                 batches = [dict(batch) for batch in loader]
                 labels = flat([batch["label"].tolist() for batch in batches])
@@ -290,13 +290,13 @@ def test_nothing_is_left_of_a_killed_process_and_its_workers(prelude: str, tmp_p
     """Neither process nor name: where memory has names, the workers remove them."""
     if prelude and sys.platform != "linux":
         pytest.skip("the usual way there")
-    before = shm_names()
     script = start_script(tmp_path, prelude + KILLED)
     script.wait_line(Journal(tmp_path / "journal"), "loading")
+    assert bool(shm_names(script.pid)) is bool(prelude)
     script.process.kill()
     script.finish()
 
-    wait_until(lambda: shm_names() <= before, "the end of the names")
+    wait_until(lambda: not shm_names(script.pid), "the end of the names")
 
 
 DAEMON = """

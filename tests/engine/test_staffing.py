@@ -209,6 +209,9 @@ class SlowStart:
     def start(self) -> None:
         assert self._may_start.wait(30)
 
+    def finish(self) -> None:
+        pass
+
 
 def test_nothing_is_heard_of_a_thread_that_was_stopped() -> None:
     """Another has its number by then, and would be taken for ready."""

@@ -96,9 +96,11 @@ def test_shares_are_read_by_different_workers() -> None:
         pytest.param(3, {"batch_size": 1}, [[0], [1], [2]], id="one by one"),
     ],
 )
-def test_a_stream_is_cut_into_batches(engine: dict[str, Any], count: int, options: dict[str, Any], expected: list[Any]) -> None:
+def test_a_stream_is_cut_into_batches(
+    light_engine: dict[str, Any], count: int, options: dict[str, Any], expected: list[Any]
+) -> None:
     """Batch size, drop_last and collate_fn mean the same for a stream as for an indexed dataset."""
-    with infeed.DataLoader(Stream(count), **options, **engine) as loader:
+    with infeed.DataLoader(Stream(count), **options, **light_engine) as loader:
         assert collected(loader) == expected
         assert collected(loader) == expected
 
@@ -111,9 +113,9 @@ def test_an_empty_share_is_no_trouble() -> None:
             assert sorted(flat(collected(loader))) == [0, 1]
 
 
-def test_a_stream_is_read_anew_each_epoch(engine: dict[str, Any]) -> None:
+def test_a_stream_is_read_anew_each_epoch(every_engine: dict[str, Any]) -> None:
     """Each epoch calls __iter__ again, also after one that was left in the middle."""
-    with infeed.DataLoader(Stream(9), batch_size=2, **engine) as loader:
+    with infeed.DataLoader(Stream(9), batch_size=2, **every_engine) as loader:
         assert plain(next(iter(loader))) == [0, 1]
         assert flat(collected(loader)) == list(range(9))
 
@@ -133,7 +135,7 @@ def test_an_endless_stream_can_be_left(engine: dict[str, Any]) -> None:
         assert [plain(next(batches)) for _ in range(30)] == [[2 * i, 2 * i + 1] for i in range(30)]
 
 
-def test_streams_of_samples_with_arrays_are_stacked(engine: dict[str, Any]) -> None:
+def test_streams_of_samples_with_arrays_are_stacked(every_engine: dict[str, Any]) -> None:
     """Elements of a stream are samples like any others."""
 
     class Arrays:
@@ -141,7 +143,7 @@ def test_streams_of_samples_with_arrays_are_stacked(engine: dict[str, Any]) -> N
             for number in range(5):
                 yield {"x": np.full(2, number), "name": str(number)}
 
-    with infeed.DataLoader(Arrays(), batch_size=3, **engine) as loader:
+    with infeed.DataLoader(Arrays(), batch_size=3, **every_engine) as loader:
         assert collected(loader) == [
             {"x": [[0, 0], [1, 1], [2, 2]], "name": ["0", "1", "2"]},
             {"x": [[3, 3], [4, 4]], "name": ["3", "4"]},

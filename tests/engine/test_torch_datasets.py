@@ -29,9 +29,9 @@ class Streamed(data.IterableDataset):  # type: ignore[misc]  # likewise
         return (torch.tensor(number) for number in range(7))
 
 
-def test_a_dataset_of_torch_gives_tensors(engine: dict[str, Any]) -> None:
+def test_a_dataset_of_torch_gives_tensors(every_engine: dict[str, Any]) -> None:
     """Tensors in samples become tensors in batches, numbers become arrays."""
-    with infeed.DataLoader(Indexed(), batch_size=4, **engine) as loader:
+    with infeed.DataLoader(Indexed(), batch_size=4, **every_engine) as loader:
         batches = list(loader)
     assert [type(part).__name__ for part in batches[0]] == ["Tensor", "ndarray"]
     assert [tensor[:, 0].tolist() for tensor, _ in batches] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]

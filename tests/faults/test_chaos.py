@@ -23,7 +23,7 @@ from tests.helpers import is_fork_server, plain, worker_processes
 
 pytestmark = [pytest.mark.process, pytest.mark.linux, pytest.mark.stress]
 
-KILLS: Final = 50  # in one case
+KILLS: Final = 30  # in one case
 LONG_KILLS: Final = 200  # and no more: some more within a minute, and a loader takes the machine for broken
 _LONG_SEEDS: Final = 8
 # Batches that come between two strikes, at least. A batch that is met by four of them is given up, and rightly so.

@@ -43,7 +43,8 @@ DEADLINE_S = 150.0
 
 
 def ran(arguments: list[str], tmp_path: Path) -> ScriptResult:
-    result = start_python(arguments, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"}).finish(DEADLINE_S)
+    # One thread for arithmetic: on such small models more of them only wait for each other, at full speed.
+    result = start_python(arguments, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}).finish(DEADLINE_S)
     assert result.code == 0, result.err
     return result
 
@@ -66,40 +67,56 @@ def skip_without(program: str) -> None:
             pytest.skip(f"{name} is not installed; the extra `frameworks` has it")
 
 
-@pytest.mark.parametrize("program", ["plain_torch", "with_lightning", "with_accelerate", "trainer"])
+# What differs between the ways to run a program: workers, and how infeed comes in.
+RUN = ["-m", "infeed", "run"]
+INSTALLED = (
+    "import infeed.torch, runpy, sys; from infeed.torch.tally import TALLY; infeed.torch.install(); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); print(TALLY, file=sys.stderr)"
+)
+
+
+@pytest.mark.parametrize("program", ["with_lightning", "with_accelerate"])
 def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: str, tmp_path: Path) -> None:
     """Its loaders are served by infeed's workers, and nobody can tell from the numbers."""
     skip_without(program)
     path = str(PROGRAMS / f"{program}.py")
-    expected = said(ran([path, "0"], tmp_path))
 
-    result = ran(["-m", "infeed", "run", path, "2"], tmp_path)
-
-    assert said(result) == expected
-    assert "on infeed's engine" in result.err.splitlines()[-1]
-    assert "torch's own" not in result.err
-
-
-def test_the_trainer_has_the_same_losses_after_install(tmp_path: Path) -> None:
-    """The hook for programs that can be changed: it makes its loaders itself, and prepares them with Accelerate."""
-    skip_without("trainer")
-    path = str(PROGRAMS / "trainer.py")
-    code = (
-        "import infeed.torch, runpy, sys; from infeed.torch.tally import TALLY; infeed.torch.install(); "
-        f"sys.argv = [{path!r}, '2']; runpy.run_path({path!r}, run_name='__main__'); print(TALLY, file=sys.stderr)"
-    )
-
-    result = ran(["-c", code], tmp_path)
+    result = ran([*RUN, path, "2"], tmp_path)
 
     assert said(result) == said(ran([path, "0"], tmp_path))
-    assert "2 loaders on infeed's engine" in result.err
+    assert_all_on_infeed(result)
 
 
-def test_inline_a_program_draws_what_it_draws_with_torch(tmp_path: Path) -> None:
+def test_a_plain_loop_has_the_same_losses_with_workers_and_inline(tmp_path: Path) -> None:
     """With num_workers=0 the generators of the process are the dataset's own."""
     path = str(PROGRAMS / "plain_torch.py")
+    expected = said(ran([path, "0"], tmp_path))
 
-    assert said(ran(["-m", "infeed", "run", path, "0"], tmp_path)) == said(ran([path, "0"], tmp_path))
+    served = ran([*RUN, path, "2"], tmp_path)
+    inline = ran([*RUN, path, "0"], tmp_path)
+
+    assert said(served) == said(inline) == expected
+    assert_all_on_infeed(served)
+
+
+def test_the_trainer_has_the_same_losses_under_infeed_run_and_after_install(tmp_path: Path) -> None:
+    """It makes its loaders itself and prepares them with Accelerate; install() is for programs that can be changed."""
+    skip_without("trainer")
+    path = str(PROGRAMS / "trainer.py")
+    expected = said(ran([path, "0"], tmp_path))
+
+    served = ran([*RUN, path, "2"], tmp_path)
+    installed = ran(["-c", INSTALLED, path, "2"], tmp_path)
+
+    assert said(served) == said(installed) == expected
+    assert_all_on_infeed(served)
+    assert "2 loaders on infeed's engine" in installed.err
+
+
+def assert_all_on_infeed(result: ScriptResult) -> None:
+    """Fail unless ``infeed run`` says that it served all loaders."""
+    assert "on infeed's engine" in result.err.splitlines()[-1]
+    assert "torch's own" not in result.err
 
 
 def test_ranks_under_torchrun_have_the_losses_that_they_have_without(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any, ClassVar
@@ -52,7 +53,7 @@ def test_a_bar_counts_what_the_loop_is_done_with(bars: list[Bar]) -> None:
     assert (bar.count, bar.is_closed) == (10, True)
     assert bar.given["total"] == 10
     assert bar.given["desc"] == "epoch 0"
-    assert bar.texts[-1].endswith("2 workers")
+    assert re.search(r", [12] workers?$", bar.texts[-1])  # on a busy machine the second may come too late
     assert "samples/s, waits " in bar.texts[-1]
 
 

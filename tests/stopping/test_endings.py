@@ -196,6 +196,7 @@ def test_a_terminal_that_is_closed_takes_all_along(tmp_path: Path) -> None:
         pid, terminal = pty.fork()
         if pid == 0:
             os.chdir(folder)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have started them with nohup
             os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
             os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("program.py")), kind, "slow", "loop"])
         journal = folder / "journal"

@@ -19,7 +19,7 @@ from tests.helpers import (
     assert_faster_than,
     collected,
     flat,
-    is_fork_server,
+    fork_server,
     plain,
     wait_until,
     worker_processes,
@@ -78,7 +78,7 @@ def test_close_does_not_wait_for_a_stopped_fork_server() -> None:
     """It is killed, and its workers with it; the next loader starts another."""
     loader = infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, num_workers=4, timeout=30)
     next(iter(loader))
-    (server,) = [process for process in psutil.Process().children() if is_fork_server(process)]
+    server = fork_server()
     server.suspend()
     with assert_faster_than(GONE_S):
         loader.close()

@@ -322,10 +322,10 @@ def test_a_stream_longer_than_it_said_warns_only_if_it_was_asked(num_workers: in
     assert len(caught) == (2 if num_workers == 0 else 8)
 
 
+# Asked here, and not by the test: where there is one, the question opens files that stay open.
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 def test_pin_memory_without_an_accelerator_gives_plain_batches() -> None:
     """With the warning that torch gives, and no other."""
-    if torch.accelerator.is_available():
-        pytest.skip("there is one")
     with pytest.warns(UserWarning, match="no accelerator is found"):
         [batch] = list(load(range(2), batch_size=2, pin_memory=True))
     assert not batch.is_pinned()
@@ -763,13 +763,15 @@ def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str, tmp_path
 
 @pytest.mark.process
 @pytest.mark.linux
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
 @pytest.mark.parametrize("context", ["fork", multiprocessing.get_context("fork")])
 def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
     """One, which says how to avoid it."""
     loader = load(Pids(4), multiprocessing_context=context, **workers(2))
     with pytest.warns(RuntimeWarning, match="fork") as caught:
         assert os.getpid() not in flat(collected(loader))
-    assert len([entry for entry in caught if entry.category is RuntimeWarning]) == 1  # Python 3.12 warns of forks too
+    # JAX warns of forks too, where another test has imported it.
+    assert len([entry for entry in caught if "this loader runs on torch's own workers" in str(entry.message)]) == 1
 
 
 @pytest.mark.process

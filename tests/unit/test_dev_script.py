@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -40,19 +41,21 @@ def test_the_demo_extra_is_part_of_the_dev_extra(pyproject: dict[str, Any]) -> N
 
 
 def test_check_runs_lint_format_and_types_for_three_platforms(dev: ModuleType) -> None:
-    """The checks are ruff twice and mypy for this platform, Windows and macOS, each with its own cache."""
+    """The checks are ruff twice and mypy for this platform, Windows and macOS, each with its own cache, all at once."""
     assert dev.steps("check", []) == [
-        ["-m", "ruff", "check", "."],
-        ["-m", "ruff", "format", "--check", "."],
-        ["-m", "mypy"],
-        ["-m", "mypy", "--platform", "win32", "--cache-dir", ".mypy_cache/win32"],
-        ["-m", "mypy", "--platform", "darwin", "--cache-dir", ".mypy_cache/darwin"],
+        [
+            ["-m", "ruff", "check", "."],
+            ["-m", "ruff", "format", "--check", "."],
+            ["-m", "mypy"],
+            ["-m", "mypy", "--platform", "win32", "--cache-dir", ".mypy_cache/win32"],
+            ["-m", "mypy", "--platform", "darwin", "--cache-dir", ".mypy_cache/darwin"],
+        ]
     ]
 
 
 def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType) -> None:
     """Arguments go to pytest only, which comes last."""
-    *checks, tests = dev.steps("test", ["-k", "demo"])
+    *checks, [tests] = dev.steps("test", ["-k", "demo"])
     assert checks == dev.steps("check", [])
     assert (tests[:3], tests[-2:]) == (["-m", "pytest", "-n"], ["-k", "demo"])
 
@@ -64,7 +67,27 @@ def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType
 )
 def test_demo_and_bench_are_one_step_with_the_arguments(dev: ModuleType, command: str, step: list[str]) -> None:
     """Arguments after the command are passed on as they are."""
-    assert dev.steps(command, ["--epochs", "1"]) == [step]
+    assert dev.steps(command, ["--epochs", "1"]) == [[step]]
+
+
+def test_commands_run_at_the_same_time_and_speak_in_turn(
+    dev: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first ends only when the last has run; all are heard, and the first that fails gives the code."""
+    met = tmp_path / "met"
+    waiting = "from pathlib import Path; import sys; from tests.helpers import wait_until\n"
+    waiting += "wait_until(Path(sys.argv[1]).exists, 'the last'); print('first')"
+    codes = [waiting, "print('second'); exit(3)", "exit(4)", "import sys; open(sys.argv[1], 'w'); print('last')"]
+
+    assert dev.call_together([[sys.executable, "-c", code, str(met)] for code in codes]) == 3
+    assert [line for line in capfd.readouterr().out.splitlines() if line in ("first", "second", "last")] == [
+        "first", "second", "last",
+    ]  # fmt: skip
+
+
+def test_what_is_compiled_is_kept(dev: ModuleType) -> None:
+    """A variable that forbids it is not handed on: every interpreter of a test would compile infeed anew."""
+    assert dev.environment({"PYTHONDONTWRITEBYTECODE": "1", "HOME": "h"}) == {"HOME": "h"}
 
 
 def test_both_extras_stay_installed_side_by_side(dev: ModuleType, pyproject: dict[str, Any]) -> None:

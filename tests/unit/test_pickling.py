@@ -3,17 +3,19 @@
 import io
 import pickle
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, load, spans
+from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, load, main_by_value, spans
 
 Dump = Callable[[object], tuple[bytes, list[memoryview]]]
 
@@ -348,3 +350,13 @@ def test_spans_are_aligned_and_apart(sizes: list[int]) -> None:
     assert all(offset % BUFFER_ALIGN == 0 for offset in offsets)
     assert all(end <= begin for end, begin in zip(ends, offsets[1:], strict=False))
     assert total == (ends[-1] if ends else 0)
+
+
+def test_picklings_at_the_same_time_do_not_end_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of a spawned process goes by value until the last of them is done, in whichever thread."""
+    monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
+    with main_by_value():
+        with main_by_value():
+            pass
+        assert "__mp_main__" in cloudpickle.list_registry_pickle_by_value()
+    assert "__mp_main__" not in cloudpickle.list_registry_pickle_by_value()

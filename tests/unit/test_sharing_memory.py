@@ -116,15 +116,15 @@ def test_a_number_that_was_used_again_is_not_mistaken(tmp_path: Path) -> None:
 def test_names_in_the_file_system_are_gone_with_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory has names."""
     make_portable(monkeypatch)
-    before = shm_names()
+    before = shm_names(os.getpid())
     shared = infeed.share(["a"])
     if sys.platform == "linux":
-        assert len(shm_names() - before) == 1
+        assert len(shm_names(os.getpid()) - before) == 1
     assert pickle.loads(pickle.dumps(shared)) == ["a"]
     del shared
     gc.collect()
 
-    assert shm_names() == before
+    assert shm_names(os.getpid()) == before
 
 
 def test_threads_share_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_names(monkeypatch: pytest.M
     """Its finalizers run, and the names are not its own."""
     make_portable(monkeypatch)
     shared = infeed.share(["a"])
-    names = shm_names()
+    names = shm_names(os.getpid())
     pid = os.fork()
     if pid == 0:
         try:
@@ -195,5 +195,5 @@ def test_a_forked_child_that_ends_leaves_its_parents_names(monkeypatch: pytest.M
             os._exit(0)
     os.waitpid(pid, 0)
 
-    assert shm_names() == names
+    assert shm_names(os.getpid()) == names
     assert pickle.loads(pickle.dumps(shared)) == ["a"]

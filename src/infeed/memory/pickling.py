@@ -10,6 +10,7 @@ import io
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -23,6 +24,9 @@ from infeed.memory.sharedarrays import is_plain_tensor, reduce_held
 
 _PROTOCOL: Final = 5
 BUFFER_ALIGN: Final = 64
+# The module that is pickled by value, once for each pickling in progress. An RLock: finalizers run anywhere, and may pickle.
+_BY_VALUE: Final[list[ModuleType]] = []
+_BY_VALUE_LOCK: Final = threading.RLock()
 
 BufferCallback = Callable[[pickle.PickleBuffer], Any]
 
@@ -79,11 +83,16 @@ def main_by_value() -> Iterator[None]:
     if module is None:
         yield
         return
-    cloudpickle.register_pickle_by_value(module)
+    with _BY_VALUE_LOCK:
+        _BY_VALUE.append(module)
+        cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        with _BY_VALUE_LOCK:  # threads pickle at the same time: the last to leave takes it back
+            _BY_VALUE.remove(module)
+            if module not in _BY_VALUE:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 def spans(sizes: Sequence[int]) -> tuple[list[int], int]:
