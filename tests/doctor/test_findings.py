@@ -49,7 +49,7 @@ def test_a_little_waiting_proves_nothing() -> None:
     assert names(loader(wait=0.005, away=0.005)) == []
 
 
-@pytest.mark.parametrize(("wait", "reason"), [(0.3, "the way from workers"), (0.02, "workers: there are too few")])
+@pytest.mark.parametrize(("wait", "reason"), [(0.3, "the way from the workers"), (0.02, "workers: there are too few")])
 def test_workers_that_could_bring_more_are_not_too_few(wait: float, reason: str) -> None:
     """Two of them could bring a batch every 0.1 s; the loop works for 0.1 s and waits besides."""
     probe = Probe(sample_count=100, sample_s=0.02, median_s=0.02, cpu_s=0.02, switches=0.0)
