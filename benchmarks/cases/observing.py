@@ -72,7 +72,7 @@ CASES: Final = (
         baseline=None,
         warm_up="two epochs each",
         sizes={
-            "full": {"samples": 25_600, "rounds": 120},
+            "full": {"samples": 12_800, "rounds": 600},
             "quick": {"samples": 25_600, "rounds": 24},
             "tiny": {"samples": 256, "rounds": 2},
         },

@@ -24,7 +24,7 @@ _TICK_NS: Final = 100_000_000
 _TICK_SHARE: Final = 200
 # Of the loop, too: what is shorter than the first is put together, up to the second.
 _LONG_NS: Final = 50_000
-_RUN_NS: Final = 1_000_000
+_RUN_NS: Final = 2_000_000
 # Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
 _NEVER: Final = 1 << 63
 _SPANS_KEPT: Final = 100_000

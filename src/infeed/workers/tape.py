@@ -43,7 +43,7 @@ NO_INDEX: Final = -1 << 63  # the first sample has none, or one that is no numbe
 # What takes longer than this has a span of its own...
 _LONG_NS: Final = 100_000
 # ...and what is shorter is put together, up to this, if there is no pause between.
-_RUN_NS: Final = 1_000_000
+_RUN_NS: Final = 2_000_000
 _PAUSE_NS: Final = 50_000
 
 
@@ -86,7 +86,7 @@ class Tape:
         self._began = self._last = self._ended = 0
         self._epoch = self._position = 0
         self._has_spans = self._is_timed = False
-        # Whether laps of this task are wanted. Tiny tasks are put together, and of one in each millisecond laps are taken: what
+        # Whether laps of this task are wanted. Tiny tasks are put together, and of one in every two milliseconds laps are taken: what
         # the others did with their time is what that one did with its own.
         self.is_fine = True
         self._task_split = [0, 0, 0]  # load, collate, write: of this task
