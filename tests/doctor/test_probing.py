@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from infeed.doctor.journal import Journal, JournalReader
+from infeed.doctor.looking import measure
 from infeed.doctor.probing import find_generators, probe
 from infeed.doctor.threads import PYTHON, find_owners, parse_maps
-from infeed.doctor.watching import Watched, measure
+from infeed.doctor.watching import Watched
 from infeed.loader import DataLoader
 from tests.helpers import run_script
 
