@@ -360,12 +360,21 @@ def test_large_batches_take_longer_from_workers_of_torch(library: str, found: bo
     assert ("num-workers" in names(seen)) is found
 
 
-def test_the_way_counts_in_what_more_workers_would_bring() -> None:
-    """One worker loads 10 ms at a batch of 100 MB, whose way takes 41: three more leave it as it is."""
-    seen = loader(wait=0.05, away=0.001, num_workers=1, batch_bytes=100_000_000, probe=costly(1e-3))
+@pytest.mark.parametrize(("size", "sample_s", "best"), [(1000, 1e-3, 4), (100_000_000, 1e-3, 0), (1000, 1e-4, 0)])
+def test_no_more_workers_are_proposed_where_the_way_is_longer_than_loading(size: int, sample_s: float, best: int) -> None:
+    """One worker, for whom the loop waits 50 ms: of these it loads 10, or 1; or the way of 100 MB takes 41."""
+    seen = loader(wait=0.05, away=0.001, num_workers=1, batch_bytes=size, probe=costly(sample_s))
+    found = {finding.name: finding for finding in examine(run(seen))}
 
-    assert "num-workers" not in names(seen)
-    assert "num-workers" in names(loader(wait=0.05, away=0.001, num_workers=1, probe=costly(1e-3)))
+    assert found["num-workers"].cure["infeed"] == f"num_workers={best}"
+
+
+def test_the_way_counts_in_what_more_workers_would_bring() -> None:
+    """Two workers bring a batch every 15 ms. Of one of 25 MB 11 of these are its way, which it takes from four as well."""
+    given: dict[str, Any] = {"wait": 0.014, "away": 0.001, "batches": 100, "probe": costly(1.5e-3)}
+
+    assert names(loader(batch_bytes=1000, **given)) == ["loop-waits", "num-workers"]
+    assert names(loader(batch_bytes=25_000_000, **given)) == ["loop-waits"]
 
 
 def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() -> None:

@@ -51,9 +51,10 @@ def workers_of(iterator: Any) -> dict[str, Any] | None:
     pids = pids_of(iterator)
     kind, count = seen.kind, seen.worker_count
     is_gathered = seen.loads_by == "gathering rows"
-    if core.config.observe == "off" and core.config.kind != "inline" and not is_gathered:  # then statistics know nothing
+    if kind == "inline" and core.config.kind != "inline" and not is_gathered:
+        # Statistics know of no workers: they could not be started, or nothing is kept (observe="off").
         engine = getattr(iterator, "_epoch", iterator)._engine
-        if engine is None:  # it has ended
+        if engine is None:
             return None
         kind, count = engine.kind, len(pids)
     return {"kind": kind, "count": count, "is_gathered": is_gathered, "pids": pids}

@@ -30,11 +30,9 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         return None  # infeed decides; or nobody loads samples
     away, wait = loader.away_s / loader.batch_count, loader.waited_s / loader.batch_count
     best = best_workers(run, loader)
-    if best > loader.num_workers:
-        if loader.load_s < LEAST_LOAD_S:
-            return None
-        # Some of the way is the loop's work and some is the workers'. All of it is counted, so that not too much is promised.
-        way = way_s(loader)
+    # Some of the way is the loop's work and some is the workers'. All of it is counted, so that not too much is promised.
+    way = way_s(loader)
+    if best > loader.num_workers and loader.load_s >= max(LEAST_LOAD_S, way):
         # Where workers now bring less than they should, more of them will too.
         should = max(away, loader.load_s / max(1, loader.num_workers))
         scale = max(1.0, (away + wait - way) / should) if loader.num_workers else 1.0
@@ -57,7 +55,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence={
             "loading a batch": f"{duration(loader.load_s)} by one worker",
             "the loop's own work": f"{duration(away)} a batch",
-            **({"the way from a worker": f"about {duration(way_s(loader))} a batch"} if best else {}),
+            **({"the way from a worker": f"about {duration(way)} a batch"} if best else {}),
             "cores": f"{run.core_count:g}",
             "why": why,
         },
