@@ -204,20 +204,23 @@ for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
 
 @pytest.mark.parametrize("options", ["num_workers='auto'", "num_workers=2, worker='auto'"])
 def test_of_workers_that_infeed_decides_about_those_are_told_that_there_were(tmp_path: Path, options: str) -> None:
-    """Not 64, which is the most; and what is wrong with processes is found in them."""
+    """Not 64, which is the most; and what is wrong with processes is found in them. Over an array there are none."""
     code = f"""
 import random
+import numpy as np
 class Random:
     def __init__(self): self.rng = random.Random(0)
     def __len__(self): return 8
     def __getitem__(self, index): return self.rng.random()
 for batch in infeed.DataLoader(Random(), batch_size=2, {options}): time.sleep(0.01)
+for rows in infeed.DataLoader(np.zeros((8, 3)), batch_size=2, {options}): time.sleep(0.01)
 """
     result = doctor(tmp_path, code, "--json", "-")
 
     told = json.loads(result.out)
     assert [finding["name"] for finding in told["findings"]] == ["same-random-numbers"]
     assert 0 < told["loaders"][0]["num_workers"] < 64
+    assert told["loaders"][1]["num_workers"] == 0
     assert "'auto'), by now " in told["loaders"][0]["loader"]
 
 
