@@ -8,7 +8,8 @@ import pytest
 
 from infeed.doctor.evidence import EpochSeen, Fork, LoaderSeen, Moment, Probe, ProcessSeen, Run, SlowIndex, read_events
 from infeed.doctor.findings import NAMES, examine
-from infeed.doctor.findings.waiting import best_workers
+from infeed.doctor.findings.finding import describe
+from infeed.doctor.findings.workers import best_workers, way_s
 
 MB = 1 << 20
 
@@ -49,7 +50,7 @@ def test_a_little_waiting_proves_nothing() -> None:
     assert names(loader(wait=0.005, away=0.005)) == []
 
 
-@pytest.mark.parametrize(("wait", "reason"), [(0.3, "the way from the workers"), (0.02, "workers: there are too few")])
+@pytest.mark.parametrize(("wait", "reason"), [(0.15, "the way from workers"), (0.02, "workers: there are too few")])
 def test_workers_that_could_bring_more_are_not_too_few(wait: float, reason: str) -> None:
     """Two of them could bring a batch every 0.1 s; the loop works for 0.1 s and waits besides."""
     probe = Probe(sample_count=100, sample_s=0.02, median_s=0.02, cpu_s=0.02, switches=0.0)
@@ -333,3 +334,141 @@ def test_a_change_that_brings_little_is_not_proposed() -> None:
 def test_a_program_that_was_never_seen_to_run_has_no_findings() -> None:
     """It was killed before anything was measured."""
     assert names(loader(batches=0, waiting_s=1.0), seconds=0.0) == []
+
+
+def costly(sample_s: float) -> Probe:
+    """Samples that compute all the time."""
+    return Probe(sample_count=100, sample_s=sample_s, median_s=sample_s, cpu_s=sample_s, switches=0.0)
+
+
+@pytest.mark.parametrize(("sample_s", "found"), [(3e-5, False), (3e-3, True)])
+def test_workers_are_proposed_only_where_a_batch_is_worth_its_way(sample_s: float, found: bool) -> None:
+    """Batches of 10, loaded in 0.3 or 30 ms by a loop that works as long; torch's take a millisecond to come over."""
+    seen = loader(wait=10 * sample_s, away=10 * sample_s, batches=2000, num_workers=0, kind="inline", probe=costly(sample_s))
+
+    assert ("num-workers" in names(seen)) is found
+    assert "loop-waits" in names(seen)
+
+
+@pytest.mark.parametrize(("library", "found"), [("torch", False), ("infeed", True)])
+def test_large_batches_take_longer_from_workers_of_torch(library: str, found: bool) -> None:
+    """Loaded in 10 ms, and 25 MB; infeed's are written where the loop reads them."""
+    given: dict[str, Any] = {"num_workers": 0, "kind": "inline", "batch_bytes": 25_000_000, "probe": costly(1e-3)}
+    seen = loader(wait=0.01, away=0.01, batches=100, library=library, **given)
+
+    assert way_s(seen) > 0.01 or found
+    assert ("num-workers" in names(seen)) is found
+
+
+@pytest.mark.parametrize(("size", "sample_s", "best"), [(1000, 1e-3, 4), (100_000_000, 1e-3, 0), (1000, 1e-4, 0)])
+def test_no_more_workers_are_proposed_where_the_way_is_longer_than_loading(size: int, sample_s: float, best: int) -> None:
+    """One worker, for whom the loop waits 50 ms: of these it loads 10, or 1; or the way of 100 MB takes 41."""
+    seen = loader(wait=0.05, away=0.001, num_workers=1, batch_bytes=size, probe=costly(sample_s))
+    found = {finding.name: finding for finding in examine(run(seen))}
+
+    assert found["num-workers"].cure["infeed"] == f"num_workers={best}"
+
+
+def test_the_way_counts_in_what_more_workers_would_bring() -> None:
+    """Two workers bring a batch every 15 ms. Of one of 25 MB 11 of these are its way, which it takes from four as well."""
+    given: dict[str, Any] = {"wait": 0.014, "away": 0.001, "batches": 100, "probe": costly(1.5e-3)}
+
+    assert names(loader(batch_bytes=1000, **given)) == ["loop-waits", "num-workers"]
+    assert names(loader(batch_bytes=25_000_000, **given)) == ["loop-waits"]
+
+
+def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() -> None:
+    """There are none: workers would not help."""
+    cheap, dear = (
+        examine(run(loader(wait=10 * one, away=0.001, batches=900, num_workers=0, kind="inline", probe=costly(one))))
+        for one in (1e-4, 1e-3)
+    )
+
+    assert ["larger batches" in finding.cure["torch"] for finding in cheap] == [True]
+    assert not any("larger batches" in finding.cure["torch"] for finding in dear)
+
+
+def auto(**options: Any) -> LoaderSeen:
+    """A loader of infeed that decides by itself, with 8 workers by now."""
+    return loader(**{"library": "infeed", "start_method": "", "asked": "'auto'", "is_auto": True, "num_workers": 8, **options})
+
+
+def test_nobody_who_leaves_the_number_to_infeed_is_told_one() -> None:
+    """Whatever would be best, and whoever waits; storage is slow all the same."""
+    probe = Probe(sample_count=100, sample_s=0.1, median_s=0.1, cpu_s=0.001, switches=1.0, read_bytes=1e6)
+    found = examine(run(auto(wait=0.2, away=0.01, probe=probe)))
+    fixed = loader(wait=0.2, away=0.01, probe=probe, library="infeed", start_method="")
+
+    assert sorted(finding.name for finding in found) == ["loop-waits", "storage-bound"]
+    assert not any("num_workers=" in finding.cure["infeed"] for finding in found)
+    assert "num-workers" in names(fixed)
+
+
+def test_who_has_infeed_is_not_told_to_take_it() -> None:
+    """Torch's loader is; also where infeed left its work to torch, which forked."""
+    forks = [Fork([], {"cv2": 3})]
+    for library in ("infeed", "infeed.torch", "torch"):
+        found = examine(run(loader(wait=0.1, library=library, forks=forks, waiting_s=9.0)))
+        cures = [finding.cure["infeed"] for finding in found]
+        assert {finding.name for finding in found} >= {"loop-waits", "fork-with-threads"}
+        assert any("import DataLoader" in cure for cure in cures) is (library == "torch")
+
+
+@pytest.mark.parametrize(("cpu_s", "text"), [(0.0, "infeed decides how many"), (10.0, "all are at work")])
+def test_processors_are_at_work_if_workers_use_them(cpu_s: float, text: str) -> None:
+    """Eight workers on four cores, which were looked at for ten seconds."""
+    workers = {pid: ProcessSeen(pid, [Moment(0.0, 0, 0.0), Moment(10.0, 0, cpu_s)]) for pid in range(8)}
+    seen = auto(wait=0.1, pids=list(workers))
+
+    assert text in examine(run(seen, processes=workers))[0].evidence["for"]
+
+
+@pytest.mark.parametrize(("cpu_s", "text"), [(0.0001, "infeed decides how many"), (0.1, "all are at work")])
+def test_of_threads_samples_tell_whether_processors_are_at_work(cpu_s: float, text: str) -> None:
+    """They cannot be looked at from outside."""
+    seen = auto(wait=0.05, kind="thread", probe=Probe(sample_count=9, sample_s=0.1, cpu_s=cpu_s))
+
+    assert text in examine(run(seen))[0].evidence["for"]
+
+
+def test_rows_out_of_arrays_need_no_workers() -> None:
+    """Samples by hand are not how infeed loads them."""
+    seen = loader(wait=0.1, library="infeed", num_workers=0, kind="inline", is_gathered=True, probe=costly(0.01))
+
+    assert names(seen) == ["loop-waits"]
+
+
+def seen_by(asked: dict[str, Any], *workers: dict[str, Any]) -> LoaderSeen:
+    """A loader of infeed, as a journal tells of it."""
+    given = {"number": 0, "library": "infeed", "dataset": "D", "kind": "process", "num_workers": 1, **asked}
+    events = [{"event": "loader", "at": 1.0, **given}, {"event": "epoch", "loader": 0, "at": 1.0}]
+    seen = Run(program="train.py")
+    read_events(seen, events + [{"event": "workers", "loader": 0, "is_gathered": False, **one} for one in workers])
+    return seen.loaders[0]
+
+
+def test_what_is_auto_is_what_was_seen_last() -> None:
+    """The number, the kind, and all processes that were there."""
+    asked = {"asked": "'auto'", "is_auto": True}
+    few, many = {"kind": "process", "count": 2, "pids": [5, 6]}, {"kind": "process", "count": 3, "pids": [6, 7, 8]}
+    seen = seen_by(asked, few, many)
+
+    assert (seen.kind, seen.num_workers, seen.pids) == ("process", 3, [5, 6, 7, 8])
+    assert describe(seen) == "infeed.DataLoader(D, batch_size=1, num_workers='auto'), by now 3 processes"
+    assert seen_by(asked, many, {"kind": "thread", "count": 1, "pids": []}).kind == "thread"
+
+
+def test_a_number_that_was_given_stays() -> None:
+    """When the first batch comes not all of them may be there. Where none are needed there are none."""
+    asked = {"asked": "4", "num_workers": 4}
+
+    assert seen_by(asked, {"kind": "process", "count": 1, "pids": [5]}).num_workers == 4
+    assert seen_by(asked, {"kind": "inline", "count": 0, "pids": []}).num_workers == 0
+
+
+def test_the_random_numbers_of_one_worker_may_be_those_of_several_soon() -> None:
+    """If infeed decides."""
+    probe = Probe(generators=["dataset.rng"])
+
+    assert names(auto(num_workers=1, probe=probe)) == ["same-random-numbers"]
+    assert names(auto(num_workers=1, probe=probe, is_auto=False)) == []

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from infeed.doctor.journal import Journal, JournalReader
+from infeed.doctor.looking import measure, settings_of, workers_of
 from infeed.doctor.probing import find_generators, probe
 from infeed.doctor.threads import PYTHON, find_owners, parse_maps
-from infeed.doctor.watching import Watched, measure
+from infeed.doctor.watching import Watched
 from infeed.loader import DataLoader
 from tests.helpers import run_script
 
@@ -96,6 +97,53 @@ def test_a_batch_is_measured_wherever_its_arrays_are() -> None:
 
     assert measure(batch) == (8 * 3 * 4 + 8 * 8, 8, False)
     assert measure("text") == (0, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "is_auto"),
+    [
+        ({"num_workers": "auto", "worker": "auto"}, "process", True),
+        ({"num_workers": "auto", "worker": "thread"}, "thread", True),
+        ({"num_workers": 8, "worker": "auto"}, "process", True),
+        ({"num_workers": 0, "worker": "auto"}, "inline", False),
+        ({"num_workers": 2}, "process", False),
+    ],
+)
+def test_auto_is_no_kind_and_no_number_of_workers(asked: dict[str, Any], kind: str, is_auto: bool) -> None:
+    """It begins with few, and with processes; how many there may be at most tells nothing."""
+    settings = settings_of(DataLoader(range(8), **asked))
+
+    assert (settings["kind"], settings["is_auto"]) == (kind, is_auto)
+    assert settings["num_workers"] == (1 if is_auto else asked["num_workers"])
+    assert ("'auto'" in settings["asked"]) is ("auto" in asked.values())
+
+
+@pytest.mark.parametrize("observe", ["timeline", "off"])
+def test_workers_are_known_by_looking_at_an_iteration(observe: Any) -> None:
+    """Also by loaders that keep no statistics, while it lasts."""
+    with DataLoader(Dice(), batch_size=5, num_workers="auto", worker="thread", observe=observe) as loader:
+        batches = iter(loader)
+        next(batches)
+        now = workers_of(batches)
+        for _ in batches:
+            pass
+        after = workers_of(batches)
+
+    assert now is not None
+    assert (now["kind"], now["is_gathered"], now["pids"]) == ("thread", False, [])
+    if observe == "timeline":
+        assert 0 < now["count"] < 64
+        assert after is not None
+        assert after["kind"] == "thread"
+
+
+def test_rows_of_an_array_have_no_workers() -> None:
+    """However many were asked for."""
+    with DataLoader(np.zeros((50, 3)), batch_size=5, num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+
+        assert workers_of(batches) == {"kind": "inline", "count": 0, "is_gathered": True, "pids": []}
 
 
 def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infeed.doctor.child import Orders
+from infeed.doctor.surveying import survey
 from tests.helpers import Journal, ScriptResult, assert_faster_than, kill_group, start_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
@@ -16,8 +18,8 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
 HEAD = """
 import os, signal, sys, threading, time
 import infeed
-def load(count=8, **options):
-    for batch in infeed.DataLoader(range(count), batch_size=2, num_workers=1, **options):
+def load(count=8, num_workers=1):
+    for batch in infeed.DataLoader(range(count), batch_size=2, num_workers=num_workers):
         time.sleep(0.02)
 """
 
@@ -43,7 +45,7 @@ def test_a_program_that_runs_for_ever_is_stopped_in_the_middle_of_its_epoch(tmp_
 def test_a_program_that_asks_for_no_batch_any_more_is_stopped_too(tmp_path: Path) -> None:
     """What it had told by then is told."""
     with assert_faster_than(30):
-        result = doctor(tmp_path, "load()\nthreading.Event().wait()", "--seconds", "0.5")
+        result = doctor(tmp_path, "load(num_workers=0)\nthreading.Event().wait()", "--seconds", "0.5")
 
     assert "did not ask for a batch any more" in result.out
     assert "4 batches" in result.out
@@ -51,7 +53,7 @@ def test_a_program_that_asks_for_no_batch_any_more_is_stopped_too(tmp_path: Path
 
 def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
     """It is deaf to signals while it is in a call that does not come back."""
-    code = "load()\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(1000)"
+    code = "load(num_workers=0)\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(1000)"
 
     with assert_faster_than(30):
         result = doctor(tmp_path, code, "--seconds", "0.5")
@@ -200,6 +202,41 @@ for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
     assert script.finish().code == (130 if number == signal.SIGINT else -number)
 
 
+@pytest.mark.parametrize("options", ["num_workers='auto'", "num_workers=2, worker='auto'"])
+def test_of_workers_that_infeed_decides_about_those_are_told_that_there_were(tmp_path: Path, options: str) -> None:
+    """Not 64, which is the most; and what is wrong with processes is found in them. Over an array there are none."""
+    code = f"""
+import random
+import numpy as np
+class Random:
+    def __init__(self): self.rng = random.Random(0)
+    def __len__(self): return 8
+    def __getitem__(self, index): return self.rng.random()
+for batch in infeed.DataLoader(Random(), batch_size=2, {options}): time.sleep(0.01)
+for rows in infeed.DataLoader(np.zeros((8, 3)), batch_size=2, {options}): time.sleep(0.01)
+"""
+    result = doctor(tmp_path, code, "--json", "-")
+
+    told = json.loads(result.out)
+    assert [finding["name"] for finding in told["findings"]] == ["same-random-numbers"]
+    assert 0 < told["loaders"][0]["num_workers"] < 64
+    assert told["loaders"][1]["num_workers"] == 0
+    assert "'auto'), by now " in told["loaders"][0]["loader"]
+
+
+def test_cores_are_those_of_this_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As loaders count them: with the container's quota, and beside the other ranks of the machine."""
+    (tmp_path / "program.py").write_text(HEAD)
+    monkeypatch.chdir(tmp_path)
+    orders = Orders(journal="", kind="script", seconds=1.0)
+    counts = []
+    for ranks in ("1", "1000"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        counts.append(survey(orders, ["program.py"], start_seconds=30).core_count)
+
+    assert counts[1] == pytest.approx(counts[0] / 1000)
+
+
 def test_arguments_and_modules_reach_the_program(tmp_path: Path) -> None:
     """Also those that look like options of ours."""
     (tmp_path / "part.py").write_text(HEAD + "print(__name__, sys.argv[1:], flush=True)\nload()")
@@ -221,19 +258,23 @@ def test_the_watched_interpreter_imports_nothing_heavy_before_the_program(tmp_pa
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("way", ["torch", "run on infeed", "infeed.torch", "torchdata", "spawn"])
+@pytest.mark.parametrize("way", ["torch", "run on infeed", "auto", "torchdata", "spawn"])
 def test_loaders_of_every_make_are_watched(tmp_path: Path, way: str) -> None:
-    """Torch's with both ways to start workers, torch's on infeed's engine, infeed's, torchdata's."""
+    """Torch's with both ways to start workers, torch's on infeed's engine, infeed's, torchdata's.
+
+    Of infeed's the number of workers is left open, and they end with each epoch: those are told that there were.
+    """
     pytest.importorskip("torch")
     name = "StatefulDataLoader" if way == "torchdata" else "DataLoader"
-    source = {"infeed.torch": "infeed.torch", "torchdata": "torchdata.stateful_dataloader"}.get(way, "torch.utils.data")
+    source = {"auto": "infeed.torch", "torchdata": "torchdata.stateful_dataloader"}.get(way, "torch.utils.data")
     if way == "torchdata":
         pytest.importorskip("torchdata")
+    count: int | str = "auto" if way == "auto" else 1
     context = 'multiprocessing_context="spawn", ' if way == "spawn" else ""
     code = f"""
 from {source} import {name}
 if __name__ == "__main__":
-    loader = {name}(list(range(8)), batch_size=2, {context}num_workers=1, persistent_workers=True)
+    loader = {name}(list(range(8)), batch_size=2, {context}num_workers={count!r}, persistent_workers={way != "auto"})
     for epoch in range(2):
         for batch in loader: time.sleep(0.02)
 """
@@ -242,5 +283,7 @@ if __name__ == "__main__":
     result = doctor(tmp_path, code, "--json", "-", *options)
 
     loader = json.loads(result.out)["loaders"][0]
-    expected = "infeed.torch" if "infeed" in way else "torch"
+    expected = "infeed.torch" if way in ("run on infeed", "auto") else "torch"
     assert (loader["library"], loader["epochs"], loader["batches"]) == (expected, 2, 8)
+    assert 0 < loader["num_workers"] < 64
+    assert ("num_workers='auto'), by now " in loader["loader"]) is (way == "auto")

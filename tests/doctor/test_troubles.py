@@ -165,7 +165,7 @@ for batch in DataLoader(Names(), batch_size=8, num_workers=2): step()
 """,
     ),
 }
-SECONDS = {"memory-growth": 4.0, "thread-pools": 4.0}
+SECONDS = {"no-batch": 1.0, "memory-growth": 3.0, "thread-pools": 4.0}
 
 
 def diagnose(tmp_path: Path, code: str, *options: str) -> tuple[int, dict[str, Any]]:
@@ -184,6 +184,22 @@ def test_nothing_is_found_in_a_clean_program(tmp_path: Path) -> None:
     assert [finding["title"] for finding in told["findings"]] == []
     assert code == 0
     assert (told["ending"], told["loaders"][0]["batches"]) == ("finished", 24)
+
+
+ROWS = """
+from torch.utils.data import TensorDataset
+loader = DataLoader(TensorDataset(torch.zeros(12800, 32), torch.zeros(12800)), batch_size=64, shuffle=True)
+for epoch in range(1_000):
+    for rows, labels in loader: sum(range(20_000))
+"""
+
+
+def test_no_workers_are_proposed_for_rows_of_a_tensor(tmp_path: Path) -> None:
+    """The loop waits all the time, but a batch takes less to load than to come over from a worker."""
+    _, told = diagnose(tmp_path, ROWS, "--seconds", "1")
+
+    assert told["loaders"][0]["batches"] > 4
+    assert "num-workers" not in [finding["name"] for finding in told["findings"]]
 
 
 @pytest.mark.parametrize("name", TROUBLES)

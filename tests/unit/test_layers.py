@@ -68,8 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     "torch": LOADER | {"importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
     "programs": set(),
-    "doctor": {"doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},
-    "cli": {"cli", "doctor", "errors", "importing", "memory", "programs", "testing", "infeed"},
+    "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},
+    "cli": {"cli", "cores", "doctor", "errors", "importing", "memory", "programs", "testing", "infeed"},
     "__main__": {"cli"},
 }
 

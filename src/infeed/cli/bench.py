@@ -38,8 +38,8 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Try the settings, print them, and the best as a line to paste."""
+    from infeed.cores import available_cores
     from infeed.doctor.benching import Bench, choose, confirm, search
-    from infeed.doctor.surveying import core_count
     from infeed.doctor.targets import load_dataset
     from infeed.errors import ConfigError
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         bench = Bench(load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
     except ConfigError as error:
         return _complain(str(error), _NOT_RUN)
-    cores = int(core_count())
+    cores = max(1, int(available_cores()))  # a container may have less than one
     results = []
     for found in search(bench.measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")):
         results.append(found)

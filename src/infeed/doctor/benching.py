@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, final
 
-from infeed.doctor.watching import measure as measure_batch
+from infeed.doctor.looking import measure as measure_batch
 from infeed.errors import ConfigError, InfeedError
 
 Kind: TypeAlias = Literal["inline", "thread", "process"]

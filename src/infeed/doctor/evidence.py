@@ -70,7 +70,10 @@ class LoaderSeen:
     library: Library
     dataset: str
     kind: Kind
-    num_workers: int
+    num_workers: int  # that there are; where infeed decides, those that were seen last
+    asked: str = ""  # for how many the program asked, as it would write it
+    is_auto: bool = False  # whether infeed decides how many there are, or of which kind
+    is_gathered: bool = False  # whether infeed takes rows out of arrays, so that nobody loads samples
     batch_size: int | None = 1
     is_persistent: bool = False
     is_pinned: bool = False
@@ -84,6 +87,17 @@ class LoaderSeen:
     is_on_device: bool = False
     waiting_s: float = 0.0  # for the batch that it was asked for when time was up
     probe: Probe = field(default_factory=Probe)
+
+    def see_workers(self, kind: Kind, count: int, is_gathered: bool) -> None:
+        """Take what was seen for what was asked for. Where the program names a number, not all may have started yet."""
+        self.kind, self.is_gathered = kind, is_gathered
+        if kind == "inline":
+            self.num_workers = 0
+        elif self.is_auto:
+            self.num_workers = max(1, count)
+
+    def add_pids(self, pids: Sequence[int]) -> None:
+        self.pids += [pid for pid in pids if pid not in self.pids]
 
     @property
     def waited_s(self) -> float:
@@ -181,7 +195,7 @@ def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
             case "first":
                 loader = loaders[event["loader"]]
                 loader.epochs[-1].start_s, loader.epochs[-1].has_batch = facts["start_s"], True
-                loader.pids = list(dict.fromkeys([*loader.pids, *facts["pids"]]))
+                loader.add_pids(facts["pids"])
                 loader.batch_bytes = max(loader.batch_bytes, facts["batch_bytes"])
                 loader.batch_rows = max(loader.batch_rows, facts["batch_rows"])
                 loader.is_on_device |= facts["is_on_device"]
@@ -190,7 +204,10 @@ def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
                 loaders[event["loader"]].epochs[-1].aways += facts["aways"]
             case "waiting":
                 loaders[event["loader"]].waiting_s = facts["seconds"]
-                loaders[event["loader"]].pids += [pid for pid in facts["pids"] if pid not in loaders[event["loader"]].pids]
+                loaders[event["loader"]].add_pids(facts["pids"])
+            case "workers":
+                loaders[event["loader"]].add_pids(facts.pop("pids"))
+                loaders[event["loader"]].see_workers(**facts)
             case "probe":
                 for name, value in facts.items():
                     is_slow = name == "slow"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
+from infeed.cores import available_cores
 from infeed.doctor.child import Orders, stop_signal
 from infeed.doctor.evidence import Moment, ProcessSeen, Run, read_events
 from infeed.doctor.journal import JournalReader
@@ -51,7 +51,7 @@ def survey(
     run = Run(
         program=" ".join(program),
         has_own_loop=orders.kind != "dataset",
-        core_count=core_count(),
+        core_count=available_cores(),
         memory_bytes=available_bytes(),
     )
     with tempfile.TemporaryDirectory(prefix="infeed-doctor-") as folder:
@@ -69,13 +69,6 @@ def survey(
         run.exit_code = watch.code
         run.seconds = watch.seconds
     return run
-
-
-def core_count() -> float:
-    """Cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @final

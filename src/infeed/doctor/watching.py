@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from infeed.doctor.journal import Journal
+from infeed.doctor.looking import measure, pids_of, settings_of, workers_of
 from infeed.doctor.threads import PYTHON, find_owners
 from infeed.importing import when_imported
 
@@ -23,7 +24,6 @@ from infeed.importing import when_imported
 _MARK: Final = "_infeed_doctor"
 _FLUSH_S: Final = 0.25
 _MOST_LOADERS: Final = 16
-_DEPTH: Final = 6
 
 
 @final
@@ -39,6 +39,7 @@ class Watched:
         self.collate_fn = config.collate_fn
         self.worker_init_fn = config.worker_init_fn
         self.batch_rows = 0
+        self.workers: dict[str, Any] | None = None  # as they were written down last
 
 
 @final
@@ -94,7 +95,7 @@ class Watcher:
         epoch, iterator, since = self._waiting
         self._flush(epoch, since)
         waited = time.monotonic() - since
-        self._journal.write("waiting", loader=epoch.watched.number, seconds=waited, pids=_pids(iterator))
+        self._journal.write("waiting", loader=epoch.watched.number, seconds=waited, pids=pids_of(iterator))
 
     def _change(self, module: str, loader: str, iterator: str) -> None:
         there: Any = importlib.import_module(module)
@@ -130,6 +131,7 @@ class Watcher:
         asked = time.monotonic()
         if self._deadline is not None and asked > self._deadline:
             self._flush(epoch, asked)
+            self._note_workers(epoch, iterator)
             self._stop()
         epoch.is_inside = True
         before, self._waiting = self._waiting, (epoch, iterator, asked)
@@ -137,6 +139,7 @@ class Watcher:
             batch = call()
         except BaseException:
             self._flush(epoch, asked)
+            self._note_workers(epoch, iterator)
             raise
         finally:
             epoch.is_inside = False
@@ -144,11 +147,13 @@ class Watcher:
         got = time.monotonic()
         if epoch.left is None:
             self._note_first(epoch, iterator, batch, got)
+            self._note_workers(epoch, iterator)
         else:
             epoch.waits.append(got - asked)
             epoch.aways.append(asked - epoch.left)
             if got - epoch.flushed > _FLUSH_S:
                 self._flush(epoch, got)
+                self._note_workers(epoch, iterator)
         epoch.left = time.monotonic()
         return batch
 
@@ -172,11 +177,17 @@ class Watcher:
             "first",
             loader=epoch.watched.number,
             start_s=got - epoch.began,
-            pids=_pids(iterator),
+            pids=pids_of(iterator),
             batch_bytes=size,
             batch_rows=rows,
             is_on_device=is_on_device,
         )
+
+    def _note_workers(self, epoch: _Epoch, iterator: Any) -> None:
+        workers = workers_of(iterator)
+        if workers is not None and workers != epoch.watched.workers:
+            epoch.watched.workers = workers
+            self._journal.write("workers", loader=epoch.watched.number, **workers)
 
     def _flush(self, epoch: _Epoch, now: float) -> None:
         if epoch.waits:
@@ -194,55 +205,6 @@ class Watcher:
             if owner != PYTHON:
                 libraries[owner] = libraries.get(owner, 0) + 1
         self._journal.write("fork", loader=watched.number, python_threads=names, libraries=libraries)
-
-
-def settings_of(loader: Any) -> dict[str, Any]:
-    """What a loader was given, under the names of ``LoaderSeen``."""
-    is_torch = type(loader).__module__ != "infeed"
-    config = loader if is_torch else loader._core.config
-    is_ours = not is_torch or any(cls.__module__.startswith("infeed.") for cls in type(loader).__mro__)
-    is_installed = is_torch and "infeed" in getattr(type(loader)._get_iterator, "__module__", "")
-    count = config.num_workers
-    kind = getattr(config, "worker", "process") if count else "inline"
-    context = getattr(config, "multiprocessing_context", None)
-    method = ""
-    if is_torch and not is_ours and not is_installed and count:
-        import multiprocessing
-
-        method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
-    return {
-        "library": "infeed" if not is_torch else "infeed.torch" if is_ours or is_installed else "torch",
-        "dataset": type(loader.dataset).__qualname__,
-        "kind": kind,
-        "num_workers": count,
-        "batch_size": loader.batch_size,
-        # infeed's own loader always keeps its workers.
-        "is_persistent": not is_torch or bool(loader.persistent_workers),
-        "is_pinned": bool(config.pin_memory) or getattr(config, "device", None) is not None,
-        "has_init": config.worker_init_fn is not None,
-        "start_method": method,
-    }
-
-
-def measure(batch: Any, depth: int = 0) -> tuple[int, int, bool]:
-    """Bytes of a batch's arrays and tensors, their first length, and whether one is on a device."""
-    if hasattr(batch, "nbytes") and hasattr(batch, "shape"):
-        device = getattr(getattr(batch, "device", None), "type", "cpu")
-        return int(batch.nbytes), int(batch.shape[0]) if len(batch.shape) else 0, device != "cpu"
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    size, rows, is_on_device = 0, 0, False
-    if depth < _DEPTH:
-        for part in parts:
-            part_size, part_rows, part_on_device = measure(part, depth + 1)
-            size, rows, is_on_device = size + part_size, rows or part_rows, is_on_device or part_on_device
-    return size, rows, is_on_device
-
-
-def _pids(iterator: Any) -> list[int]:
-    ask = getattr(iterator, "worker_pids", None)
-    if ask is not None:
-        return list(ask())
-    return [worker.pid for worker in getattr(iterator, "_workers", ()) if worker.pid is not None]
 
 
 def _wrap(cls: Any, name: str, around: Callable[[Any, Callable[[], Any]], Any]) -> None:

@@ -34,10 +34,17 @@ def describe(loader: LoaderSeen) -> str:
 
     >>> describe(LoaderSeen(number=0, library="torch", dataset="Faces", kind="process", num_workers=4, batch_size=32))
     "torch's DataLoader(Faces, batch_size=32, num_workers=4)"
+
+    Where infeed decides how many workers there are, it says how many there were.
     """
     whose = "torch's" if loader.library == "torch" else f"{loader.library}."
     space = " " if loader.library == "torch" else ""
-    return f"{whose}{space}DataLoader({loader.dataset}, batch_size={loader.batch_size}, num_workers={loader.num_workers})"
+    asked = loader.asked or loader.num_workers
+    line = f"{whose}{space}DataLoader({loader.dataset}, batch_size={loader.batch_size}, num_workers={asked})"
+    if not loader.is_auto or loader.kind == "inline":
+        return line
+    one, many = ("thread", "threads") if loader.kind == "thread" else ("process", "processes")
+    return f"{line}, by now {loader.num_workers} {one if loader.num_workers == 1 else many}"
 
 
 def duration(seconds: float) -> str:

@@ -13,9 +13,10 @@ def same_random_numbers(run: Run, loader: LoaderSeen) -> Finding | None:
     if loader.kind != "process" or loader.has_init or not loader.probe.generators:
         return None
     is_repeated = not loader.is_persistent
-    if loader.num_workers < 2 and not is_repeated:
+    is_several = loader.num_workers > 1 or loader.is_auto  # of which there may be more at any time
+    if not is_several and not is_repeated:
         return None
-    again = ["in every worker"] * (loader.num_workers > 1) + ["in every epoch"] * is_repeated
+    again = ["in every worker"] * is_several + ["in every epoch"] * is_repeated
     held = ", ".join(loader.probe.generators)
     return Finding(
         name="same-random-numbers",

@@ -15,6 +15,10 @@ _HARMLESS: Final = ("OpenBLAS", "OpenMP", "MKL", "torch", "nvidia", "libcuda", "
 _HARMLESS_THREADS: Final = ("tqdm.", "_pin_memory_loop", "QueueFeederThread")
 
 _NEVER_FORKS: Final = "from infeed.torch import DataLoader  # never forks this process"
+# infeed's class leaves to torch's what it cannot serve.
+_FORKS_FOR_TORCH: Final = (
+    "leave out what its warning names, such as multiprocessing_context='fork': then it never forks this process"
+)
 
 # A restart is worth a word from this part of the run on, and from this long; less nobody feels.
 _RESTART_SHARE: Final = 0.02
@@ -44,7 +48,7 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
     if is_forked:
         evidence["cause"] = "workers were forked while other threads held what they need: see fork-with-threads"
     if is_forked:
-        cure = {"torch": "multiprocessing_context='forkserver'", "infeed": _NEVER_FORKS}
+        cure = {"torch": "multiprocessing_context='forkserver'", "infeed": _without_forks(loader)}
     else:
         infeed = "hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it"
         cure = {"torch": "timeout=60 makes it an error", "infeed": infeed}
@@ -82,9 +86,13 @@ def fork_with_threads(run: Run, loader: LoaderSeen) -> Finding | None:
         risk="hang",
         cost=0.5,
         evidence=evidence,
-        cure={"torch": cure, "infeed": _NEVER_FORKS},
+        cure={"torch": cure, "infeed": _without_forks(loader)},
         loader=describe(loader),
     )
+
+
+def _without_forks(loader: LoaderSeen) -> str:
+    return _NEVER_FORKS if loader.library == "torch" else _FORKS_FOR_TORCH
 
 
 def _dangers(python_threads: list[str], libraries: dict[str, int]) -> dict[str, int]:

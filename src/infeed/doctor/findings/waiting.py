@@ -15,20 +15,24 @@ _LEAST_BATCHES: Final = 4
 # Workers that could bring a batch in less than this part of the time that one takes to come are not what the loop waits for.
 _IDLING: Final = 0.5
 _LEAST_WAITED_S: Final = 0.25  # in all; of less, chance may be the cause
-# A change is proposed if it saves at least this part of the time.
-_GAIN: Final = 0.1
-_MOST_WORKERS: Final = 64
-# Some room, because samples are not all alike.
-_ROOM: Final = 1.1
+MOST_WORKERS: Final = 64
+# A batch that is loaded in less gains so little from a worker that a busy machine takes it back.
+LEAST_LOAD_S: Final = 5e-3
+# Processors are all at work if workers use this part of them; the loop has its own.
+_BUSY: Final = 0.5
 
 # Of a sample's time, how much it must be off the processor to be called waiting; and how often it must have given the processor
 # up by itself, because a busy machine takes it away as well.
 _OFF_CPU: Final = 0.6
-_LEAST_SWITCHES: Final = 0.5
+LEAST_SWITCHES: Final = 0.5
 _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
 
 _SLOW_SHARE: Final = 0.05
+
+_INLINE: Final = "itself: there are no workers, so that it loads every sample"
+_USE_INFEED: Final = "from infeed.torch import DataLoader"
+_BENCH: Final = "infeed bench module:dataset tries settings"
 
 # Below this a copy to the device takes no longer than asking for it.
 _LEAST_PINNED: Final = 256 << 10
@@ -39,7 +43,7 @@ _PINNED: Final = 24e9
 
 def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     """The loop, and with it the GPU, waits for batches."""
-    if not run.has_own_loop or not _waits(loader):
+    if not run.has_own_loop or not waits(loader):
         return None
     who = "The GPU" if run.has_gpu else "The loop"
     count = loader.batch_count
@@ -48,12 +52,15 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         "a batch": f"{duration(loader.waited_s / count)} of waiting, {duration(loader.away_s / count)} of work",
         "for": _reason(run, loader),
     }
-    workers = run.workers_of(loader)
+    workers = run.workers_of(loader) if loader.kind == "process" else []
     if workers:
         evidence["workers"] = f"{sum(one.cpu_share for one in workers) / len(workers):.0%} of a core each"
     if loader.probe.sample_count:
         probe = loader.probe
         evidence["a sample"] = f"{duration(probe.sample_s)}, of which {duration(probe.cpu_s)} on a processor"
+    change = "what to change is in the other findings"
+    if loader.kind == "inline" and 0 < loader.load_s < LEAST_LOAD_S:
+        change = "larger batches, cheaper samples; so little work gains nothing from workers"
     return Finding(
         name="loop-waits",
         title=f"{who} waits for data {loader.wait_share:.0%} of the time",
@@ -61,85 +68,45 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         cost=loader.waited_s / run.seconds if run.seconds else loader.wait_share,
         evidence=evidence,
         cure={
-            "torch": "what to change is in the other findings; infeed bench module:dataset tries settings",
-            "infeed": "from infeed.torch import DataLoader; infeed bench module:dataset tries settings",
+            "torch": f"{change}; {_BENCH}",
+            "infeed": f"{_USE_INFEED if loader.library == 'torch' else change}; {_BENCH}",
         },
         loader=describe(loader),
     )
 
 
-def _waits(loader: LoaderSeen) -> bool:
+def waits(loader: LoaderSeen) -> bool:
+    """Whether the loop waits for enough batches, for long enough, and for enough of its time to say so."""
     is_known = loader.batch_count >= _LEAST_BATCHES and loader.waited_s >= _LEAST_WAITED_S
     return is_known and loader.wait_share >= _WAIT_SHARE
 
 
 def _reason(run: Run, loader: LoaderSeen) -> str:
     if loader.kind == "inline":
-        return "itself: there are no workers, so that it loads every sample"
+        return "itself: rows are taken out of arrays" if loader.is_gathered else _INLINE
     if storage_bound(run, loader) is not None:
         return "storage: samples wait to be read"
     if loader.probe.sample_count and loader.load_s < loader.waited_s / loader.batch_count:
         return "the way from the workers: loading a batch here takes less than its coming over"
-    if loader.probe.sample_count:
-        could_s = loader.load_s / loader.num_workers
+    if loader.probe.sample_count and not loader.is_auto:  # of which there were fewer before
+        could_s = loader.load_s / max(1, loader.num_workers)
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         if could_s < _IDLING * comes_s:
             return f"the way from workers: they could load one every {duration(could_s)}, one comes every {duration(comes_s)}"
-    if loader.num_workers >= run.core_count:
+    if loader.num_workers >= run.core_count and _cores_used(run, loader) >= _BUSY * run.core_count:
         return "processors: all are at work"
+    if loader.is_auto:
+        return "workers: they bring less than the loop takes; infeed decides how many there are"
     return "workers: there are too few"
 
 
-def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Another number of workers would do better."""
+def _cores_used(run: Run, loader: LoaderSeen) -> float:
+    """By its workers: as seen, or of threads as samples by hand would have it; as many as there are if nothing is known."""
+    workers = run.workers_of(loader) if loader.kind == "process" else []
+    if workers:
+        return sum(one.cpu_share for one in workers)
     probe = loader.probe
-    if not run.has_own_loop or not probe.sample_count or not _waits(loader):
-        return None
-    away, wait = loader.away_s / loader.batch_count, loader.waited_s / loader.batch_count
-    best = best_workers(run, loader)
-    if best > loader.num_workers:
-        # Where workers now bring less than they should, more of them will too.
-        scale = max(1.0, (away + wait) / max(away, loader.load_s / loader.num_workers)) if loader.num_workers else 1.0
-        after = max(away, scale * loader.load_s / best)
-    elif loader.num_workers and loader.load_s < wait:
-        best, after = 0, away + loader.load_s
-    else:
-        return None
-    gain = 1 - after / (away + wait)
-    if gain < _GAIN:
-        return None
-    why = "enough to keep up with the loop" if best else "loading is cheaper than what workers cost"
-    if best and loader.load_s / best > away:
-        why = "as many as there are processors for"
-    return Finding(
-        name="num-workers",
-        title=f"num_workers={best} would be better than {loader.num_workers}: about {gain:.0%} less time",
-        risk="time",
-        cost=gain * (loader.waited_s + loader.away_s) / run.seconds if run.seconds else gain,
-        evidence={
-            "loading a batch": f"{duration(loader.load_s)} by one worker",
-            "the loop's own work": f"{duration(away)} a batch",
-            "cores": f"{run.core_count:g}",
-            "why": why,
-        },
-        cure={
-            "torch": f"num_workers={best}" + (", persistent_workers=True" if best else ""),
-            "infeed": f"num_workers={best}",
-        },
-        loader=describe(loader),
-    )
-
-
-def best_workers(run: Run, loader: LoaderSeen) -> int:
-    """How many would load as fast as the loop works, as far as there are cores for what they compute."""
-    probe = loader.probe
-    away = loader.away_s / loader.batch_count
-    # One that never gives the processor up by itself was only interrupted by others.
-    is_waiting = probe.sample_s > 0 and (probe.switches is None or probe.switches >= _LEAST_SWITCHES)
-    share = min(1.0, max(probe.cpu_s / probe.sample_s, 0.05)) if is_waiting else 1.0
-    most = min(_MOST_WORKERS, max(1, int(run.core_count / share)))
-    needed = math.ceil(_ROOM * loader.load_s / away) if away > loader.load_s / _MOST_WORKERS else most
-    return max(1, min(needed, most))
+    return loader.num_workers * (min(1.0, probe.cpu_s / probe.sample_s) if probe.sample_s else 1.0)
 
 
 def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
@@ -149,11 +116,14 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
     if read < _LEAST_READ or probe.sample_s < _LEAST_SAMPLE_S:
         return None
     off = 1 - probe.cpu_s / probe.sample_s
-    if off < _OFF_CPU or (probe.switches is not None and probe.switches < _LEAST_SWITCHES):
+    if off < _OFF_CPU or (probe.switches is not None and probe.switches < LEAST_SWITCHES):
         return None
-    if run.has_own_loop and not _waits(loader):
+    if run.has_own_loop and not waits(loader):
         return None  # it is read in time
     most = max(loader.num_workers + 1, math.ceil(run.core_count / max(1 - off, 0.05)))
+    closer = "a copy on a local disk; fewer, larger files"
+    threads = "worker='thread'" if loader.is_auto else f"worker='thread', num_workers={min(most, MOST_WORKERS)}"
+    is_open = loader.is_auto and loader.kind == "thread"
     return Finding(
         name="storage-bound",
         title=f"Reading is slow: samples wait {off:.0%} of their time for storage",
@@ -164,8 +134,8 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
             "read": f"{format_bytes(read)} a sample, {format_bytes(read / probe.sample_s)}/s by one reader",
         },
         cure={
-            "torch": f"more workers than cores (up to {min(most, _MOST_WORKERS)}); a copy on a local disk; fewer, larger files",
-            "infeed": f"worker='thread', num_workers={min(most, _MOST_WORKERS)}; a copy on a local disk; fewer, larger files",
+            "torch": f"more workers than cores (up to {min(most, MOST_WORKERS)}); {closer}",
+            "infeed": closer if is_open else f"{threads}; {closer}",
         },
         loader=describe(loader),
     )
@@ -174,7 +144,7 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
 def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
     """A few samples take far longer than the others, and everyone waits for them."""
     probe = loader.probe
-    if not probe.slow or (run.has_own_loop and not _waits(loader)):
+    if not probe.slow or (run.has_own_loop and not waits(loader)):
         return None
     lost = sum(one.seconds - probe.median_s for one in probe.slow)
     share = lost / (probe.sample_s * probe.sample_count) if probe.sample_s else 0.0
@@ -195,35 +165,6 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
         cure={
             "torch": "make these samples smaller, or in_order=False so that others go ahead (torch 2.6)",
             "infeed": "several workers share a batch, so that others go on; sample_timeout=1, on_error='skip' leave them out",
-        },
-        loader=describe(loader),
-    )
-
-
-def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Libraries use several threads in each worker, more in all than there are cores."""
-    if loader.kind != "process":
-        return None
-    pools: dict[str, int] = {}
-    for worker in run.workers_of(loader):
-        for name, count in worker.pools.items():
-            pools[name] = max(pools.get(name, 0), count)
-    each = 1 + sum(pools.values())
-    total = loader.num_workers * each
-    if not pools or total <= run.core_count:
-        return None
-    who = ", ".join(sorted(pools))
-    variables = "OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1"
-    return Finding(
-        name="thread-pools",
-        title=f"{who} uses {each} threads in each worker: {total} for {run.core_count:g} cores",
-        risk="time",
-        # What is beyond the cores only takes turns; how much that costs depends on the library, half is a guess in the middle.
-        cost=(1 - run.core_count / total) * 0.5,
-        evidence={"threads at work": ", ".join(f"{name}: {count} besides the worker's own" for name, count in pools.items())},
-        cure={
-            "torch": "cv2.setNumThreads(0) in worker_init_fn" if "cv2" in pools else f"{variables} in the environment",
-            "infeed": "threads_per_worker=1, which is the default",
         },
         loader=describe(loader),
     )
