@@ -86,8 +86,8 @@ class Tape:
         self._began = self._last = self._ended = 0
         self._epoch = self._position = 0
         self._has_spans = self._is_timed = False
-        # Whether laps of this task are wanted. Tiny tasks are put together, and of one in every two milliseconds laps are taken:
-        # what the others did with their time is what that one did with its own.
+        # Whether laps of this task are wanted. Tiny tasks are put together, and of one in two milliseconds laps are taken: what
+        # the others did with their time is what that one did with its own.
         self.is_fine = True
         self._task_split = [0, 0, 0]  # load, collate, write: of this task
         self._split = (1, 0, 0)  # the same, of the latest tiny one that was looked at
