@@ -88,7 +88,8 @@ def test_a_dataset_that_waits_gets_threads_with_the_next_epoch(caplog: pytest.Lo
     caplog.set_level(logging.INFO, "infeed")
     with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3) as loader:
         expected = [rows(loader) for _ in range(2)]
-    with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3, num_workers=2, worker="auto") as loader:
+    # With many cores hardly anything leaves the GIL enough.
+    with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3, num_workers=2, worker="auto", cpu_limit=2) as loader:
         assert rows(loader) == expected[0]
         assert loader.statistics().kind == "process"
         assert rows(loader) == expected[1]
@@ -220,16 +221,6 @@ def test_two_loops_at_a_time_do_not_confuse_the_tuner(monkeypatch: pytest.Monkey
     counts = [reading.batch_count for reading in heard]
     assert counts == sorted(counts)
     assert len(counts) > 2
-
-
-def test_a_memory_limit_holds_workers_to_it_and_not_to_one() -> None:
-    """What is left to others is of the machine's memory, not of the user's budget."""
-    with infeed.DataLoader(Waiting(100_000, 0.004), 8, num_workers="auto", memory_limit="512MiB") as loader:
-        deadline = time.monotonic() + 30
-        for _ in loader:
-            if loader.statistics().worker_count > 2:
-                break
-            assert time.monotonic() < deadline
 
 
 def test_auto_needs_counters() -> None:

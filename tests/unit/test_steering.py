@@ -17,7 +17,7 @@ SECOND = 1_000_000_000
 class Bench:
     """An engine's parts, as far as steering knows them."""
 
-    def __init__(self, *, most: int = 64, tuner: Any = None) -> None:
+    def __init__(self, *, most: int = 64, tuner: Any = None, memory_budget: int | None = None) -> None:
         self.latest: Point | None = None
         self.tick_count = 0
         self.hired_workers = (0, 1)
@@ -26,7 +26,7 @@ class Bench:
         self.aims: list[int] = []
         self.marks: list[tuple[str, int, str]] = []
         part: Any = self
-        self.steering = Steering(tuner, part, part, part, part, self.windows.append)
+        self.steering = Steering(tuner, part, part, part, part, self.windows.append, memory_budget)
 
     def usage(self, worker: int) -> Any:
         return type("Usage", (), {"private_bytes": 1000 * (worker + 1)})
@@ -138,6 +138,20 @@ def test_who_waits_for_a_core_counts_as_computing() -> None:
     tuner = Told()
     Bench(tuner=tuner).second(waited=0.9, busy=1.0)
     assert tuner.readings[0].cpu_ns == round(0.75 * tuner.readings[0].busy_ns)
+
+
+def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the tuner leaves free is of the machine's memory, not of the user's budget."""
+    monkeypatch.setattr("infeed.steering.available_bytes", lambda: 1 << 40)
+    tuner = Told()
+    tuner.reserve_bytes = 1 << 36
+    bench = Bench(tuner=tuner, memory_budget=10_000)
+    bench.second(waited=0.9, busy=1.0)
+    free = tuner.readings[0].free_bytes
+    assert free is not None
+    assert free - tuner.reserve_bytes == 10_000 - 3_000  # two workers have 1000 and 2000
 
 
 def test_a_new_epoch_is_not_compared_with_the_last() -> None:
