@@ -45,7 +45,7 @@ def run(kind: str, library: str, parameters: Parameters) -> Outcome:
 
     before = processes.cpu_seconds()
     cores = len(os.sched_getaffinity(0))
-    most = parameters["most_workers"] if kind == "waiting" else 2 * cores
+    most = min(parameters["most_workers"], 64 if kind == "waiting" else 2 * cores)
     dataset = KINDS[kind](1 << 40)
     make: Callable[..., Any] = partial(infeed.DataLoader, dataset, 16, shuffle=True, seed=7)
     began = time.perf_counter()

@@ -140,12 +140,12 @@ def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.
 
 
 class OpensFile(Waiting):
-    """Opens a file with the first sample, as many datasets do."""
+    """Opens a file when it is used, as many datasets do."""
 
     file: Any = None
 
     def __getitem__(self, index: int) -> tuple[int, float, int]:
-        if self.file is None:
+        if self.file is None and index == 0:
             self.file = open(os.devnull, "rb")  # noqa: SIM115
         return super().__getitem__(index)
 

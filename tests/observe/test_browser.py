@@ -47,8 +47,7 @@ def written(trace: Trace, folder: Path, form: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("is_phone", [False, True], ids=["desk", "phone"])
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("is_dark", "is_phone"), [(False, False), (True, True)], ids=["light on a desk", "dark on a phone"])
 def test_a_page_is_well_in_light_and_dark_on_a_desk_and_on_a_phone(
     browser: Browser, is_dark: bool, is_phone: bool, tmp_path: Path
 ) -> None:

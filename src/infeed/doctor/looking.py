@@ -53,10 +53,9 @@ def workers_of(iterator: Any) -> dict[str, Any] | None:
     is_gathered = seen.loads_by == "gathering rows"
     if kind == "inline" and core.config.kind != "inline" and not is_gathered:
         # Statistics know of no workers: they could not be started, or nothing is kept (observe="off").
-        engine = getattr(iterator, "_epoch", iterator)._engine
-        if engine is None:
+        if getattr(iterator, "_epoch", iterator)._engine is None:
             return None
-        kind, count = engine.kind, len(pids)
+        kind, count = core.config.kind, core.config.most_workers
     return {"kind": kind, "count": count, "is_gathered": is_gathered, "pids": pids}
 
 
