@@ -364,3 +364,17 @@ PORTABLE = """
 import os, select, socket
 del os.memfd_create, socket.send_fds, socket.recv_fds, select.poll
 """
+
+
+# --- workers that are chosen
+
+
+def always_threads(monkeypatch: Any) -> None:
+    """Let ``worker="auto"`` decide for threads after an epoch of processes, whatever is measured, and not think better of it."""
+    from infeed.staff import Staff
+    from infeed.tuning.kinds import Verdict
+
+    reconsider = Staff.reconsider
+    monkeypatch.setattr("infeed.staff.better_kind", lambda *_args, **_options: Verdict("thread", "threads: told to"))
+    monkeypatch.setattr("infeed.staff._WORSE", 1e9)
+    monkeypatch.setattr(Staff, "reconsider", lambda staff, work, cores: reconsider(staff, work._replace(gil_share=0.0), cores))

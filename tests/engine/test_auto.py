@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.staff import Staff
-from infeed.tuning.kinds import Verdict
 from infeed.tuning.readings import Change, Reading
 from infeed.tuning.tuner import Tuner
+from tests.helpers import always_threads
 
 pytestmark = pytest.mark.process
 
@@ -84,12 +83,12 @@ def test_whatever_the_tuner_does_batches_are_the_same(monkeypatch: pytest.Monkey
     assert len(asked) > 20
 
 
-def test_a_dataset_that_waits_gets_threads_with_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_come_with_the_next_epoch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, "infeed")
+    always_threads(monkeypatch)
     with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3) as loader:
         expected = [rows(loader) for _ in range(2)]
-    # With many cores hardly anything leaves the GIL enough.
-    with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3, num_workers=2, worker="auto", cpu_limit=2) as loader:
+    with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3, num_workers=2, worker="auto") as loader:
         assert rows(loader) == expected[0]
         assert loader.statistics().kind == "process"
         assert rows(loader) == expected[1]
@@ -163,13 +162,6 @@ def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatc
     dataset.file.close()
 
 
-def always_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every epoch of processes be enough to decide for threads."""
-    monkeypatch.setattr("infeed.staff.better_kind", lambda *_args, **_options: Verdict("thread", "threads: told to"))
-    reconsider = Staff.reconsider
-    monkeypatch.setattr(Staff, "reconsider", lambda staff, work, cores: reconsider(staff, work._replace(gil_share=0.0), cores))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,7 +187,6 @@ def test_every_option_goes_with_auto(options: dict[str, Any], monkeypatch: pytes
     if "device" in options:
         pytest.importorskip("torch")
     always_threads(monkeypatch)
-    monkeypatch.setattr("infeed.staff._WORSE", 1e9)
     with infeed.DataLoader(Waiting(80, 0.001), 8, num_workers=2, worker="auto", seed=3, **options) as loader:
         for _ in range(3):
             assert sum(len(batch[0]) for batch in loader) == 80
