@@ -370,7 +370,7 @@ del os.memfd_create, socket.send_fds, socket.recv_fds, select.poll
 
 
 def always_threads(monkeypatch: Any) -> None:
-    """Let ``worker="auto"`` decide for threads after an epoch of processes, whatever is measured, and not think better of it."""
+    """Let ``worker="auto"`` decide for threads after an epoch of processes, whatever is measured, and stay with them."""
     from infeed.staff import Staff
     from infeed.tuning.kinds import Verdict
 
