@@ -72,6 +72,10 @@ def test_no_more_workers_are_advised_than_the_loop_can_use() -> None:
     assert "1 more worker would help" in verdict_of(run(waited_s=0.6, away_s=9.4, each={"load_s": 9.3, "alive_s": 10.0}))
 
 
+def test_no_number_is_advised_where_infeed_decides_it() -> None:
+    assert "there are as many workers as bring something" in verdict_of(run(is_auto=True))
+
+
 def test_all_cores_are_busy() -> None:
     assert "all 2 cores are busy" in verdict_of(run(core_count=2.0))
 

@@ -67,6 +67,8 @@ def _cure(statistics: Statistics, what: str) -> str:
         return (
             f"workers were busy only {statistics.busy_share:.0%} of their time: allow more in flight (prefetch, memory_limit)"
         )
+    if statistics.is_auto:
+        return "there are as many workers as bring something, so make it cheaper, or give it more cores"
     more = _needed(statistics) - statistics.worker_count
     computing = _computing(statistics)
     if computing < _COMPUTES:
