@@ -124,7 +124,7 @@ def build_engine(
             workers=workers,
             first_workers=workers[:first_count],
             windows=windows,
-            is_window_fixed=config.prefetch is not None or kind == "inline",
+            is_window_fixed=kind == "inline" or not (config.prefetch is None and config.prefetch_factor is None),
             is_lazy=kind == "inline",
             in_order=config.in_order,
             whole_batches=is_whole,
@@ -169,6 +169,9 @@ def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: boo
         return 1, 1
     if config.prefetch is not None:
         return config.prefetch, config.prefetch
+    if config.prefetch_factor is not None:
+        window = max(1, config.prefetch_factor * count)
+        return window, window
     # A large batch that several workers fill keeps them busy; and few slots stay in the processor's cache.
     return max(_USUAL_BATCHES, 2 * count + 2), 2 + (count if is_whole else count // 4)
 

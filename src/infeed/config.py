@@ -68,6 +68,7 @@ class LoaderConfig:
     hang_warning: float | None = None
     threads_per_worker: int = 1
     cpu_limit: float | None = None
+    prefetch_factor: int | None = None  # of torch's loader: batches in flight for each worker
     observe: Observe = "timeline"
     progress: bool = False
     on_statistics: Callable[[Any], Any] | None = None

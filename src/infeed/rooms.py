@@ -49,16 +49,14 @@ class Rooms:
 
     def widen(self) -> int | None:
         """Let more be in flight: how many batches, or ``None`` if there may not be more."""
-        if not self._slot_bytes or self._widening >= _WIDEST:
+        if self._setup.is_window_fixed or not self._slot_bytes or self._widening >= _WIDEST:
             return None
         self._widening *= 2
         return self._changed_window()
 
     def _changed_window(self) -> int | None:
-        if self._setup.is_window_fixed:
-            return None
         nbytes, window = self._slot_bytes, self._usual_window * self._widening
-        if nbytes:
+        if nbytes and not self._setup.is_window_fixed:
             window = max(window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
             window = max(self._least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
         if window == self.window:

@@ -101,3 +101,16 @@ def test_the_kind_of_worker_is_remembered_from_epoch_to_epoch(is_persistent: boo
             assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in plain]
             kinds.append(loader.statistics().kind)
     assert kinds == ["process", "thread", "thread"]
+
+
+def test_a_prefetch_factor_is_of_the_workers_that_there_are() -> None:
+    """The user's number stays what it is, for each worker."""
+    with closing(DataLoader(Naps(), batch_size=4, num_workers="auto", prefetch_factor=3)) as loader:
+        batches = iter(loader)
+        next(batches)
+        engine = batches._epoch._engine
+        for count in (1, 4, 2):
+            engine.staff(count)
+            next(batches)
+            assert engine._rooms.window == 3 * len(engine._scheduler.hired_workers)
+        del batches, engine

@@ -62,5 +62,5 @@ def _like(source: DataLoader[Any], dataset: Any, *arguments: Any, **options: Any
     """A loader with the own options of another."""
     options.update((name, getattr(source, name)) for name in _OWN_OPTIONS)
     made: DataLoader[Any] = DataLoader(dataset, *arguments, **options)
-    made._infeed_prefetch = source._infeed_prefetch  # Accelerate passes torch's default on as if it was asked for
+    made._infeed_prefetch_factor = source._infeed_prefetch_factor  # Accelerate passes torch's default on as if it was asked for
     return made

@@ -141,9 +141,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.progress = progress
         self.on_statistics = on_statistics
         self.statistics_every = statistics_every
-        # Of a factor that was asked for, if it is known of how many; torch's attribute has its default by now.
-        is_counted = prefetch_factor is not None and not isinstance(count, AutoCount)
-        self._infeed_prefetch = max(1, (prefetch_factor or 0) * count) if is_counted else None
+        self._infeed_prefetch_factor = prefetch_factor  # if it was asked for; torch's attribute has its default by now
         config_of(self)  # wrong arguments are told now
 
     @staticmethod

@@ -99,7 +99,6 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
         ConfigError: infeed's own ones are wrong; torch has checked the others.
     """
     has_own_batches = loader.batch_sampler is not None and loader.batch_size is None
-    prefetch = getattr(loader, "_infeed_prefetch", None)
     return LoaderConfig(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
@@ -112,7 +111,8 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
         drop_last=loader.drop_last,
         seed=getattr(loader, "seed", None),
         in_order=getattr(loader, "in_order", True),
-        prefetch=prefetch if loader.num_workers > 0 else None,
+        prefetch=None,
+        prefetch_factor=getattr(loader, "_infeed_prefetch_factor", None) if loader.num_workers > 0 else None,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         memory_limit=getattr(loader, "memory_limit", None),
