@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +48,30 @@ def test_workers_stay_from_epoch_to_epoch(process_engine: dict[str, Any]) -> Non
                 if epoch == 3:
                     break
     assert 1 <= len(seen) <= 2
+
+
+@pytest.mark.process
+def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late(
+    forkserver: dict[str, Any], tmp_path: Path
+) -> None:
+    """The loop is away for as long as it likes, and nobody can send anything: what it has been given by then is enough."""
+    journal = Journal(tmp_path / "journal")
+
+    def come(worker: int) -> None:
+        if worker:
+            wait_until((tmp_path / "come").exists, "the test's permission to come")
+
+    def load(index: int) -> int:
+        time.sleep(0.005)  # a slow sample
+        journal.write(index)
+        return index
+
+    with infeed.DataLoader(Tree(20, load), batch_size=1, worker_init_fn=come, **forkserver) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        wait_until(lambda: {"1", "2"} <= set(journal.lines()), "more than one batch of the only worker there is")
+        (tmp_path / "come").touch()
+        assert flat(map(plain, iterator)) == list(range(1, 20))
 
 
 @pytest.mark.process

@@ -55,11 +55,11 @@ def load_all(model: EngineModel) -> None:
 
 
 def ready_model_with_slots(**options: object) -> EngineModel:
-    """The same, after a first batch: grains are known to be slow, so they go out one by one, each with a slot."""
+    """The same, after a first batch: grains are known to be slow, the loop quick, so they go out singly, each with a slot."""
     model = ready_model(**options)
     model.plan(1)
     load_all(model)
-    model.want()
+    model.want(away_ns=1000)
     model.free(SlotId(0))
     return model
 
@@ -119,6 +119,37 @@ def test_slow_grains_go_one_by_one() -> None:
     model.plan(4)
 
     assert [(task.worker, task.first_grain, task.grain_count) for task in model.tasks.values()] == [(0, 0, 1), (1, 1, 1)]
+
+
+def test_before_anything_is_known_of_the_loop_its_first_step_is_taken_for_a_long_one() -> None:
+    """Nobody sends anything while it is away: each worker has its part of the window by then, and no more than that."""
+    model = EngineModel(Options(workers=2, window=6, slots=12))
+    model.make_ready(W0)
+    for _ in range(6):
+        model.plan(1)
+    model.want()
+    place(model, sent(model, W0)[0])
+
+    model.load(sent(model, W0)[0], SLOW_NS)  # the other worker is not there yet
+
+    assert model.delivered == [0]
+    assert [task.batch.batch for task in sent(model, W0)] == [1, 2, 3]
+
+
+def test_once_the_loop_is_known_to_be_quick_nothing_is_sent_ahead_of_slow_samples() -> None:
+    """What is sent cannot be taken back from behind one."""
+    model = EngineModel(Options(workers=2, window=6, slots=12))
+    model.make_ready(W0)
+    for _ in range(6):
+        model.plan(1)
+    model.want()
+    place(model, sent(model, W0)[0])
+    model.load(sent(model, W0)[0], SLOW_NS)
+    model.want(away_ns=1000)
+    for _ in range(3):
+        model.load(sent(model, W0)[0], SLOW_NS)
+
+    assert [task.batch.batch for task in sent(model, W0)] == [4]
 
 
 def test_whole_batches_are_never_cut() -> None:

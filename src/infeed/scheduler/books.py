@@ -52,9 +52,11 @@ class Books:
         record = self._workers[worker]
         record.tasks.discard(task_id)
         if record.is_ready:
-            self._roomy.setdefault(worker)
             if not record.tasks:
                 self._idle.setdefault(worker)
+                self._roomy.setdefault(worker)
+            elif self._pace.has_room(len(record.tasks), task.grain_count):
+                self._roomy.setdefault(worker)
         elif record.is_leaving and not record.tasks:
             self._let_go(worker)
         return task

@@ -128,9 +128,7 @@ class Scheduler(Shortage):
     def _on_batch_wanted(self, event: BatchWanted) -> None:
         self._wanted = event.epoch
         if self._pace.learn_away(event.away_ns):
-            for worker, record in self._workers.items():
-                if record.is_ready and self._pace.has_room(len(record.tasks), 1):
-                    self._roomy.setdefault(worker)
+            self._find_room()
         self._has_asked_again = False
         if self._finished:
             self._deliver()

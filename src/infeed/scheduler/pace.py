@@ -25,6 +25,8 @@ class Pace:
         self._grain_ns = 0.0
         self._away_ns = 0.0
         self._queue_ns = float(_QUEUE_NS)
+        self._ahead_count = 0  # grains that a worker may have ahead whatever they take
+        self.knows_loop = False
 
     @property
     def grain_s(self) -> float:
@@ -35,8 +37,17 @@ class Pace:
         mean = self._grain_ns
         self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
 
+    def expect_long_away(self, grain_count: int) -> None:
+        """Let a worker have so many grains ahead until the loop is back, because nothing is known of it yet.
+
+        The first step of a training is often by far the longest.
+        """
+        self._ahead_count = grain_count
+
     def learn_away(self, away_ns: int) -> bool:
         """Take in how long the loop was away; whether workers may be sent more ahead than before."""
+        if away_ns and not self.knows_loop:
+            self.knows_loop, self._ahead_count = True, 0
         if away_ns <= _QUEUE_NS and self._away_ns <= _QUEUE_NS:
             return False  # the usual case, and nothing to be gained
         self._away_ns += _AWAY_WEIGHT * (away_ns - self._away_ns)
@@ -46,7 +57,8 @@ class Pace:
 
     def has_room(self, task_count: int, grain_count: int) -> bool:
         """Whether a worker with this many tasks of this many grains may be sent another."""
-        return bool(self._grain_ns) and task_count * grain_count * self._grain_ns < self._queue_ns
+        count = task_count * grain_count
+        return count < self._ahead_count or (bool(self._grain_ns) and count * self._grain_ns < self._queue_ns)
 
     def task_grains(self, grain_count: int, worker_count: int) -> int:
         """Grains to put into one task of a batch of ``grain_count``."""

@@ -59,6 +59,9 @@ class Serving(Books):
         self._wanted = None
         del self._batches[batch.batch]
         del self._finished[batch.batch]
+        if not self._pace.knows_loop:
+            self._pace.expect_long_away(batch.grain_count * -(-self._window // self._hired_count))
+            self._find_room()
         if batch.is_failed:
             if batch.slot is not None:
                 self._slots.release(batch.slot)
@@ -67,6 +70,12 @@ class Serving(Books):
         assert batch.slot is not None
         self._slots.lease(batch.slot)
         self._actions.append(Deliver(batch.batch, batch.slot))
+
+    def _find_room(self) -> None:
+        """Workers may be sent more ahead than before."""
+        for worker, record in self._workers.items():
+            if record.is_ready and self._pace.has_room(len(record.tasks), 1):
+                self._roomy.setdefault(worker)
 
     def _next_finished(self, epoch: int) -> Batch | None:
         if self._in_order:
