@@ -1,9 +1,10 @@
 """A run as a timeline: for Perfetto and chrome://tracing, as a picture, or as a page to look around in.
 
 The first is the Trace Event Format: complete events for spans, instants for marks, counters for what was measured from time
-to time. Times in it are microseconds since the run began. Workers and the loop are processes there, so that each group
-folds; a worker is a thread of the first. A thread's events must lie within each other or apart; where short spans were put
-together they may cross, and then a worker has a second row.
+to time. Times in it are microseconds since the run began. Workers, batches and the loop are processes there, so that each group
+folds; a worker is a thread of the first. A thread's events must lie within each other or apart; where they cross, because
+short spans were put together or because several workers collate at a time, they get a second row. What a worker does for a
+batch is shown twice: in the worker's row, which would seem idle without it, and with the delivery of batches.
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ __all__ = ["chrome_events", "write_timeline"]
 Event: TypeAlias = dict[str, Any]
 
 _WORKERS: Final = 1
-_LOOP: Final = 2
-_LOOP_ROW: Final = 1
-_DELIVERY_ROW: Final = 2
+_BATCHES: Final = 2
+_LOOP: Final = 3
+# No number of a row is one of a process: a viewer would take it for the process's main thread.
+_LOOP_ROW: Final = 10
+_DELIVERY_ROW: Final = 20
+_COLLATION_ROW: Final = 21
+_MOST_COLLATIONS: Final = 500  # rows, as many as workers that collate at a time
+_WORKER_ROW: Final = 1000
 # A worker's rows: its first, and room for more below it.
 _ROWS_PER_WORKER: Final = 8
+_CATEGORIES: Final = {_WORKERS: "worker", _BATCHES: "batch", _LOOP: "loop"}
+_COLLATION: Final = frozenset({"collate", "write"})
 # chrome://tracing knows colours by these names only; Perfetto chooses its own.
 _COLOURS: Final[dict[SpanKind, str]] = {
     "start": "grey",
@@ -72,23 +80,28 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
     """All events of the Trace Event Format: names first, then everything else by time within each kind."""
     names = lane_names(trace)
     yield from _names(_WORKERS, 0, "process", "infeed: workers")
+    yield from _names(_BATCHES, 0, "process", "infeed: collation and delivery")
     yield from _names(_LOOP, 0, "process", "infeed: your loop")
     yield from _names(_LOOP, _LOOP_ROW, "thread", names[LOOP])
-    yield from _names(_LOOP, _DELIVERY_ROW, "thread", "delivery")
-    for lane, name in names.items():
-        if lane != LOOP:
-            yield from _names(_WORKERS, _worker_row(lane), "thread", name)
+    yield from _names(_BATCHES, _DELIVERY_ROW, "thread", "delivery")
     lanes: dict[int, list[Span]] = {lane: [] for lane in names}
     for span in trace.spans:
         lanes[span.lane].append(span)
+    own = lanes.pop(LOOP)
     for lane, spans in lanes.items():
-        yield from _loop_events(spans) if lane == LOOP else _worker_events(lane, names[lane], spans)
+        yield from _rows(spans, _WORKERS, _worker_row(lane), names[lane], _ROWS_PER_WORKER)
+    collations = [span for spans in lanes.values() for span in spans if span.kind in _COLLATION]
+    if collations:
+        yield from _rows(collations, _BATCHES, _COLLATION_ROW, "collation", _MOST_COLLATIONS)
+    for span in sorted(own, key=_outer_first):
+        process, row = (_BATCHES, _DELIVERY_ROW) if span.kind == "deliver" else (_LOOP, _LOOP_ROW)
+        yield _complete(span, process, row, {"epoch": span.epoch, "batch": span.position, "batches": span.size})
     yield from _mark_events(trace)
     yield from _counter_events(trace)
 
 
 def _worker_row(lane: int) -> int:
-    return lane * _ROWS_PER_WORKER + 1
+    return _WORKER_ROW + lane * _ROWS_PER_WORKER
 
 
 def _names(process: int, thread: int, what: str, name: str) -> Iterator[Event]:
@@ -97,48 +110,43 @@ def _names(process: int, thread: int, what: str, name: str) -> Iterator[Event]:
     yield {**place, "name": f"{what}_sort_index", "args": {"sort_index": thread or process}}
 
 
-def _loop_events(spans: list[Span]) -> Iterator[Event]:
-    for row, is_delivery in ((_LOOP_ROW, False), (_DELIVERY_ROW, True)):
-        for span in sorted(spans, key=_outer_first):
-            if (span.kind == "deliver") is is_delivery:
-                args = {"epoch": span.epoch, "batch": span.position, "batches": span.size}
-                yield _complete(span, _LOOP, row, "loop", args)
-
-
-def _worker_events(lane: int, name: str, spans: list[Span]) -> Iterator[Event]:
-    rows: list[list[int]] = []  # of each row, the ends of the spans that are still open, the innermost last
+def _rows(spans: list[Span], process: int, first_row: int, name: str, most: int) -> Iterator[Event]:
+    """What workers did, in as many rows as are needed so that nothing crosses, at most ``most``."""
+    yield from _names(process, first_row, "thread", name)
+    rows: list[list[int]] = [[]]  # of each row, the ends of the spans that are still open, the innermost last
     for span in sorted(spans, key=_outer_first):
-        row = _fit(rows, span)
+        row = _fit(rows, span, most)
         if row == len(rows):
             rows.append([])
-            if row:
-                yield from _names(_WORKERS, _worker_row(lane) + row, "thread", f"{name} ({row + 1})")
+            yield from _names(process, first_row + row, "thread", f"{name} ({row + 1})")
         rows[row].append(span.end_ns)
         args: Event = {"epoch": span.epoch, "position": span.position, "samples": span.size}
         if span.first_index is not None:
             args["index"] = span.first_index
-        yield _complete(span, _WORKERS, _worker_row(lane) + row, "worker", args)
+        if process != _WORKERS:
+            args["worker"] = span.lane
+        yield _complete(span, process, first_row + row, args)
 
 
 def _outer_first(span: Span) -> tuple[int, int]:
     return span.begin_ns, -span.end_ns
 
 
-def _fit(rows: list[list[int]], span: Span) -> int:
+def _fit(rows: list[list[int]], span: Span, most: int) -> int:
     """The first row in which the span lies within another or apart from all."""
     for row, open_ends in enumerate(rows):
         while open_ends and open_ends[-1] <= span.begin_ns:
             open_ends.pop()
-        if not open_ends or span.end_ns <= open_ends[-1] or row == _ROWS_PER_WORKER - 1:
+        if not open_ends or span.end_ns <= open_ends[-1] or row == most - 1:
             return row
     return len(rows)
 
 
-def _complete(span: Span, process: int, thread: int, category: str, args: Event) -> Event:
+def _complete(span: Span, process: int, thread: int, args: Event) -> Event:
     return {
         "ph": "X",
         "name": span.kind,
-        "cat": category,
+        "cat": _CATEGORIES[process],
         "ts": span.begin_ns / 1000,
         "dur": max(0, span.end_ns - span.begin_ns) / 1000,
         "pid": process,
@@ -151,15 +159,13 @@ def _complete(span: Span, process: int, thread: int, category: str, args: Event)
 def _mark_events(trace: Trace) -> Iterator[Event]:
     for mark in sorted(trace.marks, key=lambda mark: mark.at_ns):
         place = {"pid": _LOOP, "tid": _LOOP_ROW} if mark.lane == LOOP else {"pid": _WORKERS, "tid": _worker_row(mark.lane)}
-        # A mark of the loop's concerns everything, so it is drawn across all lanes.
-        scope = "g" if mark.lane == LOOP else "t"
         yield {
             "ph": "i",
             "name": mark.kind,
             "cat": "mark",
             "ts": mark.at_ns / 1000,
             **place,
-            "s": scope,
+            "s": "t",
             "args": {"text": mark.text},
         }
 
