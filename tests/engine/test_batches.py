@@ -197,6 +197,19 @@ def test_the_layout_may_change_from_batch_to_batch(engine: dict[str, Any]) -> No
                 assert_same(got, expected)
 
 
+def test_keys_come_in_the_order_of_the_batchs_first_sample(engine: dict[str, Any]) -> None:
+    """Whatever order the batch before had, which may be another one in every run."""
+
+    def turning(index: int) -> Any:
+        keys = ["a", "b"] if index // 4 % 2 else ["b", "a"]
+        return ({key: index for key in keys}, Record(np.zeros(1), {key: {key: index} for key in keys}))
+
+    with infeed.DataLoader(Tree(160, turning), batch_size=4, **engine) as loader:
+        for number, (plain_dict, record) in enumerate(loader):
+            keys = ["a", "b"] if number % 2 else ["b", "a"]
+            assert list(plain_dict) == list(record.meta) == keys
+
+
 def test_batches_of_every_size_follow_one_another(engine: dict[str, Any]) -> None:
     """A slot that held a small batch takes a large one, and the other way round."""
     sizes = [1, 1000, 3, 200_000, 7, 50_000, 1_000_000, 2]

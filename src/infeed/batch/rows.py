@@ -191,6 +191,9 @@ class RowWriter:
         number = 0
         try:
             self._node.split(samples, columns)
+            # A batch has the keys of its first sample, in their order, whatever the batch before it had.
+            if row == 0 and not self._node.is_ordered_as(samples[0]):
+                raise RowMismatch
             for cell, column in zip(self._cells, columns, strict=True):
                 if cell is None:
                     _check_beside(self._beside_leaves[number], column)

@@ -41,6 +41,10 @@ class Node(ABC):
         """Build the tree with the next values as its leaves."""
 
     @abstractmethod
+    def is_ordered_as(self, sample: Sample) -> bool:
+        """Whether a sample of this structure has its keys in this order too."""
+
+    @abstractmethod
     def paths(self, prefix: str = "") -> list[str]:
         """The name of each leaf, as one would write it behind ``sample``: ``[0]``, ``['image']``, ``.label``."""
 
@@ -53,6 +57,9 @@ class LeafNode(Node):
 
     def join(self, values: Iterator[Any]) -> Any:
         return next(values)
+
+    def is_ordered_as(self, sample: Sample) -> bool:
+        return True
 
     def paths(self, prefix: str = "") -> list[str]:
         return [prefix]
@@ -80,6 +87,9 @@ class SequenceNode(Node):
         if cls is list:
             return items
         return tuple(items) if cls is tuple else cls._make(items)
+
+    def is_ordered_as(self, sample: Sample) -> bool:
+        return all(child.is_ordered_as(value) for child, value in zip(self.children, sample, strict=True))
 
     def paths(self, prefix: str = "") -> list[str]:
         names: Sequence[str] = getattr(self.cls, "_fields", ())
@@ -113,6 +123,11 @@ class MappingNode(Node):
         items = {key: child.join(values) for key, child in zip(self.keys, self.children, strict=True)}
         return items if self.cls is dict else self.cls(items)
 
+    def is_ordered_as(self, sample: Sample) -> bool:
+        return tuple(sample) == self.keys and all(
+            child.is_ordered_as(sample[key]) for key, child in zip(self.keys, self.children, strict=True)
+        )
+
     def paths(self, prefix: str = "") -> list[str]:
         return [path for key, child in zip(self.keys, self.children, strict=True) for path in child.paths(f"{prefix}[{key!r}]")]
 
@@ -138,6 +153,9 @@ class RecordNode(Node):
         for name, child in zip(self.names, self.children, strict=True):
             object.__setattr__(record, name, child.join(values))
         return record
+
+    def is_ordered_as(self, sample: Sample) -> bool:
+        return all(child.is_ordered_as(getattr(sample, name)) for name, child in zip(self.names, self.children, strict=True))
 
     def paths(self, prefix: str = "") -> list[str]:
         return [path for name, child in zip(self.names, self.children, strict=True) for path in child.paths(f"{prefix}.{name}")]
