@@ -89,12 +89,13 @@ class StreamLoader:
         return share
 
     def _fill(self, message: LoadNext, samples: list[Sample]) -> FromWorker:
+        filler = self._filler
+        is_rows = self._source.making is Making.ROWS
+        if is_rows:
+            written = filler.write(message, samples, len(samples), 0)
+            if written is not None:
+                return written
         indices = list(range(message.first_position, message.first_position + len(samples)))
-        if self._source.making is not Making.ROWS:
-            return self._filler.pack(message, samples, len(samples), indices)
-        written = self._filler.write(message, samples, len(samples), first_row=0)
-        if written is not None:
-            return written
-        if self._source.torch_collate is not None and torch_layout(samples) is None:
-            return self._filler.pack(message, samples, len(samples), indices)
-        return self._filler.write_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
+        if not is_rows or (self._source.torch_collate is not None and torch_layout(samples) is None):
+            return filler.pack(message, samples, len(samples), indices)
+        return filler.write_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
