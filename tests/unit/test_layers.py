@@ -17,7 +17,9 @@ DELIVERY = WORKERS | {"delivery"}
 CONFIG = {"autocount", "cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "observe", "watching"}
-ENGINE = RECORDS | {"exchange", "records", "reports", "rooms", "staffing", "steering", "trail", "troubles"}
+EXCHANGE = RECORDS | {"handout", "intake", "records", "rooms", "troubles"}
+ORDERS = EXCHANGE | {"exchange", "reports", "staffing"}
+ENGINE = ORDERS | {"orders", "steering", "trail"}
 ASSEMBLY = ENGINE | {"autocount", "engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage", "staff"}
 LOADER = CORE | {"core"}
@@ -57,7 +59,10 @@ ALLOWED: dict[str, set[str]] = {
     "troubles": RECORDS | {"records", "reports"},
     "lineage": RECORDS | {"records", "trail"},
     "steering": RECORDS | {"records", "rooms", "staffing"},
-    "exchange": RECORDS | {"records", "rooms", "troubles"},
+    "intake": RECORDS | {"records", "rooms", "staffing"},
+    "handout": RECORDS | {"records", "reports", "trail"},
+    "exchange": EXCHANGE,
+    "orders": ORDERS,
     "engine": ENGINE,
     "garage": {"errors", "engine"},
     "assembly": ASSEMBLY,
