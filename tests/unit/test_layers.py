@@ -22,7 +22,8 @@ ORDERS = EXCHANGE | {"exchange", "reports", "staffing"}
 ENGINE = ORDERS | {"orders", "steering", "trail"}
 ASSEMBLY = ENGINE | {"autocount", "engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage", "staff"}
-LOADER = CORE | {"core"}
+EPOCH = CORE | {"core"}
+LOADER = EPOCH | {"epoch"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "errors",
@@ -68,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "assembly": ASSEMBLY,
     "staff": {"config", "memory", "tuning"},
     "core": CORE,
+    "epoch": EPOCH,
     "importing": set(),
     "loader": LOADER,
     "torch": LOADER | {"importing", "torch", "infeed"},
