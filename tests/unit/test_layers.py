@@ -14,7 +14,7 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"autocount", "cores", "errors", "memory", "plan", "ranks"}
+CONFIG = {"autocount", "checks", "cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "observe", "watching"}
 EXCHANGE = RECORDS | {"handout", "intake", "records", "rooms", "troubles"}
@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "delivery": DELIVERY,
     "observe": DELIVERY | {"observe"},
     "ranks": {"errors", "plan"},
+    "checks": {"errors", "plan", "ranks"},
     "config": CONFIG,
     "cores": {"errors", "memory"},
     "autocount": {"cores"},
@@ -72,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "epoch": EPOCH,
     "importing": set(),
     "loader": LOADER,
-    "torch": LOADER | {"importing", "torch", "infeed"},
+    "torch": LOADER | {"checks", "importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
     "programs": set(),
     "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},
