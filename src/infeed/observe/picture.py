@@ -16,16 +16,15 @@ from infeed.observe.lanes import (
     FAULTS,
     WORDS,
     Piece,
-    Serial,
     Window,
     lane_names,
     lane_tops,
     marks_in,
     pieces,
-    serial,
     windows,
 )
 from infeed.observe.records import LOOP, SpanKind, Trace
+from infeed.observe.serial import Serial, serial
 from infeed.observe.units import format_seconds
 
 if TYPE_CHECKING:
