@@ -100,7 +100,7 @@ def test_a_beginning_that_was_not_kept_is_not_shown() -> None:
     """Only what is there can be drawn."""
     trace = replace(make_trace(batches=500), lost_span_count=3)
 
-    assert [window.title for window in windows(trace)] == ["later"]
+    assert [window.title for window in windows(trace)] == ["late in the run"]
 
 
 def cut(trace: Trace, since: dict[int, int]) -> Trace:
@@ -158,7 +158,7 @@ def test_a_fault_before_what_was_kept_is_not_looked_for() -> None:
     trace = faulty_trace()
     (window,) = windows(cut(trace, {0: trace.marks[1].at_ns + 300 * MS}))
 
-    assert window.title == "later"
+    assert window.title == "late in the run"
 
 
 def test_a_loop_that_does_nothing_is_shown_in_parts_too() -> None:
@@ -189,6 +189,16 @@ def test_one_after_another_takes_as_long_as_all_loading_and_all_of_the_loops_wor
     assert in_a_row.text == f"{in_a_row.factor:.1f} times as long \u25b8"
     assert len(in_a_row.steps) == 40
     assert all(before[2] == after[1] for before, after in pairwise(in_a_row.steps))
+
+
+def test_the_work_in_a_row_is_loaded_before_it_is_worked_on() -> None:
+    """Also where the loop's work is known as what it did before it asked for the next batch."""
+    trace = make_trace(batches=20)
+    spans = tuple(span._replace(position=span.position + 1) if span.kind == "away" else span for span in trace.spans)
+    for one in (trace, replace(trace, spans=spans)):
+        in_a_row = serial(one, windows(one)[0])
+        assert in_a_row is not None
+        assert [kind for kind, _, _ in in_a_row.steps[:39]] == ["load", "away"] * 19 + ["load"]
 
 
 def test_what_workers_load_after_the_loop_is_not_compared() -> None:

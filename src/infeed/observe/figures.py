@@ -74,6 +74,8 @@ def _note(trace: Trace) -> str:
             f"The top lane is the same work as a loader without workers would do it, from the measured times: "
             f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(in_a_row.loop_s)}."
         )
+    if len(shown) > 1 or (shown and trace.lost_span_count):
+        parts.append(f"Shown first: {shown[-1].title}, {format_seconds(shown[-1].seconds)}.")
     if trace.lost_span_count:
         parts.append(f"{trace.lost_span_count:,} older spans were not kept.")
     return " ".join(parts)

@@ -92,6 +92,7 @@ class Cycle(NamedTuple):
     position: int  # the first batch's number in its epoch
     size: int
     away_ns: int  # what of it was the loop's own work
+    is_away_first: bool  # the work was on the batch before
 
 
 def lane_names(trace: Trace) -> dict[int, str]:
@@ -145,7 +146,7 @@ def windows(trace: Trace) -> tuple[Window, ...]:
     else:
         first = bisect_left([cycle.end_ns for cycle in cycles], fault.at_ns) - _STEADY_BATCH_COUNT // 3
     first = max(beginning_count, min(first, len(cycles) - _STEADY_BATCH_COUNT))
-    title = "later" if fault is None else f"later, with a fault ({fault.kind})"
+    title = ("late in the run" if is_cut else "later") + ("" if fault is None else f", with a fault ({fault.kind})")
     later_ns = cycles[first].begin_ns
     later = Window(later_ns, max(cycles[first + _STEADY_BATCH_COUNT - 1].end_ns, later_ns + 1), title)
     return (later,) if is_cut else (Window(begin_ns, cycles[beginning_count - 1].end_ns, "the beginning"), later)
@@ -163,7 +164,8 @@ def loop_cycles(trace: Trace) -> list[Cycle]:
             size = max(last.size, span.size)
             cycles[-1] = last._replace(end_ns=span.end_ns, size=size, away_ns=last.away_ns + away_ns)
         else:
-            cycles.append(Cycle(span.begin_ns, span.end_ns, span.epoch, span.position, span.size, away_ns))
+            is_away = span.kind == "away"
+            cycles.append(Cycle(span.begin_ns, span.end_ns, span.epoch, span.position, span.size, away_ns, is_away))
     return cycles
 
 

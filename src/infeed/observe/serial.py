@@ -65,11 +65,9 @@ def serial(trace: Trace, window: Window) -> Serial | None:
             between_ns += cycle.begin_ns - before.end_ns
             at_ns += cycle.begin_ns - before.end_ns
         before = cycle
-        lengths: tuple[tuple[SpanKind, float], ...] = (
-            ("load", sum(loads.get(batch, typical_ns) for batch in _batches(cycle))),
-            ("away", cycle.away_ns),
-        )
-        for kind, length_ns in lengths:
+        load: tuple[SpanKind, float] = ("load", sum(loads.get(batch, typical_ns) for batch in _batches(cycle)))
+        away: tuple[SpanKind, float] = ("away", cycle.away_ns)
+        for kind, length_ns in (away, load) if cycle.is_away_first else (load, away):
             if length_ns:
                 steps.append((kind, int(at_ns), int(at_ns + length_ns)))
                 at_ns += length_ns
