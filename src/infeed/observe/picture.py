@@ -48,6 +48,7 @@ _SOFT: Final = "#626a73"
 _MOST_MARKS: Final = 8
 _MOST_LABELS: Final = 24
 _WIDTH_IN: Final = 12.0
+_GAP_IN: Final = 0.01  # between pieces, so that one is told from the next
 _HEADLINE_SIZE: Final = 13
 _HEADLINE_IN: Final = 0.26  # a line
 _HEADLINE_LETTERS: Final = 104  # of a line
@@ -132,15 +133,15 @@ def _draw_window(
         if begin_ns < window.end_ns:
             one = (begin_ns / 1e9, (min(end_ns, window.end_ns) - begin_ns) / 1e9, 1.0)
             bars.setdefault((0, kind), []).append(one)
+    gap = window.seconds * _GAP_IN / (_WIDTH_IN * axes.get_position().width)
     # In the order of the kinds: what is small lies on top.
     for (top, kind), found in sorted(bars.items(), key=lambda item: list(COLOURS).index(item[0][1])):
         offset, height = EXTENT[kind]
         axes.broken_barh(
-            [(begin, length) for begin, length, _ in found],
+            [(begin, length - gap if length > 4 * gap else length) for begin, length, _ in found],
             (top + offset, height),
             facecolors=[_pale(COLOURS[kind], density) for _, _, density in found],
-            edgecolors="white",
-            linewidths=[0.5 if length > window.seconds / 150 else 0 for _, length, _ in found],
+            linewidths=0,
         )
     if in_a_row is not None:
         where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
