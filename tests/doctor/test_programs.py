@@ -61,6 +61,19 @@ def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
     assert "4 batches" in result.out
 
 
+@pytest.mark.parametrize(("leave", "count"), [("break", 15), ("raise ValueError", 5)], ids=["break", "error"])
+def test_batches_of_a_loop_that_is_left_early_count(tmp_path: Path, leave: str, count: int) -> None:
+    """Three loops over the first five batches, too short to be written down in their midst; or one that fails."""
+    code = f"""
+for epoch in range(3):
+    for number, batch in enumerate(infeed.DataLoader(range(100), batch_size=2)):
+        if number == 4: {leave}
+"""
+    loader = json.loads(doctor(tmp_path, code, "--json", "-").out)["loaders"][0]
+
+    assert (loader["epochs"], loader["batches"]) == (count // 5, count)
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [

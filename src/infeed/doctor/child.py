@@ -115,7 +115,7 @@ class _Child:
     def _stop(self, ending: Ending = "time") -> None:
         if self._is_over:
             return  # it is at the probes
-        self._watcher.flush()
+        self._watcher.note_waiting()
         self._finish(ending, None, "")
         # The program must not go on. It is the doctor that ends it; or nobody, if the doctor is gone.
         while os.getppid() == self._doctor:
@@ -128,6 +128,7 @@ class _Child:
 
         self._is_over = True
         at = time.monotonic()
+        self._watcher.flush()
         # Now, in case the probes do not come back; once more when they have.
         self._journal.write("end", at=at, ending=ending, exit_code=code, error=told)
         torch: Any = sys.modules.get("torch")
