@@ -61,6 +61,16 @@ def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
     assert "4 batches" in result.out
 
 
+def test_a_program_that_dies_of_being_stopped_has_not_failed(tmp_path: Path) -> None:
+    """It takes all signals as the system does."""
+    code = "load(num_workers=0)\nfor number in range(34, 65): signal.signal(number, signal.SIG_DFL)\ntime.sleep(1000)"
+
+    result = doctor(tmp_path, code, "--seconds", "0.5")
+
+    assert "did not ask for a batch any more" in result.out
+    assert result.code == 0
+
+
 @pytest.mark.parametrize(("leave", "count"), [("break", 15), ("raise ValueError", 5)], ids=["break", "error"])
 def test_batches_of_a_loop_that_is_left_early_count(tmp_path: Path, leave: str, count: int) -> None:
     """Three loops over the first five batches, too short to be written down in their midst; or one that fails."""
@@ -79,17 +89,73 @@ for epoch in range(3):
     [
         ("sys.exit(7)", "it ended with exit code 7"),
         ("raise ValueError('bad label')", "it failed: ValueError: bad label"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "its process died with code -9"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its process died with code -9 (SIGKILL)"),
     ],
     ids=["exit", "error", "death"],
 )
-def test_the_end_of_a_program_is_told_and_what_was_seen_before_counts(tmp_path: Path, code: str, text: str) -> None:
-    """The exit code is the doctor's, about its findings."""
+def test_a_program_that_fails_is_no_clean_one(tmp_path: Path, code: str, text: str) -> None:
+    """What it ended with is told, and what was seen before counts; but that nothing was found proves nothing."""
+    result = doctor(tmp_path, f"load()\n{code}", "--html", "found.html")
+
+    assert f"nothing found that would explain it, but {text}" in result.out
+    assert "1 loader, 1 epoch, 4 batches" in result.out
+    assert f"Nothing found that would explain it, but {text}." in (tmp_path / "found.html").read_text()
+    assert result.code == 3
+
+
+@pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "os._exit(0)"])
+def test_a_program_that_leaves_with_0_has_not_failed(tmp_path: Path, code: str) -> None:
+    """However it leaves."""
     result = doctor(tmp_path, f"load()\n{code}")
 
-    assert text in result.out
-    assert "1 loader, 1 epoch, 4 batches" in result.out
+    assert "nothing found\n" in result.out
     assert result.code == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "program", "text"),
+    [
+        ("", "program:broken", "it failed: ValueError: no such disk"),
+        ("", "program:empty", "it failed: the dataset list gave no batch; it is empty"),
+        ("for batch in infeed.DataLoader([]): pass", "program.py", "it ran to its end"),
+        ("for batch in infeed.DataLoader(broken): pass", "program.py", "it failed: ValueError: no such disk"),
+    ],
+    ids=["broken dataset", "empty dataset", "empty", "broken"],
+)
+def test_where_no_batch_came_nothing_was_looked_at(tmp_path: Path, code: str, program: str, text: str) -> None:
+    """An exit code of its own, and why; also beside JSON, which has its own place."""
+    broken = """
+class Broken:
+    def __len__(self): return 8
+    def __getitem__(self, index): raise ValueError("no such disk")
+broken, empty = Broken(), []
+"""
+    told = f"nothing was looked at, because no batch came: {text}"
+
+    result = doctor(tmp_path, broken + code, "--seconds", "0.5", program=program)
+    beside = doctor(tmp_path, broken + code, "--seconds", "0.5", "--json", "-", program=program)
+
+    assert told in result.out
+    assert f"infeed doctor: {program}: {told}" in beside.err
+    assert json.loads(beside.out)["findings"] == []
+    assert (result.code, beside.code) == (3, 3)
+
+
+@pytest.mark.torch
+def test_what_a_worker_of_torch_raised_is_told_in_a_line(tmp_path: Path) -> None:
+    """Its message holds the worker's traceback, at the end of which is what matters."""
+    pytest.importorskip("torch")
+    code = """
+from torch.utils.data import DataLoader
+class Bad:
+    def __len__(self): return 40
+    def __getitem__(self, index): return index if index < 30 else [][0]
+for batch in DataLoader(Bad(), batch_size=4, num_workers=1): pass
+"""
+    result = doctor(tmp_path, code)
+
+    assert "it failed: IndexError: list index out of range, in a worker\n" in result.out
+    assert result.code == 3
 
 
 def test_an_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ _USAGE: Final = 2
 _NOT_RUN: Final = 3
 
 _EPILOG: Final = """\
-exit codes: 0 nothing found, 1 something found, 2 wrong usage, 3 the program could not be run or iterated no loader
+exit codes: 0 nothing found, 1 something found, 2 wrong usage or a file that cannot be written, 3 nothing found, but no batch came or
+the program failed, 130 interrupted
 """
 
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program and print the findings; the exit code says whether there are any."""
     from infeed.doctor.child import Orders
     from infeed.doctor.findings import NAMES, examine
-    from infeed.doctor.report import ending, plain, print_report
+    from infeed.doctor.report import conclusion, ending, plain, print_report
     from infeed.doctor.surveying import survey
 
     program: list[str] = arguments.program
@@ -90,7 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
         write_findings(Path(arguments.html), seen, findings)
     if not is_json_out:
         print_report(seen, findings, _console())
-    return _FOUND if findings else 0
+    if findings:
+        return _FOUND
+    if not seen.has_batch or seen.has_failed:
+        if is_json_out:
+            _complain(f"{program[0]}: {conclusion(seen)}")
+        return _NOT_RUN
+    return 0
 
 
 def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "dataset"] | None:

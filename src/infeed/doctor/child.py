@@ -80,7 +80,7 @@ class _Child:
         except ConfigError as error:
             ending, code, told = "error", _FAILED, str(error)
         except BaseException as error:
-            ending, code, told = "error", _FAILED, f"{type(error).__name__}: {error}"
+            ending, code, told = "error", _FAILED, _told(error)
             show_error(error, [__file__])
         sys.stdout.flush()
         self._finish(ending, code, told)
@@ -137,6 +137,15 @@ class _Child:
         for watched in self._watcher.loaders[:_MOST_PROBES]:
             probe(watched, self._journal, min(_PROBE_S, self._orders.seconds / 2))
         self._journal.write("done")
+
+
+def _told(error: BaseException) -> str:
+    """An exception in a line."""
+    lines = str(error).strip().splitlines() or [""]
+    # torch's message holds the whole traceback of the worker; what was raised there is at its end.
+    if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
+        return f"{lines[-1]}, in a worker"
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
 def _is_fork_default() -> bool:

@@ -173,6 +173,16 @@ class Run:
     loaders: list[LoaderSeen] = field(default_factory=list)
     processes: dict[int, ProcessSeen] = field(default_factory=dict)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether any loader gave one. If none did, nothing was looked at."""
+        return any(epoch.has_batch for loader in self.loaders for epoch in loader.epochs)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the program ended with an error, and not because its time was up."""
+        return self.ending == "error" or (self.ending in ("exit", "died") and self.exit_code != 0)
+
     def workers_of(self, loader: LoaderSeen) -> list[ProcessSeen]:
         return [self.processes[pid] for pid in loader.pids if pid in self.processes]
 

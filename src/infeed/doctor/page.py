@@ -10,7 +10,7 @@ from infeed.doctor.benching import Measured
 from infeed.doctor.evidence import Run
 from infeed.doctor.findings import Finding
 from infeed.doctor.findings.finding import describe, duration
-from infeed.doctor.report import cost_text, ending
+from infeed.doctor.report import conclusion, cost_text, ending
 from infeed.memory.budget import format_bytes
 from infeed.observe.page import Block, Tone, chart, code, facts, label, page, paragraph, section, table, verdict
 
@@ -27,9 +27,11 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         count = "1 thing is" if len(findings) == 1 else f"{len(findings)} things are"
         blocks.append(verdict(f"{count} wrong.\nThe most costly: {findings[0].title}.", "bad"))
     else:
-        blocks.append(verdict("Nothing found.", "good"))
+        told = conclusion(run)
+        tone: Tone = "good" if run.has_batch and not run.has_failed else "bad"
+        blocks.append(verdict(f"{told[0].upper()}{told[1:]}.", tone))
     for number, finding in enumerate(findings, 1):
-        tone: Tone = "fair" if finding.risk in ("time", "memory") else "bad"
+        tone = "fair" if finding.risk in ("time", "memory") else "bad"
         cures = "\n".join(f"# {name}\n{text}" for name, text in finding.cure.items())
         blocks.append(
             section(
