@@ -141,6 +141,8 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
         (["data:absent"], 3, "module 'data' has no 'absent'; it has make, number"),
         (["data:number"], 3, "data:number is a int, which is no dataset"),
         (["data:make", "--batch-size", "0"], 2, "'0' is no number of samples; give 1 or more"),
+        (["data:make", "--json", "absent/x"], 2, "--json absent/x cannot be written: there is no folder"),
+        (["data:make", "--html", "absent/x"], 2, "--html absent/x cannot be written: there is no folder"),
         (["data:make", "--seconds", "0"], 2, "--seconds 0.0 is no time; give more than 0"),
     ],
 )
@@ -150,3 +152,16 @@ def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, te
 
     assert text in result.err
     assert result.code == code
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.linux
+def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Path) -> None:
+    """A disk that turns out to be full."""
+    result = run_bench(tmp_path, "data:make", "--seconds", "0.05", "--worker", "thread", "--json", "/dev/full")
+
+    assert "infeed.DataLoader(dataset, " in result.out
+    assert "--json /dev/full cannot be written: No space left on device" in result.err
+    assert "Traceback" not in result.err
+    assert result.code == 2

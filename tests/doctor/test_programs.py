@@ -240,21 +240,58 @@ def test_a_dataset_is_looked_at_without_a_program(tmp_path: Path) -> None:
     assert good.code == 0
 
 
+DICE = """
+import random
+class Dice:
+    def __init__(self): self.rng = random.Random(0)
+    def __len__(self): return 8
+    def __getitem__(self, index): return self.rng.random()
+"""
+
+
 def test_a_finding_can_be_ignored_and_written_to_files(tmp_path: Path) -> None:
     """For CI: the exit code does not count it, and the page and the data do not have it."""
     files = ("--json", "found.json", "--html", "found.html")
 
-    counted = doctor(tmp_path, LOCKED, "--seconds", "0.5", *files, program="program:Locked")
+    counted = doctor(tmp_path, DICE, "--seconds", "0.5", *files, program="program:Dice")
     told = json.loads((tmp_path / "found.json").read_text())
     page = (tmp_path / "found.html").read_text()
-    ignored = doctor(tmp_path, LOCKED, "--seconds", "0.5", "--ignore", "cannot-be-sent", *files, program="program:Locked")
+    ignored = doctor(tmp_path, DICE, "--seconds", "0.5", "--ignore", "same-random-numbers", *files, program="program:Dice")
 
     assert counted.code == 1
-    assert [finding["name"] for finding in told["findings"]] == ["cannot-be-sent"]
-    assert "dataset.lock is a _thread.lock" in page
+    assert [finding["name"] for finding in told["findings"]] == ["same-random-numbers"]
+    assert "dataset.rng" in page
     assert ignored.code == 0
     assert json.loads((tmp_path / "found.json").read_text())["findings"] == []
     assert "Nothing found." in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("absent/x", "there is no folder"), (".", "it is a folder; name a file"), ("", "names no file")],
+    ids=["no folder", "folder", "empty"],
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_program_runs(
+    tmp_path: Path, option: str, file: str, text: str
+) -> None:
+    """As wrong usage."""
+    result = doctor(tmp_path, "print('ran')", option, file)
+
+    assert text in result.err
+    assert result.out == ""
+    assert result.code == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_what_was_found_is_printed_even_if_it_cannot_be_written(tmp_path: Path, option: str) -> None:
+    """A disk that turns out to be full; no traceback, and not the exit code of a finding."""
+    result = doctor(tmp_path, DICE, "--seconds", "0.5", option, "/dev/full", program="program:Dice")
+
+    assert "dataset.rng" in result.out
+    assert f"infeed doctor: {option} /dev/full cannot be written: No space left on device" in result.err
+    assert "Traceback" not in result.err
+    assert result.code == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl+C", "kill"])
