@@ -43,10 +43,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Try the settings, print them, and the best as a line to paste."""
     from infeed.cores import available_cores
-    from infeed.doctor.benching import Bench, choose, confirm, search
+    from infeed.doctor import targets
+    from infeed.doctor.benching import Bench, choose, confirm, search, told
     from infeed.doctor.page import bench_page, check_plot
-    from infeed.doctor.targets import load_dataset
     from infeed.errors import ConfigError
+    from infeed.programs import show_error
 
     target: str = arguments.dataset
     module, colon, name = target.partition(":")
@@ -64,9 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         return _complain(str(error), _USAGE)
     try:
-        bench = Bench(load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
+        bench = Bench(targets.load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
     except ConfigError as error:
         return _complain(str(error), _NOT_RUN)
+    except Exception as error:  # of the module, or of the function that makes the dataset
+        show_error(error, [__file__, targets.__file__, importlib.__file__])
+        return _complain(f"{target} could not be loaded: {told(error)}", _NOT_RUN)
     cores = max(1, int(available_cores()))  # a container may have less than one
     results = []
     for found in search(bench.measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")):
@@ -129,9 +133,11 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
         for row in rows:
             table.add_row(*row, style="green" if row[0] == str(best.setting) else None)
         Console().print(table)
-    for one in results:
-        if one.error:
-            print(f"{one.setting}: {one.error}")
+    failed = [one for one in results if one.error]
+    for one in failed:
+        print(f"{one.setting}: {one.error}")
+    if failed:
+        print("the choice is among the others, and more of those that failed were not tried")
 
 
 def _complain(text: str, code: int) -> int:
