@@ -388,6 +388,44 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
     assert not any("larger batches" in finding.cure["torch"] for finding in dear)
 
 
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"num_workers": 0, "kind": "inline"}, "num_workers=1 or more"),
+        ({"num_workers": 0, "kind": "inline", "is_gathered": True}, "larger batches"),
+        ({"probe": costly(0.1)}, "more workers"),
+        ({"probe": costly(0.1), "num_workers": 4}, "cheaper samples"),
+        ({"probe": costly(1e-4)}, "num_workers=0"),
+        ({"probe": costly(0.02)}, "fewer, larger arrays"),
+    ],
+)
+@pytest.mark.parametrize("library", ["torch", "infeed"])
+def test_a_loop_that_waits_is_told_what_to_do_whatever_else_is_found(changes: dict[str, Any], cure: str, library: Any) -> None:
+    """It stands alone: other findings may not be there, or be left out."""
+    found = {one.name: one for one in examine(run(loader(wait=0.3, away=0.01, library=library, **changes)))}
+
+    assert all(cure in text for text in found["loop-waits"].cure.values())
+
+
+def stream(*, shards_itself: bool = False, **options: Any) -> LoaderSeen:
+    """Of a loop that waits for one reader who takes 0.1 s for a batch."""
+    probe = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.001, switches=1.0, shards_itself=shards_itself)
+    return loader(**{"wait": 0.09, "away": 0.01, "is_stream": True, "probe": probe, **options})
+
+
+@pytest.mark.parametrize("library", ["torch", "infeed"])
+def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(library: Any) -> None:
+    """With infeed's loader one reads it, with torch's each reads all of it. One is better than none."""
+    found = {one.name: one for one in examine(run(stream(library=library)))}
+    alone = {one.name: one for one in examine(run(stream(library=library, num_workers=0, kind="inline", away=0.1)))}
+
+    assert list(found) == ["loop-waits"]
+    assert ("one worker" if library == "infeed" else "each worker") + " reads all of it" in found["loop-waits"].evidence["for"]
+    assert "get_worker_info()" in found["loop-waits"].cure["infeed"]
+    assert alone["num-workers"].cure["infeed"] == "num_workers=1"
+    assert "num-workers" in names(stream(library=library, shards_itself=True, wait=0.05))
+
+
 def auto(**options: Any) -> LoaderSeen:
     """A loader of infeed that decides by itself, with 8 workers by now."""
     return loader(**{"library": "infeed", "start_method": "", "asked": "'auto'", "is_auto": True, "num_workers": 8, **options})

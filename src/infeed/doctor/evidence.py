@@ -54,6 +54,7 @@ class Probe:
     read_bytes: float = 0.0  # a sample, on average
     collate_s: float = 0.0  # a batch
     slow: list[SlowIndex] = field(default_factory=list)
+    shards_itself: bool = False  # a stream that asks which worker reads it
     heavy: list[tuple[str, int, bool]] = field(default_factory=list)  # what it is, bytes, whether it is an array
     unsendable: str = ""  # by any means
     unpicklable: str = ""  # by pickle, which is what torch's loader sends with where it does not fork
@@ -74,6 +75,7 @@ class LoaderSeen:
     asked: str = ""  # for how many the program asked, as it would write it
     is_auto: bool = False  # whether infeed decides how many there are, or of which kind
     is_gathered: bool = False  # whether infeed takes rows out of arrays, so that nobody loads samples
+    is_stream: bool = False
     batch_size: int | None = 1
     is_persistent: bool = False
     is_pinned: bool = False
@@ -121,6 +123,11 @@ class LoaderSeen:
     def rows(self) -> int:
         """Samples in a batch."""
         return self.batch_size or self.batch_rows or 1
+
+    @property
+    def has_one_reader(self) -> bool:
+        """Whether more workers bring nothing: of such a stream infeed lets one read, and each of torch's reads all of it."""
+        return self.is_stream and bool(self.probe.sample_count) and not self.probe.shards_itself
 
     @property
     def load_s(self) -> float:

@@ -83,7 +83,7 @@ def best_workers(run: Run, loader: LoaderSeen) -> int:
     share = min(1.0, max(probe.cpu_s / probe.sample_s, 0.05)) if is_waiting else 1.0
     most = min(MOST_WORKERS, max(1, int(run.core_count / share)))
     needed = math.ceil(_ROOM * loader.load_s / away) if away > loader.load_s / MOST_WORKERS else most
-    return max(1, min(needed, most))
+    return max(1, min(needed, most)) if not loader.has_one_reader else 1
 
 
 def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
