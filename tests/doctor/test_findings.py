@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from infeed.doctor.evidence import EpochSeen, Fork, LoaderSeen, Moment, Probe, ProcessSeen, Run, SlowIndex, read_events
 from infeed.doctor.findings import NAMES, examine
 from infeed.doctor.findings.finding import describe
-from infeed.doctor.findings.workers import best_workers, way_s
+from infeed.doctor.findings.workers import best_workers, slowest_s, way_s
 
 MB = 1 << 20
 
@@ -145,6 +146,63 @@ def test_slow_samples_count_if_they_take_much_of_the_time() -> None:
 
     assert "slow-samples" in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 1.0)], **given)))
     assert "slow-samples" not in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 0.02)], **given)))
+
+
+def uneven(count: int = 4, **options: Any) -> LoaderSeen:
+    """Of 200 samples some take 0.3 s, the others 4 ms; batches of 8, two workers, epochs of 25."""
+    slow = [SlowIndex(str(50 * number), 0.3) for number in range(count)]
+    mean = (count * 0.3 + (200 - count) * 0.004) / 200
+    probe = Probe(sample_count=200, sample_s=mean, median_s=0.004, cpu_s=1e-4, switches=1.0, slow=slow)
+    given: dict[str, Any] = {"wait": 0.05, "away": 0.005, "batches": 24, "batch_size": 8, "probe": probe}
+    return loader(**{**given, **options})
+
+
+def test_slow_samples_are_blamed_before_the_number_of_workers() -> None:
+    """They take most of the loading. The loop waits for them, and they come before a number of workers."""
+    found = examine(run(uneven(), seconds=1.4))
+
+    assert [one.name for one in found] == ["loop-waits", "slow-samples", "num-workers"]
+    assert found[0].evidence["for"].startswith("a few slow samples: they take 60% of the loading; index 0 300 ms")
+    assert "make these samples cheaper" in found[0].cure["torch"]
+
+
+def test_slow_samples_are_not_blamed_where_there_is_enough_to_do_without_them() -> None:
+    """One of 200 is a quarter of the loading; others would not come in time either, or, for another loop, they would."""
+    busy, calm = (
+        {one.name: one for one in examine(run(uneven(1, wait=0.05, away=away)))}["loop-waits"].evidence["for"]
+        for away in (0.005, 0.03)
+    )
+
+    assert "slow samples" not in busy
+    assert "slow samples" in calm
+
+
+def test_no_more_is_promised_of_workers_than_the_slowest_sample_allows() -> None:
+    """An epoch of 10 batches takes 0.3 s and some, however many workers there are: at best a batch each 33 ms, not 5."""
+    seen = uneven(batches=9)
+    best = best_workers(run(seen), seen)
+    found = {one.name: one for one in examine(run(seen))}["num-workers"]
+    gain = float(found.title.split("about ")[1].split("%")[0]) / 100
+
+    assert slowest_s(seen, 64) == pytest.approx((0.3 + 7 * 0.004) / 10)
+    assert 1 - gain >= slowest_s(seen, best) / 0.055
+    assert best == 10 < best_workers(run(seen), uneven(probe=replace(seen.probe, slow=[])))
+    assert "more would wait for slow samples" in found.evidence["why"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({"library": "infeed"}, 0.3 / 25),  # several workers share a batch
+        ({"batches": 9999}, 0.328 / 64),  # as many are begun
+        ({"batches": 9999, "batch_size": 1}, 0.3 / 64),
+        ({"count": 1, "batches": 9999, "batch_size": 1}, 0.3 / 200),  # one in so many is slow
+        ({"count": 0}, 0.0),
+    ],
+)
+def test_how_much_slow_samples_hold_up_depends_on_what_is_begun(changes: dict[str, Any], bound: float) -> None:
+    """Of 64 workers."""
+    assert slowest_s(uneven(**changes), 64) == pytest.approx(bound)
 
 
 def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:

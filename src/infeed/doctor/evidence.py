@@ -125,6 +125,13 @@ class LoaderSeen:
         return self.batch_size or self.batch_rows or 1
 
     @property
+    def slow_share(self) -> float:
+        """Of the time that samples by hand took, what the few slow ones took beyond the usual."""
+        probe = self.probe
+        lost = sum(one.seconds - probe.median_s for one in probe.slow)
+        return min(1.0, lost / (probe.sample_s * probe.sample_count)) if probe.sample_s * probe.sample_count else 0.0
+
+    @property
     def has_one_reader(self) -> bool:
         """Whether more workers bring nothing: of such a stream infeed lets one read, and each of torch's reads all of it."""
         return self.is_stream and bool(self.probe.sample_count) and not self.probe.shards_itself

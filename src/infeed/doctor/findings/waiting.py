@@ -29,6 +29,7 @@ _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
 
 _SLOW_SHARE: Final = 0.05
+_MOST_OF_IT: Final = 0.5
 
 _INLINE: Final = "itself: there are no workers, so that it loads every sample"
 _USE_INFEED: Final = "from infeed.torch import DataLoader"
@@ -93,6 +94,11 @@ class _Reason(NamedTuple):
 
 
 def _reason(run: Run, loader: LoaderSeen) -> _Reason:
+    if waits_for_slow(loader):
+        worst = loader.probe.slow[0]
+        worst_s = f"index {worst.which} {duration(worst.seconds)}"
+        text = f"a few slow samples: they take {loader.slow_share:.0%} of the loading; {worst_s}"
+        return _Reason(text, "make these samples cheaper or leave them out; more workers would wait for them as well")
     if loader.kind == "inline":
         return _reason_inline(loader)
     if loader.has_one_reader:
@@ -175,8 +181,7 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
     probe = loader.probe
     if not probe.slow or (run.has_own_loop and not waits(loader)):
         return None
-    lost = sum(one.seconds - probe.median_s for one in probe.slow)
-    share = lost / (probe.sample_s * probe.sample_count) if probe.sample_s else 0.0
+    share = loader.slow_share
     if share < _SLOW_SHARE:
         return None
     worst = probe.slow[0]
@@ -197,6 +202,16 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
         },
         loader=describe(loader),
     )
+
+
+def waits_for_slow(loader: LoaderSeen) -> bool:
+    """Whether a few slow samples are why the loop waits: they take most of the loading, or the others would come in time."""
+    share = loader.slow_share
+    if share < _SLOW_SHARE or not waits(loader):
+        return False
+    others_s = (1 - share) * loader.load_s / max(1, loader.num_workers)
+    is_enough = bool(loader.num_workers) and others_s <= loader.away_s / loader.batch_count
+    return share >= _MOST_OF_IT or is_enough
 
 
 def no_pinning(run: Run, loader: LoaderSeen) -> Finding | None:
