@@ -202,7 +202,8 @@ class Engine:
             self.changed_over(began_ns)
 
     def _flight(self) -> Flight:
-        return Flight(len(self._records), self._arena.total_bytes)
+        arena = self._arena
+        return Flight(len(self._records), arena.used_bytes(self._scheduler.free_slots), arena.total_bytes)
 
     def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""

@@ -129,3 +129,24 @@ def test_figures_stand_still_while_workers_load_ahead() -> None:
     assert sum(one.sample_count for one in known.workers) >= 48
     assert all(one.busy_s <= one.alive_s for one in known.workers)
     assert loader.statistics().histogram == known.histogram
+
+
+@pytest.mark.parametrize("observe", ["timeline", "off"])
+def test_the_memory_limit_is_the_one_that_holds(observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory others take meanwhile, and also when the loader is closed."""
+    free = iter(range(1 << 40, 1 << 41, 1 << 30))
+    monkeypatch.setattr("infeed.core.available_bytes", lambda: next(free))
+    monkeypatch.setattr("infeed.assembly.available_bytes", lambda: 1 << 30)
+    with infeed.DataLoader(Squares(8), 4, observe=observe) as loader:
+        list(loader)
+        assert loader.statistics().memory_limit == 1 << 29
+    assert loader.statistics().memory_limit == 1 << 29
+
+
+def test_only_batches_that_are_there_are_in_flight() -> None:
+    """What is free again is not, whatever room is kept for the next."""
+    with infeed.DataLoader(np.zeros((8, 1000)), 4) as loader:
+        kept = list(loader)
+        assert 2 * 32_000 <= loader.statistics().bytes_in_flight < 1 << 20
+        del kept
+        assert loader.statistics().bytes_in_flight == 0

@@ -56,6 +56,11 @@ class LeaseBook:
         self._refs.pop(ref.slot, None)
         self._ended.append(ref.slot)
 
+    @property
+    def pending(self) -> tuple[SlotId, ...]:
+        """Slots whose leases ended, and that nobody has asked for yet."""
+        return tuple(self._ended)
+
     def ended(self) -> list[SlotId]:
         """Slots whose leases ended since the last call."""
         if not self._ended:

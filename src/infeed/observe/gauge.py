@@ -41,6 +41,7 @@ class Flight(NamedTuple):
 
     batch_count: int
     nbytes: int
+    room_bytes: int  # of all memory for batches, used or not
 
 
 class Usage(NamedTuple):
@@ -138,7 +139,13 @@ class Gauge:
     """Belongs to one engine."""
 
     def __init__(
-        self, history: History, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind, observe: Observe
+        self,
+        history: History,
+        board: Board,
+        workers: tuple[WorkerId, ...],
+        kind: WorkerKind,
+        observe: Observe,
+        memory_limit: int,
     ) -> None:
         self._history = history
         self._board = board
@@ -158,7 +165,7 @@ class Gauge:
         self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
         self.outside_ns = 0  # of the wait, while epochs began and ended
         self.changeover_ns = 0  # of the wait, for workers that were started anew or stopped
-        self.memory_limit = 0  # for batches
+        self.memory_limit = memory_limit  # for batches
         self.tick_count = 0
         self.latest: Point | None = None  # what the last tick found
         self.outcomes: Counter[str] = Counter()  # of bad samples
@@ -402,6 +409,7 @@ class Gauge:
             queued_ns=sum(one.queued_ns for one in usages),
             memory_bytes=memory,
             flight_bytes=flight.nbytes,
+            room_bytes=flight.room_bytes,
         )
 
     def _tick(self, now_ns: int) -> None:
@@ -467,7 +475,7 @@ def _busy_ns(sums: Sums) -> int:
 
 
 def _no_flight() -> Flight:
-    return Flight(0, 0)
+    return Flight(0, 0, 0)
 
 
 def _no_bytes() -> int:

@@ -31,7 +31,7 @@ class Meter:
         self._began = time.time()
         self._began_ns = time.perf_counter_ns()
 
-    def gauge(self, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind) -> Gauge:
+    def gauge(self, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind, memory_limit: int) -> Gauge:
         """For a new engine."""
         history = self._history
         with history.lock:
@@ -40,7 +40,7 @@ class Meter:
             for gauge in closed[1:]:
                 closed[0].absorb(gauge)
                 history.gauges.remove(gauge)
-            gauge = Gauge(history, board, workers, kind, self._observe)
+            gauge = Gauge(history, board, workers, kind, self._observe, memory_limit)
             history.gauges.append(gauge)
             return gauge
 
@@ -55,8 +55,13 @@ class Meter:
         has_collate_fn: bool,
         keeps_workers: bool = True,
     ) -> Statistics:
+        """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
         with self._history.lock:
-            gauges = list(self._history.gauges) if self._observe != "off" else []
+            gauges = list(self._history.gauges)
+            if gauges:
+                memory_limit = gauges[-1].memory_limit
+            if self._observe == "off":
+                gauges = []
             latest = gauges[-1] if gauges else None
             flight = None if latest is None else latest.flight()
             outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())

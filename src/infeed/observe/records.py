@@ -59,6 +59,7 @@ class Point(NamedTuple):
     queued_ns: int  # how long they were ready to run and had no core
     memory_bytes: int  # of all workers together, or of this process where there are none
     flight_bytes: int  # of batches that are loaded, being loaded, or kept by the user
+    room_bytes: int = 0  # of all memory for batches, used or not
 
 
 @final
@@ -134,8 +135,8 @@ class Statistics:
     workers: tuple[WorkerStatistics, ...]
     core_count: float  # that this process may use
     batches_in_flight: int  # planned, being loaded or ready
-    bytes_in_flight: int
-    memory_limit: int
+    bytes_in_flight: int  # of these, and of batches that the user keeps
+    memory_limit: int  # for all of these bytes: the one that holds, or that would hold if an epoch began now
     skipped_count: int
     replaced_count: int
     sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty while nothing is known
