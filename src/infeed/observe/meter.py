@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Final, final
 
 from infeed.observe.gauge import Gauge, History, WorkerKind
-from infeed.observe.records import Mark, SlowSample, Span, Statistics, Trace, WorkerStatistics
+from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
@@ -94,7 +94,7 @@ class Meter:
                 memory_limit=memory_limit,
                 skipped_count=outcomes["skipped"],
                 replaced_count=outcomes["replaced"],
-                sample_times=_quantiles(histogram, slowest[0][0] if slowest else 0),
+                sample_times=Times(_quantiles(histogram, slowest[0][0] if slowest else 0)),
                 histogram=tuple((bucket_end_ns(bucket) / 1e9, count) for bucket, count in enumerate(histogram) if count),
                 slowest=tuple(
                     SlowSample(epoch, position, None if index == NO_INDEX else index, took / 1e9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.memory.budget import format_bytes
 
@@ -60,6 +60,19 @@ class Point(NamedTuple):
     memory_bytes: int  # of all workers together, or of this process where there are none
     flight_bytes: int  # of batches that are loaded, being loaded, or kept by the user
     room_bytes: int = 0  # of all memory for batches, used or not
+
+
+@final
+class Times(dict[str, float]):
+    """Seconds by name, that cannot be changed. A dict, so that it can be compared, sent and written as JSON like one."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("statistics cannot be changed; make a dict of them to change that: dict(statistics.sample_times)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[Times], tuple[dict[str, float]]]:
+        return Times, (dict(self),)
 
 
 @final
