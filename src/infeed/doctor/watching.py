@@ -76,7 +76,7 @@ class Watcher:
         for module, loader, iterator in (
             ("torch.utils.data.dataloader", "DataLoader", "_BaseDataLoaderIter"),
             ("infeed.loader", "DataLoader", ""),
-            ("infeed.core", "", "Epoch"),
+            ("infeed.epoch", "", "Epoch"),
             ("infeed.torch.iterators", "", "EngineIter"),
             (
                 "torchdata.stateful_dataloader.stateful_dataloader",

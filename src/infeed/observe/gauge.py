@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
+from infeed.observe.history import History
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
 from infeed.workers.insides import memory_use
-from infeed.workers.tape import NO_INDEX, Observe, RawSpan, Sums
+from infeed.workers.tape import Observe, Sums
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
 _TICK_NS: Final = 100_000_000
@@ -25,15 +26,9 @@ _TICK_SHARE: Final = 200
 # Of the loop, too: what is shorter than the first is put together, up to the second.
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 2_000_000
-# Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
 _NEVER: Final = 1 << 63
-_SPANS_KEPT: Final = 100_000
-_LOOP_SPANS_KEPT: Final = 20_000
-_MARKS_KEPT: Final = 2_000
-_POINTS_KEPT: Final = 1_000
 
 WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
-_KINDS: Final[dict[int, SpanKind]] = {tape.LOAD: "load", tape.COLLATE: "collate", tape.WRITE: "write", tape.START: "start"}
 
 
 class Flight(NamedTuple):
@@ -83,55 +78,20 @@ class Member:
 
 
 @final
-class History:
-    """What happened when, of all engines of a loader. Times are those of ``perf_counter_ns``."""
+class Gauges:
+    """All of a loader, one for each of its engines; of those that are gone, one may stand for several."""
 
     def __init__(self) -> None:
-        self.gauges: list[Gauge] = []  # of all its engines; of those that are gone, one may stand for several
-        # Held while engines are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
+        self.all: list[Gauge] = []
+        # Held while they are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
         self.lock = threading.RLock()
         self.has_given = False  # whether the loop ever got a batch
-        self._loop_spans: deque[Span] = deque(maxlen=_LOOP_SPANS_KEPT)
-        self._tapes: deque[tuple[WorkerId, bytes]] = deque()  # as workers wrote them: read when somebody wants to see them
-        self._tape_count = 0
-        self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
-        self.points: list[Point] = []
-        self.lost_span_count = 0
-        self._stride = 1  # of so many points one is kept
-        self._point_count = 0
 
-    def spans(self) -> list[Span]:
-        # Copied at once: the loop's thread may go on meanwhile.
-        tapes, loop = list(self._tapes), list(self._loop_spans)
-        return [*(_worker_span(worker, one) for worker, raw in tapes for one in tape.spans_of(raw)), *loop]
-
-    def add_spans(self, spans: list[Span]) -> None:
-        """Of the loop."""
-        self.lost_span_count += max(0, len(self._loop_spans) + len(spans) - _LOOP_SPANS_KEPT)
-        self._loop_spans.extend(spans)
-
-    def add_tape(self, worker: WorkerId, raw: bytes, lost_count: int) -> None:
-        """Of a worker, with how many it has overwritten."""
-        self._tapes.append((worker, raw))
-        self._tape_count += tape.span_count(raw)
-        self.lost_span_count += lost_count
-        while self._tape_count > _SPANS_KEPT:
-            count = tape.span_count(self._tapes.popleft()[1])
-            self._tape_count -= count
-            self.lost_span_count += count
-
-    def add_point(self, gauge: Gauge, own: Point) -> None:
-        """An engine has come so far: keep how far the whole loader has, so that its sums only ever grow."""
-        self._point_count += 1
-        if self._point_count % self._stride:
-            return
+    def total(self, gauge: Gauge, own: Point) -> Point:
+        """How far the whole loader has come, when one engine has come so far. Sums only ever grow, whoever comes and goes."""
         with self.lock:
-            others = [one.point(own.at_ns, is_own=False) for one in self.gauges if one is not gauge]
-        sums = [sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)]
-        self.points.append(Point(own.at_ns, *sums))
-        if len(self.points) >= _POINTS_KEPT:
-            del self.points[::2]
-            self._stride *= 2
+            others = [one.point(own.at_ns, is_own=False) for one in self.all if one is not gauge]
+        return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
 
 
 @final
@@ -141,13 +101,14 @@ class Gauge:
     def __init__(
         self,
         history: History,
+        gauges: Gauges,
         board: Board,
         workers: tuple[WorkerId, ...],
         kind: WorkerKind,
         observe: Observe,
         memory_limit: int,
     ) -> None:
-        self._history = history
+        self._history, self._gauges = history, gauges
         self._board = board
         self.kind: WorkerKind = kind
         self._is_on = observe != "off"
@@ -208,7 +169,7 @@ class Gauge:
         """The loop waited for something else than a batch: an epoch began, or was over, and workers with it."""
         took_ns = end_ns - begin_ns
         self.outside_ns += took_ns
-        if not self._history.has_given:
+        if not self._gauges.has_given:
             self.started_ns += took_ns
         else:
             self.waited_ns += took_ns
@@ -238,12 +199,12 @@ class Gauge:
             if self._is_spanning:
                 self._record(before_ns, asked_ns, left_ns)
         else:
-            if self.batch_count == 1 and self._history.has_given:
+            if self.batch_count == 1 and self._gauges.has_given:
                 self.changeover_ns += wait_ns
             elif self.batch_count == 1:
                 self.waited_ns -= wait_ns
                 self.started_ns += wait_ns
-            self._history.has_given = True
+            self._gauges.has_given = True
             if self._is_spanning:
                 self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
         self._noted_ns, self._noted_waited, self._noted_count = left_ns, self.waited_ns, self.batch_count
@@ -416,7 +377,7 @@ class Gauge:
         self.tick_count += 1
         self.take_spans()
         self.latest = self.point(now_ns)
-        self._history.add_point(self, self.latest)
+        self._history.add_point(self._gauges.total(self, self.latest))
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 
@@ -495,8 +456,3 @@ def _added(one: Reading, other: Reading) -> Reading:
     )
     histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
     return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])
-
-
-def _worker_span(worker: WorkerId, raw: RawSpan) -> Span:
-    index = None if raw.first_index == NO_INDEX else raw.first_index
-    return Span(worker, _KINDS.get(raw.kind, "load"), raw.begin_ns, raw.end_ns, raw.epoch, raw.position, index, raw.size)

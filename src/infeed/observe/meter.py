@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final, final
 
-from infeed.observe.gauge import Gauge, History, WorkerKind
+from infeed.observe.gauge import Gauge, Gauges, WorkerKind
+from infeed.observe.history import History
 from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
@@ -28,20 +29,21 @@ class Meter:
     def __init__(self, observe: Observe) -> None:
         self._observe: Observe = observe
         self._history = History()
+        self._gauges = Gauges()
         self._began = time.time()
         self._began_ns = time.perf_counter_ns()
 
     def gauge(self, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind, memory_limit: int) -> Gauge:
         """For a new engine."""
-        history = self._history
-        with history.lock:
+        gauges = self._gauges
+        with gauges.lock:
             # Of engines that are gone only the sums are of interest: one stands for all.
-            closed = [gauge for gauge in history.gauges if gauge.is_closed]
+            closed = [gauge for gauge in gauges.all if gauge.is_closed]
             for gauge in closed[1:]:
                 closed[0].absorb(gauge)
-                history.gauges.remove(gauge)
-            gauge = Gauge(history, board, workers, kind, self._observe, memory_limit)
-            history.gauges.append(gauge)
+                gauges.all.remove(gauge)
+            gauge = Gauge(self._history, gauges, board, workers, kind, self._observe, memory_limit)
+            gauges.all.append(gauge)
             return gauge
 
     def statistics(
@@ -56,8 +58,8 @@ class Meter:
         keeps_workers: bool = True,
     ) -> Statistics:
         """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
-        with self._history.lock:
-            gauges = list(self._history.gauges)
+        with self._gauges.lock:
+            gauges = list(self._gauges.all)
             if gauges:
                 memory_limit = gauges[-1].memory_limit
             if self._observe == "off":
@@ -106,7 +108,7 @@ class Meter:
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
         """All that is known, for pictures. Times are from the making of the loader on."""
-        for gauge in list(self._history.gauges):
+        for gauge in list(self._gauges.all):
             gauge.take_spans(is_last=True)
         began = self._began_ns
         history = self._history
