@@ -20,6 +20,8 @@ _COMPUTES: Final = 0.6
 # A sample that takes so many times the usual holds others up.
 _SLOW_TIMES: Final = 20
 _MOST_SUGGESTED: Final = 64
+# What takes up more of the wait than this is what it is about.
+_MOSTLY: Final = 0.5
 
 
 def verdict_of(statistics: Statistics) -> str:
@@ -30,6 +32,12 @@ def verdict_of(statistics: Statistics) -> str:
     share = statistics.wait_share
     if share < _LITTLE:
         return f"keeping up: the loop waited {share:.1%} of the time{_spare(statistics)}"
+    anew = statistics.changeover_s / statistics.waited_s
+    if anew > _MOSTLY and not statistics.keeps_workers and statistics.kind != "inline":
+        return (
+            f"input-bound: the loop waited {share:.0%} of the time, {anew:.0%} of it for workers that are started anew for "
+            "every epoch; persistent_workers=True keeps them"
+        )
     what, part = _largest(statistics)
     waited = "loaded by itself for" if statistics.kind == "inline" else "waited"
     return f"input-bound: the loop {waited} {share:.0%} of the time, {part:.0%} of it for {what}; {_cure(statistics, what)}"
@@ -92,7 +100,7 @@ def _spare(statistics: Statistics) -> str:
 
 def _needed(statistics: Statistics) -> int:
     """Workers that load as fast as the loop works."""
-    worked_s = sum(one.busy_s for one in statistics.workers)
+    worked_s = statistics.work_s
     cores = max(1, int(statistics.core_count))
     if statistics.away_s * _MOST_SUGGESTED < worked_s:
         return max(statistics.worker_count, cores)  # the loop does next to nothing: there is never enough
