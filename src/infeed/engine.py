@@ -204,9 +204,8 @@ class Engine:
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
         while handout.error is not None or not handout.batches:
             if handout.error is not None:
-                error, handout.error = handout.error, None
                 self._note_wait(asked_ns)
-                raise error
+                raise handout.take_error()
             self._check_end(feed, asked_ns)
             if waits:
                 self._wait(deadline)
@@ -237,8 +236,7 @@ class Engine:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
             return
         if feed.error is not None:
-            error, feed.error = feed.error, None  # told once; then the epoch is over
-            raise error
+            raise feed.take_error()  # told once; then the epoch is over
         self._intake.feed = None
         if not self._is_polled:
             self.ended(asked_ns)

@@ -37,6 +37,12 @@ class Feed(ABC):
         # What the user's sampler raised; kept until the batches before it are delivered, as without prefetching.
         self.error: Exception | None = None
 
+    def take_error(self) -> Exception:
+        """What is to be raised, once."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     @property
     def share_count(self) -> int:
         """Into how many shares a stream is cut; 0 if this is none."""

@@ -32,6 +32,12 @@ class Handout:
         self._trail = trail
         self._count = trail.start.step
 
+    def take_error(self) -> BaseException:
+        """What is to be raised. No local of who raises it: the traceback has their frame, and would keep the loader alive."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     def deliver(self, record: Record, slot: SlotId, share_count: int) -> None:
         """Make a batch of what is in the slot; it is of one of so many shares of a stream, or of none."""
         if record.packed is None:

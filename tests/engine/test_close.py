@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,29 @@ def test_a_loop_left_by_an_exception_keeps_nothing(engine: dict[str, Any]) -> No
         train()
     gc.collect()
     assert_nothing_runs()
+
+
+def test_a_loader_is_gone_with_the_error_that_it_raised(light_engine: dict[str, Any]) -> None:
+    """Its workers do not wait for the garbage collector: what was raised knows of nothing that knows of it."""
+
+    def fail(index: int) -> int:
+        raise ArithmeticError(index)
+
+    def use() -> weakref.ref[infeed.DataLoader]:
+        loader = infeed.DataLoader(Tree(8, fail), **light_engine)
+        try:
+            next(iter(loader))
+        except ArithmeticError:
+            return weakref.ref(loader)
+        raise AssertionError("it does not raise")
+
+    gc.collect()
+    gc.disable()
+    try:
+        gone = use()
+        wait_until(lambda: gone() is None, "the end of the loader")  # a thread may look at what it raised for a moment
+    finally:
+        gc.enable()
 
 
 @pytest.mark.process
