@@ -50,7 +50,7 @@ def test_counts_are_exact(workers: dict[str, Any]) -> None:
     # Workers have begun with the next epoch.
     assert sum(one.sample_count for one in known.workers) == sum(count for _, count in known.histogram) >= 120
     assert sum(one.load_s for one in known.workers) >= 2 * (59 * 0.002 + 0.05)
-    assert known.slowest[0].index == 17
+    assert 17 in [one.index for one in known.slowest]  # on a busy machine others may be slow too
     assert known.slowest[0].seconds >= 0.05
     assert known.sample_times["max"] == known.slowest[0].seconds
     assert 0.002 <= known.sample_times["median"] <= known.sample_times["p99"] <= known.sample_times["max"]
