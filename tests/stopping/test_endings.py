@@ -31,7 +31,8 @@ class Started:
         self.programs: list[Program] = []
 
     def start(self, kinds: tuple[str, ...], samples: str, ending: str) -> list[Program]:
-        started = [Program(self._folder, kind, samples, ending) for kind in kinds]
+        folder = self._folder / str(len(self.programs))
+        started = [Program(folder, kind, samples, ending) for kind in kinds]
         self.programs += started
         return started
 
@@ -127,9 +128,14 @@ def test_ctrl_c_while_workers_start(started: Started) -> None:
 
 def test_ctrl_c_while_close_runs(started: Started) -> None:
     """It ends the wait of close(), and workers are killed."""
-    for program in started.start(("forkserver", "thread"), "slow", "closing"):
+
+    def is_cut_short(kind: str) -> bool:
+        (program,) = started.start((kind,), "slow", "closing")
         assert_one_interrupt(end_by(program, "closing", lambda program: kill_group(program.script)))
-        assert "closed" not in program.journal.lines()
+        return "closed" not in program.journal.lines()
+
+    for kind in ("forkserver", "thread"):
+        assert any(is_cut_short(kind) for _ in range(3)), kind  # on a busy machine the signal may come too late
 
 
 def test_ctrl_c_that_is_caught_leaves_a_loader_that_works(started: Started) -> None:
