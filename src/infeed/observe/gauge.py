@@ -9,14 +9,15 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
+from infeed.observe.recent import Amounts, Past, Slice
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
-from infeed.workers.insides import memory_use
+from infeed.workers.insides import memory_use, queued_ns
 from infeed.workers.tape import NO_INDEX, Observe, RawSpan, Sums
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
@@ -86,6 +87,7 @@ class History:
         self._tape_count = 0
         self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
         self.points: list[Point] = []
+        self.past = Past()
         self.lost_span_count = 0
         self._stride = 1  # of so many points one is kept
         self._point_count = 0
@@ -157,6 +159,11 @@ class Gauge:
         self._taking = threading.Lock()
         self._final_count = 0
         self.known: set[WorkerId] = set()  # those of them that have ever been there
+        self._own_cpu_ns = 0  # of this process, in epochs
+        self._cpu_from_ns = 0  # what it had used when the epoch began; 0: none is in progress
+        self._queued_ns = self._queued_from_ns = 0  # of the loop's thread, likewise
+        self._loop_thread = 0  # while an epoch is in progress
+        self._told = Amounts()  # what the past knows of this
         self._owner_pid = os.getpid()
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
 
@@ -170,6 +177,8 @@ class Gauge:
                 member.alive_ns -= idle_ns if member.since_ns else 0
         self._left_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
+        self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
+        self._loop_thread = threading.get_ident()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
 
     def given(self, asked_ns: int, left_ns: int) -> None:
@@ -206,9 +215,15 @@ class Gauge:
     def end_epoch(self, left_ns: int) -> None:
         """The loop got its last batch of the epoch at this time."""
         self._idle_ns = self._idle_ns or perf_counter_ns()
+        self._own_cpu_ns += self._new_cpu_ns()
+        self._cpu_from_ns = 0
+        self._count_queued()
+        self._loop_thread = 0
         if self._noted_ns < left_ns and self._is_on:
             self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
             self._noted_ns, self._noted_waited = left_ns, self.waited_ns
+        if self._is_on and not self.is_closed:
+            self._tell_past()
 
     def _record(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
         """Keep what the loop did: short rounds together, and the latest by itself."""
@@ -327,8 +342,60 @@ class Gauge:
         self.take_spans()
         self.latest = self.point(now_ns)
         self._history.add_point(self.latest)
+        self._count_queued()
+        self._tell_past()
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
+
+    def amounts(self) -> Amounts:
+        """All that this engine did so far."""
+        known = list(self.known)
+        sums = [self._sums_of(worker) for worker in known]
+        usages = [self.usage(worker) for worker in known]
+        return Amounts(
+            batch_count=self.batch_count,
+            waited_ns=self.waited_ns,
+            started_ns=self.started_ns,
+            away_ns=self.away_ns,
+            blocked_ns=self.blocked_ns,
+            load_ns=sum(one.load_ns for one in sums),
+            collate_ns=sum(one.collate_ns for one in sums),
+            write_ns=sum(one.write_ns for one in sums),
+            alive_ns=sum(self.alive_ns(worker) for worker in known),
+            cpu_ns=sum(one.cpu_ns for one in usages),
+            queued_ns=sum(one.queued_ns for one in usages),
+            own_cpu_ns=self._own_cpu_ns + self._new_cpu_ns(),
+            loop_queued_ns=self._queued_ns,
+        )
+
+    def latest_slice(self) -> Slice:
+        """What was done since the past was told."""
+        return Slice(self.kind, self._epoch, Amounts() if self.is_closed else self.amounts().minus(self._told))
+
+    def _tell_past(self) -> None:
+        amounts = self.amounts()
+        self._history.past.add(Slice(self.kind, self._epoch, amounts.minus(self._told)))
+        self._told = amounts
+
+    def _count_queued(self) -> None:
+        """Each thread has its own count, so the loop's can be had in its thread alone."""
+        if threading.get_ident() != self._loop_thread:
+            return
+        now_ns = queued_ns()
+        self._queued_ns += max(0, now_ns - self._queued_from_ns)
+        self._queued_from_ns = now_ns
+
+    def _new_cpu_ns(self) -> int:
+        """What this process has used since the epoch began, if one is in progress."""
+        return process_time_ns() - self._cpu_from_ns if self._cpu_from_ns else 0
+
+    def _sums_of(self, worker: WorkerId) -> Sums:
+        if not self.is_closed:
+            try:
+                return self._readers[worker].sums()
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+        return self._last.get(worker, _NO_READING).sums
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Read what workers have put on their tapes since the last time."""
@@ -353,6 +420,7 @@ class Gauge:
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.take_spans(is_last=True)
+        self._tell_past()
         self._last = {worker: self.read(worker) for worker in self.members}
         self._final_count, self._final_bytes = self.worker_count, self.bytes_given()
         for worker in self.members:
