@@ -33,9 +33,10 @@ from infeed.workers.board import Board
 from infeed.workers.crew import Crew
 from infeed.workers.hearers import Hearers
 from infeed.workers.inline import InlineCrew
-from infeed.workers.process import ProcessCrew, prepare
+from infeed.workers.process import ProcessCrew
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
+from infeed.workers.starting import prepare
 from infeed.workers.thread import ThreadCrew
 
 # Batches in flight, at least, while memory allows: deep enough that one slow sample among fifty does not hold up the rest.

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from numbers import Real
 from operator import index
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
-import numpy as np
-
 from infeed.autocount import MOST_WORKERS, AutoCount, core_limit
+from infeed.checks import (
+    check_choice,
+    check_cpu_limit,
+    check_int,
+    check_seconds,
+    checked_budget,
+    checked_shard,
+    checked_weights,
+    short,
+)
 from infeed.errors import ConfigError
 from infeed.memory.budget import parse_bytes
 from infeed.plan.cursor import MOST_SEED_BITS
-from infeed.plan.shards import ALONE, Shard
-from infeed.ranks import find_shard
+from infeed.plan.shards import Shard
 
 WorkerKind = Literal["process", "thread", "inline"]
 WorkerChoice = Literal["process", "thread", "inline", "auto"]
@@ -99,9 +105,9 @@ class LoaderConfig:
             self._check_callables()
             self._check_dataset()
             self._check_together()
-        object.__setattr__(self, "shard", _checked_shard(self.shard))
+        object.__setattr__(self, "shard", checked_shard(self.shard))
         if self.weights is not None:
-            object.__setattr__(self, "weights", self._checked_weights())
+            object.__setattr__(self, "weights", checked_weights(self.weights))
 
     def shown(self) -> dict[str, str]:
         """Options that are not as they are by default, for people to read."""
@@ -110,7 +116,7 @@ class LoaderConfig:
             value = getattr(self, field.name)
             usual = (None, False) if field.default is MISSING else (field.default,)
             if field.name not in ("dataset", "is_torch") and not any(value is one for one in usual):
-                shown[field.name] = _short(value)
+                shown[field.name] = short(value)
         return shown
 
     @property
@@ -162,28 +168,28 @@ class LoaderConfig:
 
     def _check_numbers(self) -> None:
         if self.batch_size is not None:
-            _check_int("batch_size", self.batch_size, 1, "use batch_size=None to yield single samples")
+            check_int("batch_size", self.batch_size, 1, "use batch_size=None to yield single samples")
         if isinstance(self.num_workers, str):
             raise ConfigError(
                 f"num_workers={self.num_workers!r} must be 'auto' or a whole number; use 0 to load in this process"
             )
-        _check_int("num_workers", self.num_workers, 0, "use 0 to load in this process")
+        check_int("num_workers", self.num_workers, 0, "use 0 to load in this process")
         if self.num_workers > _MOST_WORKERS:
             raise ConfigError(
-                f"num_workers={_short(self.num_workers)} must be at most {_MOST_WORKERS}; did you mean batch_size?"
+                f"num_workers={short(self.num_workers)} must be at most {_MOST_WORKERS}; did you mean batch_size?"
             )
         if self.seed is not None:
-            _check_int("seed", self.seed, None, "use seed=None to draw one")
+            check_int("seed", self.seed, None, "use seed=None to draw one")
             if index(self.seed).bit_length() > MOST_SEED_BITS:
                 raise ConfigError(f"seed must have at most {MOST_SEED_BITS} bits; a state could not hold a longer one")
         if self.prefetch is not None:
-            _check_int("prefetch", self.prefetch, 1, "use num_workers=0 to load without prefetching")
+            check_int("prefetch", self.prefetch, 1, "use num_workers=0 to load without prefetching")
         if self.grain_size is not None:
-            _check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
+            check_int("grain_size", self.grain_size, 1, "use grain_size=1 for one seed per sample")
         if self.num_samples is not None:
-            _check_int("num_samples", self.num_samples, 1, "use None for as many as the dataset has")
-        _check_int("threads_per_worker", self.threads_per_worker, 1, "use 1 for as many threads as there are workers")
-        _check_seconds("timeout", self.timeout, "0 waits without limit")
+            check_int("num_samples", self.num_samples, 1, "use None for as many as the dataset has")
+        check_int("threads_per_worker", self.threads_per_worker, 1, "use 1 for as many threads as there are workers")
+        check_seconds("timeout", self.timeout, "0 waits without limit")
         self._check_failures()
         limit = self.memory_limit_bytes
         if limit is not None and limit < 1:
@@ -197,51 +203,40 @@ class LoaderConfig:
         is_number = not isinstance(self.num_workers, str | AutoCount)
         if is_number and (self.worker != "auto" or self.num_workers == 0):
             raise ConfigError(
-                f"cpu_limit={_short(limit)} has no meaning with num_workers={_short(self.num_workers)}; that number is the "
+                f"cpu_limit={short(limit)} has no meaning with num_workers={short(self.num_workers)}; that number is the "
                 "limit, so leave one of them out, or use num_workers='auto'"
             )
 
     def _check_failures(self) -> None:
         """What is to be done about samples that fail."""
         if not callable(self.on_error):
-            _check_choice("on_error", self.on_error, get_args(Verdict))
-        _check_int("device_prefetch", self.device_prefetch, 0, "0 copies a batch when it is asked for")
+            check_choice("on_error", self.on_error, get_args(Verdict))
+        check_int("device_prefetch", self.device_prefetch, 0, "0 copies a batch when it is asked for")
         if self.output is not None:
-            _check_choice("output", self.output, get_args(Output))
+            check_choice("output", self.output, get_args(Output))
         if self.convert is not None and (not callable(self.convert) or not self.is_staged):
             raise ConfigError("convert must be a function of a batch on the device; pass device= as well")
-        _check_int("retries", self.retries, 0, "0 asks for a sample once")
-        _check_seconds("sample_timeout", self.sample_timeout, "0 lets a sample take as long as it likes")
+        check_int("retries", self.retries, 0, "0 asks for a sample once")
+        check_seconds("sample_timeout", self.sample_timeout, "0 lets a sample take as long as it likes")
         if self.on_error == "replace" and self.is_stream:
             raise ConfigError("on_error='replace' cannot go with a stream; nothing else can be asked for, so use 'skip'")
         if self.sample_timeout and self.kind == "thread":
             raise ConfigError("sample_timeout cannot go with worker='thread'; a thread cannot be stopped, so use processes")
         if self.hang_warning is not None:
-            _check_seconds("hang_warning", self.hang_warning, "None goes by what samples usually take, 0 says nothing")
-        budget = self.error_budget
-        if budget is None:
-            return
-        rule = "must be a number of samples, or a fraction of them from 0.0 to 1.0; None sets no limit"
-        if isinstance(budget, bool) or not isinstance(budget, Real) or not budget >= 0:
-            raise ConfigError(f"error_budget={_short(budget)} {rule}")
-        if not _is_int(budget) or isinstance(budget, float):
-            if not budget <= 1:
-                raise ConfigError(f"error_budget={_short(budget)} {rule}")
-            object.__setattr__(self, "error_budget", float(budget))
-        else:
-            object.__setattr__(self, "error_budget", index(budget))
+            check_seconds("hang_warning", self.hang_warning, "None goes by what samples usually take, 0 says nothing")
+        object.__setattr__(self, "error_budget", checked_budget(self.error_budget))
 
     def _check_choices(self) -> None:
-        _check_choice("worker", self.worker, get_args(WorkerChoice))
-        _check_choice("observe", self.observe, get_args(Observe))
+        check_choice("worker", self.worker, get_args(WorkerChoice))
+        check_choice("observe", self.observe, get_args(Observe))
         if self.on_statistics is not None and not callable(self.on_statistics):
-            raise ConfigError(f"on_statistics={_short(self.on_statistics)} must be callable; pass a function of Statistics")
-        _check_seconds("statistics_every", self.statistics_every, "0 calls on_statistics with every batch")
+            raise ConfigError(f"on_statistics={short(self.on_statistics)} must be callable; pass a function of Statistics")
+        check_seconds("statistics_every", self.statistics_every, "0 calls on_statistics with every batch")
         if self.observe == "off" and (self.progress or self.on_statistics is not None):
             raise ConfigError("observe='off' leaves nothing to show; leave out progress and on_statistics, or observe")
         if self.observe == "off" and (self.is_auto or self.is_kind_auto):
             raise ConfigError("observe='off' leaves nothing to go by with 'auto'; use observe='counters', or give a number")
-        _check_choice("start_method", self.start_method, get_args(StartMethod))
+        check_choice("start_method", self.start_method, get_args(StartMethod))
         for name in ("shuffle", "drop_last", "in_order", "pad", "replacement", "pin_memory", "progress"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -263,7 +258,7 @@ class LoaderConfig:
             raise ConfigError(f"dataset={dataset.__qualname__} is a class; pass an instance, {dataset.__qualname__}(...)")
         if not _has(dataset, "__getitem__") and not _is_iterable(dataset):
             raise ConfigError(
-                f"dataset={_short(dataset)} has neither __getitem__ nor __iter__; give it one: __getitem__ and __len__ for "
+                f"dataset={short(dataset)} has neither __getitem__ nor __iter__; give it one: __getitem__ and __len__ for "
                 "samples that are asked for by index, __iter__ for a stream"
             )
 
@@ -280,7 +275,7 @@ class LoaderConfig:
             ):
                 if value is not default and value != default:
                     raise ConfigError(
-                        f"{name}={_short(value)} cannot go with batch_sampler; the batch sampler decides it, so leave it out"
+                        f"{name}={short(value)} cannot go with batch_sampler; the batch sampler decides it, so leave it out"
                     )
         if self.batch_size is None and self.drop_last:
             raise ConfigError("drop_last=True cannot go with batch_size=None; there are no batches to drop")
@@ -294,7 +289,7 @@ class LoaderConfig:
                     raise ConfigError(f"{name} cannot go with a stream; a dataset without __getitem__ decides its own order")
         elif self.sampler is None and self.batch_sampler is None and not _has(self.dataset, "__len__"):
             raise ConfigError(
-                f"dataset={_short(self.dataset)} has __getitem__ but no __len__; add it, or pass sampler= or batch_sampler="
+                f"dataset={short(self.dataset)} has __getitem__ but no __len__; add it, or pass sampler= or batch_sampler="
             )
         if self.batch_sampler is not None and not self.pad:
             raise ConfigError("pad=False cannot go with batch_sampler; whole batches are shared out, so leave pad out")
@@ -306,7 +301,7 @@ class LoaderConfig:
     def _check_sampling(self) -> None:
         """What decides which samples an epoch has."""
         chosen = [
-            f"{name}={_short(value)}" if name != "weights" else "weights"
+            f"{name}={short(value)}" if name != "weights" else "weights"
             for name, value, default in (
                 ("replacement", self.replacement, False),
                 ("weights", self.weights, None),
@@ -326,43 +321,6 @@ class LoaderConfig:
                     f"{chosen[0]} cannot go with {name}; that decides which samples come, so leave one of them out"
                 )
 
-    def _checked_weights(self) -> np.ndarray[Any, np.dtype[Any]]:
-        try:
-            weights = np.asarray(self.weights)
-        except Exception as error:  # a ragged list, an object that refuses
-            raise ConfigError("weights cannot be made an array; pass one number for each sample") from error
-        if weights.ndim != 1 or weights.dtype.kind not in "fiub":
-            raise ConfigError(
-                f"weights of shape {weights.shape} and dtype {weights.dtype} must be one number for each sample; pass a "
-                "sequence of numbers"
-            )
-        with np.errstate(over="ignore"):
-            total = float(weights.sum(dtype=np.float64))
-        if not bool((weights >= 0).all()) or not 0 < total < float("inf"):
-            raise ConfigError("weights must be 0 or more, finite, and not all 0; a sample with weight 0 never comes")
-        return weights
-
-
-def _checked_shard(shard: Any) -> Shard:
-    if shard is None:
-        return ALONE
-    if isinstance(shard, str) and shard == "auto":
-        return find_shard()
-    rule = "must be (rank, world_size) with 0 <= rank < world_size; or 'auto' to find it, or None"
-    if not isinstance(shard, tuple | list) or len(shard) != 2 or not all(_is_int(part) for part in shard):
-        raise ConfigError(f"shard={_short(shard)} {rule}")
-    rank, world_size = (index(part) for part in shard)
-    if any(isinstance(part, bool) for part in shard) or not 0 <= rank < world_size:
-        raise ConfigError(f"shard={_short(shard)} {rule}")
-    return Shard(rank, world_size)
-
-
-def check_cpu_limit(limit: Any) -> None:
-    if limit is None:
-        return
-    if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 < float(limit) < float("inf"):
-        raise ConfigError(f"cpu_limit={_short(limit)} must be a number of cores above 0; use None for all that there are")
-
 
 def is_stream(dataset: Any) -> bool:
     """Streams have ``__iter__`` and no ``__getitem__``; torch's ``IterableDataset`` inherits one that is not meant."""
@@ -379,42 +337,9 @@ def _is_torch_stream(dataset: Any) -> bool:
     )
 
 
-def _check_int(name: str, value: Any, least: int | None, cure: str) -> None:
-    if isinstance(value, bool) or not _is_int(value):
-        raise ConfigError(f"{name}={_short(value)} must be a whole number; {cure}")
-    if least is not None and value < least:
-        raise ConfigError(f"{name}={_short(value)} must be at least {least}; {cure}")
-
-
-def _check_seconds(name: str, value: Any, cure: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
-        raise ConfigError(f"{name}={_short(value)} must be a number of seconds, 0 or more; {cure}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ConfigError(f"{name}={value!r} is not one of {listed}; choose one of these")
-
-
-def _is_int(value: Any) -> bool:
-    try:
-        return bool(value == value.__index__())
-    except (AttributeError, TypeError):
-        return False
-
-
 def _is_iterable(value: Any) -> bool:
     return _has(value, "__iter__") or _has(value, "__getitem__")
 
 
 def _has(value: Any, method: str) -> bool:
     return callable(getattr(type(value), method, None))
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # a number of too many digits, or the user's own __repr__
-        return f"{type(value).__qualname__} object"
-    return text if len(text) <= 80 else f"{type(value).__qualname__} object"

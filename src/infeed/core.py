@@ -1,4 +1,4 @@
-"""What every loader does, whatever its arguments look like: epoch after epoch, where it stands, where batches came from.
+"""What every loader knows, whatever its arguments look like: where it stands, where batches came from, what it found out.
 
 ``infeed.DataLoader`` and ``infeed.torch.DataLoader`` are two doors to this.
 """
@@ -8,19 +8,13 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-import traceback
-import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from time import perf_counter_ns
 from typing import Any, Final, final
 
 from infeed.assembly import build_engine
 from infeed.config import LoaderConfig
-from infeed.delivery.ahead import Ahead
-from infeed.delivery.backend import open_stage
-from infeed.engine import NOTHING, Engine, EpochEnd
+from infeed.engine import Engine
 from infeed.errors import ConfigError, LoaderClosedError, WorkerStartError
 from infeed.garage import MSG_CLOSED, Garage
 from infeed.ledger import BadSample, Ledger, new_list
@@ -35,7 +29,6 @@ from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, wr
 from infeed.planning import Plan, seed_grain
 from infeed.staff import Staff
 from infeed.trail import Past, Trail
-from infeed.workers.failures import WorkerTraceback
 
 _LOG: Final = logging.getLogger("infeed")
 
@@ -63,11 +56,15 @@ class Core:
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
 
-    def iterate(self, owner: object) -> Epoch:
-        """One iteration. It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it."""
+    def offer(self) -> Cursor:
+        """Where an iteration would begin that is made now.
+
+        Raises:
+            LoaderClosedError: there is none any more.
+        """
         if self.garage.is_closed:
             raise LoaderClosedError(MSG_CLOSED)
-        return Epoch(self, self._next, owner)
+        return self._next
 
     @property
     def epoch(self) -> int:
@@ -282,152 +279,3 @@ def _loads_by(config: LoaderConfig, plan: Plan) -> str:
 
 def _no_core() -> None:
     return None
-
-
-@final
-class Epoch(Iterator[Any]):
-    """One iteration of a loader. Starts nothing before the first batch is asked for."""
-
-    def __init__(self, core: Core, offered: Cursor, owner: object) -> None:
-        self._core = core
-        self._offered = offered
-        self._owner = owner
-        self._trail: Trail | None = None
-        self._lock = threading.Lock()  # one thread at a time drives the engine
-        self._engine: Engine | None = None
-        self._is_over = False
-        self._ahead: Ahead | None = None
-        self._show: Show | None = None
-        self._has_given = False
-        self._is_drained = False  # all batches are on their way to the device
-        self._finalizer: weakref.finalize[[Core, Engine, Ahead | None], Epoch] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        with self._lock:
-            if self._is_over:
-                raise StopIteration
-            engine = self._engine or self.begin()
-            if self._show is not None:
-                if self._has_given:
-                    self._show.step()  # the loop is done with a batch
-                self._has_given = True
-            try:
-                return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
-            except EpochEnd:
-                if self._trail is not None:
-                    self._trail.end()
-                show = self._show
-                self._end()
-                if show is not None:
-                    show.tell()
-                raise StopIteration from None
-            except BaseException:
-                if engine.is_between_epochs and self._ahead is None and self._trail is not None:
-                    self._trail.end()  # it gave nothing but this error
-                    self._end()
-                if not engine.is_usable:
-                    self._end()
-                raise
-
-    def _next_ahead(self, engine: Engine, ahead: Ahead) -> Any:
-        """The next batch on the device, with some behind it on their way."""
-        assert self._trail is not None
-        asked_ns = perf_counter_ns()
-        while not ahead.is_full and not self._is_drained:
-            try:
-                batch = engine.next_batch(waits=ahead.is_empty)
-            except EpochEnd:
-                self._is_drained = True
-                break
-            except Exception as error:
-                ahead.push_error(_kept(error), self._trail.reached())
-                self._is_drained = not engine.is_usable or engine.is_between_epochs
-                break
-            if batch is NOTHING:
-                break
-            try:
-                ahead.push(batch, self._trail.reached())
-            except Exception as error:  # the user's `convert`, or a device without memory
-                ahead.push_error(_kept(error), self._trail.reached())
-        if ahead.is_empty:
-            raise EpochEnd
-        batch, reached = ahead.pop()
-        engine.given(asked_ns, perf_counter_ns())
-        self._trail.show(reached)
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch
-
-    def begin(self) -> Engine:
-        """Take an engine and begin. Happens by itself with the first batch."""
-        core = self._core
-        config, garage = core.config, core.garage
-        stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
-        engine = garage.take(core.build)
-        trail = core.begin(self._offered)
-        try:
-            show = core.show(trail)
-            engine.begin_epoch(trail, is_polled=stage is not None)
-        except BaseException:
-            core.take_back(trail)
-            garage.give_back(engine)
-            raise
-        self._trail = trail
-        self._show = show
-        if stage is not None:
-            trail.show(trail.start)
-            self._ahead = Ahead(stage, config.device_prefetch)
-        self._engine = engine
-        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
-        self._finalizer = weakref.finalize(self, _leave, core, engine, self._ahead)
-        self._finalizer.atexit = False
-        return engine
-
-    def worker_pids(self) -> list[int]:
-        """Process numbers of the workers that load for it."""
-        return [] if self._engine is None else self._engine.worker_pids()
-
-    def leave(self) -> None:
-        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told."""
-        engine = self._engine
-        if not self._lock.acquire(blocking=False):
-            if engine is not None:
-                # Another thread is in `next`, or this one, and a signal handler called: `next` ends the epoch on its way out.
-                engine.close()
-                return
-            self._lock.acquire()  # it is beginning only
-        try:
-            self._end()
-        finally:
-            self._lock.release()
-
-    def _end(self) -> None:
-        self._is_over = True
-        if self._trail is not None:
-            self._trail.ledger.end_epoch()
-        self._ahead = None
-        show, self._show = self._show, None
-        if show is not None:
-            show.close()
-        if self._finalizer is not None:
-            self._finalizer()
-        self._engine = None
-
-
-def _kept(error: Exception) -> Exception:
-    """An exception that waits for its turn. Its frames know the iteration, which would never end; so they are kept as text."""
-    if error.__cause__ is None:
-        error.__cause__ = WorkerTraceback("".join(traceback.format_exception(error)))
-    return error.with_traceback(None)
-
-
-def _leave(core: Core, engine: Engine, ahead: Ahead | None) -> None:
-    if ahead is not None:
-        ahead.close()
-    if engine.is_usable:
-        engine.leave_epoch()
-        core.learn(engine)
-    core.garage.give_back(engine)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from infeed.batch.layout import Layout, LayoutPool
+from infeed.handout import Handout
+from infeed.intake import Intake
 from infeed.records import EngineSetup, Record, Task
 from infeed.rooms import Rooms
 from infeed.scheduler.messages import (
@@ -22,7 +24,16 @@ from infeed.scheduler.messages import (
     WorkerId,
 )
 from infeed.troubles import Troubles
-from infeed.workers.messages import DropTask, LoadGrains, LoadNext, PackedLoaded, PlaceTask, RowsLoaded
+from infeed.workers.messages import (
+    DropTask,
+    Emptied,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    PackedLoaded,
+    PlaceTask,
+    RowsLoaded,
+)
 
 
 @final
@@ -36,17 +47,18 @@ class Exchange:
         tasks: dict[TaskId, Task],
         rooms: Rooms,
         troubles: Troubles,
-        *,
+        intake: Intake,
+        handout: Handout,
         tell: Callable[[Event], None],
-        learn_size: Callable[[int], None],
-        stream_loaded: Callable[[Record, int, Any], None],
     ) -> None:
         self._setup, self._crew = setup, setup.crew
         self._records, self._tasks = records, tasks
         self._rooms, self._troubles = rooms, troubles
-        self._tell, self._learn_size, self._stream_loaded = tell, learn_size, stream_loaded
+        self._intake, self._handout, self._tell = intake, handout, tell
         self._layout: Layout | None = None  # what the next batch is expected to look like
         self._layouts = LayoutPool()
+
+    # --- what goes out
 
     def send(self, action: Send) -> None:
         record = self._records[action.batch]
@@ -85,6 +97,13 @@ class Exchange:
         else:
             self._crew.send(worker, PlaceTask(task, block, record.layout))
 
+    def drop(self, worker: WorkerId, task: TaskId) -> None:
+        """Whatever it comes to, nobody wants it."""
+        self._tasks.pop(task, None)
+        self._crew.send(worker, DropTask(task))
+
+    # --- what comes back
+
     def loaded(self, worker: WorkerId, message: RowsLoaded | PackedLoaded) -> None:
         entry = self._tasks.pop(message.task, None)
         record = None if entry is None else self._records.get(entry.batch)
@@ -93,7 +112,7 @@ class Exchange:
             record.parts.append((worker, entry.first_row, message.row_count, message.elapsed_ns))
             if isinstance(message, PackedLoaded):
                 record.packed = message.packed
-                self._learn_size(record.needed_bytes)
+                self._intake.learn_size(record.needed_bytes)
             else:
                 layout = message.layout
                 if layout is None:
@@ -106,7 +125,7 @@ class Exchange:
                 self._setup.stream.decide(shards_itself=message.shards_itself)
                 is_short = message.row_count < record.plan.row_count
                 record.stream_state = message.stream_state
-                self._stream_loaded(record, message.row_count, message.stream_state)
+                self._intake.stream_loaded(record, message.row_count, message.stream_state)
                 if message.bad and not self._troubles.left_out(worker, record, message.task, message.bad):
                     return
                 if is_short and self._setup.drop_last:
@@ -119,7 +138,7 @@ class Exchange:
         record = None if entry is None else self._records.get(entry.batch)
         if entry is not None and record is not None:
             record.needed_bytes = nbytes
-            self._learn_size(nbytes)
+            self._intake.learn_size(nbytes)
             if layout is not None:
                 layout = self._layouts.interned(layout)
                 if self._layout is None:
@@ -134,3 +153,33 @@ class Exchange:
                     return
                 self._tasks[task] = entry._replace(layout=layout)
         self._tell(TaskUnplaced(worker, task))
+
+    def mismatched(self, worker: WorkerId, task: TaskId) -> None:
+        """Its samples differ in layout."""
+        self._tasks.pop(task, None)
+        self._tell(TaskMismatched(worker, task))
+
+    def emptied(self, worker: WorkerId, message: Emptied) -> None:
+        """The stream had ended, or what was left of it was bad."""
+        entry = self._tasks.pop(message.task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if self._setup.stream is not None:
+            self._setup.stream.decide(shards_itself=message.shards_itself)
+        if record is not None:
+            self._intake.stream_loaded(record, 0, None)
+            if message.bad:
+                if not self._troubles.left_out(worker, record, message.task, message.bad):
+                    return
+                assert record.mend is not None
+                self._handout.note_bad(record)
+        self._tell(TaskEmpty(worker, message.task))
+
+    def failed(self, worker: WorkerId, message: LoadFailed) -> None:
+        """A stream has given something before it raised, which counts; the rest is trouble."""
+        entry = self._tasks.get(message.task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if record is not None and self._setup.stream is not None:
+            record.row_count = message.row_count
+            self._setup.stream.decide(shards_itself=False)
+            self._intake.stream_loaded(record, message.row_count, None)
+        self._troubles.load_failed(worker, message)

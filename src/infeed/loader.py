@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 
 from infeed.config import LoaderConfig, Observe, OnError, StartMethod, WorkerChoice
 from infeed.core import Core
+from infeed.epoch import Epoch
 from infeed.ledger import BadSample
 from infeed.lineage import Lineage
 from infeed.observe.records import Statistics
@@ -179,7 +180,7 @@ class DataLoader:
         self._finalizer = weakref.finalize(self, self._core.garage.close_unasked)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._core.iterate(self)
+        return Epoch(self._core, self)
 
     def __len__(self) -> int:
         """Batches in an epoch.

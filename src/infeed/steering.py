@@ -48,10 +48,8 @@ class Steering:
             tuner.begin()
 
     def begin_epoch(self) -> None:
-        """What was between epochs says nothing."""
+        """What was between epochs says nothing about the window. The tuner goes by the loop's time, which stands still then."""
         self._before = None
-        if self._tuner is not None:
-            self._tuner.begin()
 
     def consider(self) -> None:
         """Look at what the gauge has found since the last time, if anything."""
@@ -69,7 +67,7 @@ class Steering:
         usages = [self._gauge.usage(worker) for worker in self._scheduler.hired_workers]
         change = tuner.consider(
             Reading(
-                at_ns=point.at_ns,
+                at_ns=point.waited_ns + point.away_ns,
                 batch_count=point.batch_count,
                 sample_count=point.sample_count,
                 waited_ns=point.waited_ns,

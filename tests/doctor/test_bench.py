@@ -101,6 +101,21 @@ def test_an_empty_dataset_and_one_without_a_batch_are_told() -> None:
     assert found.error.startswith("the dataset gave less than one batch; give a smaller --batch-size")
 
 
+def test_what_a_dataset_raises_is_a_result() -> None:
+    """So that others can be tried: some fail in one kind of workers only."""
+
+    class Raises:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            raise OSError("no such disk\nand more")
+
+    found = Bench(Raises(), batch_size=2, seconds=1).measure(Setting("thread", 1))
+
+    assert found.error.startswith("OSError: no such disk, while loading sample index=")
+
+
 def test_the_page_has_a_line_for_each_kind() -> None:
     """Both begin where there are no workers."""
     results = [rated(1, "inline", 0), rated(2, "thread", 1), rated(3, "process", 1), rated(6, "process", 2)]
@@ -115,8 +130,27 @@ def test_the_page_has_a_line_for_each_kind() -> None:
     assert "num_workers=2" in bench_page("data:train", 32, 2, results, results[-1])
 
 
+BAD = """
+import threading
+class Needs:
+    def __init__(self, root): pass
+    def __len__(self): return 8
+    def __getitem__(self, index): return index
+class Broken(Needs):
+    def __init__(self): pass
+    def __getitem__(self, index): raise ValueError("no such disk")
+class Somewhere(Broken):
+    def __getitem__(self, index):
+        if threading.current_thread() is not threading.main_thread(): raise ValueError("not here")
+        return index
+def make(): raise OSError("no such folder")
+"""
+
+
 def run_bench(tmp_path: Path, *arguments: str) -> ScriptResult:
     (tmp_path / "data.py").write_text("def make(): return list(range(1000))\nnumber = 7\n")
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "worse.py").write_text("1 / 0")
     return start_python(["-m", "infeed", "bench", *arguments], cwd=tmp_path).finish(60)
 
 
@@ -140,7 +174,13 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
         (["data"], 2, "'data' names no dataset; give module:dataset"),
         (["data:absent"], 3, "module 'data' has no 'absent'; it has make, number"),
         (["data:number"], 3, "data:number is a int, which is no dataset"),
+        (["bad:Needs"], 3, "bad:Needs() cannot be called: missing a required argument: 'root'; name a function without"),
+        (["bad:make"], 3, "bad:make could not be loaded: OSError: no such folder"),
+        (["worse:train_set"], 3, "worse:train_set could not be loaded: ZeroDivisionError: division by zero"),
+        (["bad:Broken", "--seconds", "0.1"], 3, "bad:Broken could not be loaded: ValueError: no such disk"),
         (["data:make", "--batch-size", "0"], 2, "'0' is no number of samples; give 1 or more"),
+        (["data:make", "--json", "absent/x"], 2, "--json absent/x cannot be written: there is no folder"),
+        (["data:make", "--html", "absent/x"], 2, "--html absent/x cannot be written: there is no folder"),
         (["data:make", "--seconds", "0"], 2, "--seconds 0.0 is no time; give more than 0"),
     ],
 )
@@ -150,3 +190,28 @@ def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, te
 
     assert text in result.err
     assert result.code == code
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.linux
+def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Path) -> None:
+    """A disk that turns out to be full."""
+    result = run_bench(tmp_path, "data:make", "--seconds", "0.05", "--worker", "thread", "--json", "/dev/full")
+
+    assert "infeed.DataLoader(dataset, " in result.out
+    assert "--json /dev/full cannot be written: No space left on device" in result.err
+    assert "Traceback" not in result.err
+    assert result.code == 2
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_where_one_setting_fails_others_are_tried(tmp_path: Path) -> None:
+    """What failed is told beside the choice."""
+    result = run_bench(tmp_path, "bad:Somewhere", "--seconds", "0.05", "--worker", "thread")
+
+    assert "1 thread: ValueError: not here" in result.out
+    assert "the choice is among the others" in result.out
+    assert "num_workers=0" in result.out
+    assert result.code == 0

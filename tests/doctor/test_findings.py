@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from infeed.doctor.evidence import EpochSeen, Fork, LoaderSeen, Moment, Probe, ProcessSeen, Run, SlowIndex, read_events
 from infeed.doctor.findings import NAMES, examine
 from infeed.doctor.findings.finding import describe
-from infeed.doctor.findings.workers import best_workers, way_s
+from infeed.doctor.findings.workers import best_workers, slowest_s, way_s
 
 MB = 1 << 20
 
@@ -145,6 +146,63 @@ def test_slow_samples_count_if_they_take_much_of_the_time() -> None:
 
     assert "slow-samples" in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 1.0)], **given)))
     assert "slow-samples" not in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 0.02)], **given)))
+
+
+def uneven(count: int = 4, **options: Any) -> LoaderSeen:
+    """Of 200 samples some take 0.3 s, the others 4 ms; batches of 8, two workers, epochs of 25."""
+    slow = [SlowIndex(str(50 * number), 0.3) for number in range(count)]
+    mean = (count * 0.3 + (200 - count) * 0.004) / 200
+    probe = Probe(sample_count=200, sample_s=mean, median_s=0.004, cpu_s=1e-4, switches=1.0, slow=slow)
+    given: dict[str, Any] = {"wait": 0.05, "away": 0.005, "batches": 24, "batch_size": 8, "probe": probe}
+    return loader(**{**given, **options})
+
+
+def test_slow_samples_are_blamed_before_the_number_of_workers() -> None:
+    """They take most of the loading. The loop waits for them, and they come before a number of workers."""
+    found = examine(run(uneven(), seconds=1.4))
+
+    assert [one.name for one in found] == ["loop-waits", "slow-samples", "num-workers"]
+    assert found[0].evidence["for"].startswith("a few slow samples: they take 60% of the loading; index 0 300 ms")
+    assert "make these samples cheaper" in found[0].cure["torch"]
+
+
+def test_slow_samples_are_not_blamed_where_there_is_enough_to_do_without_them() -> None:
+    """One of 200 is a quarter of the loading; others would not come in time either, or, for another loop, they would."""
+    busy, calm = (
+        {one.name: one for one in examine(run(uneven(1, wait=0.05, away=away)))}["loop-waits"].evidence["for"]
+        for away in (0.005, 0.03)
+    )
+
+    assert "slow samples" not in busy
+    assert "slow samples" in calm
+
+
+def test_no_more_is_promised_of_workers_than_the_slowest_sample_allows() -> None:
+    """An epoch of 10 batches takes 0.3 s and some, however many workers there are: at best a batch each 33 ms, not 5."""
+    seen = uneven(batches=9)
+    best = best_workers(run(seen), seen)
+    found = {one.name: one for one in examine(run(seen))}["num-workers"]
+    gain = float(found.title.split("about ")[1].split("%")[0]) / 100
+
+    assert slowest_s(seen, 64) == pytest.approx((0.3 + 7 * 0.004) / 10)
+    assert 1 - gain >= slowest_s(seen, best) / 0.055
+    assert best == 10 < best_workers(run(seen), uneven(probe=replace(seen.probe, slow=[])))
+    assert "more would wait for slow samples" in found.evidence["why"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({"library": "infeed"}, 0.3 / 25),  # several workers share a batch
+        ({"batches": 9999}, 0.328 / 64),  # as many are begun
+        ({"batches": 9999, "batch_size": 1}, 0.3 / 64),
+        ({"count": 1, "batches": 9999, "batch_size": 1}, 0.3 / 200),  # one in so many is slow
+        ({"count": 0}, 0.0),
+    ],
+)
+def test_how_much_slow_samples_hold_up_depends_on_what_is_begun(changes: dict[str, Any], bound: float) -> None:
+    """Of 64 workers."""
+    assert slowest_s(uneven(**changes), 64) == pytest.approx(bound)
 
 
 def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
@@ -386,6 +444,44 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
 
     assert ["larger batches" in finding.cure["torch"] for finding in cheap] == [True]
     assert not any("larger batches" in finding.cure["torch"] for finding in dear)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"num_workers": 0, "kind": "inline"}, "num_workers=1 or more"),
+        ({"num_workers": 0, "kind": "inline", "is_gathered": True}, "larger batches"),
+        ({"probe": costly(0.1)}, "more workers"),
+        ({"probe": costly(0.1), "num_workers": 4}, "cheaper samples"),
+        ({"probe": costly(1e-4)}, "num_workers=0"),
+        ({"probe": costly(0.02)}, "fewer, larger arrays"),
+    ],
+)
+@pytest.mark.parametrize("library", ["torch", "infeed"])
+def test_a_loop_that_waits_is_told_what_to_do_whatever_else_is_found(changes: dict[str, Any], cure: str, library: Any) -> None:
+    """It stands alone: other findings may not be there, or be left out."""
+    found = {one.name: one for one in examine(run(loader(wait=0.3, away=0.01, library=library, **changes)))}
+
+    assert all(cure in text for text in found["loop-waits"].cure.values())
+
+
+def stream(*, shards_itself: bool = False, **options: Any) -> LoaderSeen:
+    """Of a loop that waits for one reader who takes 0.1 s for a batch."""
+    probe = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.001, switches=1.0, shards_itself=shards_itself)
+    return loader(**{"wait": 0.09, "away": 0.01, "is_stream": True, "probe": probe, **options})
+
+
+@pytest.mark.parametrize("library", ["torch", "infeed"])
+def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(library: Any) -> None:
+    """With infeed's loader one reads it, with torch's each reads all of it. One is better than none."""
+    found = {one.name: one for one in examine(run(stream(library=library)))}
+    alone = {one.name: one for one in examine(run(stream(library=library, num_workers=0, kind="inline", away=0.1)))}
+
+    assert list(found) == ["loop-waits"]
+    assert ("one worker" if library == "infeed" else "each worker") + " reads all of it" in found["loop-waits"].evidence["for"]
+    assert "get_worker_info()" in found["loop-waits"].cure["infeed"]
+    assert alone["num-workers"].cure["infeed"] == "num_workers=1"
+    assert "num-workers" in names(stream(library=library, shards_itself=True, wait=0.05))
 
 
 def auto(**options: Any) -> LoaderSeen:

@@ -46,7 +46,7 @@ def test_the_exit_codes_are_those_of_the_command() -> None:
     """As its help tells them."""
     from infeed.cli import doctor
 
-    for code, word in re.findall(r"(\d) (\w+)", doctor._EPILOG):
+    for code, word in re.findall(r"(\d+) (\w+)", doctor._EPILOG):
         assert re.search(rf"^\| {code} \| .*{word}", TEXT, re.MULTILINE), (code, word)
 
 

@@ -19,6 +19,7 @@ from infeed.doctor.probing import find_generators, probe
 from infeed.doctor.threads import PYTHON, find_owners, parse_maps
 from infeed.doctor.watching import Watched
 from infeed.loader import DataLoader
+from infeed.workers.info import get_worker_info
 from tests.helpers import run_script
 
 
@@ -80,6 +81,45 @@ def test_a_stream_is_probed_too(tmp_path: Path) -> None:
             return iter(range(7))
 
     assert probed(Stream(), tmp_path)["sample_count"] == 5  # the first ones warm up
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_stream_that_asks_which_worker_reads_it_shares_itself(tmp_path: Path, asks: bool) -> None:
+    """Whoever watches calls is not disturbed."""
+
+    class Stream:
+        def __iter__(self) -> Any:
+            if asks:
+                get_worker_info()
+            yield from range(7)
+
+    before = sys.getprofile()
+    facts = probed(Stream(), tmp_path)
+
+    assert (facts["shards_itself"], facts["sample_count"]) == (asks, 5)
+    assert sys.getprofile() is before
+
+
+@pytest.mark.torch
+def test_a_stream_of_torch_is_read_as_one(tmp_path: Path) -> None:
+    """Though it has __getitem__, which it inherits. Of torch's loader it must ask torch."""
+    data = pytest.importorskip("torch.utils.data")
+
+    class Stream(data.IterableDataset):  # type: ignore[misc, name-defined]
+        def __iter__(self) -> Any:
+            assert data.get_worker_info() is None
+            return iter(range(7))
+
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    watched = Watched(0, data.DataLoader(Stream(), batch_size=4))
+    probe(watched, journal, 1.0)
+    journal.close()
+    facts = {name: value for event in JournalReader(path).read() for name, value in event.items()}
+
+    assert watched.settings["is_stream"]
+    assert (facts["shards_itself"], facts["sample_count"]) == (True, 5)
+    assert not probed(Stream(), tmp_path)["shards_itself"]
 
 
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:

@@ -61,22 +61,101 @@ def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
     assert "4 batches" in result.out
 
 
+def test_a_program_that_dies_of_being_stopped_has_not_failed(tmp_path: Path) -> None:
+    """It takes all signals as the system does."""
+    code = "load(num_workers=0)\nfor number in range(34, 65): signal.signal(number, signal.SIG_DFL)\ntime.sleep(1000)"
+
+    result = doctor(tmp_path, code, "--seconds", "0.5")
+
+    assert "did not ask for a batch any more" in result.out
+    assert result.code == 0
+
+
+@pytest.mark.parametrize(("leave", "count"), [("break", 15), ("raise ValueError", 5)], ids=["break", "error"])
+def test_batches_of_a_loop_that_is_left_early_count(tmp_path: Path, leave: str, count: int) -> None:
+    """Three loops over the first five batches, too short to be written down in their midst; or one that fails."""
+    code = f"""
+for epoch in range(3):
+    for number, batch in enumerate(infeed.DataLoader(range(100), batch_size=2)):
+        if number == 4: {leave}
+"""
+    loader = json.loads(doctor(tmp_path, code, "--json", "-").out)["loaders"][0]
+
+    assert (loader["epochs"], loader["batches"]) == (count // 5, count)
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [
         ("sys.exit(7)", "it ended with exit code 7"),
         ("raise ValueError('bad label')", "it failed: ValueError: bad label"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "its process died with code -9"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its process died with code -9 (SIGKILL)"),
     ],
     ids=["exit", "error", "death"],
 )
-def test_the_end_of_a_program_is_told_and_what_was_seen_before_counts(tmp_path: Path, code: str, text: str) -> None:
-    """The exit code is the doctor's, about its findings."""
+def test_a_program_that_fails_is_no_clean_one(tmp_path: Path, code: str, text: str) -> None:
+    """What it ended with is told, and what was seen before counts; but that nothing was found proves nothing."""
+    result = doctor(tmp_path, f"load()\n{code}", "--html", "found.html")
+
+    assert f"nothing found that would explain it, but {text}" in result.out
+    assert "1 loader, 1 epoch, 4 batches" in result.out
+    assert f"Nothing found that would explain it, but {text}." in (tmp_path / "found.html").read_text()
+    assert result.code == 3
+
+
+@pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "os._exit(0)"])
+def test_a_program_that_leaves_with_0_has_not_failed(tmp_path: Path, code: str) -> None:
+    """However it leaves."""
     result = doctor(tmp_path, f"load()\n{code}")
 
-    assert text in result.out
-    assert "1 loader, 1 epoch, 4 batches" in result.out
+    assert "nothing found\n" in result.out
     assert result.code == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "program", "text"),
+    [
+        ("", "program:broken", "it failed: ValueError: no such disk"),
+        ("", "program:empty", "it failed: the dataset list gave no batch; it is empty"),
+        ("for batch in infeed.DataLoader([]): pass", "program.py", "it ran to its end"),
+        ("for batch in infeed.DataLoader(broken): pass", "program.py", "it failed: ValueError: no such disk"),
+    ],
+    ids=["broken dataset", "empty dataset", "empty", "broken"],
+)
+def test_where_no_batch_came_nothing_was_looked_at(tmp_path: Path, code: str, program: str, text: str) -> None:
+    """An exit code of its own, and why; also beside JSON, which has its own place."""
+    broken = """
+class Broken:
+    def __len__(self): return 8
+    def __getitem__(self, index): raise ValueError("no such disk")
+broken, empty = Broken(), []
+"""
+    told = f"nothing was looked at, because no batch came: {text}"
+
+    result = doctor(tmp_path, broken + code, "--seconds", "0.5", program=program)
+    beside = doctor(tmp_path, broken + code, "--seconds", "0.5", "--json", "-", program=program)
+
+    assert told in result.out
+    assert f"infeed doctor: {program}: {told}" in beside.err
+    assert json.loads(beside.out)["findings"] == []
+    assert (result.code, beside.code) == (3, 3)
+
+
+@pytest.mark.torch
+def test_what_a_worker_of_torch_raised_is_told_in_a_line(tmp_path: Path) -> None:
+    """Its message holds the worker's traceback, at the end of which is what matters."""
+    pytest.importorskip("torch")
+    code = """
+from torch.utils.data import DataLoader
+class Bad:
+    def __len__(self): return 40
+    def __getitem__(self, index): return index if index < 30 else [][0]
+for batch in DataLoader(Bad(), batch_size=4, num_workers=1): pass
+"""
+    result = doctor(tmp_path, code)
+
+    assert "it failed: IndexError: list index out of range, in a worker\n" in result.out
+    assert result.code == 3
 
 
 def test_an_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
@@ -161,21 +240,58 @@ def test_a_dataset_is_looked_at_without_a_program(tmp_path: Path) -> None:
     assert good.code == 0
 
 
+DICE = """
+import random
+class Dice:
+    def __init__(self): self.rng = random.Random(0)
+    def __len__(self): return 8
+    def __getitem__(self, index): return self.rng.random()
+"""
+
+
 def test_a_finding_can_be_ignored_and_written_to_files(tmp_path: Path) -> None:
     """For CI: the exit code does not count it, and the page and the data do not have it."""
     files = ("--json", "found.json", "--html", "found.html")
 
-    counted = doctor(tmp_path, LOCKED, "--seconds", "0.5", *files, program="program:Locked")
+    counted = doctor(tmp_path, DICE, "--seconds", "0.5", *files, program="program:Dice")
     told = json.loads((tmp_path / "found.json").read_text())
     page = (tmp_path / "found.html").read_text()
-    ignored = doctor(tmp_path, LOCKED, "--seconds", "0.5", "--ignore", "cannot-be-sent", *files, program="program:Locked")
+    ignored = doctor(tmp_path, DICE, "--seconds", "0.5", "--ignore", "same-random-numbers", *files, program="program:Dice")
 
     assert counted.code == 1
-    assert [finding["name"] for finding in told["findings"]] == ["cannot-be-sent"]
-    assert "dataset.lock is a _thread.lock" in page
+    assert [finding["name"] for finding in told["findings"]] == ["same-random-numbers"]
+    assert "dataset.rng" in page
     assert ignored.code == 0
     assert json.loads((tmp_path / "found.json").read_text())["findings"] == []
     assert "Nothing found." in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("absent/x", "there is no folder"), (".", "it is a folder; name a file"), ("", "names no file")],
+    ids=["no folder", "folder", "empty"],
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_program_runs(
+    tmp_path: Path, option: str, file: str, text: str
+) -> None:
+    """As wrong usage."""
+    result = doctor(tmp_path, "print('ran')", option, file)
+
+    assert text in result.err
+    assert result.out == ""
+    assert result.code == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_what_was_found_is_printed_even_if_it_cannot_be_written(tmp_path: Path, option: str) -> None:
+    """A disk that turns out to be full; no traceback, and not the exit code of a finding."""
+    result = doctor(tmp_path, DICE, "--seconds", "0.5", option, "/dev/full", program="program:Dice")
+
+    assert "dataset.rng" in result.out
+    assert f"infeed doctor: {option} /dev/full cannot be written: No space left on device" in result.err
+    assert "Traceback" not in result.err
+    assert result.code == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl+C", "kill"])

@@ -202,7 +202,7 @@ def test_keys_come_in_the_order_of_the_batchs_first_sample(engine: dict[str, Any
 
     def turning(index: int) -> Any:
         keys = ["a", "b"] if index // 4 % 2 else ["b", "a"]
-        return ({key: index for key in keys}, Record(np.zeros(1), {key: {key: index} for key in keys}))
+        return (dict.fromkeys(keys, index), Record(np.zeros(1), {key: {key: index} for key in keys}))
 
     with infeed.DataLoader(Tree(160, turning), batch_size=4, **engine) as loader:
         for number, (plain_dict, record) in enumerate(loader):

@@ -270,19 +270,19 @@ class _Stream:
 
 def strike_at_start(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first process meet its fate as soon as it is there."""
-    from infeed.workers.process import ProcessCrew
+    from infeed.workers.starting import Starter
 
-    real = ProcessCrew._start_process
+    real = Starter.start
     number = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "hang": signal.SIGSTOP}[fault.kind]
 
-    def start(crew: ProcessCrew) -> Any:
-        link, process = real(crew)
+    def start(starter: Starter) -> Any:
+        link, process = real(starter)
         if not fault.has_struck:
             (fault.folder / "struck").touch()
             os.kill(process.pid, number)
         return link, process
 
-    monkeypatch.setattr(ProcessCrew, "_start_process", start)
+    monkeypatch.setattr(Starter, "start", start)
 
 
 class Got:

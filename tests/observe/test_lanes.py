@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.observe.lanes import Piece, Window, lane_names, lane_tops, marks_in, pieces, serial, whole, windows
-from infeed.observe.records import LOOP, Mark, Span
+from infeed.observe.lanes import Piece, Window, lane_names, lane_tops, marks_in, pieces, whole, windows
+from infeed.observe.records import LOOP, Mark, Span, Trace
+from infeed.observe.serial import serial
 from tests.observe.traces import MS, empty_trace, faulty_trace, make_trace, with_statistics
 
 
@@ -99,7 +100,74 @@ def test_a_beginning_that_was_not_kept_is_not_shown() -> None:
     """Only what is there can be drawn."""
     trace = replace(make_trace(batches=500), lost_span_count=3)
 
-    assert [window.title for window in windows(trace)] == ["later"]
+    assert [window.title for window in windows(trace)] == ["late in the run"]
+
+
+def cut(trace: Trace, since: dict[int, int]) -> Trace:
+    """What is left when spans of lanes that began before a time were not kept."""
+    kept = tuple(span for span in trace.spans if span.begin_ns >= since.get(span.lane, 0))
+    return replace(trace, spans=kept, lost_span_count=len(trace.spans) - len(kept))
+
+
+def test_a_part_is_shown_of_which_everything_was_kept() -> None:
+    """Of workers less time is kept than of the loop, and not the same of each; none of their lanes is blank."""
+    trace = make_trace(batches=500)
+    end_ns = trace.spans[-1].end_ns
+    since = {0: end_ns * 7 // 10, 1: end_ns * 8 // 10, 2: end_ns * 75 // 100, 3: end_ns * 8 // 10, LOOP: end_ns // 3}
+    kept = cut(trace, since)
+    (window,) = windows(kept)
+
+    assert window.begin_ns >= max(since.values())
+    assert {piece.lane for piece in pieces(kept.spans, window)} == set(since)
+    assert serial(kept, window) == serial(trace, window)
+
+
+def test_a_part_that_was_kept_of_a_few_long_batches_is_shown() -> None:
+    """Also where all batches would have found room."""
+    trace = make_trace(batches=40)
+    half_ns = trace.spans[-1].end_ns // 2
+    (window,) = windows(cut(trace, dict.fromkeys(range(4), half_ns)))
+
+    assert window.begin_ns >= half_ns
+    assert window.title == "the end"
+
+
+def test_a_worker_that_came_late_has_lost_nothing() -> None:
+    """Its spans begin with its start, however late; the window is not put there for that."""
+    trace = make_trace(batches=500)
+    end_ns = trace.spans[-1].end_ns
+    since = {0: end_ns // 5, 1: end_ns // 5, 2: end_ns // 5}
+    before, after = cut(trace, {**since, 3: end_ns // 5}), cut(trace, {**since, 3: end_ns * 9 // 10})
+    start = Span(3, "start", end_ns * 9 // 10 - 5, end_ns * 9 // 10, 0, 0, None, 0)
+    late = replace(after, spans=tuple(sorted((*after.spans, start), key=lambda span: (span.lane, span.begin_ns))))
+
+    assert [window[:2] for window in windows(late)] == [window[:2] for window in windows(before)]
+
+
+def test_a_worker_that_had_nothing_to_do_does_not_empty_the_picture() -> None:
+    """Its only span is the last of all; the latest batches are shown then."""
+    trace = make_trace(batches=500)
+    (window,) = windows(cut(trace, {0: trace.spans[-1].begin_ns - 20 * MS}))
+
+    assert window.end_ns == trace.spans[-1].end_ns
+    assert window.seconds > 0.1
+
+
+def test_a_fault_before_what_was_kept_is_not_looked_for() -> None:
+    """There is nothing to be seen of it."""
+    trace = faulty_trace()
+    (window,) = windows(cut(trace, {0: trace.marks[1].at_ns + 300 * MS}))
+
+    assert window.title == "late in the run"
+
+
+def test_a_loop_that_does_nothing_is_shown_in_parts_too() -> None:
+    """It only waits, and nothing is known of its own work."""
+    trace = make_trace(batches=500)
+    idle = replace(trace, spans=tuple(span for span in trace.spans if span.kind != "away"))
+
+    assert [window.title for window in windows(idle)] == ["the beginning", "later"]
+    assert all(serial(idle, window) for window in windows(idle))
 
 
 def test_nothing_is_shown_of_nothing() -> None:
@@ -121,6 +189,59 @@ def test_one_after_another_takes_as_long_as_all_loading_and_all_of_the_loops_wor
     assert in_a_row.text == f"{in_a_row.factor:.1f} times as long \u25b8"
     assert len(in_a_row.steps) == 40
     assert all(before[2] == after[1] for before, after in pairwise(in_a_row.steps))
+
+
+def test_the_work_in_a_row_is_loaded_before_it_is_worked_on() -> None:
+    """Also where the loop's work is known as what it did before it asked for the next batch."""
+    trace = make_trace(batches=20)
+    spans = tuple(span._replace(position=span.position + 1) if span.kind == "away" else span for span in trace.spans)
+    for one in (trace, replace(trace, spans=spans)):
+        in_a_row = serial(one, windows(one)[0])
+        assert in_a_row is not None
+        assert [kind for kind, _, _ in in_a_row.steps[:39]] == ["load", "away"] * 19 + ["load"]
+
+
+def test_what_workers_load_after_the_loop_is_not_compared() -> None:
+    """The next epoch's batches, loaded ahead: the same is shown and said however late somebody asks."""
+    trace = make_trace(batches=20)
+    end_ns = trace.spans[-1].end_ns
+    ahead = [Span(0, "load", end_ns + at * MS, end_ns + (at + 90) * MS, 1, at, at, 2) for at in range(0, 900, 100)]
+    after = replace(trace, spans=(*ahead, *trace.spans))
+
+    assert windows(after) == windows(trace)
+    assert serial(after, windows(after)[0]) == serial(trace, windows(trace)[0])
+
+
+def test_time_between_epochs_is_not_compared() -> None:
+    """A long evaluation makes workers neither better nor worse; in the picture both pause."""
+    trace = make_trace(batches=10)
+    end_ns = trace.spans[-1].end_ns
+
+    def two(pause_ns: int) -> Trace:
+        again = [
+            span._replace(begin_ns=span.begin_ns + end_ns + pause_ns, end_ns=span.end_ns + end_ns + pause_ns, epoch=1)
+            for span in trace.spans
+        ]
+        return replace(trace, spans=tuple(sorted((*trace.spans, *again), key=lambda span: (span.lane, span.begin_ns))))
+
+    (at_once,), (later,) = windows(two(0)), windows(two(5_000 * MS))
+    one, other = serial(two(0), at_once), serial(two(5_000 * MS), later)
+    assert one is not None
+    assert other is not None
+    assert later.seconds > at_once.seconds + 4
+    assert (other.seconds, other.loop_s) == pytest.approx((one.seconds, one.loop_s))
+    assert other.steps[-1][2] - one.steps[-1][2] == pytest.approx(5_000 * MS, abs=2)
+
+
+def test_samples_of_streams_are_not_counted_several_times() -> None:
+    """Each stream counts its positions from 0 on, so that several samples have the same."""
+    trace = make_trace(batches=20, load_time=lambda _, mean_ms: int(mean_ms * MS))
+    spans = tuple(span if span.lane == LOOP else span._replace(position=span.position // 4) for span in trace.spans)
+    one, other = serial(trace, windows(trace)[0]), serial(replace(trace, spans=spans), windows(trace)[0])
+    assert one is not None
+    assert other is not None
+
+    assert other.seconds == pytest.approx(one.seconds, rel=0.05)
 
 
 def test_where_workers_gain_nothing_it_is_said_so() -> None:

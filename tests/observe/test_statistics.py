@@ -64,7 +64,8 @@ def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> Non
         before = loader.statistics()
     after = loader.statistics()
     assert after.batch_count == before.batch_count == 8
-    assert after.slowest[0].index == before.slowest[0].index  # perhaps that of the next epoch, which is begun already
+    # Others may have come from the next epoch, which is begun already.
+    assert after.slowest[0].seconds >= before.slowest[0].seconds > 0
     assert after.worker_count == before.worker_count == workers.get("num_workers", 0)
     assert sum(one.sample_count for one in after.workers) >= sum(one.sample_count for one in before.workers) >= 60
     assert not any(one.is_alive for one in after.workers)

@@ -1,6 +1,7 @@
 """Timelines: for Perfetto, as pictures, as a page."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +13,10 @@ import pytest
 from PIL import Image
 
 from infeed import ConfigError
-from infeed.observe.records import LOOP, Span, Trace
+from infeed.observe.records import LOOP, Mark, Span, Trace
+from infeed.observe.report import write_report
 from infeed.observe.timeline import write_timeline
-from tests.observe.traces import CASES, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace
+from tests.observe.traces import CASES, MS, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace
 from tests.unit.fresh import run_fresh
 
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
@@ -171,6 +173,40 @@ def test_a_picture_is_a_png_file(make: Callable[[], Trace], tmp_path: Path) -> N
         assert picture.format == "PNG"
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 2
         assert picture.height < 3000
+
+
+def test_a_picture_has_the_whole_verdict_and_the_whole_of_what_went_wrong(tmp_path: Path) -> None:
+    """What to do about it stands at the end. It goes over several lines, none of which leaves the picture."""
+    svg, png = tmp_path / "run.svg", tmp_path / "run.png"
+    verdict = " ".join(f"so {number} more workers would help" for number in range(100, 118))
+    text = " ".join(f"index {number} could not be read" for number in range(12))
+    trace = make_trace(verdict=verdict, marks=(Mark(50 * MS, 1, "death", text),))
+    write_timeline(trace, svg)
+    write_timeline(trace, png)
+
+    # Letters are drawn as shapes; what they are stands beside them in comments.
+    written = " ".join(" ".join(re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"))).split())
+    assert verdict in written
+    assert text in written
+    with Image.open(png) as picture:
+        right = picture.convert("L").crop((picture.width * 99 // 100, 0, picture.width, picture.height))
+        assert right.getextrema() == (255, 255)
+
+
+def test_picture_page_and_report_say_the_same(tmp_path: Path) -> None:
+    """How many times as long it would take, of the same part, which the pages name: also when older spans were not kept."""
+    trace = make_trace(batches=500)
+    kept = tuple(span for span in trace.spans if span.lane == LOOP or span.begin_ns > trace.spans[-1].end_ns * 4 // 5)
+    trace = replace(trace, spans=kept, lost_span_count=len(trace.spans) - len(kept))
+    write_timeline(trace, tmp_path / "run.svg")
+    write_timeline(trace, tmp_path / "run.html")
+    write_report(trace, tmp_path / "report.html")
+    texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("run.svg", "run.html", "report.html")]
+
+    said = [re.findall(r"[0-9.]+ times as long", text) for text in texts]
+    assert said[0]
+    assert said[0] == said[1] == said[2]
+    assert all("late in the run, " in text for text in texts)
 
 
 def test_a_picture_stays_small_however_many_spans_there_are(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ class Program:
     def ended(self, cause: Callable[[], object] = lambda: None) -> Ended:
         """Let something happen and wait for the end of the program and of all its processes; nothing else may be left."""
         process, start = self.script.process, time.monotonic()
-        cause()
         try:
+            cause()
             wait_until(lambda: process.poll() is not None, f"the end of the program ({self.name})", GONE_S)
             exit_s = time.monotonic() - start
             wait_until(lambda: not self.script.survivors(), f"the end of its processes ({self.name})", GONE_S)

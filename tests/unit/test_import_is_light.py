@@ -28,3 +28,10 @@ def test_using_the_loader_inline_does_not_import_torch() -> None:
 def test_the_fork_server_imports_only_what_workers_need() -> None:
     """Every module it has is time to the first batch."""
     assert imported_after("import infeed.workers.server", "torch", "psutil", "multiprocessing", "subprocess", "asyncio") == []
+
+
+def test_a_spawned_worker_imports_only_what_workers_need() -> None:
+    """It is a fresh interpreter, so every one of them pays: what starts and watches processes stays with who does that."""
+    names = ("torch", "psutil", "multiprocessing", "subprocess", "asyncio", "infeed.workers.process", "infeed.workers.starting")
+
+    assert imported_after("import infeed.workers.spawned", *names) == []

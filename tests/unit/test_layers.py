@@ -14,13 +14,16 @@ MEMORY = PURE | {"memory"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
-CONFIG = {"autocount", "cores", "errors", "memory", "plan", "ranks"}
+CONFIG = {"autocount", "checks", "cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
 RECORDS = MENDING | {"mending", "observe", "watching"}
-ENGINE = RECORDS | {"exchange", "records", "reports", "rooms", "staffing", "steering", "trail", "troubles"}
+EXCHANGE = RECORDS | {"handout", "intake", "records", "rooms", "troubles"}
+ORDERS = EXCHANGE | {"exchange", "reports", "staffing"}
+ENGINE = ORDERS | {"orders", "steering", "trail"}
 ASSEMBLY = ENGINE | {"autocount", "engine", "ranks"}
 CORE = ASSEMBLY | {"assembly", "garage", "lineage", "staff"}
-LOADER = CORE | {"core"}
+EPOCH = CORE | {"core"}
+LOADER = EPOCH | {"epoch"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "errors",
@@ -41,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "delivery": DELIVERY,
     "observe": DELIVERY | {"observe"},
     "ranks": {"errors", "plan"},
+    "checks": {"errors", "plan", "ranks"},
     "config": CONFIG,
     "cores": {"errors", "memory"},
     "autocount": {"cores"},
@@ -57,15 +61,19 @@ ALLOWED: dict[str, set[str]] = {
     "troubles": RECORDS | {"records", "reports"},
     "lineage": RECORDS | {"records", "trail"},
     "steering": RECORDS | {"records", "rooms", "staffing"},
-    "exchange": RECORDS | {"records", "rooms", "troubles"},
+    "intake": RECORDS | {"records", "rooms", "staffing"},
+    "handout": RECORDS | {"records", "reports", "trail"},
+    "exchange": EXCHANGE,
+    "orders": ORDERS,
     "engine": ENGINE,
     "garage": {"errors", "engine"},
     "assembly": ASSEMBLY,
     "staff": {"config", "memory", "tuning"},
     "core": CORE,
+    "epoch": EPOCH,
     "importing": set(),
     "loader": LOADER,
-    "torch": LOADER | {"importing", "torch", "infeed"},
+    "torch": LOADER | {"checks", "importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
     "programs": set(),
     "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import mmap
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -189,3 +190,17 @@ def test_a_lease_looks_into_the_memory_itself() -> None:
 
     assert memory[128:131] == b"aXc"
     assert ctypes.sizeof(lease) == 64
+
+
+def test_no_python_runs_where_a_lease_ends() -> None:
+    """Ctrl+C that comes at such a moment would be lost, and the slot too: Python prints what is raised there and goes on."""
+    book, lease = granted()
+    calls: list[Any] = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        del lease
+    finally:
+        sys.setprofile(None)
+
+    assert calls == []
+    assert book.ended() == [SLOT]

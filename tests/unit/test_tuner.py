@@ -181,6 +181,25 @@ def test_other_work_is_learned_anew() -> None:
     assert run.count <= 4
 
 
+def test_a_step_is_not_judged_by_a_loop_that_has_become_slower() -> None:
+    """Validation begins just when there are more workers, say: that is no loss that they brought."""
+    run = simulate(Work(wait_s=0.04, compute_s=0.001, away_s=0.002, cores=16), 9, most=64)
+    assert len(run.changes) == 1
+    run.become(away_s=0.03)
+    run.run(REST)
+
+    assert not [change.why for change in run.changes if "loss" in change.why or "-" in change.why]
+
+
+def test_a_loop_that_hardly_waits_needs_nobody() -> None:
+    """Three looks in a row at which it waited are no reason, if it did not at most of those before."""
+    tuner = Tuner(Limits(cores=16, most_workers=64))
+    at = waited = 0
+    for step, share in enumerate([0.0, 0.0, *[0.0, 0.0, 0.06] * 3, 0.06, 0.06]):
+        at, waited = at + 100_000_000, waited + round(share * 100_000_000)
+        assert tuner.consider(Reading(at, step * 10, step * 40, waited, at - waited, 2 * at, 2 * at, 2, 2)) is None
+
+
 def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
     """The system has a limit that nobody told of."""
     limits = Limits(cores=16, most_workers=64)

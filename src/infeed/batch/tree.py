@@ -58,7 +58,7 @@ class LeafNode(Node):
     def join(self, values: Iterator[Any]) -> Any:
         return next(values)
 
-    def is_ordered_as(self, sample: Sample) -> bool:
+    def is_ordered_as(self, sample: Sample) -> bool:  # noqa: ARG002  # there are no keys in it
         return True
 
     def paths(self, prefix: str = "") -> list[str]:

@@ -6,8 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from infeed.cli.outputs import Output, find_trouble
 
 if TYPE_CHECKING:
     from infeed.doctor.benching import Measured
@@ -17,6 +18,9 @@ __all__ = ["add_parser", "run"]
 _USAGE: Final = 2
 _NOT_RUN: Final = 3
 _FORMAT_VERSION: Final = 1
+_EPILOG: Final = """\
+exit codes: 0 done, 2 wrong usage or a file that cannot be written, 3 the dataset could not be loaded, 130 interrupted
+"""
 _BAR: Final = 24
 
 
@@ -25,7 +29,7 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="find the best settings for a dataset on this machine",
         description="Loads a dataset with no workers, threads and processes, more and more of them, and says what is best.",
-        epilog="exit codes: 0 done, 2 wrong usage, 3 the dataset could not be loaded",
+        epilog=_EPILOG,
     )
     parser.add_argument("dataset", metavar="module:dataset", help="a dataset, or a function without arguments that makes one")
     parser.add_argument("--batch-size", type=_count, default=32, metavar="N", help="samples in a batch (default: 32)")
@@ -39,9 +43,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Try the settings, print them, and the best as a line to paste."""
     from infeed.cores import available_cores
-    from infeed.doctor.benching import Bench, choose, confirm, search
-    from infeed.doctor.targets import load_dataset
+    from infeed.doctor import targets
+    from infeed.doctor.benching import Bench, choose, confirm, search, told
+    from infeed.doctor.page import bench_page, check_plot
     from infeed.errors import ConfigError
+    from infeed.programs import show_error
 
     target: str = arguments.dataset
     module, colon, name = target.partition(":")
@@ -49,10 +55,22 @@ def run(arguments: argparse.Namespace) -> int:
         return _complain(f"{target!r} names no dataset; give module:dataset, for example: infeed bench data:train_set", _USAGE)
     if not arguments.seconds > 0:
         return _complain(f"--seconds {arguments.seconds} is no time; give more than 0", _USAGE)
+    data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
+    trouble = find_trouble([data, page])
+    if trouble:
+        return _complain(trouble, _USAGE)
     try:
-        bench = Bench(load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
+        if page.is_wanted:
+            check_plot()
+    except ConfigError as error:
+        return _complain(str(error), _USAGE)
+    try:
+        bench = Bench(targets.load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
     except ConfigError as error:
         return _complain(str(error), _NOT_RUN)
+    except Exception as error:  # of the module, or of the function that makes the dataset
+        show_error(error, [__file__, targets.__file__, importlib.__file__])
+        return _complain(f"{target} could not be loaded: {told(error)}", _NOT_RUN)
     cores = max(1, int(available_cores()))  # a container may have less than one
     results = []
     for found in search(bench.measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")):
@@ -60,7 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {found.setting}: {found.error or f'{found.samples_per_s:,.0f} samples/s'}", file=sys.stderr)
     results = confirm(bench.measure, results)
     best = choose(results)
-    if arguments.json:
+    if best is not None and not data.is_stdout:
+        _print_table(results, best)
+        print(f"\nbest here, the least that is almost as fast as the fastest:\n  {best.setting.code(bench.batch_size)}")
+    troubles = []
+    if data.is_wanted:
         document = {
             "format": _FORMAT_VERSION,
             "dataset": target,
@@ -69,21 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
             "results": [asdict(one) for one in results],
             "best": None if best is None else {**asdict(best), "code": best.setting.code(bench.batch_size)},
         }
-        _write(arguments.json, json.dumps(document, indent=2) + "\n")
-    if arguments.html:
-        from infeed.doctor.page import bench_page
-
-        try:
-            text = bench_page(target, bench.batch_size, cores, results, best)
-        except ConfigError as error:
-            return _complain(str(error), _USAGE)
-        _write(arguments.html, text)
+        troubles.append(data.write(json.dumps(document, indent=2) + "\n"))
+    if page.is_wanted:
+        troubles.append(page.write(bench_page(target, bench.batch_size, cores, results, best)))
+    for trouble in filter(None, troubles):
+        _complain(trouble, _USAGE)
     if best is None:
         return _complain(f"{target} could not be loaded: {results[0].error}", _NOT_RUN)
-    if arguments.json != "-":
-        _print_table(results, best)
-        print(f"\nbest here, the least that is almost as fast as the fastest:\n  {best.setting.code(bench.batch_size)}")
-    return 0
+    return _USAGE if any(troubles) else 0
 
 
 def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
@@ -118,16 +133,11 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
         for row in rows:
             table.add_row(*row, style="green" if row[0] == str(best.setting) else None)
         Console().print(table)
-    for one in results:
-        if one.error:
-            print(f"{one.setting}: {one.error}")
-
-
-def _write(where: str, text: str) -> None:
-    if where == "-":
-        print(text, end="")
-    else:
-        Path(where).write_text(text, encoding="utf-8")
+    failed = [one for one in results if one.error]
+    for one in failed:
+        print(f"{one.setting}: {one.error}")
+    if failed:
+        print("the choice is among the others, and more of those that failed were not tried")
 
 
 def _complain(text: str, code: int) -> int:

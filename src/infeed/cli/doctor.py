@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from infeed.cli.outputs import Output, find_trouble
+
 __all__ = ["add_parser", "run"]
 
 _FOUND: Final = 1
@@ -14,7 +16,8 @@ _USAGE: Final = 2
 _NOT_RUN: Final = 3
 
 _EPILOG: Final = """\
-exit codes: 0 nothing found, 1 something found, 2 wrong usage, 3 the program could not be run or iterated no loader
+exit codes: 0 nothing found, 1 something found, 2 wrong usage or a file that cannot be written, 3 nothing found, but no batch
+came or the program failed, 130 interrupted
 """
 
 
@@ -48,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program and print the findings; the exit code says whether there are any."""
     from infeed.doctor.child import Orders
     from infeed.doctor.findings import NAMES, examine
-    from infeed.doctor.report import ending, plain, print_report
+    from infeed.doctor.page import findings_page
+    from infeed.doctor.report import conclusion, ending, plain, print_report
     from infeed.doctor.surveying import survey
 
     program: list[str] = arguments.program
@@ -58,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     kind = _kind(program, arguments.is_module)
     if kind is None:
         return _USAGE
+    data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
+    trouble = find_trouble([data, page])
+    if trouble:
+        return _complain(trouble)
     orders = Orders(
         journal="",
         kind=kind,
@@ -66,9 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         num_workers=arguments.num_workers,
         batch_size=arguments.batch_size,
     )
-    is_json_out = arguments.json == "-"
     # What the program prints must not get between the braces.
-    seen = survey(orders, program, start_seconds=arguments.start_seconds, stdout=sys.stderr.fileno() if is_json_out else None)
+    seen = survey(
+        orders, program, start_seconds=arguments.start_seconds, stdout=sys.stderr.fileno() if data.is_stdout else None
+    )
     if not any(loader.epochs for loader in seen.loaders):
         if seen.ending in ("finished", "exit") and not seen.exit_code:
             _complain(f"{program[0]} iterated no DataLoader of torch or infeed, so there is nothing to look at")
@@ -78,19 +87,24 @@ def run(arguments: argparse.Namespace) -> int:
             _complain(f"{program[0]} could not be run: {ending(seen)}")
         return _NOT_RUN
     findings = [finding for finding in examine(seen) if finding.name not in arguments.ignore]
-    if arguments.json:
-        document = json.dumps(plain(seen, findings), indent=2)
-        if is_json_out:
-            print(document)
-        else:
-            Path(arguments.json).write_text(document + "\n", encoding="utf-8")
-    if arguments.html:
-        from infeed.doctor.page import write_findings
-
-        write_findings(Path(arguments.html), seen, findings)
-    if not is_json_out:
+    if not data.is_stdout:
         print_report(seen, findings, _console())
-    return _FOUND if findings else 0
+    troubles = []
+    if data.is_wanted:
+        troubles.append(data.write(json.dumps(plain(seen, findings), indent=2) + "\n"))
+    if page.is_wanted:
+        troubles.append(page.write(findings_page(seen, findings)))
+    for trouble in filter(None, troubles):
+        _complain(trouble)
+    if any(troubles):
+        return _USAGE
+    if findings:
+        return _FOUND
+    if not seen.has_batch or seen.has_failed:
+        if data.is_stdout:
+            _complain(f"{program[0]}: {conclusion(seen)}")
+        return _NOT_RUN
+    return 0
 
 
 def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "dataset"] | None:

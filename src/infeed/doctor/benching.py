@@ -128,8 +128,8 @@ class Bench:
         """Load for a while with this setting. An error is told in the result, so that others can be tried."""
         try:
             return self._measure(setting)
-        except InfeedError as error:
-            return Measured(setting=setting, error=str(error).splitlines()[0])
+        except Exception as error:  # the dataset's own arrive as they are
+            return Measured(setting=setting, error=told(error))
 
     def _measure(self, setting: Setting) -> Measured:
         import psutil
@@ -173,6 +173,15 @@ class Bench:
             first_s=first_s,
             memory_bytes=memory,
         )
+
+
+def told(error: Exception) -> str:
+    """An error in a line, with its type if it is not infeed's own, and with the sample that it came from."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, InfeedError):
+        return first
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ())[:1] if note.startswith("while loading"))
+    return f"{type(error).__name__}: {first}".removesuffix(": ") + where
 
 
 class _Endless:

@@ -80,7 +80,7 @@ class _Child:
         except ConfigError as error:
             ending, code, told = "error", _FAILED, str(error)
         except BaseException as error:
-            ending, code, told = "error", _FAILED, f"{type(error).__name__}: {error}"
+            ending, code, told = "error", _FAILED, _told(error)
             show_error(error, [__file__])
         sys.stdout.flush()
         self._finish(ending, code, told)
@@ -115,7 +115,7 @@ class _Child:
     def _stop(self, ending: Ending = "time") -> None:
         if self._is_over:
             return  # it is at the probes
-        self._watcher.flush()
+        self._watcher.note_waiting()
         self._finish(ending, None, "")
         # The program must not go on. It is the doctor that ends it; or nobody, if the doctor is gone.
         while os.getppid() == self._doctor:
@@ -128,6 +128,7 @@ class _Child:
 
         self._is_over = True
         at = time.monotonic()
+        self._watcher.flush()
         # Now, in case the probes do not come back; once more when they have.
         self._journal.write("end", at=at, ending=ending, exit_code=code, error=told)
         torch: Any = sys.modules.get("torch")
@@ -136,6 +137,15 @@ class _Child:
         for watched in self._watcher.loaders[:_MOST_PROBES]:
             probe(watched, self._journal, min(_PROBE_S, self._orders.seconds / 2))
         self._journal.write("done")
+
+
+def _told(error: BaseException) -> str:
+    """An exception in a line."""
+    lines = str(error).strip().splitlines() or [""]
+    # torch's message holds the whole traceback of the worker; what was raised there is at its end.
+    if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
+        return f"{lines[-1]}, in a worker"
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
 def _is_fork_default() -> bool:

@@ -54,6 +54,7 @@ class Probe:
     read_bytes: float = 0.0  # a sample, on average
     collate_s: float = 0.0  # a batch
     slow: list[SlowIndex] = field(default_factory=list)
+    shards_itself: bool = False  # a stream that asks which worker reads it
     heavy: list[tuple[str, int, bool]] = field(default_factory=list)  # what it is, bytes, whether it is an array
     unsendable: str = ""  # by any means
     unpicklable: str = ""  # by pickle, which is what torch's loader sends with where it does not fork
@@ -74,6 +75,7 @@ class LoaderSeen:
     asked: str = ""  # for how many the program asked, as it would write it
     is_auto: bool = False  # whether infeed decides how many there are, or of which kind
     is_gathered: bool = False  # whether infeed takes rows out of arrays, so that nobody loads samples
+    is_stream: bool = False
     batch_size: int | None = 1
     is_persistent: bool = False
     is_pinned: bool = False
@@ -121,6 +123,18 @@ class LoaderSeen:
     def rows(self) -> int:
         """Samples in a batch."""
         return self.batch_size or self.batch_rows or 1
+
+    @property
+    def slow_share(self) -> float:
+        """Of the time that samples by hand took, what the few slow ones took beyond the usual."""
+        probe = self.probe
+        lost = sum(one.seconds - probe.median_s for one in probe.slow)
+        return min(1.0, lost / (probe.sample_s * probe.sample_count)) if probe.sample_s * probe.sample_count else 0.0
+
+    @property
+    def has_one_reader(self) -> bool:
+        """Whether more workers bring nothing: of such a stream infeed lets one read, and each of torch's reads all of it."""
+        return self.is_stream and bool(self.probe.sample_count) and not self.probe.shards_itself
 
     @property
     def load_s(self) -> float:
@@ -172,6 +186,16 @@ class Run:
     is_fork_default: bool = True
     loaders: list[LoaderSeen] = field(default_factory=list)
     processes: dict[int, ProcessSeen] = field(default_factory=dict)
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether any loader gave one. If none did, nothing was looked at."""
+        return any(epoch.has_batch for loader in self.loaders for epoch in loader.epochs)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the program ended with an error, and not because its time was up."""
+        return self.ending == "error" or (self.ending in ("exit", "died") and self.exit_code != 0)
 
     def workers_of(self, loader: LoaderSeen) -> list[ProcessSeen]:
         return [self.processes[pid] for pid in loader.pids if pid in self.processes]

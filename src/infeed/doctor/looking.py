@@ -33,6 +33,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "num_workers": 1 if is_auto else int(count),
         "asked": asked,
         "is_auto": is_auto,
+        "is_stream": _is_torch_stream(loader.dataset) if is_torch else config.is_stream,
         "batch_size": loader.batch_size,
         # infeed's own loader always keeps its workers.
         "is_persistent": not is_torch or bool(loader.persistent_workers),
@@ -40,6 +41,12 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "has_init": config.worker_init_fn is not None,
         "start_method": method,
     }
+
+
+def _is_torch_stream(dataset: Any) -> bool:
+    return any(
+        cls.__name__ == "IterableDataset" and cls.__module__.startswith("torch.utils.data") for cls in type(dataset).__mro__
+    )
 
 
 def workers_of(iterator: Any) -> dict[str, Any] | None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from infeed.doctor.benching import Measured
 from infeed.doctor.evidence import Run
 from infeed.doctor.findings import Finding
 from infeed.doctor.findings.finding import describe, duration
-from infeed.doctor.report import cost_text, ending
+from infeed.doctor.report import conclusion, cost_text, ending
 from infeed.memory.budget import format_bytes
-from infeed.observe.page import Block, Tone, chart, code, facts, label, page, paragraph, section, table, verdict
-
-
-def write_findings(path: Path, run: Run, findings: Sequence[Finding]) -> None:
-    """Write the doctor's page."""
-    path.write_text(findings_page(run, findings), encoding="utf-8")
+from infeed.observe.page import Block, Tone, chart, code, facts, label, page, paragraph, plotly_source, section, table, verdict
 
 
 def findings_page(run: Run, findings: Sequence[Finding]) -> str:
@@ -27,9 +21,11 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         count = "1 thing is" if len(findings) == 1 else f"{len(findings)} things are"
         blocks.append(verdict(f"{count} wrong.\nThe most costly: {findings[0].title}.", "bad"))
     else:
-        blocks.append(verdict("Nothing found.", "good"))
+        told = conclusion(run)
+        tone: Tone = "good" if run.has_batch and not run.has_failed else "bad"
+        blocks.append(verdict(f"{told[0].upper()}{told[1:]}.", tone))
     for number, finding in enumerate(findings, 1):
-        tone: Tone = "fair" if finding.risk in ("time", "memory") else "bad"
+        tone = "fair" if finding.risk in ("time", "memory") else "bad"
         cures = "\n".join(f"# {name}\n{text}" for name, text in finding.cure.items())
         blocks.append(
             section(
@@ -55,6 +51,15 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         section("What was watched", table(head, rows, numbers=range(1, 5)), paragraph(f"How it ended: {ending(run)}."))
     )
     return page("infeed doctor", blocks, subtitle=f"{run.program}, watched for {duration(run.seconds)}")
+
+
+def check_plot() -> None:
+    """Make sure that ``bench_page`` can draw.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    plotly_source()
 
 
 def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Measured], best: Measured | None) -> str:

@@ -5,6 +5,7 @@ Runs in the program's own process when the program has ended or its time is up.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import pickle
 import random
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+import infeed
 from infeed.doctor.journal import Journal
 from infeed.doctor.watching import Watched
 from infeed.memory.blame import find_culprit
@@ -94,7 +96,7 @@ def _load_some(watched: Watched, seconds: float) -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # as in a worker
-    if hasattr(watched.dataset, "__getitem__"):
+    if not watched.settings["is_stream"]:
         indices = list(itertools.islice(_indices(watched), _MOST_SAMPLES))
         take = watched.dataset.__getitem__
         if hasattr(watched.dataset, "__getitems__"):
@@ -102,8 +104,33 @@ def _load_some(watched: Watched, seconds: float) -> dict[str, Any]:
             groups = [indices[at : at + rows] for at in range(0, len(indices), rows)]
             return _measure([(group, len(group)) for group in groups], watched.dataset.__getitems__, watched, seconds)
         return _measure([(index, 1) for index in indices], take, watched, seconds)
-    stream = iter(watched.dataset)
-    return _measure([(number, 1) for number in range(_MOST_SAMPLES)], lambda _: next(stream), watched, seconds)
+    stream, shards_itself = _open(watched)
+    facts = _measure([(number, 1) for number in range(_MOST_SAMPLES)], lambda _: next(stream), watched, seconds)
+    return {"shards_itself": shards_itself, **facts}
+
+
+def _open(watched: Watched) -> tuple[Iterator[Any], bool]:
+    """A stream, and whether it has asked which worker reads it by the time it gives its first sample."""
+    library = watched.settings["library"]
+    asking = {infeed.get_worker_info.__code__} if library != "torch" else set()
+    if library != "infeed":
+        asking.add(importlib.import_module("torch.utils.data").get_worker_info.__code__)
+    was_asked = False
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal was_asked
+        del argument
+        was_asked = was_asked or (event == "call" and frame.f_code in asking)
+
+    # Not by replacing the function, which the stream's module may have imported by its name.
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        stream = iter(watched.dataset)
+        first = list(itertools.islice(stream, 1))
+    finally:
+        sys.setprofile(before)
+    return itertools.chain(first, stream), was_asked
 
 
 def _indices(watched: Watched) -> Iterator[Any]:
@@ -156,7 +183,7 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
         "switches": (_switches() - switches) / total if _has_usage() else None,
         "read_bytes": (_read_bytes() - read) / total,
     }
-    if total == len(times) and hasattr(watched.dataset, "__getitem__"):
+    if total == len(times) and not watched.settings["is_stream"]:
         facts["slow"] = _find_slow([what for what, _ in tasks[warm:]], times, take)
     if watched.settings["library"] != "infeed" and callable(watched.collate_fn):
         began = time.perf_counter()

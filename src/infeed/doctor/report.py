@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -67,8 +68,25 @@ def ending(run: Run) -> str:
         "error": f"it failed: {run.error}",
         "time": "it was stopped when its time was up",
         "stuck": "it did not ask for a batch any more and was stopped",
-        "died": f"its process died with code {run.exit_code}",
+        "died": f"its process died with code {run.exit_code}{_signal_name(run.exit_code)}",
     }[run.ending]
+
+
+def conclusion(run: Run) -> str:
+    """What to say where there are no findings: that is good news only of a program that gave batches and did not fail."""
+    if not run.has_batch:
+        return f"nothing was looked at, because no batch came: {ending(run)}"
+    if run.has_failed:
+        return f"nothing found that would explain it, but {ending(run)}"
+    return "nothing found"
+
+
+def _signal_name(code: int | None) -> str:
+    """Of the signal that a negative exit code means."""
+    try:
+        return f" ({signal.Signals(-(code or 0)).name})"
+    except ValueError:  # it is none
+        return ""
 
 
 def cost_text(finding: Finding) -> str:
@@ -95,7 +113,7 @@ def text(findings: Sequence[Finding]) -> str:
 def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
     """Print it all with rich, which the console is of; or as plain text to a stream."""
     if not hasattr(console, "is_terminal"):
-        print(summary(run), text(findings) or "nothing found", sep="\n\n", file=console)
+        print(summary(run), text(findings) or conclusion(run), sep="\n\n", file=console)
         return
     from rich.markup import escape
     from rich.padding import Padding
@@ -118,7 +136,8 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
             grid.add_row(f"[green]cure, {name}[/]", escape(value))
         console.print(Padding(grid, (0, 0, 1, 3), expand=False), highlight=False)
     if not findings:
-        console.print("[green]nothing found[/]")
+        colour = "green" if run.has_batch and not run.has_failed else "red"
+        console.print(f"[{colour}]{escape(conclusion(run))}[/]", highlight=False, soft_wrap=True)
 
 
 def _counted(count: int, one: str, many: str = "") -> str:

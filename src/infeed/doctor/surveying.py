@@ -65,7 +65,10 @@ def survey(
             watch.end()
     read_events(run, watch.journal.events)
     if not watch.journal.has("end"):
-        run.ending = "died" if watch.code is not None else "stuck"
+        is_ours = watch.code is None or watch.code == -(
+            stop_signal() or 0
+        )  # it may have put its own handler in the place of ours
+        run.ending = "stuck" if is_ours else "died"
         run.exit_code = watch.code
         run.seconds = watch.seconds
     return run
@@ -129,6 +132,12 @@ class _Watch:
             time.sleep(_TICK_S)
         self.code = self._process.poll()
         self.seconds = self._clock() - self._began if self._began is not None else 0.0
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it died of our asking it to stop: it had taken away what hears that."""
+        number = stop_signal()
+        return number is not None and self.code == -number
 
     def end(self) -> None:
         """End it and all that it started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -36,6 +37,14 @@ def load_dataset(target: str) -> Any:
     if _is_dataset(found):
         return found
     if callable(found):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"{target}() cannot be called: {error}; name a function without arguments that makes it"
+            ) from None
+        except ValueError:
+            pass  # some built in have no signature to look at
         found = found()
     if not _is_dataset(found):
         raise ConfigError(

@@ -66,6 +66,8 @@ class Watcher:
         self._loaders: dict[Any, Watched] = {}
         self._starting: Watched | None = None  # whose workers are being started
         self._waiting: tuple[_Epoch, Any, float] | None = None
+        # Epochs with batches that are not written yet. One that is left by `break` or an exception is not heard of again.
+        self._unwritten: dict[_Epoch, None] = {}
 
     @property
     def loaders(self) -> list[Watched]:
@@ -76,7 +78,7 @@ class Watcher:
         for module, loader, iterator in (
             ("torch.utils.data.dataloader", "DataLoader", "_BaseDataLoaderIter"),
             ("infeed.loader", "DataLoader", ""),
-            ("infeed.core", "", "Epoch"),
+            ("infeed.epoch", "", "Epoch"),
             ("infeed.torch.iterators", "", "EngineIter"),
             (
                 "torchdata.stateful_dataloader.stateful_dataloader",
@@ -89,11 +91,15 @@ class Watcher:
             os.register_at_fork(before=self._before_fork)
 
     def flush(self) -> None:
-        """Write down what is not written yet, and for which batch the loop is waiting."""
+        """Write down what is not written yet."""
+        for epoch in tuple(self._unwritten):
+            self._flush(epoch, time.monotonic())
+
+    def note_waiting(self) -> None:
+        """Write down for which batch the loop is waiting."""
         if self._waiting is None:
             return
         epoch, iterator, since = self._waiting
-        self._flush(epoch, since)
         waited = time.monotonic() - since
         self._journal.write("waiting", loader=epoch.watched.number, seconds=waited, pids=pids_of(iterator))
 
@@ -115,6 +121,7 @@ class Watcher:
         asked = time.monotonic()
         if self._deadline is None:
             self._deadline = asked + self._seconds
+        self.flush()  # batches belong to the epoch that was written last
         self._journal.write("epoch", loader=watched.number, at=asked)
         self._starting = watched
         try:
@@ -151,6 +158,7 @@ class Watcher:
         else:
             epoch.waits.append(got - asked)
             epoch.aways.append(asked - epoch.left)
+            self._unwritten[epoch] = None
             if got - epoch.flushed > _FLUSH_S:
                 self._flush(epoch, got)
                 self._note_workers(epoch, iterator)
@@ -190,6 +198,7 @@ class Watcher:
             self._journal.write("workers", loader=epoch.watched.number, **workers)
 
     def _flush(self, epoch: _Epoch, now: float) -> None:
+        self._unwritten.pop(epoch, None)
         if epoch.waits:
             self._journal.write("batches", loader=epoch.watched.number, waits=epoch.waits, aways=epoch.aways)
         epoch.waits, epoch.aways, epoch.flushed = [], [], now

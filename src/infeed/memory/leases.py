@@ -39,22 +39,17 @@ class LeaseBook:
     def __init__(self) -> None:
         # By slot: a slot has one lease at a time.
         self._refs: dict[SlotId, _LeaseRef] = {}
-        self._ended: deque[SlotId] = deque()
+        self._ended: deque[weakref.ref[Lease]] = deque()
 
     def grant(self, memory: mmap, offset: int, size: int, slot: SlotId) -> Lease:
         """A lease over ``size`` bytes of a segment; ``ended`` names the slot once nothing looks into it any more."""
         lease = _lease_type(size).from_buffer(memory, offset)
-        ref = _LeaseRef(lease, self._end)
+        # Called wherever the last view dies: any thread, any line of the user's, perhaps in the middle of garbage collection.
+        # So no lock, no decision, and no line of Python: Ctrl+C could come there, and what is raised there is lost.
+        ref = _LeaseRef(lease, self._ended.append)
         ref.slot = slot
         self._refs[slot] = ref
         return lease
-
-    def _end(self, ref: weakref.ref[Lease]) -> None:
-        # Called wherever the last view dies: any thread, any line of the user's, perhaps in the middle of garbage collection.
-        # So no lock and no decision here; the engine takes it from the deque when it next looks.
-        assert isinstance(ref, _LeaseRef)
-        self._refs.pop(ref.slot, None)
-        self._ended.append(ref.slot)
 
     def ended(self) -> list[SlotId]:
         """Slots whose leases ended since the last call."""
@@ -62,5 +57,8 @@ class LeaseBook:
             return []
         slots = []
         while self._ended:
-            slots.append(self._ended.popleft())
+            ref = self._ended.popleft()
+            assert isinstance(ref, _LeaseRef)
+            del self._refs[ref.slot]
+            slots.append(ref.slot)
         return slots

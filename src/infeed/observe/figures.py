@@ -11,18 +11,17 @@ from infeed.observe.lanes import (
     FAULTS,
     WORDS,
     Piece,
-    Serial,
     Window,
     lane_names,
     lane_tops,
     marks_in,
     pieces,
-    serial,
     whole,
     windows,
 )
 from infeed.observe.page import Block, Figure, chart, hint, page, paragraph, section, tiles, verdict
 from infeed.observe.records import LOOP, SpanKind, Trace
+from infeed.observe.serial import Serial, serial
 from infeed.observe.units import format_count, format_rate, format_seconds
 
 __all__ = ["timeline_chart", "timeline_figure", "timeline_page", "timeline_section"]
@@ -73,8 +72,10 @@ def _note(trace: Trace) -> str:
     if in_a_row is not None:
         parts.append(
             f"The top lane is the same work as a loader without workers would do it, from the measured times: "
-            f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(shown[-1].seconds)}."
+            f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(in_a_row.loop_s)}."
         )
+    if len(shown) > 1 or (shown and trace.lost_span_count):
+        parts.append(f"Shown first: {shown[-1].title}, {format_seconds(shown[-1].seconds)}.")
     if trace.lost_span_count:
         parts.append(f"{trace.lost_span_count:,} older spans were not kept.")
     return " ".join(parts)

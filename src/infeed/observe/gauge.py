@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns, process_time_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
-from infeed.observe.recent import Amounts, Past, Slice
+from infeed.observe.history import History
+from infeed.observe.recent import Amounts, Slice
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
 from infeed.workers.insides import memory_use, queued_ns
-from infeed.workers.tape import NO_INDEX, Observe, RawSpan, Sums
+from infeed.workers.tape import Observe, Sums
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
 _TICK_NS: Final = 100_000_000
@@ -26,15 +27,9 @@ _TICK_SHARE: Final = 200
 # Of the loop, too: what is shorter than the first is put together, up to the second.
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 2_000_000
-# Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
 _NEVER: Final = 1 << 63
-_SPANS_KEPT: Final = 100_000
-_LOOP_SPANS_KEPT: Final = 20_000
-_MARKS_KEPT: Final = 2_000
-_POINTS_KEPT: Final = 1_000
 
 WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
-_KINDS: Final[dict[int, SpanKind]] = {tape.LOAD: "load", tape.COLLATE: "collate", tape.WRITE: "write", tape.START: "start"}
 
 
 class Flight(NamedTuple):
@@ -75,51 +70,6 @@ class Member:
         self.since_ns = 0  # when this life began; 0: it has none
         self.restart_count = 0
         self.pid: int | None = None
-
-
-@final
-class History:
-    """What happened when, of all engines of a loader. Times are those of ``perf_counter_ns``."""
-
-    def __init__(self) -> None:
-        self._loop_spans: deque[Span] = deque(maxlen=_LOOP_SPANS_KEPT)
-        self._tapes: deque[tuple[WorkerId, bytes]] = deque()  # as workers wrote them: read when somebody wants to see them
-        self._tape_count = 0
-        self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
-        self.points: list[Point] = []
-        self.past = Past()
-        self.lost_span_count = 0
-        self._stride = 1  # of so many points one is kept
-        self._point_count = 0
-
-    def spans(self) -> list[Span]:
-        # Copied at once: the loop's thread may go on meanwhile.
-        tapes, loop = list(self._tapes), list(self._loop_spans)
-        return [*(_worker_span(worker, one) for worker, raw in tapes for one in tape.spans_of(raw)), *loop]
-
-    def add_spans(self, spans: list[Span]) -> None:
-        """Of the loop."""
-        self.lost_span_count += max(0, len(self._loop_spans) + len(spans) - _LOOP_SPANS_KEPT)
-        self._loop_spans.extend(spans)
-
-    def add_tape(self, worker: WorkerId, raw: bytes, lost_count: int) -> None:
-        """Of a worker, with how many it has overwritten."""
-        self._tapes.append((worker, raw))
-        self._tape_count += tape.span_count(raw)
-        self.lost_span_count += lost_count
-        while self._tape_count > _SPANS_KEPT:
-            count = tape.span_count(self._tapes.popleft()[1])
-            self._tape_count -= count
-            self.lost_span_count += count
-
-    def add_point(self, point: Point) -> None:
-        self._point_count += 1
-        if self._point_count % self._stride:
-            return
-        self.points.append(point)
-        if len(self.points) >= _POINTS_KEPT:
-            del self.points[::2]
-            self._stride *= 2
 
 
 @final
@@ -468,8 +418,3 @@ def _added(one: Reading, other: Reading) -> Reading:
     )
     histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
     return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])
-
-
-def _worker_span(worker: WorkerId, raw: RawSpan) -> Span:
-    index = None if raw.first_index == NO_INDEX else raw.first_index
-    return Span(worker, _KINDS.get(raw.kind, "load"), raw.begin_ns, raw.end_ns, raw.epoch, raw.position, index, raw.size)

@@ -1,4 +1,4 @@
-"""What a picture of a run shows: lanes, a part of the time, pieces that can be seen, and the same work one after another.
+"""What a picture of a run shows: lanes, a part of the time, and pieces that can be seen.
 
 Only numbers here, no drawing; the picture and the interactive page show the same.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from infeed.observe.records import LOOP, Mark, Span, SpanKind, Trace
 
@@ -17,6 +16,8 @@ from infeed.observe.records import LOOP, Mark, Span, SpanKind, Trace
 _WHOLE_BATCH_COUNT: Final = 48
 _BEGINNING_BATCH_COUNT: Final = 8
 _STEADY_BATCH_COUNT: Final = 16
+# Of the loop's time, how much of what was before it is shown.
+_MOST_BEFORE: Final = 0.2
 # Pieces that are shorter than this part of the width cannot be seen on their own.
 _FINEST_SHARE: Final = 1 / 1500
 # Short pieces are put together, but not all of them into one: how dense they are may change.
@@ -82,20 +83,16 @@ class Window(NamedTuple):
         return self.begin_ns <= at_ns <= self.end_ns
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Serial:
-    """The batches of a window as they would come one after another: loaded, worked on, loaded, worked on."""
+class Cycle(NamedTuple):
+    """A round of the loop: it waits for a batch and works on one. Short rounds are one, of several batches."""
 
-    steps: tuple[tuple[SpanKind, int, int], ...]  # kind, begin and end, from the window's beginning on
-    seconds: float
-    factor: float  # how many times as long as the window
-
-    @property
-    def text(self) -> str:
-        if self.factor < 1.05:
-            return "no longer than with workers"
-        return f"{self.factor:.1f} times as long \u25b8"
+    begin_ns: int
+    end_ns: int
+    epoch: int
+    position: int  # the first batch's number in its epoch
+    size: int
+    away_ns: int  # what of it was the loop's own work
+    is_away_first: bool  # the work was on the batch before
 
 
 def lane_names(trace: Trace) -> dict[int, str]:
@@ -124,27 +121,63 @@ def whole(trace: Trace) -> Window | None:
 def windows(trace: Trace) -> tuple[Window, ...]:
     """The parts of a run that tell most: all of a short one; of a long one the beginning and a steady part.
 
-    The steady part is where something went wrong, if something did; else a little after the middle.
+    The steady part is where something went wrong, if something did; else a little after the middle. What workers load
+    ahead when the loop is over is left out, and so is a time of which not all spans were kept.
     """
-    everything = whole(trace)
-    if everything is None:
-        return ()
-    loop = _loop_cycles(trace)
-    batches = sum(size for _, _, size in loop)
-    if batches <= _WHOLE_BATCH_COUNT or len(loop) <= _BEGINNING_BATCH_COUNT + _STEADY_BATCH_COUNT:
-        return (everything,)
-    beginning = Window(everything.begin_ns, loop[_BEGINNING_BATCH_COUNT - 1][1], "the beginning")
-    fault = next((mark for mark in trace.marks if mark.kind in FAULTS and mark.at_ns > beginning.end_ns), None)
+    everything, cycles = whole(trace), loop_cycles(trace)
+    if everything is None or not cycles:
+        return () if everything is None else (everything,)
+    is_cut = trace.lost_span_count > 0
+    if is_cut:
+        since_ns = _known_since(trace)
+        known = [cycle for cycle in cycles if cycle.begin_ns >= since_ns]
+        # A worker that had nothing to do for long looks as if its spans were lost; then the latest are the best there is.
+        cycles = known if len(known) >= _STEADY_BATCH_COUNT else cycles[-_STEADY_BATCH_COUNT:]
+    begin_ns, end_ns = cycles[0].begin_ns, cycles[-1].end_ns
+    if not is_cut:  # workers start before the loop first asks
+        begin_ns = max(everything.begin_ns, begin_ns - int((end_ns - begin_ns) * _MOST_BEFORE))
+    if sum(cycle.size for cycle in cycles) <= _WHOLE_BATCH_COUNT or len(cycles) <= _BEGINNING_BATCH_COUNT + _STEADY_BATCH_COUNT:
+        return (Window(begin_ns, max(end_ns, begin_ns + 1), "the end" if is_cut else everything.title),)
+    beginning_count = 0 if is_cut else _BEGINNING_BATCH_COUNT
+    later_ns = cycles[beginning_count].begin_ns
+    fault = next((mark for mark in trace.marks if mark.kind in FAULTS and mark.at_ns >= later_ns), None)
     if fault is None:
-        first = len(loop) * 3 // 5
+        first = len(cycles) * 3 // 5
     else:
-        first = bisect_left([end for _, end, _ in loop], fault.at_ns) - _STEADY_BATCH_COUNT // 3
-    first = max(_BEGINNING_BATCH_COUNT, min(first, len(loop) - _STEADY_BATCH_COUNT))
-    begin_ns = loop[first][0]
-    title = "later" if fault is None else f"later, with a fault ({fault.kind})"
-    later = Window(begin_ns, max(loop[first + _STEADY_BATCH_COUNT - 1][1], begin_ns + 1), title)
-    # Where older spans were not kept there is no beginning to be seen.
-    return (later,) if trace.lost_span_count else (beginning, later)
+        first = bisect_left([cycle.end_ns for cycle in cycles], fault.at_ns) - _STEADY_BATCH_COUNT // 3
+    first = max(beginning_count, min(first, len(cycles) - _STEADY_BATCH_COUNT))
+    title = ("late in the run" if is_cut else "later") + ("" if fault is None else f", with a fault ({fault.kind})")
+    later_ns = cycles[first].begin_ns
+    later = Window(later_ns, max(cycles[first + _STEADY_BATCH_COUNT - 1].end_ns, later_ns + 1), title)
+    return (later,) if is_cut else (Window(begin_ns, cycles[beginning_count - 1].end_ns, "the beginning"), later)
+
+
+def loop_cycles(trace: Trace) -> list[Cycle]:
+    """What is known of the loop, round by round."""
+    cycles: list[Cycle] = []
+    for span in trace.spans:
+        if span.lane != LOOP:
+            continue
+        away_ns = span.end_ns - span.begin_ns if span.kind == "away" else 0
+        last = cycles[-1] if cycles else None
+        if last is not None and (last.epoch, last.position) == (span.epoch, span.position):
+            size = max(last.size, span.size)
+            cycles[-1] = last._replace(end_ns=span.end_ns, size=size, away_ns=last.away_ns + away_ns)
+        else:
+            is_away = span.kind == "away"
+            cycles.append(Cycle(span.begin_ns, span.end_ns, span.epoch, span.position, span.size, away_ns, is_away))
+    return cycles
+
+
+def _known_since(trace: Trace) -> int:
+    """Since when everything is known of all workers and of the loop, where older spans were not kept."""
+    first: dict[int, Span] = {}
+    for span in trace.spans:
+        first.setdefault(span.lane, span)
+    workers = [span.begin_ns for lane, span in first.items() if lane != LOOP]
+    # Whose spans begin with its start was not there before, and nothing of it is missing.
+    kept = [span.begin_ns for span in first.values() if span.kind != "start"]
+    return max([min(workers, default=0), *kept])
 
 
 def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[Piece]:
@@ -168,33 +201,6 @@ def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[P
         if sum(map(len, rows.values())) <= max(most, 4 * len(rows)):
             return [piece for row in rows.values() for piece in row]
         finest_ns *= 2
-
-
-def serial(trace: Trace, window: Window) -> Serial | None:
-    """What a loader without workers would make of the window's batches, if everything took as long as it did.
-
-    ``None`` where that is what happened, or where too little is known.
-    """
-    if trace.statistics.kind == "inline":
-        return None
-    loads = _load_times(trace)
-    if not loads:
-        return None
-    typical_ns = sum(loads.values()) / len(loads)
-    at_ns: float = window.begin_ns
-    steps: list[tuple[SpanKind, int, int]] = []
-    for span in trace.spans:
-        if span.lane != LOOP or span.kind != "away" or not (window.begin_ns <= span.begin_ns and span.end_ns <= window.end_ns):
-            continue
-        load_ns = sum(loads.get((span.epoch, span.position + number), typical_ns) for number in range(span.size))
-        steps.append(("load", int(at_ns), int(at_ns + load_ns)))
-        at_ns += load_ns
-        steps.append(("away", int(at_ns), int(at_ns + span.end_ns - span.begin_ns)))
-        at_ns += span.end_ns - span.begin_ns
-    if not steps:
-        return None
-    seconds = (at_ns - window.begin_ns) / 1e9
-    return Serial(tuple(steps), seconds, seconds / window.seconds)
 
 
 def marks_in(trace: Trace, window: Window, *, most: int) -> tuple[list[Mark], int]:
@@ -234,38 +240,3 @@ def _joined(run: list[Piece], end_ns: int) -> list[Piece]:
     size = sum(piece.size for piece in run)
     span_count = sum(piece.span_count for piece in run)
     return [run[0]._replace(end_ns=end_ns, busy_ns=busy_ns, size=size, span_count=span_count)]
-
-
-def _loop_cycles(trace: Trace) -> list[tuple[int, int, int]]:
-    """Of each piece of the loop's own work: since when it was waited for, when it ended, how many batches it was."""
-    cycles = []
-    begin_ns: int | None = None
-    for span in trace.spans:
-        if span.lane == LOOP:
-            begin_ns = span.begin_ns if begin_ns is None else begin_ns
-            if span.kind == "away":
-                cycles.append((begin_ns, span.end_ns, span.size))
-                begin_ns = None
-    return cycles
-
-
-def _load_times(trace: Trace) -> dict[tuple[int, int], float]:
-    """How long workers took over each batch, by epoch and number: loading and collating, which a lone loader does too."""
-    statistics = trace.statistics
-    if not statistics.batch_count or not statistics.sample_count:
-        return {}
-    # The last batch of an epoch may be smaller than the others, so the true size is above the mean.
-    batch_size = max(1, -(-statistics.sample_count // statistics.batch_count))
-    loads: dict[tuple[int, int], float] = defaultdict(float)
-    for span in trace.spans:
-        if span.lane == LOOP or span.kind not in ("load", "collate"):
-            continue
-        size = max(1, span.size)
-        each_ns = (span.end_ns - span.begin_ns) / size
-        at, end = span.position, span.position + size
-        while at < end:
-            number = at // batch_size
-            here = min(end, (number + 1) * batch_size) - at
-            loads[span.epoch, number] += here * each_ns
-            at += here
-    return dict(loads)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final, final
 
-from infeed.observe.gauge import Gauge, History, WorkerKind
+from infeed.observe.gauge import Gauge, WorkerKind
+from infeed.observe.history import History
 from infeed.observe.records import Mark, SlowSample, Span, Statistics, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId

@@ -6,6 +6,7 @@ picture change the other.
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,16 +17,15 @@ from infeed.observe.lanes import (
     FAULTS,
     WORDS,
     Piece,
-    Serial,
     Window,
     lane_names,
     lane_tops,
     marks_in,
     pieces,
-    serial,
     windows,
 )
 from infeed.observe.records import LOOP, SpanKind, Trace
+from infeed.observe.serial import Serial, serial
 from infeed.observe.units import format_seconds
 
 if TYPE_CHECKING:
@@ -48,6 +48,13 @@ _SOFT: Final = "#626a73"
 _MOST_MARKS: Final = 8
 _MOST_LABELS: Final = 24
 _WIDTH_IN: Final = 12.0
+_GAP_IN: Final = 0.01  # between pieces, so that one is told from the next
+_HEADLINE_SIZE: Final = 13
+_HEADLINE_IN: Final = 0.26  # a line
+_HEADLINE_LETTERS: Final = 104  # of a line
+_MOST_LETTERS: Final = 1000
+_NOTE_LETTERS: Final = 160
+_MOST_NOTE_LETTERS: Final = 400
 
 
 def draw_picture(trace: Trace, path: Path) -> None:
@@ -82,19 +89,24 @@ def _draw(trace: Trace, figure: Figure) -> None:
     lane_count = tops[LOOP] + 1
     lane_in = max(0.1, min(0.34, 11 / lane_count))
     notes = _notes(trace, shown)
-    height_in = 1.7 + lane_in * lane_count + 0.21 * len(notes)
+    headline = _headline(trace)
+    # Everything is below the verdict, which has as many lines as it needs.
+    head_in = 0.14 + _HEADLINE_IN * len(headline)
+    height_in = head_in + 1.32 + lane_in * lane_count + 0.21 * len(notes)
     figure.set_size_inches(_WIDTH_IN, height_in)
 
     def below_top(inches: float) -> float:
         return 1 - inches / height_in
 
-    figure.text(0.02, below_top(0.14), _headline(trace), size=14, weight="bold", color=_INK, va="top", parse_math=False)
-    figure.text(0.02, below_top(0.46), _subline(trace, seen), size=9.5, color=_SOFT, va="top", parse_math=False)
+    for line, text in enumerate(headline):
+        at = below_top(0.14 + _HEADLINE_IN * line)
+        figure.text(0.02, at, text, size=_HEADLINE_SIZE, weight="bold", color=_INK, va="top", parse_math=False)
+    figure.text(0.02, below_top(head_in + 0.06), _subline(trace, seen), size=9.5, color=_SOFT, va="top", parse_math=False)
     if not shown:
         return
     kinds: set[SpanKind] = set()
     number = 1
-    bottom, top = (0.42 + 0.21 * len(notes)) / height_in, below_top(1.22)
+    bottom, top = (0.42 + 0.21 * len(notes)) / height_in, below_top(head_in + 0.84)
     ratios = [1.0] if len(shown) == 1 else [2.0, 3.0]
     grid = figure.add_gridspec(1, len(shown), left=0.13, right=0.975, bottom=bottom, top=top, width_ratios=ratios, wspace=0.05)
     for column, (window, in_a_row) in enumerate(zip(shown, serials, strict=True)):
@@ -102,11 +114,11 @@ def _draw(trace: Trace, figure: Figure) -> None:
         kinds |= _draw_window(axes, window, seen[column], in_a_row, tops)
         number = _draw_marks(trace, axes, window, tops, number)
         _draw_axis(axes, window, tops, _labels(trace, tops, any(serials)) if column == 0 else {})
-        if len(shown) > 1:
-            axes.set_title(f"{window.title} ({format_seconds(window.seconds)})", size=9.5, color=_SOFT, loc="left", pad=4)
-    _legend(figure, kinds, below_top(0.72))
-    for line, note in enumerate(reversed(notes)):
-        figure.text(0.02, (0.08 + 0.21 * line) / height_in, note, size=8.5, color=_SOFT, va="bottom", parse_math=False)
+        if len(shown) > 1 or trace.lost_span_count:
+            axes.set_title(f"{window.title}, {format_seconds(window.seconds)}", size=9.5, color=_SOFT, loc="left", pad=4)
+    _legend(figure, kinds, below_top(head_in + 0.32))
+    for below, note in zip(reversed(range(len(notes))), notes, strict=True):
+        figure.text(0.02, (0.08 + 0.21 * below) / height_in, note, size=8.5, color=_SOFT, va="bottom", parse_math=False)
 
 
 def _draw_window(
@@ -121,15 +133,15 @@ def _draw_window(
         if begin_ns < window.end_ns:
             one = (begin_ns / 1e9, (min(end_ns, window.end_ns) - begin_ns) / 1e9, 1.0)
             bars.setdefault((0, kind), []).append(one)
+    gap = window.seconds * _GAP_IN / (_WIDTH_IN * axes.get_position().width)
     # In the order of the kinds: what is small lies on top.
     for (top, kind), found in sorted(bars.items(), key=lambda item: list(COLOURS).index(item[0][1])):
         offset, height = EXTENT[kind]
         axes.broken_barh(
-            [(begin, length) for begin, length, _ in found],
+            [(begin, length - gap if length > 4 * gap else length) for begin, length, _ in found],
             (top + offset, height),
             facecolors=[_pale(COLOURS[kind], density) for _, _, density in found],
-            edgecolors="white",
-            linewidths=[0.5 if length > window.seconds / 150 else 0 for _, length, _ in found],
+            linewidths=0,
         )
     if in_a_row is not None:
         where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
@@ -185,8 +197,9 @@ def _legend(figure: Figure, kinds: set[SpanKind], top: float) -> None:
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.013, top), ncols=7, columnspacing=1.4, **style)
 
 
-def _headline(trace: Trace) -> str:
-    return shortened(trace.statistics.verdict.strip().partition("\n")[0] or "infeed", 100)
+def _headline(trace: Trace) -> list[str]:
+    """The verdict in lines: what to do about it stands at its end."""
+    return textwrap.wrap(shortened(trace.statistics.verdict, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
 
 
 def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
@@ -204,18 +217,19 @@ def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
 
 
 def _notes(trace: Trace, shown: tuple[Window, ...]) -> list[str]:
-    """What the numbered points are, in the order of their numbers."""
+    """What the numbered points are, in the order of their numbers, in lines."""
     faults, rest = [], 0
     for window in shown:
         inside, left_out = marks_in(trace, window, most=_MOST_MARKS)
         faults += [mark for mark in inside if mark.kind in FAULTS]
         rest += left_out
     lanes = lane_names(trace)
-    notes = [
-        f"{number}  {mark.kind} at {format_seconds(mark.at_ns / 1e9)} ({lanes.get(mark.lane, 'your loop')}): "
-        f"{shortened(mark.text, 140)}"
-        for number, mark in enumerate(faults, 1)
-    ]
+    notes = []
+    for number, mark in enumerate(faults, 1):
+        who = lanes.get(mark.lane, "your loop")
+        note = f"{mark.kind} at {format_seconds(mark.at_ns / 1e9)} ({who}): {shortened(mark.text, _MOST_NOTE_LETTERS)}"
+        first, *more = textwrap.wrap(note, _NOTE_LETTERS)
+        notes += [f"{number}  {first}", *(f"    {line}" for line in more)]
     return [*notes, f"and {rest} more"] if rest else notes
 
 

@@ -108,13 +108,14 @@ def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
     if statistics.started_s:
         yield "First batches", format_seconds(statistics.started_s), "while workers were starting"
     troubles = {
-        "restarts": statistics.restart_count,
-        "retries": statistics.retry_count,
-        "skipped": statistics.skipped_count,
-        "replaced": statistics.replaced_count,
+        ("restart", "restarts"): statistics.restart_count,
+        ("retry", "retries"): statistics.retry_count,
+        ("skipped", "skipped"): statistics.skipped_count,
+        ("replaced", "replaced"): statistics.replaced_count,
     }
     if any(troubles.values()):
-        yield "Troubles", str(sum(troubles.values())), ", ".join(f"{count} {name}" for name, count in troubles.items() if count)
+        each = ", ".join(format_count(count, *names) for names, count in troubles.items() if count)
+        yield "Troubles", f"{sum(troubles.values()):,}", each
 
 
 def _over_time(trace: Trace) -> Iterator[Block]:

@@ -12,6 +12,10 @@ _TASK_NS: Final = 1_000_000
 _QUEUE_NS: Final = 2_000_000
 # ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
 _AWAY_TIMES: Final = 2
+# As long as nothing is known of the loop (the first step of a training is often by far the longest): so much, and one task
+# behind the one at hand whatever it takes. Not the whole window: what is sent cannot go to a worker that comes later.
+_FIRST_QUEUE_NS: Final = 250_000_000
+_FIRST_TASKS: Final = 2
 # Weight of the newest duration in the running means: follows a change within some ten, forgives one that stands out.
 _MEAN_WEIGHT: Final = 0.1
 _AWAY_WEIGHT: Final = 0.3
@@ -25,7 +29,7 @@ class Pace:
         self._grain_ns = 0.0
         self._away_ns = 0.0
         self._queue_ns = float(_QUEUE_NS)
-        self._ahead_count = 0  # grains that a worker may have ahead whatever they take
+        self._is_first_away = False
         self.knows_loop = False
 
     @property
@@ -37,17 +41,14 @@ class Pace:
         mean = self._grain_ns
         self._grain_ns = mean + _MEAN_WEIGHT * (per_grain - mean) if mean else per_grain
 
-    def expect_long_away(self, grain_count: int) -> None:
-        """Let a worker have so many grains ahead until the loop is back, because nothing is known of it yet.
-
-        The first step of a training is often by far the longest.
-        """
-        self._ahead_count = grain_count
+    def expect_away(self) -> None:
+        """The loop gets a batch, and nothing is known of how long it will be away."""
+        self._is_first_away = True
 
     def learn_away(self, away_ns: int) -> bool:
         """Take in how long the loop was away; whether workers may be sent more ahead than before."""
         if away_ns and not self.knows_loop:
-            self.knows_loop, self._ahead_count = True, 0
+            self.knows_loop, self._is_first_away = True, False
         if away_ns <= _QUEUE_NS and self._away_ns <= _QUEUE_NS:
             return False  # the usual case, and nothing to be gained
         self._away_ns += _AWAY_WEIGHT * (away_ns - self._away_ns)
@@ -57,8 +58,12 @@ class Pace:
 
     def has_room(self, task_count: int, grain_count: int) -> bool:
         """Whether a worker with this many tasks of this many grains may be sent another."""
-        count = task_count * grain_count
-        return count < self._ahead_count or (bool(self._grain_ns) and count * self._grain_ns < self._queue_ns)
+        if not self._grain_ns:
+            return False
+        ahead_ns = task_count * grain_count * self._grain_ns
+        if self._is_first_away:
+            return task_count < _FIRST_TASKS or ahead_ns < _FIRST_QUEUE_NS
+        return ahead_ns < self._queue_ns
 
     def task_grains(self, grain_count: int, worker_count: int) -> int:
         """Grains to put into one task of a batch of ``grain_count``."""

@@ -60,7 +60,7 @@ class Serving(Books):
         del self._batches[batch.batch]
         del self._finished[batch.batch]
         if not self._pace.knows_loop:
-            self._pace.expect_long_away(batch.grain_count * -(-self._window // self._hired_count))
+            self._pace.expect_away()
             self._find_room()
         if batch.is_failed:
             if batch.slot is not None:

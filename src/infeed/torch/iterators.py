@@ -12,7 +12,8 @@ import torch
 from torch.utils.data._utils import pin_memory as torch_pinning
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from infeed.core import Core, Epoch
+from infeed.core import Core
+from infeed.epoch import Epoch
 from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerError
 from infeed.torch.tally import TALLY
 
@@ -48,7 +49,7 @@ class EngineIter(_BaseDataLoaderIter):
 
     def _begin(self) -> None:
         self._core.plan.arm(self._sampler_iter, self._base_seed)  # type: ignore[attr-defined]
-        self._epoch: Epoch = self._core.iterate(None)
+        self._epoch = Epoch(self._core)
         if self._num_workers > 0:
             self._epoch.begin().prime()
 

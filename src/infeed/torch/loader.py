@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader as TorchDataLoader  # now, because `inst
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from infeed.autocount import MOST_WORKERS, AutoCount
-from infeed.config import Observe, OnError, WorkerChoice, check_cpu_limit
+from infeed.checks import check_cpu_limit
+from infeed.config import Observe, OnError, WorkerChoice
 from infeed.errors import ConfigError
 from infeed.ledger import BadSample
 from infeed.lineage import Lineage

@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 class Reading(NamedTuple):
     """How far everything had come at a time. All sums are from the beginning."""
 
-    at_ns: int
+    at_ns: int  # by a clock that stands still between epochs: these may be too short to tell anything by themselves
     batch_count: int
     sample_count: int
     waited_ns: int  # by the loop, for batches
@@ -117,13 +117,17 @@ class Summary(NamedTuple):
 
     def differs(self, other: Summary) -> bool:
         """Whether this is clearly other work than that."""
-        pairs = [(self.work_s, other.work_s)]
-        # What the loop does by itself counts only where it takes part of its time: else it is nothing, in other words.
-        if min(self.wait_share, other.wait_share) < _MOSTLY:
-            pairs.append((self.away_s, other.away_s))
-        doubt = (self.unevenness**2 + other.unevenness**2) ** 0.5
-        clearly = max(_CLEARLY, exp(min(_SURELY * doubt, _MOST_DOUBT)))
-        if any(not one <= clearly * two or not two <= clearly * one for one, two in pairs):
+        if self._is_far(other, self.work_s, other.work_s) or self.is_of_another_loop(other):
             return True
         shares = (self.cpu_share, other.cpu_share)
         return None not in shares and abs((shares[0] or 0.0) - (shares[1] or 0.0)) > _CLEARLY_OTHER_SHARE
+
+    def is_of_another_loop(self, other: Summary) -> bool:
+        """Whether the loop takes clearly longer for a sample, or less long, than it did."""
+        # That counts only where it takes part of its time: else it is nothing, in other words.
+        return min(self.wait_share, other.wait_share) < _MOSTLY and self._is_far(other, self.away_s, other.away_s)
+
+    def _is_far(self, other: Summary, one: float, two: float) -> bool:
+        doubt = (self.unevenness**2 + other.unevenness**2) ** 0.5
+        clearly = max(_CLEARLY, exp(min(_SURELY * doubt, _MOST_DOUBT)))
+        return not one <= clearly * two or not two <= clearly * one

@@ -177,6 +177,8 @@ class Tuner:
 
     def _grow(self, reading: Reading, seen: Summary) -> Change | None:
         count = reading.worker_count
+        if seen.wait_share <= _GROW_WAIT:
+            return None  # it began to wait only now
         busy_share = seen.busy_count / count
         target = min(self._wanted(count, seen), self._most, max(count, self._memory_most(reading)))
         if busy_share < _GROW_BUSY or target <= count:
@@ -218,13 +220,18 @@ class Tuner:
         if len(self._spells) < _LEAST_PROOF:
             return None
         after = Summary.of(self._spells)
+        if after.is_of_another_loop(trial.before):
+            self._trial, self._spells = None, []  # what came of the step cannot be told from what came of that
+            return None
         gain = after.rate / trial.before.rate - 1 if trial.before.rate else inf
         doubt = (after.doubt**2 + trial.before.doubt**2) ** 0.5
         if abs(gain - trial.least_gain) < _PROOF * doubt and len(self._spells) < _MOST_PROOF:
             return None
         self._trial = None
-        if gain >= trial.least_gain or after.wait_share < trial.before.wait_share / 2:
+        if gain >= trial.least_gain:
             return self._moderate(reading.worker_count, trial.origin, gain + doubt)
+        if after.wait_share < trial.before.wait_share / 2:
+            return None
         self._ceiling, self._has_rested, self._is_learning = reading.worker_count, True, True
         if not (gain < -_LOSS and reading.worker_count >= 2 * trial.origin):
             self._ceiling = trial.origin + 1  # it is flat there: nothing in between is better

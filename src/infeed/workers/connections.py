@@ -10,12 +10,9 @@ import os
 import sys
 from collections.abc import Iterable
 from multiprocessing import connection
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from infeed.workers.channel import Link, Poller, WorkerEnd
-from infeed.workers.child import ThreadedEnd, leave, run_worker
-from infeed.workers.insides import ignore_interrupts, watch_parent
-from infeed.workers.seeding import seed_lazily
 
 # Windows has a class of its own for it, with the same methods.
 if sys.platform == "win32":
@@ -105,13 +102,9 @@ def open_pipe() -> tuple[ConnectionLink, Connection[Any, Any]]:
     return ConnectionLink(ours), theirs
 
 
-def spawned(parent_pid: int, handle: int, *fds: int) -> NoReturn:
-    """Entry point of a spawned worker."""
-    ignore_interrupts()
-    watch_parent(parent_pid, leave)
-    seed_lazily()
-    run_worker(ThreadedEnd(ConnectionEnd(Connection(handle))), fds)
-    leave()
+def inherited_end(handle: int) -> ConnectionEnd:
+    """The worker's end, in the worker."""
+    return ConnectionEnd(Connection(handle))
 
 
 if sys.platform == "win32":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from infeed.importing import when_imported
+
+if TYPE_CHECKING:
+    from infeed.workers.sources import WorkerSpec  # needs NumPy
 
 
 @final
@@ -68,6 +71,16 @@ def tell_torch(info: WorkerInfo) -> None:
             worker._worker_info = told
 
     when_imported(_TORCH_WORKER, tell)
+
+
+def introduce(spec: WorkerSpec, dataset: Any, worker_count: int) -> None:
+    """Let user code in this thread know which worker it runs in, and how many there are."""
+    if spec.kind == "inline":
+        return  # user code is in the main process and is told so
+    info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, dataset)
+    set_worker_info(info)
+    if spec.is_as_torch:
+        tell_torch(info)
 
 
 def take_was_asked() -> bool:

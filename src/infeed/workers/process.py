@@ -1,45 +1,29 @@
-"""Workers that are processes: forked by the fork server, or spawned where there is no safe fork."""
+"""Workers that are processes: told what to do over their pipes, heard, seen off, and buried when they die."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
-import select
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from abc import ABC, abstractmethod
-from typing import Final, Literal, NoReturn, final
+from typing import Final, final
 
-from infeed.errors import ConfigError
 from infeed.memory.parcel import Parcel
 from infeed.memory.pressure import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
-from infeed.workers.channel import Link, can_use_poll, open_poller
-from infeed.workers.child import Birth, ThreadedEnd, leave, run_worker
+from infeed.workers.channel import Link, open_poller
+from infeed.workers.child import Birth
 from infeed.workers.crew import Crew, Death, News
-from infeed.workers.insides import child_environment, current_directory, die_with_parent, ignore_interrupts, watch_parent
-from infeed.workers.launch import explaining_limits, search_path, start_interpreter
+from infeed.workers.insides import child_environment, current_directory
+from infeed.workers.launch import explaining_limits, search_path
 from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
-from infeed.workers.preload import preloadable
-from infeed.workers.seeding import seed_lazily
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.stacks import take as take_stack
-from infeed.workers.threadpools import modules_for
+from infeed.workers.starting import Process, SpawnedProcess, Starter, StartMethod
 from infeed.workers.wire import PART, TaskEncoder, decode_answer
 
-if sys.platform == "linux":
-    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, bury_fork_server, fork_server
-if sys.platform != "win32":
-    from infeed.workers.pipes import PipeEnd, PipeLink
-
-_LOG: Final = logging.getLogger("infeed")
 # How long close() lets workers end by themselves before it kills them. An idle one needs a millisecond; one in user code may
 # never come back, and Ctrl+C must not feel dead.
 _CLOSE_S: Final = 0.5
@@ -47,80 +31,10 @@ _SIGKILL: Final = 9  # not in `signal` on Windows
 # How long a worker has to say where it is.
 _STACK_S: Final = 0.5
 
-StartMethod = Literal["auto", "forkserver", "spawn"]
-
-
-def uses_fork(start_method: StartMethod) -> bool:
-    """Whether workers are forked by a server: where the platform forks safely and can hand descriptors to a running process.
-
-    macOS can do both, but its own libraries forbid what follows a fork.
-
-    Raises:
-        ConfigError: a fork server was asked for and there can be none.
-    """
-    if start_method == "spawn":
-        return False
-    calls = ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
-    can_fork = sys.platform == "linux" and all(getattr(module, name, None) is not None for module, name in calls)
-    if start_method == "forkserver" and not can_fork:
-        raise ConfigError("start_method='forkserver' needs what only Linux has; use 'auto' or 'spawn' on this platform")
-    return can_fork
-
-
-def prepare(start_method: StartMethod) -> None:
-    """Let the fork server start while the rest of an engine is made: it is what the first batch waits for."""
-    if sys.platform == "linux" and uses_fork(start_method):
-        with explaining_limits():
-            fork_server()
-
-
-class _Process(ABC):
-    """A worker's process, as the engine's side knows it."""
-
-    pid: int
-
-    @abstractmethod
-    def kill(self) -> None: ...
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> int | None:
-        """The exit code, negative for a signal; ``None`` if it is not known in time."""
-
-
-if sys.platform == "linux":
-
-    @final
-    class _ForkedProcess(_Process):
-        def __init__(self, server: ForkServer, pid: int) -> None:
-            self._server = server
-            self.pid = pid
-
-        def kill(self) -> None:
-            self._server.kill(self.pid)
-
-        def wait(self, timeout_s: float) -> int | None:
-            return self._server.wait_exit(self.pid, timeout_s)
-
-
-@final
-class _SpawnedProcess(_Process):
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout_s: float) -> int | None:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
 
 @final
 class _Member:
-    def __init__(self, link: Link, process: _Process) -> None:
+    def __init__(self, link: Link, process: Process) -> None:
         self.link, self.process = link, process
         self.encoder = TaskEncoder()
         self.frames: list[bytes] = []  # sent, but not yet gone out
@@ -130,7 +44,7 @@ class _Member:
 class _Leaver:
     """A process that was told to end."""
 
-    def __init__(self, worker: WorkerId, process: _Process) -> None:
+    def __init__(self, worker: WorkerId, process: Process) -> None:
         self.worker, self.process = worker, process
         self._deadline = time.monotonic() + _CLOSE_S
         self._is_killed = False
@@ -164,10 +78,9 @@ class ProcessCrew(Crew):
     ) -> None:
         self._parcel = parcel
         self._board = board
-        self._store = store
         self._specs = specs
         self._threads = threads
-        self._uses_fork = uses_fork(start_method)
+        self._starter = Starter(parcel=parcel, store=store, start_method=start_method, threads=threads)
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
         self._leavers: list[_Leaver] = []
@@ -178,16 +91,13 @@ class ProcessCrew(Crew):
         with explaining_limits():
             self._poller = open_poller()
         self._owner_pid = os.getpid()
-        # Looked for once: it goes through everything that the user's modules have imported.
-        self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self._uses_fork else []
 
     def start(self, worker: WorkerId) -> None:
         assert self._board.handle is not None
         for leaver in self._leavers:
             if leaver.worker == worker:
                 leaver.process.kill()  # two would write into one place on the board
-        with explaining_limits():
-            link, process = self._start_process()
+        link, process = self._starter.start()
         birth = Birth(
             self._specs[worker],
             self._parcel,
@@ -208,7 +118,7 @@ class ProcessCrew(Crew):
         member = self._members.get(worker)
         if member is None:
             return  # it is dead already
-        if isinstance(member.process, _SpawnedProcess):
+        if isinstance(member.process, SpawnedProcess):
             member.link.send([PART])  # one that is forked knows no names that it could remove
         self._dismiss(worker)
         self._early = [news for news in self._early if news[0] != worker]
@@ -254,7 +164,7 @@ class ProcessCrew(Crew):
             return None
         if stack_fd >= 0:
             return take_stack(member.process.pid, stack_fd)
-        if self._uses_fork:
+        if self._starter.uses_fork:
             return None
         self.send(worker, TellStack())
         deadline = time.monotonic() + _STACK_S
@@ -309,8 +219,7 @@ class ProcessCrew(Crew):
             for process in processes:
                 process.kill()
             raise
-        if sys.platform == "linux" and self._uses_fork:
-            bury_fork_server()
+        self._starter.close()
 
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
@@ -339,95 +248,6 @@ class ProcessCrew(Crew):
         del self._worker_of[member.link]
         member.link.close()
         return member
-
-    def _start_process(self) -> tuple[Link, _Process]:
-        if sys.platform == "linux" and self._uses_fork:
-            try:
-                return self._fork()
-            except ServerGoneError:
-                # It was killed, or ended by itself a moment ago; another will do. If that fails too, the user hears of it.
-                return self._fork()
-            except ForkRefusedError as refused:
-                self._uses_fork = False
-                _LOG.warning("workers are spawned instead of forked: %s", refused)
-        return self._spawn()
-
-    if sys.platform == "linux":
-
-        def _fork(self) -> tuple[Link, _Process]:
-            link, task_read, done_write = _open_pipes()
-            try:
-                server = fork_server()
-                server.preload(self._preload)
-                descriptor = self._store.descriptor()
-                fds = [task_read, done_write, *([] if descriptor is None else [descriptor]), *self._parcel.fds]
-                return link, _ForkedProcess(server, server.fork(fds))
-            except BaseException:
-                link.close()
-                raise
-            finally:
-                os.close(task_read)
-                os.close(done_write)
-
-    def _spawn(self) -> tuple[Link, _Process]:
-        descriptor = self._store.descriptor()
-        shared = (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
-        if sys.platform != "win32" and can_use_poll():
-            link, task_read, done_write = _open_pipes()
-            fds = (task_read, done_write, *shared)
-            # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
-            # that is killed removes no names.
-            is_bound = threading.current_thread() is threading.main_thread() and descriptor is not None
-            entry = "infeed.workers.process:spawned_bound" if is_bound else "infeed.workers.process:spawned"
-            try:
-                return link, _SpawnedProcess(start_interpreter(entry, threads=self._threads, pass_fds=fds))
-            except BaseException:
-                link.close()
-                raise
-            finally:
-                os.close(task_read)
-                os.close(done_write)
-        from infeed.workers.connections import open_pipe  # takes a while to import, and few need it
-
-        connection, theirs = open_pipe()
-        with theirs:
-            handles = (theirs.fileno(), *shared)
-            try:
-                process = start_interpreter("infeed.workers.connections:spawned", threads=self._threads, pass_fds=handles)
-            except BaseException:
-                connection.close()
-                raise
-        return connection, _SpawnedProcess(process)
-
-
-if sys.platform != "win32":
-
-    def _open_pipes() -> tuple[PipeLink, int, int]:
-        """The engine's ends of two pipes, and the ends for a worker to read and to write."""
-        task_read, task_write = os.pipe()
-        try:
-            done_read, done_write = os.pipe()
-        except OSError:
-            os.close(task_read)
-            os.close(task_write)
-            raise
-        return PipeLink(task_write, done_read), task_read, done_write
-
-    def spawned_bound(*arguments: int) -> NoReturn:
-        """Entry point of a spawned worker that the kernel ends with its parent.
-
-        Threads, as in the other, do not run while native code of the user's keeps the GIL.
-        """
-        die_with_parent()
-        spawned(*arguments)
-
-    def spawned(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
-        """Entry point of a spawned worker."""
-        ignore_interrupts()
-        watch_parent(parent_pid, leave)
-        seed_lazily()
-        run_worker(ThreadedEnd(PipeEnd(read_fd, write_fd)), fds)
-        leave()
 
 
 def _how_it_ended(code: int | None) -> str:

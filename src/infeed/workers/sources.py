@@ -79,3 +79,8 @@ class WorkerSpec:
     def worker_seed(self) -> int:
         """What the worker's generators are seeded with when it starts, and what user code is told as its seed."""
         return derive(self.seed, self.share) if self.torch_seed is None else self.torch_seed + self.worker
+
+    @property
+    def is_as_torch(self) -> bool:
+        """Whether user code is to find in it what it finds in torch's own workers: their seeds, their ``get_worker_info``."""
+        return self.torch_seed is not None and self.seeding is Seeding.SET

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.findings.finding import Finding, describe, duration
@@ -29,9 +29,14 @@ _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
 
 _SLOW_SHARE: Final = 0.05
+_MOST_OF_IT: Final = 0.5
 
 _INLINE: Final = "itself: there are no workers, so that it loads every sample"
 _USE_INFEED: Final = "from infeed.torch import DataLoader"
+_CLOSER: Final = "a copy on a local disk; fewer, larger files"
+_LIGHTER: Final = "fewer, larger arrays in a sample; larger batches"
+_CHEAPER: Final = "cheaper samples: decode, resize or tokenize once, beforehand"
+_SHARE: Final = "let each worker read its own part in __iter__, by get_worker_info()"
 _BENCH: Final = "infeed bench module:dataset tries settings"
 
 # Below this a copy to the device takes no longer than asking for it.
@@ -47,10 +52,11 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     who = "The GPU" if run.has_gpu else "The loop"
     count = loader.batch_count
+    reason = _reason(run, loader)
     evidence = {
         "waited": f"{duration(loader.waited_s)} of {duration(loader.waited_s + loader.away_s)}",
         "a batch": f"{duration(loader.waited_s / count)} of waiting, {duration(loader.away_s / count)} of work",
-        "for": _reason(run, loader),
+        "for": reason.text,
     }
     workers = run.workers_of(loader) if loader.kind == "process" else []
     if workers:
@@ -58,9 +64,8 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     if loader.probe.sample_count:
         probe = loader.probe
         evidence["a sample"] = f"{duration(probe.sample_s)}, of which {duration(probe.cpu_s)} on a processor"
-    change = "what to change is in the other findings"
-    if loader.kind == "inline" and 0 < loader.load_s < LEAST_LOAD_S:
-        change = "larger batches, cheaper samples; so little work gains nothing from workers"
+    # More workers are all that it tries.
+    change = reason.cure if loader.has_one_reader or loader.is_gathered else f"{reason.cure}; {_BENCH}"
     return Finding(
         name="loop-waits",
         title=f"{who} waits for data {loader.wait_share:.0%} of the time",
@@ -68,8 +73,8 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         cost=loader.waited_s / run.seconds if run.seconds else loader.wait_share,
         evidence=evidence,
         cure={
-            "torch": f"{change}; {_BENCH}",
-            "infeed": f"{_USE_INFEED if loader.library == 'torch' else change}; {_BENCH}",
+            "torch": change,
+            "infeed": f"{_USE_INFEED}; {change}" if loader.library == "torch" else change,
         },
         loader=describe(loader),
     )
@@ -81,23 +86,53 @@ def waits(loader: LoaderSeen) -> bool:
     return is_known and loader.wait_share >= _WAIT_SHARE
 
 
-def _reason(run: Run, loader: LoaderSeen) -> str:
+class _Reason(NamedTuple):
+    """What the loop waits for, and what to do about that, whether or not another finding says more of it."""
+
+    text: str
+    cure: str
+
+
+def _reason(run: Run, loader: LoaderSeen) -> _Reason:
+    if waits_for_slow(loader):
+        worst = loader.probe.slow[0]
+        worst_s = f"index {worst.which} {duration(worst.seconds)}"
+        text = f"a few slow samples: they take {loader.slow_share:.0%} of the loading; {worst_s}"
+        return _Reason(text, "make these samples cheaper or leave them out; more workers would wait for them as well")
     if loader.kind == "inline":
-        return "itself: rows are taken out of arrays" if loader.is_gathered else _INLINE
+        return _reason_inline(loader)
+    if loader.has_one_reader:
+        is_read_once = loader.library == "infeed" or loader.num_workers == 1
+        how = "one worker reads all of it" if is_read_once else "each worker reads all of it, and gives the same samples again"
+        return _Reason(f"the stream: it does not share itself among workers; {how}", f"{_SHARE}; more workers help only then")
     if storage_bound(run, loader) is not None:
-        return "storage: samples wait to be read"
+        return _Reason("storage: samples wait to be read", _CLOSER if loader.is_auto else f"more workers than cores; {_CLOSER}")
     if loader.probe.sample_count and loader.load_s < loader.waited_s / loader.batch_count:
-        return "the way from the workers: loading a batch here takes less than its coming over"
+        text = "the way from the workers: loading a batch here takes less than its coming over"
+        return _Reason(text, _LIGHTER if loader.is_auto else f"num_workers=0; or {_LIGHTER}")
     if loader.probe.sample_count and not loader.is_auto:  # of which there were fewer before
         could_s = loader.load_s / max(1, loader.num_workers)
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         if could_s < _IDLING * comes_s:
-            return f"the way from workers: they could load one every {duration(could_s)}, one comes every {duration(comes_s)}"
+            text = f"the way from workers: they could load one every {duration(could_s)}, one comes every {duration(comes_s)}"
+            return _Reason(text, f"{_LIGHTER}; nothing else on these processors")
     if loader.num_workers >= run.core_count and _cores_used(run, loader) >= _BUSY * run.core_count:
-        return "processors: all are at work"
+        return _Reason("processors: all are at work", _CHEAPER)
     if loader.is_auto:
-        return "workers: they bring less than the loop takes; infeed decides how many there are"
-    return "workers: there are too few"
+        return _Reason("workers: they bring less than the loop takes; infeed decides how many there are", _CHEAPER)
+    return _Reason("workers: there are too few", f"more workers; {_CHEAPER}")
+
+
+def _reason_inline(loader: LoaderSeen) -> _Reason:
+    if loader.is_gathered:
+        return _Reason(
+            "itself: rows are taken out of arrays", "larger batches, narrower rows; workers have nothing to do there"
+        )
+    if 0 < loader.load_s < LEAST_LOAD_S:
+        return _Reason(_INLINE, "larger batches, cheaper samples; so little work gains nothing from workers")
+    if loader.has_one_reader:
+        return _Reason(_INLINE, f"num_workers=1, which loads while the loop works; for more of them {_SHARE}")
+    return _Reason(_INLINE, "num_workers=1 or more, which load while the loop works")
 
 
 def _cores_used(run: Run, loader: LoaderSeen) -> float:
@@ -121,9 +156,9 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
     if run.has_own_loop and not waits(loader):
         return None  # it is read in time
     most = max(loader.num_workers + 1, math.ceil(run.core_count / max(1 - off, 0.05)))
-    closer = "a copy on a local disk; fewer, larger files"
     threads = "worker='thread'" if loader.is_auto else f"worker='thread', num_workers={min(most, MOST_WORKERS)}"
     is_open = loader.is_auto and loader.kind == "thread"
+    more = f"{_CLOSER}; {_SHARE}, and then more workers than cores" if loader.has_one_reader else _CLOSER
     return Finding(
         name="storage-bound",
         title=f"Reading is slow: samples wait {off:.0%} of their time for storage",
@@ -134,8 +169,8 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
             "read": f"{format_bytes(read)} a sample, {format_bytes(read / probe.sample_s)}/s by one reader",
         },
         cure={
-            "torch": f"more workers than cores (up to {min(most, MOST_WORKERS)}); {closer}",
-            "infeed": closer if is_open else f"{threads}; {closer}",
+            "torch": more if loader.has_one_reader else f"more workers than cores (up to {min(most, MOST_WORKERS)}); {_CLOSER}",
+            "infeed": more if loader.has_one_reader or is_open else f"{threads}; {_CLOSER}",
         },
         loader=describe(loader),
     )
@@ -146,8 +181,7 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
     probe = loader.probe
     if not probe.slow or (run.has_own_loop and not waits(loader)):
         return None
-    lost = sum(one.seconds - probe.median_s for one in probe.slow)
-    share = lost / (probe.sample_s * probe.sample_count) if probe.sample_s else 0.0
+    share = loader.slow_share
     if share < _SLOW_SHARE:
         return None
     worst = probe.slow[0]
@@ -168,6 +202,16 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
         },
         loader=describe(loader),
     )
+
+
+def waits_for_slow(loader: LoaderSeen) -> bool:
+    """Whether a few slow samples are why the loop waits: they take most of the loading, or the others would come in time."""
+    share = loader.slow_share
+    if share < _SLOW_SHARE or not waits(loader):
+        return False
+    others_s = (1 - share) * loader.load_s / max(1, loader.num_workers)
+    is_enough = bool(loader.num_workers) and others_s <= loader.away_s / loader.batch_count
+    return share >= _MOST_OF_IT or is_enough
 
 
 def no_pinning(run: Run, loader: LoaderSeen) -> Finding | None:

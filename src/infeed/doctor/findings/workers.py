@@ -7,12 +7,14 @@ from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.findings.finding import Finding, describe, duration
-from infeed.doctor.findings.waiting import LEAST_LOAD_S, LEAST_SWITCHES, MOST_WORKERS, waits
+from infeed.doctor.findings.waiting import LEAST_LOAD_S, LEAST_SWITCHES, MOST_WORKERS, waits, waits_for_slow
 
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1
 # Some room, because samples are not all alike.
 _ROOM: Final = 1.1
+# Where slow samples are what bounds it: the least number of workers that comes so close to the most that would be of use.
+_ALMOST: Final = 1.05
 
 # What a batch costs on its way from a worker. torch: a queue, two threads, a file descriptor for each tensor, new pages for its
 # bytes on both sides; all its workers together bring 2.5 GB/s, however many they are. infeed: a message of some dozen bytes.
@@ -34,9 +36,9 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     way = way_s(loader)
     if best > loader.num_workers and loader.load_s >= max(LEAST_LOAD_S, way):
         # Where workers now bring less than they should, more of them will too.
-        should = max(away, loader.load_s / max(1, loader.num_workers))
+        should = max(away, loader.load_s / max(1, loader.num_workers), slowest_s(loader, loader.num_workers))
         scale = max(1.0, (away + wait - way) / should) if loader.num_workers else 1.0
-        after = max(away, scale * loader.load_s / best) + way
+        after = max(away, scale * loader.load_s / best, slowest_s(loader, best)) + way
     elif loader.num_workers and loader.load_s < wait:
         best, after = 0, away + loader.load_s
     else:
@@ -47,11 +49,16 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     why = "enough to keep up with the loop" if best else "loading is cheaper than what workers cost"
     if best and loader.load_s / best > away:
         why = "as many as there are processors for"
+    bound = slowest_s(loader, best)
+    if bound > max(away, loader.load_s / max(1, best)):
+        why = f"more would wait for slow samples: because of them a batch comes every {duration(bound)} at best"
+    # What slow samples take is theirs: without them fewer workers are needed.
+    rest = 1 - loader.slow_share if waits_for_slow(loader) else 1.0
     return Finding(
         name="num-workers",
         title=f"num_workers={best} would be better than {loader.num_workers}: about {gain:.0%} less time",
         risk="time",
-        cost=gain * (loader.waited_s + loader.away_s) / run.seconds if run.seconds else gain,
+        cost=rest * gain * (loader.waited_s + loader.away_s) / run.seconds if run.seconds else gain,
         evidence={
             "loading a batch": f"{duration(loader.load_s)} by one worker",
             "the loop's own work": f"{duration(away)} a batch",
@@ -83,7 +90,31 @@ def best_workers(run: Run, loader: LoaderSeen) -> int:
     share = min(1.0, max(probe.cpu_s / probe.sample_s, 0.05)) if is_waiting else 1.0
     most = min(MOST_WORKERS, max(1, int(run.core_count / share)))
     needed = math.ceil(_ROOM * loader.load_s / away) if away > loader.load_s / MOST_WORKERS else most
-    return max(1, min(needed, most))
+    best = max(1, min(needed, most)) if not loader.has_one_reader else 1
+    if not probe.slow:
+        return best
+
+    def comes_s(workers: int) -> float:
+        return max(away, loader.load_s / workers, slowest_s(loader, workers))
+
+    return next(count for count in range(1, best + 1) if comes_s(count) <= _ALMOST * comes_s(best))
+
+
+def slowest_s(loader: LoaderSeen, workers: int) -> float:
+    """What lies between two batches at least, on average, because of slow samples.
+
+    No batch comes sooner after it was begun than its slowest sample takes, and no more than one for each worker are begun. What
+    else is ahead of the loop lies behind the slow one, in the queue of the same worker. An epoch begins with nothing ahead.
+    """
+    probe = loader.probe
+    if not probe.slow:
+        return 0.0
+    slow_s = max(one.seconds for one in probe.slow)
+    if loader.library == "torch":  # where one worker loads the whole batch
+        slow_s += (loader.rows - 1) * probe.median_s
+    apart = probe.sample_count / (len(probe.slow) * loader.rows)  # batches, from one with a slow sample to the next
+    epoch = max((len(epoch.waits) + 1 for epoch in loader.epochs), default=1)
+    return slow_s / max(1.0, apart, min(workers, epoch))
 
 
 def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:

@@ -1,0 +1,60 @@
+"""Files that a command writes its result to: looked at before the work begins, so that no result is lost at its end."""
+
+import os
+import sys
+from pathlib import Path
+from typing import final
+
+__all__ = ["Output", "find_trouble"]
+
+
+@final
+class Output:
+    """Where an option says that a result goes: a file, standard output (``-``), or nowhere.
+
+    Args:
+        option: its name, for messages.
+        where: what was given.
+        may_print: whether ``-`` means standard output.
+    """
+
+    def __init__(self, option: str, where: str | None, *, may_print: bool = False) -> None:
+        self._option = option
+        self._where = where
+        self.is_wanted = bool(where)
+        self.is_stdout = may_print and where == "-"
+        # As it is meant now: the code of a dataset may go elsewhere.
+        self._path = Path(where).absolute() if where and not self.is_stdout else None
+
+    def trouble(self) -> str:
+        """Why the file could not be written, as far as that can be known without writing it."""
+        if self._where == "":
+            return f"{self._option} names no file"
+        if self._path is None:
+            return ""
+        if self._path.is_dir():
+            return self._told("it is a folder; name a file")
+        if not self._path.parent.is_dir():
+            return self._told(f"there is no folder {str(self._path.parent)!r}; make it, or name another")
+        if not os.access(self._path if self._path.exists() else self._path.parent, os.W_OK):
+            return self._told("permission denied; name another")
+        return ""
+
+    def write(self, text: str) -> str:
+        """Write it. Gives what went wrong, if anything did."""
+        if self._path is None:
+            sys.stdout.write(text)
+            return ""
+        try:
+            self._path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            return self._told(error.strerror or str(error))
+        return ""
+
+    def _told(self, why: str) -> str:
+        return f"{self._option} {self._where} cannot be written: {why}"
+
+
+def find_trouble(outputs: list[Output]) -> str:
+    """The first thing that is wrong with them."""
+    return next((trouble for one in outputs if (trouble := one.trouble())), "")

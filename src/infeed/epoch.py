@@ -1,0 +1,168 @@
+"""One iteration of a loader: takes an engine with the first batch, and gives it back when it is over or left."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from time import perf_counter_ns
+from typing import Any, final
+
+from infeed.core import Core
+from infeed.delivery.ahead import Ahead
+from infeed.delivery.backend import open_stage
+from infeed.engine import NOTHING, Engine, EpochEnd
+from infeed.observe.showing import Show
+from infeed.trail import Trail
+from infeed.workers.failures import WorkerTraceback
+
+
+@final
+class Epoch(Iterator[Any]):
+    """One iteration of a loader. Starts nothing before the first batch is asked for."""
+
+    def __init__(self, core: Core, owner: object = None) -> None:
+        """It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it."""
+        self._core = core
+        self._offered = core.offer()
+        self._owner = owner
+        self._trail: Trail | None = None
+        self._lock = threading.Lock()  # one thread at a time drives the engine
+        self._engine: Engine | None = None
+        self._is_over = False
+        self._ahead: Ahead | None = None
+        self._show: Show | None = None
+        self._has_given = False
+        self._is_drained = False  # all batches are on their way to the device
+        self._finalizer: weakref.finalize[[Core, Engine, Ahead | None], Epoch] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if self._is_over:
+                raise StopIteration
+            engine = self._engine or self.begin()
+            if self._show is not None:
+                if self._has_given:
+                    self._show.step()  # the loop is done with a batch
+                self._has_given = True
+            try:
+                return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
+            except EpochEnd:
+                if self._trail is not None:
+                    self._trail.end()
+                show = self._show
+                self._end()
+                if show is not None:
+                    show.tell()
+                raise StopIteration from None
+            except BaseException:
+                if engine.is_between_epochs and self._ahead is None and self._trail is not None:
+                    self._trail.end()  # it gave nothing but this error
+                    self._end()
+                if not engine.is_usable:
+                    self._end()
+                raise
+
+    def _next_ahead(self, engine: Engine, ahead: Ahead) -> Any:
+        """The next batch on the device, with some behind it on their way."""
+        assert self._trail is not None
+        asked_ns = perf_counter_ns()
+        while not ahead.is_full and not self._is_drained:
+            try:
+                batch = engine.next_batch(waits=ahead.is_empty)
+            except EpochEnd:
+                self._is_drained = True
+                break
+            except Exception as error:
+                ahead.push_error(_kept(error), self._trail.reached())
+                self._is_drained = not engine.is_usable or engine.is_between_epochs
+                break
+            if batch is NOTHING:
+                break
+            try:
+                ahead.push(batch, self._trail.reached())
+            except Exception as error:  # the user's `convert`, or a device without memory
+                ahead.push_error(_kept(error), self._trail.reached())
+        if ahead.is_empty:
+            raise EpochEnd
+        batch, reached = ahead.pop()
+        engine.given(asked_ns, perf_counter_ns())
+        self._trail.show(reached)
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+    def begin(self) -> Engine:
+        """Take an engine and begin. Happens by itself with the first batch."""
+        core = self._core
+        config, garage = core.config, core.garage
+        stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
+        engine = garage.take(core.build)
+        trail = core.begin(self._offered)
+        try:
+            show = core.show(trail)
+            engine.begin_epoch(trail, is_polled=stage is not None)
+        except BaseException:
+            core.take_back(trail)
+            garage.give_back(engine)
+            raise
+        self._trail = trail
+        self._show = show
+        if stage is not None:
+            trail.show(trail.start)
+            self._ahead = Ahead(stage, config.device_prefetch)
+        self._engine = engine
+        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
+        self._finalizer = weakref.finalize(self, _leave, core, engine, self._ahead)
+        self._finalizer.atexit = False
+        return engine
+
+    def worker_pids(self) -> list[int]:
+        """Process numbers of the workers that load for it."""
+        return [] if self._engine is None else self._engine.worker_pids()
+
+    def leave(self) -> None:
+        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told."""
+        engine = self._engine
+        if not self._lock.acquire(blocking=False):
+            if engine is not None:
+                # Another thread is in `next`, or this one, and a signal handler called: `next` ends the epoch on its way out.
+                engine.close()
+                return
+            self._lock.acquire()  # it is beginning only
+        try:
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._trail is not None:
+            self._trail.ledger.end_epoch()
+        self._ahead = None
+        show, self._show = self._show, None
+        if show is not None:
+            show.close()
+        if self._finalizer is not None:
+            self._finalizer()
+        self._engine = None
+
+
+def _kept(error: Exception) -> Exception:
+    """An exception that waits for its turn. Its frames know the iteration, which would never end; so they are kept as text."""
+    if error.__cause__ is None:
+        error.__cause__ = WorkerTraceback("".join(traceback.format_exception(error)))
+    return error.with_traceback(None)
+
+
+def _leave(core: Core, engine: Engine, ahead: Ahead | None) -> None:
+    if ahead is not None:
+        ahead.close()
+    if engine.is_usable:
+        engine.leave_epoch()
+        core.learn(engine)
+    core.garage.give_back(engine)

@@ -1,0 +1,89 @@
+"""What the user's loop is to be given: batches, or what is raised in their place; all of it noted in the epoch's trail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from infeed.errors import SampleError
+from infeed.observe.records import LOOP
+from infeed.records import EngineSetup, Record
+from infeed.reports import batch_error
+from infeed.scheduler.messages import SlotId, TaskId, WorkerId
+from infeed.trail import Trail
+from infeed.workers.failures import Failure
+
+
+@final
+class Handout:
+    """Belongs to one engine, which gives away what lies here."""
+
+    def __init__(self, setup: EngineSetup, name: Callable[[WorkerId], str]) -> None:
+        """``name`` is what people call a worker."""
+        self._setup, self._delivery, self._gauge = setup, setup.delivery, setup.gauge
+        self._name = name
+        self.batches: list[Any] = []
+        self.error: BaseException | None = None  # it comes before the batches: one that was passed over had it
+        self._trail: Trail | None = None
+        self._count = 0  # batches of this epoch, from its beginning
+
+    def begin(self, trail: Trail) -> None:
+        """Note what follows in this trail."""
+        self._trail = trail
+        self._count = trail.start.step
+
+    def deliver(self, record: Record, slot: SlotId, share_count: int) -> None:
+        """Make a batch of what is in the slot; it is of one of so many shares of a stream, or of none."""
+        if record.packed is None:
+            assert record.layout is not None
+            value = self._delivery.rows(slot, record.layout, record.row_count, record.beside)
+        else:
+            try:
+                value = self._delivery.tree(slot, record.packed)
+            except Exception as error:  # the user's objects are built again here, and may raise anything
+                self._note_failed(record)
+                place = f"position {record.plan.first_position} of epoch {record.plan.epoch}"
+                failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
+                self.error = failure.exception(place)
+                return
+        self._gauge.sample_count += record.row_count
+        record.let_go()
+        if self._setup.mender.is_active and self.note_bad(record):
+            return
+        if self._trail is not None:
+            self._trail.delivered(record, share_count)
+        self._count += 1
+        self.batches.append(value)
+
+    def fail(self, record: Record, task: TaskId | None) -> None:
+        """Raise what went wrong with a batch, in its turn."""
+        self.error = batch_error(record, task, self._name)
+        self._gauge.mark("failure", LOOP, f"{type(self.error).__name__}: {self.error}")
+        self._note_failed(record)
+
+    def pass_over(self, record: Record) -> None:
+        """Nothing is left of a batch, and the next one follows."""
+        if not self.note_bad(record) and self._trail is not None:
+            self._trail.delivered(record, 0)
+
+    def note_bad(self, record: Record) -> bool:
+        """Enter a batch into the ledger, with its bad samples; whether there are more of them than may be."""
+        if self._trail is None:
+            return False
+        for sample in () if record.mend is None else record.mend.done:
+            self._gauge.outcomes[sample.outcome] += 1
+            self._gauge.mark("bad sample", LOOP, str(sample))
+        error = self._trail.note_bad(record, self._setup.epoch_length)
+        if error is not None:
+            self._note_failed(record)
+            self.error = error
+        return error is not None
+
+    def emptiness(self) -> SampleError | None:
+        """What to raise at the end of an epoch that gave nothing, if it had anything to give."""
+        return None if self._count or self._trail is None else self._trail.ledger.emptiness()
+
+    def _note_failed(self, record: Record) -> None:
+        record.let_go()
+        if self._trail is not None:
+            self._trail.failed(record)

@@ -1,0 +1,125 @@
+"""Batches as they come in: planned while there is room for them, from the epoch in progress and from the next behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from infeed.feeds import Feed, PlannedBatch, StreamFeed
+from infeed.plan.cursor import Cursor
+from infeed.records import EngineSetup, Record, Task
+from infeed.rooms import Rooms
+from infeed.scheduler.machine import Scheduler
+from infeed.scheduler.messages import BatchId, BatchPlanned, EpochAbandoned, Event, SlotFreed, TaskId, WindowChanged
+from infeed.staffing import Staffing
+
+# Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
+# would let workers run dry.
+_REFILL_SHARE: Final = 4
+
+
+@final
+class Intake:
+    """Belongs to one engine, and works on its books."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        scheduler: Scheduler,
+        records: dict[BatchId, Record],
+        tasks: dict[TaskId, Task],
+        rooms: Rooms,
+        staffing: Staffing,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._setup, self._scheduler, self._delivery = setup, scheduler, setup.delivery
+        self._records, self._tasks = records, tasks
+        self._rooms, self._staffing, self._tell = rooms, staffing, tell
+        self._refill = max(1, rooms.window // _REFILL_SHARE)
+        self._batch_count = 0
+        self.feed: Feed | None = None  # of the epoch in progress; whoever finds its end takes it away
+        self._next_feed: Feed | None = None
+
+    # --- epochs
+
+    def begin(self, start: Cursor) -> None:
+        """Take the batches of an epoch from here on; some may have been planned already, behind those of the one before."""
+        prefetched, self._next_feed = self._next_feed, None
+        if prefetched is not None and start == Cursor(prefetched.epoch):
+            self.feed = prefetched
+            return
+        if prefetched is not None:
+            self.abandon(prefetched.epoch)
+        self.feed = self._setup.make_feed(start)
+
+    def abandon(self, epoch: int) -> None:
+        """What was planned of an epoch is not wanted any more."""
+        records = self._records
+        wanted = {batch for batch, record in records.items() if record.plan.epoch != epoch}
+        left = [task for task, entry in self._tasks.items() if entry.batch not in wanted]
+        self._setup.crew.recall(left)
+        self._tell(EpochAbandoned(epoch))
+
+    # --- planning
+
+    def plan_some(self) -> bool:
+        """Plan as many batches as are sent out together; whether there may be more to plan."""
+        return self.plan(self._refill)
+
+    def plan(self, most: int | None = None) -> bool:
+        """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
+        for slot in self._delivery.ended_slots():
+            self._tell(SlotFreed(slot))
+        self.settle_staff()
+        # Several at a time: their messages go out together.
+        room = self._scheduler.room
+        if room < self._refill:
+            return False
+        for _ in range(room if most is None else most):
+            planned = self._take()
+            if planned is None:
+                return False
+            batch = BatchId(self._batch_count)
+            self._batch_count += 1
+            self._records[batch] = Record(planned)
+            self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
+        return True
+
+    def _take(self) -> PlannedBatch | None:
+        """The next batch of this epoch, or the first of the next while there is nothing else to do."""
+        feed = self.feed
+        if feed is None:
+            return None
+        planned = feed.take()
+        if planned is None:
+            if not (feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs):
+                return None
+            if self._next_feed is None:
+                self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1))
+            return self._next_feed.take()
+        if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
+            self._staffing.open_share(planned.worker, feed)
+        return planned
+
+    def stream_loaded(self, record: Record, row_count: int, state: Any) -> None:
+        """So much came of a batch of a stream, which says whether there is more to ask for."""
+        if isinstance(self.feed, StreamFeed) and self.feed.epoch == record.plan.epoch:
+            assert record.plan.worker is not None
+            self.feed.loaded(record.plan.worker, row_count, record.plan.row_count, state)
+
+    # --- how many at a time
+
+    def settle_staff(self) -> None:
+        """Let there be as many workers as are wanted, and in flight what keeps them busy."""
+        if self._staffing.settle():
+            self.change_window(self._rooms.learn_staff(len(self._scheduler.hired_workers)))
+
+    def learn_size(self, nbytes: int) -> None:
+        """Batches of this size are in flight: hold their number to what fits."""
+        self.change_window(self._rooms.learn_size(nbytes))
+
+    def change_window(self, window: int | None) -> None:
+        """Let so many batches be in flight, or as many as before."""
+        if window is not None:
+            self._refill = max(1, window // _REFILL_SHARE)
+            self._tell(WindowChanged(window))

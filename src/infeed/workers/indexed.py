@@ -1,0 +1,142 @@
+"""A task of an indexed dataset: its grains are loaded, or gathered from arrays, and go into the slot.
+
+Three outcomes of loading rows under an expected layout:
+
+* they fit: written in chunks as they are loaded, and forgotten;
+* they do not, and this task is the whole batch: all samples are looked at together and a layout is found for them, or an
+  error that names two that do not stack;
+* they do not, and other workers have parts of the batch: ``Mismatched``; the scheduler gives the whole batch to one worker.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any, final
+
+from infeed.batch.rows import RowMismatch
+from infeed.batch.torchlike import torch_layout
+from infeed.batch.tree import Sample
+from infeed.memory.arena import Block
+from infeed.plan.order import plain_indices
+from infeed.scheduler.messages import TaskId
+from infeed.workers.failures import Failure
+from infeed.workers.fetching import Fetcher
+from infeed.workers.filling import Filler, Held
+from infeed.workers.messages import FromWorker, LoadFailed, LoadGrains, Mismatched, RowsLoaded, Unplaced
+from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
+from infeed.workers.tape import Silence, Tape
+
+
+@final
+class IndexedLoader:
+    """Belongs to one runner."""
+
+    def __init__(self, spec: WorkerSpec, source: Source, tape: Tape | Silence, fetcher: Fetcher, filler: Filler) -> None:
+        self._spec = spec
+        self._source = source
+        self._tape = tape
+        self._fetcher = fetcher
+        self._filler = filler
+
+    def load(self, message: LoadGrains) -> FromWorker:
+        """Do a task.
+
+        Raises:
+            LoadError: user code raised.
+        """
+        making = self._source.making
+        if making is Making.GATHERED:
+            return self._gather(message)
+        if making is Making.ROWS:
+            return self._load_rows(message)
+        samples = self._fetcher.grains(message)
+        return self._filler.pack(message, samples, message.row_count, plain_indices(message.indices))
+
+    # --- samples
+
+    def _load_rows(self, message: LoadGrains) -> FromWorker:
+        filler = self._filler
+        is_torch = self._source.torch_collate is not None
+        if is_torch and (self._fetcher.is_together or not len(message.indices)):
+            # What __getitems__ returns is what is collated, however many they are; and so is nothing at all.
+            samples = self._fetcher.grains(message)
+            if len(samples) != message.row_count or not samples:
+                return filler.pack(message, samples, len(samples), plain_indices(message.indices))
+            written = filler.write(message, samples, message.row_count, message.first_row)
+            return self._place_fetched(message, samples) if written is None else written
+        writer = filler.writer(message.block, message.layout, message.row_count)
+        if writer is None:
+            samples = self._fetcher.grains(message)
+        else:
+            beside = writer.new_beside()
+            row = message.first_row
+            fits = True
+            # Where nothing is seeded a sample must not be loaded twice, so none is forgotten before all are known to fit.
+            chunk_rows = len(message.indices) if self._spec.seeding is Seeding.LEAVE else writer.chunk_rows
+            for samples in self._fetcher.chunks(message, chunk_rows):
+                try:
+                    writer.write(row, samples, beside)
+                except RowMismatch:
+                    fits = False
+                    break
+                if self._tape.is_fine:
+                    self._tape.written()
+                row += len(samples)
+            if fits:
+                return RowsLoaded(message.task, perf_counter_ns() - filler.began_ns, len(message.indices), None, beside)
+            if not message.is_whole:
+                return Mismatched(message.task)
+            if len(samples) < len(message.indices):
+                # Some rows are written and forgotten. Seeds make it harmless to load them again.
+                samples = self._fetcher.grains(message)
+        return self._place_fetched(message, samples)
+
+    def _place_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
+        """Make a batch of samples that do not fit what is expected, or a part of one."""
+        indices = plain_indices(message.indices)
+        if self._source.torch_collate is not None and torch_layout(samples) is None:
+            if not message.is_whole:
+                return Mismatched(message.task)
+            return self._filler.pack(message, samples, message.row_count, indices)
+        block = message.block if message.is_whole else None
+        return self._filler.write_or_hold(message.task, samples, indices, block, message.row_count, first_row=message.first_row)
+
+    # --- arrays
+
+    def _gather(self, message: LoadGrains) -> FromWorker:
+        table = self._source.table
+        assert table is not None
+        _, nbytes = table.layout.offsets(message.row_count)
+        if message.block is None or message.block.size < nbytes:
+            self._filler.held[message.task] = Held(0, message.row_count, message.indices, table.layout, None)
+            return Unplaced(message.task, nbytes, table.layout)
+        return self.gather_into(message.task, message.indices, message.block, message.row_count)
+
+    def gather_into(self, task: TaskId, indices: Any, block: Block, row_count: int) -> FromWorker:
+        """Copy these rows of the arrays into a block."""
+        table = self._source.table
+        assert table is not None
+        try:
+            table.gather(indices, self._filler.memory(block), block.offset, row_count)
+        except Exception as error:  # an index that does not exist, or that is none
+            bad = self._missing_rows(indices) if self._spec.mends and isinstance(error, IndexError) else ()
+            return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
+        if self._tape.is_fine:
+            self._tape.loaded(0, ())
+        return RowsLoaded(task, perf_counter_ns() - self._filler.began_ns, row_count, table.layout, [])
+
+    def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
+        table = self._source.table
+        assert table is not None
+        return tuple(
+            (
+                row,
+                Failure.of(
+                    IndexError(f"index {index} is out of bounds for a dataset of length {table.length}"),
+                    "loading sample",
+                    index=index,
+                ),
+            )
+            for row, index in enumerate(plain_indices(indices))
+            if not -table.length <= index < table.length
+        )

@@ -1,0 +1,101 @@
+"""A task of a stream: the next elements of this worker's share of it are read, and go into the slot."""
+
+from __future__ import annotations
+
+from typing import final
+
+from infeed.batch.torchlike import torch_layout
+from infeed.batch.tree import Sample
+from infeed.plan.seeds import derive
+from infeed.workers.fetching import Fetcher, LoadError
+from infeed.workers.filling import Filler
+from infeed.workers.info import introduce, take_was_asked
+from infeed.workers.messages import Emptied, FromWorker, LoadNext, OpenStream, PackedLoaded, RowsLoaded
+from infeed.workers.sources import Making, Source, WorkerSpec
+from infeed.workers.streams import StreamShare, open_share
+
+
+@final
+class StreamLoader:
+    """Belongs to one runner."""
+
+    def __init__(self, spec: WorkerSpec, source: Source, fetcher: Fetcher, filler: Filler) -> None:
+        self._spec = spec
+        self._source = source
+        self._fetcher = fetcher
+        self._filler = filler
+        self._share: StreamShare | None = None
+        self._opened: OpenStream | None = None
+        self._is_known = True  # how many workers read
+
+    def open(self, message: OpenStream) -> None:
+        """The next task begins to read, from there. Nothing of the user's is called yet: what it raises belongs to a task."""
+        introduce(self._spec, self._source.dataset, 1 if message.is_alone else self._spec.worker_count)
+        self._share = None
+        self._opened = message
+        self._is_known = message.is_known
+        take_was_asked()
+
+    def load(self, message: LoadNext) -> FromWorker:
+        """Do a task.
+
+        Raises:
+            LoadError: user code raised; it knows how many elements were read.
+        """
+        samples: list[Sample] = []
+        try:
+            share = self._begin(message.row_count) if self._share is None else self._share
+            self._fetcher.read(share, message.first_position, message.row_count, samples)
+            state = share.state()
+        except Exception as error:
+            self._share = StreamShare()  # as a generator that raised: it has ended
+            raise LoadError("reading the stream", f"element {message.first_position + len(samples)}", None) from error
+        asked = take_was_asked()
+        if not self._is_known:
+            self._is_known = True
+            if not asked:
+                # Nobody else will read: should it ask later, it must not leave anything out.
+                introduce(self._spec, self._source.dataset, 1)
+        bad = self._fetcher.take_bad_elements()
+        if not samples:
+            return Emptied(message.task, asked, bad)
+        try:
+            answer = self._fill(message, samples)
+        except LoadError as error:
+            error.row_count = len(samples)
+            raise
+        if isinstance(answer, RowsLoaded | PackedLoaded):
+            return answer._replace(shards_itself=asked, stream_state=state, bad=bad)
+        held = self._filler.held.get(message.task)
+        if held is not None:
+            held.shards_itself, held.stream_state, held.bad = asked, state, bad
+        return answer
+
+    def _begin(self, batch_size: int) -> StreamShare:
+        """Open this worker's share, and read what was delivered before."""
+        spec, fetcher = self._spec, self._fetcher
+        assert self._opened is not None
+        fetcher.seed(derive(spec.share))
+        on_bad = fetcher.note_bad if spec.mends else None
+        share = self._share = open_share(self._source.dataset, spec.cut, self._opened, batch_size, on_bad)
+        # It is read again as it was then, batch by batch: its random numbers must be drawn too.
+        for begin in share.skipped:
+            wanted = min(batch_size, share.skipped.stop - begin)
+            forgotten: list[Sample] = []
+            fetcher.read(share, begin, wanted, forgotten)
+            if len(forgotten) < wanted:
+                break  # there is less than there was
+        fetcher.take_bad_elements()  # they were counted then
+        return share
+
+    def _fill(self, message: LoadNext, samples: list[Sample]) -> FromWorker:
+        filler = self._filler
+        is_rows = self._source.making is Making.ROWS
+        if is_rows:
+            written = filler.write(message, samples, len(samples), 0)
+            if written is not None:
+                return written
+        indices = list(range(message.first_position, message.first_position + len(samples)))
+        if not is_rows or (self._source.torch_collate is not None and torch_layout(samples) is None):
+            return filler.pack(message, samples, len(samples), indices)
+        return filler.write_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)
