@@ -138,7 +138,7 @@ def build_engine(
             delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None),
             mender=Mender(config.on_error, plan),
             board=board,
-            gauge=meter.gauge(board, workers, kind),
+            gauge=meter.gauge(board, workers, kind, limit),
             memory_budget=config.memory_limit_bytes,
             tuner=tuner if kind != "inline" and stream is None else None,
             watch=None if kind == "inline" else Watch(crew, board, workers, limits),

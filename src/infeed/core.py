@@ -222,6 +222,7 @@ class Core:
             loads_by=_loads_by(config, self.plan),
             has_collate_fn=config.collate_fn is not None,
             most_workers=config.most_workers,
+            keeps_workers=self.garage.is_keeping,
         )
 
     def trace(self) -> Trace:

@@ -105,6 +105,14 @@ class Engine:
                 self._gauge.given(asked_ns, left_ns)
                 self._steering.consider()
 
+    def changed_over(self, began_ns: int) -> None:
+        """The loop has waited since then for an epoch to begin or to end, and for workers to start or to stop."""
+        self._gauge.changed_over(began_ns, time.perf_counter_ns())
+
+    def ended(self, asked_ns: int) -> None:
+        """Whoever polls was asked for a batch at this time, and there are no more in this epoch."""
+        self._gauge.end_epoch(self._left_ns, asked_ns)
+
     def work(self) -> Work:
         """What its workers have done and found so far."""
         sums = self._gauge.sums()
@@ -131,12 +139,15 @@ class Engine:
     def prime(self) -> None:
         """Let workers begin with the epoch before its first batch is asked for."""
         with self._lock:
+            began_ns = time.perf_counter_ns()
             # Some at a time: workers load the first while the others are planned.
             while self._intake.plan_some():
                 self._crew.flush()
+            self.changed_over(began_ns)
 
     def _flight(self) -> Flight:
-        return Flight(len(self._records), self._arena.total_bytes)
+        arena = self._arena
+        return Flight(len(self._records), arena.used_bytes(self._scheduler.free_slots), arena.total_bytes)
 
     def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
         """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
@@ -196,7 +207,7 @@ class Engine:
                 error, handout.error = handout.error, None
                 self._note_wait(asked_ns)
                 raise error
-            self._check_end(feed)
+            self._check_end(feed, asked_ns)
             if waits:
                 self._wait(deadline)
             elif not self._look_around():
@@ -222,14 +233,15 @@ class Engine:
             self._left_ns = time.perf_counter_ns()
             self._gauge.waited_ns += self._left_ns - asked_ns
 
-    def _check_end(self, feed: Feed) -> None:
+    def _check_end(self, feed: Feed, asked_ns: int) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
             return
         if feed.error is not None:
             error, feed.error = feed.error, None  # told once; then the epoch is over
             raise error
         self._intake.feed = None
-        self._gauge.end_epoch(self._left_ns)
+        if not self._is_polled:
+            self.ended(asked_ns)
         emptiness = self._handout.emptiness()
         if emptiness is not None:
             raise emptiness

@@ -88,6 +88,7 @@ class Epoch(Iterator[Any]):
             except Exception as error:  # the user's `convert`, or a device without memory
                 ahead.push_error(_kept(error), self._trail.reached())
         if ahead.is_empty:
+            engine.ended(asked_ns)
             raise EpochEnd
         batch, reached = ahead.pop()
         engine.given(asked_ns, perf_counter_ns())
@@ -98,6 +99,7 @@ class Epoch(Iterator[Any]):
 
     def begin(self) -> Engine:
         """Take an engine and begin. Happens by itself with the first batch."""
+        asked_ns = perf_counter_ns()
         core = self._core
         config, garage = core.config, core.garage
         stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
@@ -119,6 +121,7 @@ class Epoch(Iterator[Any]):
         # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
         self._finalizer = weakref.finalize(self, _leave, core, engine, self._ahead)
         self._finalizer.atexit = False
+        engine.changed_over(asked_ns)
         return engine
 
     def worker_pids(self) -> list[int]:
@@ -160,9 +163,11 @@ def _kept(error: Exception) -> Exception:
 
 
 def _leave(core: Core, engine: Engine, ahead: Ahead | None) -> None:
+    began_ns = perf_counter_ns()
     if ahead is not None:
         ahead.close()
     if engine.is_usable:
         engine.leave_epoch()
         core.learn(engine)
     core.garage.give_back(engine)
+    engine.changed_over(began_ns)

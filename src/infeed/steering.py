@@ -90,7 +90,7 @@ class Steering:
         """Memory for more workers: of the machine, some of which is left to others, and of the user's budget, which is ours."""
         free = available_bytes()
         if self._memory_budget is not None:
-            left = self._memory_budget - taken_bytes - point.flight_bytes
+            left = self._memory_budget - taken_bytes - point.room_bytes
             free = min(free, left + tuner.reserve_bytes)
         return free
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import os
+import pickle
 import signal
 import time
 from collections.abc import Iterator
@@ -163,8 +166,30 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
 
 
 def test_the_record_cannot_be_changed() -> None:
-    with infeed.DataLoader(Squares(4), 2) as loader, pytest.raises(dataclasses.FrozenInstanceError):
-        loader.statistics().batch_count = 3  # type: ignore[misc]
+    """Nothing in it; and it can be sent, compared and written."""
+    with infeed.DataLoader(Squares(4), 2) as loader:
+        list(loader)
+        known = loader.statistics()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        known.batch_count = 3  # type: ignore[misc]
+    times: Any = known.sample_times
+    was = dict(times)
+    for change in (
+        lambda: times.__setitem__("median", 0.0),
+        lambda: times.__delitem__("median"),
+        lambda: times.__ior__({"median": 0.0}),
+        lambda: times.update(median=0.0),
+        lambda: times.setdefault("mean", 0.0),
+        lambda: times.pop("median"),
+        times.popitem,
+        times.clear,
+    ):
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change()
+    assert times == was == json.loads(json.dumps(dataclasses.asdict(known)))["sample_times"]
+    for copied in (pickle.loads(pickle.dumps(known)), copy.deepcopy(known)):
+        assert copied == known
+        assert type(copied.sample_times) is type(times)
 
 
 def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
@@ -274,7 +299,7 @@ def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> N
 def test_what_the_process_computes_between_epochs_is_not_the_loops() -> None:
     with infeed.DataLoader(Squares(40), 4, num_workers=1) as loader:
         list(loader)
-        gauge = loader._core.meter._gauges[0]
+        gauge = loader._core.meter._gauges.all[0]
         before = gauge.amounts().own_cpu_ns
         sum(range(100_000))
         assert gauge.amounts().own_cpu_ns == before

@@ -150,8 +150,24 @@ def test_a_loop_that_does_not_wait_is_left_alone() -> None:
 
 
 def test_workers_that_are_too_many_are_named() -> None:
-    said = verdict_of(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 0.9}))
+    said = verdict_of(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 0.9, "sample_count": 250}))
     assert "2 workers would do" in said
+
+
+def test_what_is_loaded_ahead_needs_no_workers() -> None:
+    """Twice as much was loaded as the loop has had: that is for the next epoch."""
+    said = verdict_of(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 2.0, "sample_count": 500}))
+    assert "2 workers would do" in said
+
+
+def test_workers_that_are_started_anew_for_every_epoch_are_named() -> None:
+    said = verdict_of(run(changeover_s=4.5, keeps_workers=False))
+    assert said == (
+        "input-bound: the loop waited 60% of the time, 75% of it for workers that are started anew for every epoch; "
+        "persistent_workers=True keeps them"
+    )
+    for others in ({"changeover_s": 1.0, "keeps_workers": False}, {"changeover_s": 4.5}):
+        assert "persistent_workers" not in verdict_of(run(**others))
 
 
 def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None:

@@ -148,10 +148,11 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
     tuner = Told()
     tuner.reserve_bytes = 1 << 36
     bench = Bench(tuner=tuner, memory_budget=10_000)
+    bench.latest = Point(0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, flight_bytes=400, room_bytes=500)
     bench.second(waited=0.9, busy=1.0)
     free = tuner.readings[0].free_bytes
     assert free is not None
-    assert free - tuner.reserve_bytes == 10_000 - 3_000  # two workers have 1000 and 2000
+    assert free - tuner.reserve_bytes == 10_000 - 3_000 - 500  # two workers have 1000 and 2000, and batches their room
 
 
 def test_epochs_that_are_too_short_by_themselves_tell_the_tuner_something_together() -> None:

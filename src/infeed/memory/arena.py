@@ -79,6 +79,11 @@ class Arena:
     def block(self, slot: SlotId) -> Block:
         return self._blocks[slot]
 
+    def used_bytes(self, free: Iterable[SlotId]) -> int:
+        """What slots take that are being filled, are filled, or are looked into; ``free`` are those that nobody uses."""
+        unused = {*free, *self._book.pending}
+        return sum(block.size for slot, block in list(self._blocks.items()) if slot not in unused)
+
     def enlarge(self, slot: SlotId, size: int) -> Block:
         """Give a slot that nobody looks into a block of at least ``size`` bytes; its contents are lost.
 

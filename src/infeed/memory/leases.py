@@ -51,6 +51,11 @@ class LeaseBook:
         self._refs[slot] = ref
         return lease
 
+    @property
+    def pending(self) -> tuple[SlotId, ...]:
+        """Slots whose leases ended, and that nobody has asked for yet."""
+        return tuple(ref.slot for ref in list(self._ended) if isinstance(ref, _LeaseRef))
+
     def ended(self) -> list[SlotId]:
         """Slots whose leases ended since the last call."""
         if not self._ended:

@@ -37,6 +37,7 @@ class Flight(NamedTuple):
 
     batch_count: int
     nbytes: int
+    room_bytes: int  # of all memory for batches, used or not
 
 
 class Usage(NamedTuple):
@@ -56,6 +57,11 @@ class Reading(NamedTuple):
 
 _NO_READING: Final = Reading(Sums(), [0] * tape.BUCKETS, [])
 _SLOWEST: Final = 16
+# Of a gauge, what engines have in common.
+_SUMMED: Final = (
+    "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
+    "_final_bytes",
+)  # fmt: skip
 
 
 @final
@@ -73,13 +79,37 @@ class Member:
 
 
 @final
+class Gauges:
+    """All of a loader, one for each of its engines; of those that are gone, one may stand for several."""
+
+    def __init__(self) -> None:
+        self.all: list[Gauge] = []
+        # Held while they are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
+        self.lock = threading.RLock()
+        self.has_given = False  # whether the loop ever got a batch
+
+    def total(self, gauge: Gauge, own: Point) -> Point:
+        """How far the whole loader has come, when one engine has come so far. Sums only ever grow, whoever comes and goes."""
+        with self.lock:
+            others = [one.point(own.at_ns, is_own=False) for one in self.all if one is not gauge]
+        return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
+
+
+@final
 class Gauge:
     """Belongs to one engine."""
 
     def __init__(
-        self, history: History, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind, observe: Observe
+        self,
+        history: History,
+        gauges: Gauges,
+        board: Board,
+        workers: tuple[WorkerId, ...],
+        kind: WorkerKind,
+        observe: Observe,
+        memory_limit: int,
     ) -> None:
-        self._history = history
+        self._history, self._gauges = history, gauges
         self._board = board
         self.kind: WorkerKind = kind
         self._is_on = observe != "off"
@@ -95,6 +125,9 @@ class Gauge:
         self.started_ns = 0
         self.away_ns = 0
         self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
+        self.outside_ns = 0  # of the wait, while epochs began and ended
+        self.changeover_ns = 0  # of the wait, for workers that were started anew or stopped
+        self.memory_limit = memory_limit  # for batches
         self.tick_count = 0
         self.latest: Point | None = None  # what the last tick found
         self.outcomes: Counter[str] = Counter()  # of bad samples
@@ -116,20 +149,46 @@ class Gauge:
         self._told = Amounts()  # what the past knows of this
         self._owner_pid = os.getpid()
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
+        # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
+        self._still: dict[WorkerId, tuple[Reading, Usage]] = {}
 
     # --- the user's loop
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
-        if self._idle_ns:  # what workers did not do between epochs nobody asked them to do
-            idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
-            for member in self.members.values():
-                member.alive_ns -= idle_ns if member.since_ns else 0
-        self._left_ns = 0  # what the user did between epochs is not their loop
+        if self._idle_ns:
+            self._wake()
+        self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
         self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
         self._loop_thread = threading.get_ident()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
+
+    def _wake(self) -> None:
+        """Count the time between epochs as far as workers loaded ahead: for the rest of it nobody wanted anything of them."""
+        idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
+        still, self._still = self._still, {}
+        for worker, member in self.members.items():
+            if member.since_ns:
+                ahead_ns = _busy_ns(self._sums(worker)) - _busy_ns(still[worker][0].sums) if worker in still else 0
+                member.alive_ns -= max(0, idle_ns - ahead_ns)
+
+    def changed_over(self, begin_ns: int, end_ns: int) -> None:
+        """The loop waited for something else than a batch: an epoch began, or was over, and workers with it."""
+        took_ns = end_ns - begin_ns
+        self.outside_ns += took_ns
+        if not self._gauges.has_given:
+            self.started_ns += took_ns
+        else:
+            self.waited_ns += took_ns
+            if self.is_closed or not self.batch_count:
+                self.changeover_ns += took_ns
+            if self.is_closed and self._is_on:  # nobody tells of it later
+                lost = Amounts(waited_ns=took_ns, blocked_ns=took_ns, changeover_ns=took_ns)
+                self._history.past.add(Slice(self.kind, self._epoch, lost))
+        if self._is_spanning and took_ns >= _LONG_NS:
+            number = max(0, self.batch_count - 1) if self._idle_ns else self.batch_count
+            self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
 
     def given(self, asked_ns: int, left_ns: int) -> None:
         """The loop asked for a batch and got it."""
@@ -151,9 +210,12 @@ class Gauge:
             if self._is_spanning:
                 self._record(before_ns, asked_ns, left_ns)
         else:
-            if self.batch_count == 1:
+            if self.batch_count == 1 and self._gauges.has_given:
+                self.changeover_ns += wait_ns
+            elif self.batch_count == 1:
                 self.waited_ns -= wait_ns
                 self.started_ns += wait_ns
+            self._gauges.has_given = True
             if self._is_spanning:
                 self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
         self._noted_ns, self._noted_waited, self._noted_count = left_ns, self.waited_ns, self.batch_count
@@ -162,18 +224,41 @@ class Gauge:
         if left_ns > self._next_tick:
             self._tick(left_ns)
 
-    def end_epoch(self, left_ns: int) -> None:
-        """The loop got its last batch of the epoch at this time."""
-        self._idle_ns = self._idle_ns or perf_counter_ns()
+    def end_epoch(self, left_ns: int, asked_ns: int = 0) -> None:
+        """The epoch is over, or was left.
+
+        Args:
+            left_ns: when the loop got its last batch; 0 if it got none.
+            asked_ns: when it asked for another, and there was none; 0 if it did not: nobody knows how long its last step was.
+        """
+        if self._idle_ns:
+            return
+        self._idle_ns = now_ns = perf_counter_ns()
+        left_ns = self._left_ns or left_ns
+        if self._noted_ns:  # it got a batch
+            self.away_ns += max(0, (asked_ns or left_ns) - self._noted_ns - (self.waited_ns - self._noted_waited))
+            if self._is_spanning:
+                self._record_last(left_ns, asked_ns or left_ns)
+        if asked_ns:
+            self.waited_ns += now_ns - asked_ns
         self._own_cpu_ns += self._new_cpu_ns()
         self._cpu_from_ns = 0
         self._count_queued()
         self._loop_thread = 0
-        if self._noted_ns < left_ns and self._is_on:
-            self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
-            self._noted_ns, self._noted_waited = left_ns, self.waited_ns
         if self._is_on and not self.is_closed:
+            if self.kind != "inline":
+                self._still = {worker: (self.read(worker), self.usage(worker)) for worker in self.known}
             self._tell_past()
+
+    def _record_last(self, left_ns: int, asked_ns: int) -> None:
+        """Keep what the loop did since the last time, and its last step."""
+        spans: list[Span] = []
+        short_count = self.batch_count - self._noted_count
+        if short_count:
+            spans.append(self._short_span(left_ns, self.waited_ns - self._noted_waited, short_count))
+        if asked_ns - left_ns >= _LONG_NS:
+            spans.append(self._span("away", left_ns, asked_ns, self.batch_count - 1, 1))
+        self._history.add_spans(spans)
 
     def _record(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
         """Keep what the loop did: short rounds together, and the latest by itself."""
@@ -182,9 +267,7 @@ class Gauge:
         wait_ns = left_ns - asked_ns
         short_count = number - self._noted_count
         if short_count:
-            waited_ns = self.waited_ns - self._noted_waited - wait_ns
-            kind: SpanKind = "wait" if 2 * waited_ns > before_ns - self._noted_ns else "away"
-            spans.append(self._span(kind, self._noted_ns, before_ns, self._noted_count, short_count))
+            spans.append(self._short_span(before_ns, self.waited_ns - self._noted_waited - wait_ns, short_count))
         if asked_ns - before_ns >= _LONG_NS:
             spans.append(self._span("away", before_ns, asked_ns, number, 1))
         # What infeed itself did is put last, where most of it was.
@@ -194,6 +277,11 @@ class Gauge:
         if worked_ns >= _LONG_NS:
             spans.append(self._span("deliver", left_ns - worked_ns, left_ns, number, 1))
         self._history.add_spans(spans)
+
+    def _short_span(self, end_ns: int, waited_ns: int, count: int) -> Span:
+        """Rounds since the last time, put together."""
+        kind: SpanKind = "wait" if 2 * waited_ns > end_ns - self._noted_ns else "away"
+        return self._span(kind, self._noted_ns, end_ns, self._noted_count, count)
 
     def _span(self, kind: SpanKind, begin_ns: int, end_ns: int, number: int, size: int) -> Span:
         return Span(LOOP, kind, begin_ns, end_ns, self._epoch, number + self._step_offset, None, size)
@@ -213,10 +301,9 @@ class Gauge:
         """It died, or was let go."""
         member = self.members[worker]
         if member.since_ns:
+            used = self.usage(worker)
+            member.cpu_ns, member.queued_ns = used.cpu_ns, used.queued_ns
             member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
-            doing = self._board.doing(worker)
-            member.cpu_ns += doing.cpu_ns
-            member.queued_ns += doing.queued_ns
             member.since_ns = 0
 
     def restarted(self, worker: WorkerId) -> None:
@@ -242,13 +329,18 @@ class Gauge:
             except ValueError:
                 pass  # closed by another thread, a moment ago
             else:
-                return Usage(
-                    member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns, doing.rss_bytes, doing.private_bytes
-                )
+                cpu_ns, queued_ns = member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns
+                still = self._still.get(worker)
+                if still is not None:
+                    cpu_ns, queued_ns, *_ = still[1]
+                return Usage(cpu_ns, queued_ns, doing.rss_bytes, doing.private_bytes)
         return Usage(member.cpu_ns, member.queued_ns, 0, 0)
 
     def read(self, worker: WorkerId) -> Reading:
         """What a worker has put on its tape."""
+        still = self._still.get(worker)
+        if still is not None:
+            return still[0]
         if not self.is_closed:
             try:
                 reader = self._readers[worker]
@@ -259,7 +351,15 @@ class Gauge:
 
     def sums(self) -> dict[WorkerId, Sums]:
         """What workers have put on their tapes, of those that have been there."""
-        return {worker: self.read(worker).sums for worker in self.known}
+        return {worker: self._sums(worker) for worker in list(self.known)}
+
+    def _sums(self, worker: WorkerId) -> Sums:
+        if not self.is_closed and worker not in self._still:
+            try:
+                return self._readers[worker].sums()
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+        return self.read(worker).sums
 
     def mark(self, kind: MarkKind, lane: int, text: str) -> None:
         if self._is_spanning:
@@ -267,10 +367,12 @@ class Gauge:
 
     # --- from time to time
 
-    def point(self, now_ns: int) -> Point:
-        sums = [self._readers[worker].sums() for worker in self.known]
-        usages = [self.usage(worker) for worker in self.known]
-        memory = sum(one.memory_bytes for one in usages) if self.kind == "process" else memory_use().resident_bytes
+    def point(self, now_ns: int, *, is_own: bool = True) -> Point:
+        """How far this engine has come; ``is_own``: with the memory of this process, where workers are no processes."""
+        usages = [self.usage(worker) for worker in list(self.known)]
+        memory = sum(one.memory_bytes for one in usages)
+        if self.kind != "process":
+            memory = memory_use().resident_bytes if is_own else 0
         flight = self.flight()
         return Point(
             at_ns=now_ns,
@@ -279,19 +381,20 @@ class Gauge:
             byte_count=self.byte_count,
             waited_ns=self.waited_ns,
             away_ns=self.away_ns,
-            worker_count=self.worker_count,
-            busy_ns=sum(one.load_ns + one.collate_ns + one.write_ns for one in sums),
+            worker_count=0 if self.is_closed else self.worker_count,
+            busy_ns=sum(map(_busy_ns, self.sums().values())),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
             memory_bytes=memory,
             flight_bytes=flight.nbytes,
+            room_bytes=flight.room_bytes,
         )
 
     def _tick(self, now_ns: int) -> None:
         self.tick_count += 1
         self.take_spans()
         self.latest = self.point(now_ns)
-        self._history.add_point(self.latest)
+        self._history.add_point(self._gauges.total(self, self.latest))
         self._count_queued()
         self._tell_past()
         done_ns = perf_counter_ns()
@@ -300,14 +403,17 @@ class Gauge:
     def amounts(self) -> Amounts:
         """All that this engine did so far."""
         known = list(self.known)
-        sums = [self._sums_of(worker) for worker in known]
+        sums = [self._sums(worker) for worker in known]
         usages = [self.usage(worker) for worker in known]
         return Amounts(
             batch_count=self.batch_count,
+            sample_count=self.sample_count,
+            loaded_count=sum(one.sample_count for one in sums),
             waited_ns=self.waited_ns,
             started_ns=self.started_ns,
             away_ns=self.away_ns,
-            blocked_ns=self.blocked_ns,
+            blocked_ns=self.blocked_ns + self.outside_ns,
+            changeover_ns=self.changeover_ns,
             load_ns=sum(one.load_ns for one in sums),
             collate_ns=sum(one.collate_ns for one in sums),
             write_ns=sum(one.write_ns for one in sums),
@@ -338,14 +444,6 @@ class Gauge:
     def _new_cpu_ns(self) -> int:
         """What this process has used since the epoch began, if one is in progress."""
         return process_time_ns() - self._cpu_from_ns if self._cpu_from_ns else 0
-
-    def _sums_of(self, worker: WorkerId) -> Sums:
-        if not self.is_closed:
-            try:
-                return self._readers[worker].sums()
-            except ValueError:
-                pass  # closed by another thread, a moment ago
-        return self._last.get(worker, _NO_READING).sums
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Read what workers have put on their tapes since the last time."""
@@ -378,11 +476,12 @@ class Gauge:
         # The engine is not to be kept for what it was.
         self.flight, self.bytes_given = _no_flight, _no_bytes
         self.is_closed = True
+        self._still = {}
 
     def absorb(self, other: Gauge) -> None:
         """Count for another engine as well; both are closed."""
-        self.kind, self._final_count = other.kind, other._final_count
-        for name in ("batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "_final_bytes"):
+        self.kind, self._final_count, self.memory_limit = other.kind, other._final_count, other.memory_limit
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes += other.outcomes
         for worker, member in other.members.items():
@@ -397,8 +496,12 @@ class Gauge:
             self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
 
 
+def _busy_ns(sums: Sums) -> int:
+    return sums.load_ns + sums.collate_ns + sums.write_ns
+
+
 def _no_flight() -> Flight:
-    return Flight(0, 0)
+    return Flight(0, 0, 0)
 
 
 def _no_bytes() -> int:

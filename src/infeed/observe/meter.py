@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,9 +9,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final, final
 
-from infeed.observe.gauge import Gauge, WorkerKind
+from infeed.observe.gauge import Gauge, Gauges, WorkerKind
 from infeed.observe.history import History
-from infeed.observe.records import Mark, SlowSample, Span, Statistics, Trace, WorkerStatistics
+from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
@@ -30,22 +29,21 @@ class Meter:
     def __init__(self, observe: Observe) -> None:
         self._observe: Observe = observe
         self._history = History()
-        self._gauges: list[Gauge] = []
-        # Held while engines are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
-        self._lock = threading.RLock()
+        self._gauges = Gauges()
         self._began = time.time()
         self._began_ns = time.perf_counter_ns()
 
-    def gauge(self, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind) -> Gauge:
+    def gauge(self, board: Board, workers: tuple[WorkerId, ...], kind: WorkerKind, memory_limit: int) -> Gauge:
         """For a new engine."""
-        with self._lock:
+        gauges = self._gauges
+        with gauges.lock:
             # Of engines that are gone only the sums are of interest: one stands for all.
-            closed = [gauge for gauge in self._gauges if gauge.is_closed]
+            closed = [gauge for gauge in gauges.all if gauge.is_closed]
             for gauge in closed[1:]:
                 closed[0].absorb(gauge)
-                self._gauges.remove(gauge)
-            gauge = Gauge(self._history, board, workers, kind, self._observe)
-            self._gauges.append(gauge)
+                gauges.all.remove(gauge)
+            gauge = Gauge(self._history, gauges, board, workers, kind, self._observe, memory_limit)
+            gauges.all.append(gauge)
             return gauge
 
     def statistics(
@@ -58,9 +56,15 @@ class Meter:
         loads_by: str,
         has_collate_fn: bool,
         most_workers: int,
+        keeps_workers: bool = True,
     ) -> Statistics:
-        with self._lock:
-            gauges = list(self._gauges) if self._observe != "off" else []
+        """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
+        with self._gauges.lock:
+            gauges = list(self._gauges.all)
+            if gauges:
+                memory_limit = gauges[-1].memory_limit
+            if self._observe == "off":
+                gauges = []
             latest = gauges[-1] if gauges else None
             flight = None if latest is None else latest.flight()
             outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())
@@ -69,7 +73,7 @@ class Meter:
             slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:_SLOWEST]
             waited_ns = sum(gauge.waited_ns for gauge in gauges)
             started_ns = sum(gauge.started_ns for gauge in gauges)
-            blocked_ns = sum(gauge.blocked_ns for gauge in gauges)
+            not_own_ns = sum(gauge.blocked_ns + gauge.outside_ns for gauge in gauges)
             statistics = Statistics(
                 epoch=epoch,
                 batch_count=sum(gauge.batch_count for gauge in gauges),
@@ -77,10 +81,12 @@ class Meter:
                 byte_count=sum(gauge.byte_count for gauge in gauges),
                 waited_s=waited_ns / 1e9,
                 started_s=started_ns / 1e9,
+                changeover_s=sum(gauge.changeover_ns for gauge in gauges) / 1e9,
                 away_s=sum(gauge.away_ns for gauge in gauges) / 1e9,
-                deliver_s=max(0, waited_ns + started_ns - blocked_ns) / 1e9,
+                deliver_s=max(0, waited_ns + started_ns - not_own_ns) / 1e9,
                 loads_by=loads_by,
                 has_collate_fn=has_collate_fn,
+                keeps_workers=keeps_workers,
                 kind="inline" if latest is None else latest.kind,
                 is_auto=is_auto,
                 worker_count=0 if latest is None or latest.kind == "inline" else latest.worker_count,
@@ -91,7 +97,7 @@ class Meter:
                 memory_limit=memory_limit,
                 skipped_count=outcomes["skipped"],
                 replaced_count=outcomes["replaced"],
-                sample_times=_quantiles(histogram, slowest[0][0] if slowest else 0),
+                sample_times=Times(_quantiles(histogram, slowest[0][0] if slowest else 0)),
                 histogram=tuple((bucket_end_ns(bucket) / 1e9, count) for bucket, count in enumerate(histogram) if count),
                 slowest=tuple(
                     SlowSample(epoch, position, None if index == NO_INDEX else index, took / 1e9)
@@ -105,7 +111,7 @@ class Meter:
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
         """All that is known, for pictures. Times are from the making of the loader on."""
-        for gauge in list(self._gauges):
+        for gauge in list(self._gauges.all):
             gauge.take_spans(is_last=True)
         began = self._began_ns
         history = self._history
@@ -132,6 +138,7 @@ def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
         latest = own[-1].members[worker]
         sums = [gauge.read(worker).sums for gauge in own]
         usages = [gauge.usage(worker) for gauge in own]
+        busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums)
         yield WorkerStatistics(
             worker=worker,
             pid=latest.pid,
@@ -140,7 +147,8 @@ def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
             load_s=sum(one.load_ns for one in sums) / 1e9,
             collate_s=sum(one.collate_ns for one in sums) / 1e9,
             write_s=sum(one.write_ns for one in sums) / 1e9,
-            alive_s=sum(gauge.alive_ns(worker) for gauge in own) / 1e9,
+            # Who was let go may have had something to finish.
+            alive_s=max(busy_ns, sum(gauge.alive_ns(worker) for gauge in own)) / 1e9,
             cpu_s=sum(one.cpu_ns for one in usages) / 1e9,
             queued_s=sum(one.queued_ns for one in usages) / 1e9,
             memory_bytes=usages[-1].memory_bytes,

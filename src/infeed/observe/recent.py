@@ -22,10 +22,13 @@ class Amounts(NamedTuple):
     """What was done in a part of a run. Times are nanoseconds; those of workers are sums over all of them."""
 
     batch_count: int = 0
+    sample_count: int = 0
+    loaded_count: int = 0  # samples, by workers: some for later
     waited_ns: int = 0
     started_ns: int = 0
     away_ns: int = 0
     blocked_ns: int = 0  # of the wait, what was not infeed's own work in the loop's thread
+    changeover_ns: int = 0  # of the wait, for workers that were started anew or stopped
     load_ns: int = 0
     collate_ns: int = 0
     write_ns: int = 0
@@ -50,6 +53,13 @@ class Amounts(NamedTuple):
     @property
     def busy_ns(self) -> int:
         return self.load_ns + self.collate_ns + self.write_ns
+
+    @property
+    def work_ns(self) -> int:
+        """What workers did for what the loop has had; what they have loaded ahead is left out."""
+        return (
+            self.busy_ns * min(self.sample_count, self.loaded_count) // self.loaded_count if self.loaded_count else self.busy_ns
+        )
 
     @property
     def wait_share(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.memory.budget import format_bytes
 from infeed.observe.recent import Recent
@@ -61,6 +61,20 @@ class Point(NamedTuple):
     queued_ns: int  # how long they were ready to run and had no core
     memory_bytes: int  # of all workers together, or of this process where there are none
     flight_bytes: int  # of batches that are loaded, being loaded, or kept by the user
+    room_bytes: int = 0  # of all memory for batches, used or not
+
+
+@final
+class Times(dict[str, float]):
+    """Seconds by name, that cannot be changed. A dict, so that it can be compared, sent and written as JSON like one."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("statistics cannot be changed; make a dict of them to change that: dict(statistics.sample_times)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[Times], tuple[dict[str, float]]]:
+        return Times, (dict(self),)
 
 
 @final
@@ -94,7 +108,7 @@ class WorkerStatistics:
     load_s: float
     collate_s: float
     write_s: float
-    alive_s: float  # while it was there and an epoch was in progress, all its lives together
+    alive_s: float  # while it was there and an epoch was in progress or it loaded ahead for the next, all lives together
     cpu_s: float  # processor time; 0 where it cannot be had
     queued_s: float  # how long it was ready to run and had no core; 0 where it cannot be had
     memory_bytes: int  # resident; shared memory counts in every worker that has touched it
@@ -122,20 +136,22 @@ class Statistics:
     batch_count: int
     sample_count: int
     byte_count: int  # of batches given to the loop; 0 for what is handed over as it is
-    waited_s: float  # how long the loop waited for batches, without the first of each start
-    started_s: float  # how long it waited for first batches, while workers were starting
+    waited_s: float  # how long the loop waited in `iter` and `next`, without the loader's first start
+    started_s: float  # how long it waited for the very first batch, while workers were starting
     away_s: float  # how long the loop did its own work
     deliver_s: float  # of the wait, what infeed did in the loop's own thread
+    changeover_s: float = 0.0  # of the wait, what workers took that were started anew, to the first batch, or stopped
     loads_by: str  # what of the dataset loads samples: "__getitem__", "__getitems__", "__iter__", or "gathering rows"
     has_collate_fn: bool
+    keeps_workers: bool = True  # from one epoch to the next
     kind: Literal["inline", "thread", "process"]
     is_auto: bool  # whether infeed decides how many workers there are
     worker_count: int  # now
     workers: tuple[WorkerStatistics, ...]
     core_count: float  # that this process may use
     batches_in_flight: int  # planned, being loaded or ready
-    bytes_in_flight: int
-    memory_limit: int
+    bytes_in_flight: int  # of these, and of batches that the user keeps
+    memory_limit: int  # for all of these bytes: the one that holds, or that would hold if an epoch began now
     skipped_count: int
     replaced_count: int
     sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty while nothing is known
@@ -147,7 +163,7 @@ class Statistics:
 
     @property
     def elapsed_s(self) -> float:
-        """While an epoch was in progress, starting apart."""
+        """While an epoch was in progress, the first start apart."""
         return self.waited_s + self.away_s
 
     @property
@@ -163,6 +179,13 @@ class Statistics:
     @property
     def samples_per_s(self) -> float:
         return self.sample_count / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def work_s(self) -> float:
+        """What workers did for what the loop has had; what they have loaded ahead is left out."""
+        loaded_count = sum(one.sample_count for one in self.workers)
+        busy_s = sum(one.busy_s for one in self.workers)
+        return busy_s * min(1.0, self.sample_count / loaded_count) if loaded_count else busy_s
 
     @property
     def restart_count(self) -> int:
@@ -207,13 +230,14 @@ class Statistics:
         if not self.batch_count:
             return self.verdict
         phases = {name: sum(getattr(one, f"{name}_s") for one in self.workers) for name in ("load", "collate", "write")}
-        start = f", first batches {self.started_s:.2f} s" if self.started_s else ""
+        start = f"; first start {self.started_s:.2f} s" if self.started_s else ""
+        anew = f", {self.changeover_s:.2f} s of it for workers to start and stop" if self.changeover_s >= 0.005 else ""
         rows = {
             "given": ", ".join(
                 [_batches(self.batch_count), format_count(self.sample_count, "sample"), format_bytes(self.byte_count)]
             ),
             "rate": f"{self.samples_per_s:,.0f} samples/s",
-            "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}), worked {self.away_s:.2f} s{start}",
+            "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}{anew}), worked {self.away_s:.2f} s{start}",
             "workers": self._workers_text() + (f", {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""),
             "time": ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
             + f", deliver {self.deliver_s:.2f} s",

@@ -106,7 +106,7 @@ def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
         limit = f"in flight {format_bytes(statistics.bytes_in_flight)} of {format_bytes(statistics.memory_limit)}"
         yield "Memory of workers", format_bytes(statistics.memory_bytes), limit
     if statistics.started_s:
-        yield "First batches", format_seconds(statistics.started_s), "while workers were starting"
+        yield "First start", format_seconds(statistics.started_s), "until the first batch, not in the rate"
     troubles = {
         ("restart", "restarts"): statistics.restart_count,
         ("retry", "retries"): statistics.retry_count,

@@ -41,6 +41,8 @@ _SLOW_TIMES: Final = 20
 _SLOW_S: Final = 0.005
 _SLOW_SHARE: Final = 0.1
 _MOST_SUGGESTED: Final = 64
+# What takes up more of the wait than this is what it is about.
+_MOSTLY: Final = 0.5
 
 
 class _Run(NamedTuple):
@@ -110,7 +112,7 @@ class _Run(NamedTuple):
     @property
     def needed(self) -> int:
         """Workers that load as fast as the loop works."""
-        worked_ns = self.amounts.busy_ns
+        worked_ns = self.amounts.work_ns
         if self.amounts.away_ns * _MOST_SUGGESTED < worked_ns:
             # The loop does next to nothing: there is never enough.
             return max(self.worker_count, max(1, int(self.cores)))
@@ -128,6 +130,12 @@ def verdict_of(statistics: Statistics) -> str:
     when = "the time" if run.is_all else f"the last {format_seconds(run.amounts.elapsed_ns / 1e9)}"
     if share < _LITTLE:
         return f"keeping up: the loop waited {share:.1%} of {when}{_spare(run)}"
+    anew = run.amounts.changeover_ns / run.amounts.waited_ns
+    if anew > _MOSTLY and not statistics.keeps_workers and statistics.kind != "inline":
+        return (
+            f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for workers that are started anew for "
+            "every epoch; persistent_workers=True keeps them"
+        )
     what, part = _largest(run)
     waited = "loaded by itself for" if statistics.kind == "inline" else "waited"
     return f"input-bound: the loop {waited} {share:.0%} of {when}, {part:.0%} of it for {what}; {_cure(run, what)}"
@@ -143,9 +151,12 @@ def _amounts(statistics: Statistics) -> Amounts:
     waited_ns, started_ns = round(1e9 * statistics.waited_s), round(1e9 * statistics.started_s)
     return Amounts(
         batch_count=statistics.batch_count,
+        sample_count=statistics.sample_count,
+        loaded_count=sum(one.sample_count for one in statistics.workers),
         waited_ns=waited_ns,
         started_ns=started_ns,
         away_ns=round(1e9 * statistics.away_s),
+        changeover_ns=round(1e9 * statistics.changeover_s),
         blocked_ns=waited_ns + started_ns - round(1e9 * statistics.deliver_s),
         load_ns=of_workers("load_s"),
         collate_ns=of_workers("collate_s"),

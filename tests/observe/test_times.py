@@ -1,0 +1,152 @@
+"""Whose time it was: the loop's, the workers', or that of a changeover; and figures that stand still when nothing happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from infeed.engine import Engine
+from infeed.observe.measures import rate_figure, worker_figure
+from tests.helpers import Squares
+
+NAP_S = 0.02
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "worker": "thread"}], ids=["inline", "thread"])
+def test_points_go_on_where_another_engine_stopped(workers: dict[str, Any]) -> None:
+    """Whoever subtracts one from the next never gets less than nothing."""
+    with infeed.DataLoader(Squares(32), 4, **workers) as loader:
+        for _ in range(4):
+            list(loader)
+            loader._core.garage.clear()
+        points = loader._core.trace().points
+        known = loader.statistics()
+    sums = [(one.batch_count, one.sample_count, one.byte_count, one.waited_ns, one.away_ns, one.busy_ns) for one in points]
+    assert all(a <= b for before, after in pairwise(sums) for a, b in zip(before, after, strict=True))
+    assert points[-1].batch_count > 3 * 8
+    assert points[-1].sample_count <= known.sample_count
+    assert max(one.worker_count for one in points) <= 2
+    for figure in (rate_figure(points, ()), worker_figure(points)):
+        assert all(value >= 0 for line in figure["data"] for value in line["y"])
+
+
+def test_points_count_loops_that_run_at_a_time() -> None:
+    with infeed.DataLoader(Squares(32), 4) as loader:
+        for _ in loader:
+            list(loader)
+        points = loader._core.trace().points
+    assert [one.batch_count for one in points[:2]] == [1, 2]
+
+
+def test_starting_and_stopping_workers_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the very first start, as whoever has a stopwatch finds."""
+    build, close = infeed.core.build_engine, Engine.close
+
+    def build_slowly(*given: Any, **options: Any) -> Engine:
+        time.sleep(NAP_S)
+        return build(*given, **options)
+
+    def close_slowly(engine: Engine) -> None:
+        time.sleep(NAP_S)
+        close(engine)
+
+    monkeypatch.setattr("infeed.core.build_engine", build_slowly)
+    monkeypatch.setattr(Engine, "close", close_slowly)
+    with infeed.DataLoader(Squares(16), 4) as loader:
+        loader._core.garage.is_keeping = False
+        began = time.perf_counter()
+        for _ in range(3):
+            list(loader)
+        took_s = time.perf_counter() - began
+        known = loader.statistics()
+    assert known.started_s >= NAP_S
+    assert known.waited_s >= known.changeover_s >= 5 * NAP_S
+    assert 6 * NAP_S <= known.started_s + known.waited_s + known.away_s <= took_s
+    assert known.deliver_s <= known.started_s + known.waited_s - 6 * NAP_S
+    assert not known.keeps_workers
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["host", "device"])
+def test_the_last_step_of_an_epoch_counts(options: dict[str, Any]) -> None:
+    if options:
+        pytest.importorskip("torch")
+    with infeed.DataLoader(Squares(4), 4, **options) as loader:
+        for _ in range(3):
+            for _batch in loader:
+                time.sleep(NAP_S)
+        known = loader.statistics()
+        spans = loader._core.trace().spans
+    assert known.away_s >= 3 * NAP_S
+    assert sum(span.seconds for span in spans if span.kind == "away") >= 3 * NAP_S
+
+
+def test_of_a_loop_that_is_left_nobody_knows_when_its_last_step_ended() -> None:
+    with infeed.DataLoader(Squares(8), 4) as loader:
+        for _ in loader:
+            time.sleep(NAP_S)
+            break
+        assert loader.statistics().away_s == 0
+
+
+class Gated:
+    """Beyond its first epoch it gives nothing before somebody lets it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.gate = threading.Event()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if self.count >= 24:
+            self.gate.wait()
+        time.sleep(0.002)
+        self.count += 1
+        return np.full(10, index)
+
+
+def test_figures_stand_still_while_workers_load_ahead() -> None:
+    """What they load for the next epoch is counted when that begins; and nobody is busy for longer than they are there."""
+    data = Gated()
+    with infeed.DataLoader(data, 4, num_workers=1, worker="thread") as loader:
+        list(loader)
+        before = loader.statistics()
+        assert sum(one.sample_count for one in before.workers) == 24
+        data.gate.set()
+        while data.count < 24 + 5:  # a task is done, and another is begun
+            time.sleep(0.001)
+        after = loader.statistics()
+        assert (before.workers, before.histogram, before.verdict) == (after.workers, after.histogram, after.verdict)
+        list(loader)
+        known = loader.statistics()
+    assert sum(one.sample_count for one in known.workers) >= 48
+    assert all(one.busy_s <= one.alive_s for one in known.workers)
+    assert loader.statistics().histogram == known.histogram
+
+
+@pytest.mark.parametrize("observe", ["timeline", "off"])
+def test_the_memory_limit_is_the_one_that_holds(observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory others take meanwhile, and also when the loader is closed."""
+    free = iter(range(1 << 40, 1 << 41, 1 << 30))
+    monkeypatch.setattr("infeed.core.available_bytes", lambda: next(free))
+    monkeypatch.setattr("infeed.assembly.available_bytes", lambda: 1 << 30)
+    with infeed.DataLoader(Squares(8), 4, observe=observe) as loader:
+        list(loader)
+        assert loader.statistics().memory_limit == 1 << 29
+    assert loader.statistics().memory_limit == 1 << 29
+
+
+def test_only_batches_that_are_there_are_in_flight() -> None:
+    """What is free again is not, whatever room is kept for the next."""
+    with infeed.DataLoader(np.zeros((8, 1000)), 4) as loader:
+        kept = list(loader)
+        assert 2 * 32_000 <= loader.statistics().bytes_in_flight < 1 << 20
+        del kept
+        assert loader.statistics().bytes_in_flight == 0
