@@ -221,6 +221,7 @@ class Core:
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),
             has_collate_fn=config.collate_fn is not None,
+            most_workers=config.most_workers,
             keeps_workers=self.garage.is_keeping,
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed.observe.recent import Amounts
 from infeed.testing import FaultyDataset
 from tests.helpers import Squares
 
@@ -99,7 +100,8 @@ def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
     marks = loader._core.trace().marks
     assert [mark.kind for mark in marks if mark.lane == victim.worker] == ["death"]
     assert f"pid {pid}" in next(mark.text for mark in marks if mark.kind == "death")
-    assert "1 restarts" in str(known)
+    assert "  1 restart" in str(known)
+    assert "restarts" not in str(known)
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
@@ -246,3 +248,69 @@ def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
         assert all(one.begin_ns <= one.end_ns <= other.begin_ns for one, other in pairwise(own))
     assert trace.settings["num_workers"] == "2"
     assert trace.machine["python"]
+
+
+class Calming:
+    """Its samples take a while in epoch 0 and nothing later."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if self.epoch == 0:
+            time.sleep(0.01)
+        return index
+
+
+def test_the_verdict_is_about_how_it_goes_now() -> None:
+    with infeed.DataLoader(Calming(), 1) as loader:
+        for epoch in range(3):
+            for _ in loader:
+                time.sleep(0.02 if epoch else 0)
+        known = loader.statistics()
+    assert known.recent is not None
+    assert not known.recent.is_all
+    assert known.recent.first_epoch >= 1
+    assert known.recent_wait_share < known.wait_share
+    assert "of the last" in known.verdict
+
+
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(Napping(), 8, **workers) as loader:
+        for _ in range(2):
+            for _batch in loader:
+                sum(range(20_000))
+    known = loader.statistics()
+    past = Amounts.sum_of(one.amounts for one in loader._core.meter._history.past._slices)
+    assert past.batch_count == known.batch_count
+    assert past.waited_ns == round(known.waited_s * 1e9)
+    assert past.away_ns == round(known.away_s * 1e9)
+    assert past.load_ns == pytest.approx(1e9 * sum(one.load_s for one in known.workers))
+    assert past.own_cpu_ns > 0
+
+
+def test_what_the_process_computes_between_epochs_is_not_the_loops() -> None:
+    with infeed.DataLoader(Squares(40), 4, num_workers=1) as loader:
+        list(loader)
+        gauge = loader._core.meter._gauges.all[0]
+        before = gauge.amounts().own_cpu_ns
+        sum(range(100_000))
+        assert gauge.amounts().own_cpu_ns == before
+        list(loader)
+        assert gauge.amounts().own_cpu_ns > before
+
+
+def test_one_is_not_several() -> None:
+    with infeed.DataLoader(Squares(1), 1) as loader:
+        list(loader)
+        known = dataclasses.replace(loader.statistics(), batches_in_flight=1)
+    assert "1 batch, 1 sample," in str(known)
+    assert "in flight  1 batch," in str(known)
+    assert known.verdict.startswith("too early to tell: 1 batch in")

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from infeed.observe.recent import Amounts, Past, Recent, Slice
 from infeed.observe.records import SlowSample, Statistics, WorkerStatistics
 from infeed.observe.verdict import verdict_of
+
+S = 10**9
 
 
 def worker(number: int, **changes: Any) -> WorkerStatistics:
@@ -61,6 +64,19 @@ def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) ->
     return replace(base, **changes)
 
 
+def lately(**changes: int) -> Amounts:
+    """Ten seconds of two workers that compute, in which the loop waits for six."""
+    base = Amounts(
+        batch_count=200, waited_ns=6 * S, away_ns=4 * S, blocked_ns=6 * S, load_ns=19 * S, alive_ns=20 * S, cpu_ns=19 * S
+    )  # fmt: skip
+    return base._replace(**changes)
+
+
+def judged(changes: dict[str, int], **others: Any) -> str:
+    """What is said of such ten seconds, after others."""
+    return verdict_of(run(recent=Recent(lately(**changes), 0, is_all=False), **others))
+
+
 def test_workers_that_compute_are_missing_and_cores_are_free() -> None:
     said = verdict_of(run())
     assert said == (
@@ -107,7 +123,21 @@ def test_it_names_what_most_of_the_wait_was_for(changes: dict[str, Any], named: 
 def test_one_slow_sample_that_holds_up_idle_workers_is_named() -> None:
     slow = (SlowSample(0, 7, 3, 2.5),)
     said = verdict_of(run(each={"load_s": 3.0}, slowest=slow))
-    assert "index=3 took 2500 ms" in said
+    assert "index=3 took 2.5 s, the median is 9 ms" in said
+
+
+@pytest.mark.parametrize(
+    ("slow_s", "changes"),
+    [
+        (0.0003, {"sample_times": {"median": 0.0000061}}),  # a fraction of a millisecond
+        (0.4, {}),  # once, in a wait of six seconds
+        (2.5, {"recent": Recent(lately(load_ns=3 * S), 4, is_all=False)}),  # in an epoch that is long over
+    ],
+)
+def test_no_sample_is_blamed_that_did_not_hold_up_the_loop(slow_s: float, changes: dict[str, Any]) -> None:
+    said = verdict_of(run(each={"load_s": 3.0}, slowest=(SlowSample(0, 7, 3, slow_s),), **changes))
+    assert "workers were busy only" in said
+    assert "slow samples" not in said
 
 
 def test_idle_workers_without_a_slow_sample_need_more_in_flight() -> None:
@@ -149,3 +179,125 @@ def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None
 def test_nothing_is_said_too_early() -> None:
     assert verdict_of(run(batch_count=0)) == "nothing was loaded yet"
     assert verdict_of(run(batch_count=2)).startswith("too early to tell")
+
+
+def test_it_judges_the_recent_past_and_says_so() -> None:
+    assert judged({"waited_ns": S // 10, "away_ns": 10 * S}) == "keeping up: the loop waited 1.0% of the last 10.1 s"
+    assert "input-bound: the loop waited 60% of the last 10 s" in judged({}, waited_s=0.1, away_s=99.9)
+
+
+@pytest.mark.parametrize("threads", [2, 4, 20])
+def test_threads_that_come_to_one_core_are_told_of_processes(threads: int) -> None:
+    """Whether they idle, or wait for a core beside: no more threads, no more cores."""
+    for queued_s in (0, 9):
+        amounts = {"load_ns": threads * 8 * S, "alive_ns": threads * 10 * S, "cpu_ns": 9 * S, "queued_ns": queued_s * S}
+        said = judged(amounts | {"own_cpu_ns": 10 * S}, workers=threads, kind="thread", core_count=2.0)
+        assert "its threads use 1.0 of 2 cores" in said
+        assert "if samples are computed in Python, worker='process' would help" in said
+        assert "give it more cores" not in said
+        assert "slow samples" not in said
+
+
+def test_threads_that_leave_the_gil_are_not() -> None:
+    said = judged({"own_cpu_ns": 19 * S}, kind="thread")
+    assert said.endswith("4 more workers would help, 6 cores are free")
+
+
+def test_of_one_thread_nobody_knows_whether_it_holds_the_gil() -> None:
+    amounts = {"load_ns": 9 * S, "alive_ns": 10 * S, "cpu_ns": 9 * S, "own_cpu_ns": 9 * S}
+    said = judged(amounts, workers=1, kind="thread")
+    assert "more workers would help" in said
+    assert "if samples are computed in Python, only with worker='process'" in said
+
+
+def test_threads_that_wait_become_no_more_than_the_gil_serves() -> None:
+    amounts = {"cpu_ns": 4 * S, "own_cpu_ns": 5 * S, "waited_ns": 19 * S // 2, "away_ns": S // 2}
+    assert "so 2 more workers would help" in judged(amounts, kind="thread")
+    assert "so 40 more workers would help" in judged(amounts)
+
+
+def test_of_a_stream_with_one_reader_more_workers_are_not_advised() -> None:
+    for most in (1, 13):
+        said = verdict_of(run(workers=1, loads_by="__iter__", most_workers=most))
+        assert "one worker reads this stream" in said
+        assert "infeed.get_worker_info()" in said
+        assert "more worker" not in said
+    assert "whatever num_workers is" in said
+    assert "num_workers=1 would load" in verdict_of(run(workers=0, kind="inline", loads_by="__iter__"))
+
+
+def test_a_stream_that_shares_itself_out_gets_more_workers() -> None:
+    assert "4 more workers would help" in verdict_of(run(loads_by="__iter__", most_workers=2))
+
+
+def test_where_all_are_there_that_the_user_allows_a_larger_number_is_the_cure() -> None:
+    waits: dict[str, Any] = {"each": {"cpu_s": 0.5}, "is_auto": True}
+    assert "2 workers, the most that num_workers allows, so a larger number would help" in verdict_of(
+        run(most_workers=2, **waits)
+    )
+    said = verdict_of(run(most_workers=3, **waits))
+    assert "as many workers as bring something" in said
+    assert "cores" not in said
+    assert "more cores" in verdict_of(run(most_workers=2, is_auto=True, core_count=2.0))
+
+
+def test_a_core_that_the_loop_uses_is_not_free() -> None:
+    amounts = {"load_ns": 9 * S, "alive_ns": 10 * S, "cpu_ns": 9 * S}
+    assert "1 core is free" in judged(amounts, workers=1, core_count=2.0)
+    said = judged(amounts | {"own_cpu_ns": 8 * S}, workers=1, core_count=2.0)
+    assert "all 2 cores are busy (the loop itself uses 0.8)" in said
+    assert "all 2 cores are busy" in judged(amounts | {"loop_queued_ns": 8 * S}, workers=1, core_count=2.0)
+
+
+def test_a_core_that_others_use_is_not_free() -> None:
+    assert "all 8 cores are busy" in judged({"cpu_ns": 9 * S, "queued_ns": 9 * S})
+
+
+def test_many_that_compute_a_little_have_all_cores_too() -> None:
+    amounts = {"load_ns": 640 * S, "alive_ns": 640 * S, "cpu_ns": 60 * S, "queued_ns": 30 * S}
+    assert "all 8 cores are busy" in judged(amounts, workers=64)
+
+
+def test_workers_of_a_loop_that_computes_have_fewer_cores() -> None:
+    amounts = {"load_ns": 6 * S, "own_cpu_ns": 10 * S}
+    assert "num_workers=1, one for each core that the loop leaves free" in judged(
+        amounts, workers=0, kind="inline", core_count=2.0
+    )
+
+
+def part(kind: str, epoch: int, waited_s: float, away_s: float) -> Slice:
+    return Slice(kind, epoch, Amounts(batch_count=4, waited_ns=int(waited_s * S), away_ns=int(away_s * S)))
+
+
+def test_the_recent_past_is_the_last_third() -> None:
+    past = Past()
+    for epoch in range(9):
+        past.add(part("process", epoch, 1.0 if epoch < 6 else 0.0, 1.0 if epoch >= 6 else 0.0))
+    recent = past.recent([])
+    assert recent is not None
+    assert (recent.amounts.waited_ns, recent.amounts.away_ns, recent.first_epoch, recent.is_all) == (0, 3 * S, 6, False)
+
+
+def test_what_is_not_in_the_past_yet_counts() -> None:
+    assert Past().recent([]) is None
+    recent = Past().recent([part("process", 0, 0.5, 0.5)])
+    assert recent is not None
+    assert (recent.amounts.elapsed_ns, recent.is_all) == (S, True)
+
+
+def test_a_long_run_is_judged_by_its_last_minute() -> None:
+    past = Past()
+    for _ in range(1000):
+        past.add(part("process", 0, 0.5, 0.5))
+    recent = past.recent([])
+    assert recent is not None
+    assert recent.amounts.elapsed_ns == 60 * S
+
+
+def test_what_other_workers_did_is_not_recent() -> None:
+    past = Past()
+    for kind in ("process", "process", "process", "thread"):
+        past.add(part(kind, 0, 0.5, 0.0))
+    recent = past.recent([part("thread", 1, 0.1, 0.0)])
+    assert recent is not None
+    assert recent.amounts.elapsed_ns == 6 * S // 10

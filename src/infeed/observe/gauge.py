@@ -9,15 +9,16 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 from infeed.observe.history import History
+from infeed.observe.recent import Amounts, Slice
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
-from infeed.workers.insides import memory_use
+from infeed.workers.insides import memory_use, queued_ns
 from infeed.workers.tape import Observe, Sums
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
@@ -141,6 +142,11 @@ class Gauge:
         self._taking = threading.Lock()
         self._final_count = 0
         self.known: set[WorkerId] = set()  # those of them that have ever been there
+        self._own_cpu_ns = 0  # of this process, in epochs
+        self._cpu_from_ns = 0  # what it had used when the epoch began; 0: none is in progress
+        self._queued_ns = self._queued_from_ns = 0  # of the loop's thread, likewise
+        self._loop_thread = 0  # while an epoch is in progress
+        self._told = Amounts()  # what the past knows of this
         self._owner_pid = os.getpid()
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
         # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
@@ -154,6 +160,8 @@ class Gauge:
             self._wake()
         self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
+        self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
+        self._loop_thread = threading.get_ident()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
 
     def _wake(self) -> None:
@@ -175,6 +183,9 @@ class Gauge:
             self.waited_ns += took_ns
             if self.is_closed or not self.batch_count:
                 self.changeover_ns += took_ns
+            if self.is_closed and self._is_on:  # nobody tells of it later
+                lost = Amounts(waited_ns=took_ns, blocked_ns=took_ns, changeover_ns=took_ns)
+                self._history.past.add(Slice(self.kind, self._epoch, lost))
         if self._is_spanning and took_ns >= _LONG_NS:
             number = max(0, self.batch_count - 1) if self._idle_ns else self.batch_count
             self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
@@ -230,8 +241,14 @@ class Gauge:
                 self._record_last(left_ns, asked_ns or left_ns)
         if asked_ns:
             self.waited_ns += now_ns - asked_ns
-        if self._is_on and self.kind != "inline" and not self.is_closed:
-            self._still = {worker: (self.read(worker), self.usage(worker)) for worker in self.known}
+        self._own_cpu_ns += self._new_cpu_ns()
+        self._cpu_from_ns = 0
+        self._count_queued()
+        self._loop_thread = 0
+        if self._is_on and not self.is_closed:
+            if self.kind != "inline":
+                self._still = {worker: (self.read(worker), self.usage(worker)) for worker in self.known}
+            self._tell_past()
 
     def _record_last(self, left_ns: int, asked_ns: int) -> None:
         """Keep what the loop did since the last time, and its last step."""
@@ -378,8 +395,55 @@ class Gauge:
         self.take_spans()
         self.latest = self.point(now_ns)
         self._history.add_point(self._gauges.total(self, self.latest))
+        self._count_queued()
+        self._tell_past()
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
+
+    def amounts(self) -> Amounts:
+        """All that this engine did so far."""
+        known = list(self.known)
+        sums = [self._sums(worker) for worker in known]
+        usages = [self.usage(worker) for worker in known]
+        return Amounts(
+            batch_count=self.batch_count,
+            sample_count=self.sample_count,
+            loaded_count=sum(one.sample_count for one in sums),
+            waited_ns=self.waited_ns,
+            started_ns=self.started_ns,
+            away_ns=self.away_ns,
+            blocked_ns=self.blocked_ns + self.outside_ns,
+            changeover_ns=self.changeover_ns,
+            load_ns=sum(one.load_ns for one in sums),
+            collate_ns=sum(one.collate_ns for one in sums),
+            write_ns=sum(one.write_ns for one in sums),
+            alive_ns=sum(self.alive_ns(worker) for worker in known),
+            cpu_ns=sum(one.cpu_ns for one in usages),
+            queued_ns=sum(one.queued_ns for one in usages),
+            own_cpu_ns=self._own_cpu_ns + self._new_cpu_ns(),
+            loop_queued_ns=self._queued_ns,
+        )
+
+    def latest_slice(self) -> Slice:
+        """What was done since the past was told."""
+        return Slice(self.kind, self._epoch, Amounts() if self.is_closed else self.amounts().minus(self._told))
+
+    def _tell_past(self) -> None:
+        amounts = self.amounts()
+        self._history.past.add(Slice(self.kind, self._epoch, amounts.minus(self._told)))
+        self._told = amounts
+
+    def _count_queued(self) -> None:
+        """Each thread has its own count, so the loop's can be had in its thread alone."""
+        if threading.get_ident() != self._loop_thread:
+            return
+        now_ns = queued_ns()
+        self._queued_ns += max(0, now_ns - self._queued_from_ns)
+        self._queued_from_ns = now_ns
+
+    def _new_cpu_ns(self) -> int:
+        """What this process has used since the epoch began, if one is in progress."""
+        return process_time_ns() - self._cpu_from_ns if self._cpu_from_ns else 0
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Read what workers have put on their tapes since the last time."""
@@ -404,6 +468,7 @@ class Gauge:
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.take_spans(is_last=True)
+        self._tell_past()
         self._last = {worker: self.read(worker) for worker in self.members}
         self._final_count, self._final_bytes = self.worker_count, self.bytes_given()
         for worker in self.members:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
+from infeed.observe.recent import Past
 from infeed.observe.records import Mark, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
@@ -29,6 +30,7 @@ class History:
         self._tape_count = 0
         self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
         self.points: list[Point] = []
+        self.past = Past()
         self.lost_span_count = 0
         self._stride = 1  # of so many points one is kept
         self._point_count = 0

@@ -55,6 +55,7 @@ class Meter:
         memory_limit: int,
         loads_by: str,
         has_collate_fn: bool,
+        most_workers: int,
         keeps_workers: bool = True,
     ) -> Statistics:
         """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
@@ -103,6 +104,8 @@ class Meter:
                     for took, epoch, position, index in slowest
                 ),
                 verdict="",
+                most_workers=most_workers,
+                recent=self._history.past.recent([gauge.latest_slice() for gauge in gauges]) if gauges else None,
             )
         return replace(statistics, verdict=_NOTHING_KEPT if self._observe == "off" else verdict_of(statistics))
 

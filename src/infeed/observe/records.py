@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.memory.budget import format_bytes
+from infeed.observe.recent import Recent
+from infeed.observe.units import format_count
 
 # What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
 # finding out how samples stack; "write": into shared memory.
@@ -156,6 +158,8 @@ class Statistics:
     histogram: tuple[tuple[float, int], ...]  # of sample times: up to so many seconds, how many
     slowest: tuple[SlowSample, ...]
     verdict: str
+    most_workers: int = 0  # that there may be, by num_workers; 0 if that is not known
+    recent: Recent | None = None  # what the verdict judges; None: all of it
 
     @property
     def elapsed_s(self) -> float:
@@ -166,6 +170,11 @@ class Statistics:
     def wait_share(self) -> float:
         """Of the time in which an epoch was in progress, how much the loop waited for data."""
         return self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def recent_wait_share(self) -> float:
+        """The same, in the part of the run that the verdict judges."""
+        return self.wait_share if self.recent is None else self.recent.amounts.wait_share
 
     @property
     def samples_per_s(self) -> float:
@@ -224,7 +233,9 @@ class Statistics:
         start = f"; first start {self.started_s:.2f} s" if self.started_s else ""
         anew = f", {self.changeover_s:.2f} s of it for workers to start and stop" if self.changeover_s >= 0.005 else ""
         rows = {
-            "given": f"{self.batch_count:,} batches, {self.sample_count:,} samples, {format_bytes(self.byte_count)}",
+            "given": ", ".join(
+                [_batches(self.batch_count), format_count(self.sample_count, "sample"), format_bytes(self.byte_count)]
+            ),
             "rate": f"{self.samples_per_s:,.0f} samples/s",
             "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}{anew}), worked {self.away_s:.2f} s{start}",
             "workers": self._workers_text() + (f", {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""),
@@ -234,10 +245,10 @@ class Statistics:
         if self.sample_times:
             rows["a sample"] = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.sample_times.items())
         rows["in flight"] = (
-            f"{self.batches_in_flight} batches, {format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}"
+            f"{_batches(self.batches_in_flight)}, {format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}"
         )
         troubles = {
-            "restarts": self.restart_count,
+            "restart" if self.restart_count == 1 else "restarts": self.restart_count,
             "skipped": self.skipped_count,
             "replaced": self.replaced_count,
             "retried": self.retry_count,
@@ -252,6 +263,10 @@ class Statistics:
         noun = {"thread": "thread", "process": "process"}[self.kind]
         plural = noun if self.worker_count == 1 else {"thread": "threads", "process": "processes"}[self.kind]
         return f"{self.worker_count} {plural}{' (auto)' if self.is_auto else ''}, {self.busy_share:.0%} busy"
+
+
+def _batches(count: int) -> str:
+    return format_count(count, "batch", "batches")
 
 
 @final

@@ -77,9 +77,9 @@ def _tone(trace: Trace) -> Tone:
     statistics = trace.statistics
     if not statistics.elapsed_s:
         return "plain"
-    if statistics.wait_share >= _FAIR_WAIT_SHARE:
+    if statistics.recent_wait_share >= _FAIR_WAIT_SHARE:
         return "bad"
-    return "good" if statistics.wait_share < _GOOD_WAIT_SHARE else "fair"
+    return "good" if statistics.recent_wait_share < _GOOD_WAIT_SHARE else "fair"
 
 
 def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:

@@ -1,12 +1,20 @@
-"""One sentence about a run: does the loop wait for data, for what, and what would help."""
+"""One sentence about a run: does the loop wait for data, for what, and what would help.
+
+It judges how it goes now (see ``recent.py``), and advises nothing that may make it worse: where what was measured leaves two
+answers open, it says on what the advice depends.
+"""
 
 from __future__ import annotations
 
+import sys
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from infeed.observe.recent import Amounts
+from infeed.observe.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from infeed.observe.records import Statistics
+    from infeed.observe.records import SlowSample, Statistics
 
 # The loop waits so little that nobody would notice.
 _LITTLE: Final = 0.05
@@ -17,117 +25,282 @@ _LEAST_S: Final = 0.02
 _IDLE: Final = 0.7
 # Work that uses the processor for less than this waits: for a disk, a network, another process.
 _COMPUTES: Final = 0.6
-# A sample that takes so many times the usual holds others up.
+# A core of which less than this is free is not.
+_FREE: Final = 0.5
+# Workers that have to wait for a core for more than this of the time that they want one have none to spare.
+_CROWDED: Final = 0.25
+# A loop that uses less than this of a core is not worth a word.
+_NOTABLE: Final = 0.3
+# Threads that together use more cores than this leave the GIL; if they use less than that, nobody holds it most of the time. So
+# many threads are several.
+_GIL_CORES: Final = 1.2
+_GIL_TAKEN: Final = 0.75
+_SEVERAL: Final = 1.3
+# A sample that takes so many times the usual, and so long, holds others up, if such make so much of the wait.
 _SLOW_TIMES: Final = 20
+_SLOW_S: Final = 0.005
+_SLOW_SHARE: Final = 0.1
 _MOST_SUGGESTED: Final = 64
 # What takes up more of the wait than this is what it is about.
 _MOSTLY: Final = 0.5
+
+
+class _Run(NamedTuple):
+    """What is judged."""
+
+    statistics: Statistics
+    amounts: Amounts
+    first_epoch: int
+    is_all: bool
+
+    @property
+    def is_stream(self) -> bool:
+        return self.statistics.loads_by == "__iter__"
+
+    @property
+    def worker_count(self) -> int:
+        return self.statistics.worker_count
+
+    @property
+    def cores(self) -> float:
+        return self.statistics.core_count
+
+    @property
+    def wall_ns(self) -> int:
+        return max(1, self.amounts.elapsed_ns + self.amounts.started_ns)
+
+    @property
+    def computing(self) -> float:
+        """Of workers' working time, how much they used a core or would have liked to; 1 where that is not known."""
+        busy_ns, cpu_ns = self.amounts.busy_ns, self.amounts.cpu_ns + self.amounts.queued_ns
+        return min(1.0, cpu_ns / busy_ns) if busy_ns and cpu_ns else 1.0
+
+    @property
+    def wanted_cores(self) -> float:
+        """That workers used, or would have liked to."""
+        return (self.amounts.cpu_ns + self.amounts.queued_ns) / self.wall_ns
+
+    @property
+    def waits(self) -> bool:
+        """Whether workers wait for something other than a core."""
+        return self.computing < _COMPUTES and self.wanted_cores < self.cores
+
+    @property
+    def own_cores(self) -> float:
+        """That this process used, with all its threads."""
+        return max(self.amounts.own_cpu_ns, self.amounts.cpu_ns if self.statistics.kind == "thread" else 0) / self.wall_ns
+
+    @property
+    def loop_cores(self) -> float:
+        """That the loop itself used, and its libraries, or would have liked to."""
+        of_workers = {"thread": self.amounts.cpu_ns, "inline": self.amounts.busy_ns, "process": 0}[self.statistics.kind]
+        wall_ns = max(1, self.amounts.away_ns) if self.statistics.kind == "inline" else self.wall_ns
+        return (max(0, self.amounts.own_cpu_ns - of_workers) + self.amounts.loop_queued_ns) / wall_ns
+
+    @property
+    def free_cores(self) -> float:
+        if self.queueing > _CROWDED:
+            return 0.0  # others use them
+        return self.cores - self.worker_count * self.computing - self.loop_cores
+
+    @property
+    def queueing(self) -> float:
+        """Of the time in which workers wanted a core, how much they had none."""
+        wanted_ns = self.amounts.cpu_ns + self.amounts.queued_ns
+        return self.amounts.queued_ns / wanted_ns if wanted_ns else 0.0
+
+    @property
+    def needed(self) -> int:
+        """Workers that load as fast as the loop works."""
+        worked_ns = self.amounts.work_ns
+        if self.amounts.away_ns * _MOST_SUGGESTED < worked_ns:
+            # The loop does next to nothing: there is never enough.
+            return max(self.worker_count, max(1, int(self.cores)))
+        return max(1, ceil(1.1 * worked_ns / max(1, self.amounts.away_ns)))
 
 
 def verdict_of(statistics: Statistics) -> str:
     if not statistics.batch_count:
         return "nothing was loaded yet"
     if statistics.batch_count < _LEAST_BATCHES or statistics.elapsed_s < _LEAST_S:
-        return f"too early to tell: {statistics.batch_count} batches in {statistics.elapsed_s:.2f} s"
-    share = statistics.wait_share
+        return f"too early to tell: {format_count(statistics.batch_count, 'batch', 'batches')} in {statistics.elapsed_s:.2f} s"
+    recent = statistics.recent
+    run = _Run(statistics, *((_amounts(statistics), 0, True) if recent is None else recent))
+    share = run.amounts.wait_share
+    when = "the time" if run.is_all else f"the last {format_seconds(run.amounts.elapsed_ns / 1e9)}"
     if share < _LITTLE:
-        return f"keeping up: the loop waited {share:.1%} of the time{_spare(statistics)}"
-    anew = statistics.changeover_s / statistics.waited_s
+        return f"keeping up: the loop waited {share:.1%} of {when}{_spare(run)}"
+    anew = run.amounts.changeover_ns / run.amounts.waited_ns
     if anew > _MOSTLY and not statistics.keeps_workers and statistics.kind != "inline":
         return (
-            f"input-bound: the loop waited {share:.0%} of the time, {anew:.0%} of it for workers that are started anew for "
+            f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for workers that are started anew for "
             "every epoch; persistent_workers=True keeps them"
         )
-    what, part = _largest(statistics)
+    what, part = _largest(run)
     waited = "loaded by itself for" if statistics.kind == "inline" else "waited"
-    return f"input-bound: the loop {waited} {share:.0%} of the time, {part:.0%} of it for {what}; {_cure(statistics, what)}"
+    return f"input-bound: the loop {waited} {share:.0%} of {when}, {part:.0%} of it for {what}; {_cure(run, what)}"
 
 
-def _largest(statistics: Statistics) -> tuple[str, float]:
+def _amounts(statistics: Statistics) -> Amounts:
+    """Of the whole run."""
+
+    def of_workers(name: str) -> int:
+        seconds: float = sum(getattr(one, name) for one in statistics.workers)
+        return round(1e9 * seconds)
+
+    waited_ns, started_ns = round(1e9 * statistics.waited_s), round(1e9 * statistics.started_s)
+    return Amounts(
+        batch_count=statistics.batch_count,
+        sample_count=statistics.sample_count,
+        loaded_count=sum(one.sample_count for one in statistics.workers),
+        waited_ns=waited_ns,
+        started_ns=started_ns,
+        away_ns=round(1e9 * statistics.away_s),
+        changeover_ns=round(1e9 * statistics.changeover_s),
+        blocked_ns=waited_ns + started_ns - round(1e9 * statistics.deliver_s),
+        load_ns=of_workers("load_s"),
+        collate_ns=of_workers("collate_s"),
+        write_ns=of_workers("write_s"),
+        alive_ns=of_workers("alive_s"),
+        cpu_ns=of_workers("cpu_s"),
+        queued_ns=of_workers("queued_s"),
+    )
+
+
+def _largest(run: _Run) -> tuple[str, float]:
     """What most of the wait was for, and which part of it that is."""
+    amounts = run.amounts
     phases = {
-        statistics.loads_by: sum(one.load_s for one in statistics.workers),
-        "collate_fn" if statistics.has_collate_fn else "stacking samples": sum(one.collate_s for one in statistics.workers),
-        "writing into shared memory": sum(one.write_s for one in statistics.workers),
+        run.statistics.loads_by: amounts.load_ns,
+        "collate_fn" if run.statistics.has_collate_fn else "stacking samples": amounts.collate_ns,
+        "writing into shared memory": amounts.write_ns,
     }
     name = max(phases, key=lambda name: phases[name])
-    worked_s = sum(phases.values())
-    waited_s = statistics.waited_s + statistics.started_s
-    deliver_share = min(1.0, statistics.deliver_s / waited_s) if waited_s else 0.0
-    of_workers = (1 - deliver_share) * (phases[name] / worked_s if worked_s else 0.0)
+    worked_ns = sum(phases.values())
+    waited_ns = amounts.waited_ns + amounts.started_ns
+    deliver_share = min(1.0, max(0.0, 1 - amounts.blocked_ns / waited_ns)) if waited_ns else 0.0
+    of_workers = (1 - deliver_share) * (phases[name] / worked_ns if worked_ns else 0.0)
     if deliver_share > of_workers:
         return "infeed's own work in the loop's thread", deliver_share
     return name, of_workers
 
 
-def _cure(statistics: Statistics, what: str) -> str:
+def _cure(run: _Run, what: str) -> str:
     if what.startswith("infeed"):
         return "larger batches cost less of it"
-    if statistics.kind == "inline":
-        needed, cores = _needed(statistics), max(1, int(statistics.core_count))
-        if needed <= cores:
-            return f"num_workers={needed} would hide it"
-        return f"num_workers={cores}, one for each core, would help; more if it waits and does not compute"
-    slow = _slow_sample(statistics)
-    if statistics.busy_share < _IDLE:
-        if slow:
-            return f"workers were busy only {statistics.busy_share:.0%} of their time: {slow}"
+    if run.statistics.kind == "inline":
+        return _cure_of_inline(run)
+    held = _held_by_gil(run)
+    if held:
+        return held
+    busy_share = run.amounts.busy_share
+    if busy_share < _IDLE:
+        idle = f"workers were busy only {busy_share:.0%} of their time"
+        return f"{idle}: {_slow_sample(run) or 'allow more in flight (prefetch, memory_limit)'}"
+    if run.is_stream and run.worker_count == 1:
+        whatever = ", whatever num_workers is" if run.statistics.most_workers > 1 else ""
+        return f"one worker reads this stream{whatever}; let __iter__ choose its share by infeed.get_worker_info() to use more"
+    if run.statistics.is_auto:
+        return _cure_of_auto(run)
+    more = run.needed - run.worker_count
+    if run.waits:
+        if run.statistics.kind == "thread":  # with more of them than this they would wait for the GIL
+            more = min(more, max(1, int(run.worker_count * (1 / max(run.own_cores, 0.01) - 1))))
+        many = _more(more) if more > 0 else "more workers"
+        return f"it waits and does not compute (processor {run.computing:.0%}), so {many} would help, beyond the cores too"
+    if run.free_cores < _FREE:
+        return _all_busy(run) + _if_python(run)
+    free = round(run.free_cores) or 1
+    are = "is" if free == 1 else "are"
+    return f"{_more(min(more, free))} would help, {_cores(free)} {are} free{_if_python(run)}"
+
+
+def _cure_of_inline(run: _Run) -> str:
+    if run.is_stream:
         return (
-            f"workers were busy only {statistics.busy_share:.0%} of their time: allow more in flight (prefetch, memory_limit)"
+            "num_workers=1 would load while the loop works; more help if __iter__ asks infeed.get_worker_info() for its share"
         )
-    if statistics.is_auto:
-        return "there are as many workers as bring something, so make it cheaper, or give it more cores"
-    more = _needed(statistics) - statistics.worker_count
-    computing = _computing(statistics)
-    if computing < _COMPUTES:
-        return f"it waits and does not compute (processor {computing:.0%}), so {_more(more)} would help, beyond the cores too"
-    free = statistics.core_count - statistics.worker_count * computing
-    if free < 0.5:
-        return f"all {_cores(statistics.core_count)} are busy, so make it cheaper, or give it more cores"
+    needed, cores = run.needed, max(1, int(run.cores - run.loop_cores + _FREE))
+    if needed <= cores:
+        return f"num_workers={needed} would hide it"
+    each = "one for each core" if run.loop_cores < _FREE else "one for each core that the loop leaves free"
+    return f"num_workers={cores}, {each}, would help; more if it waits and does not compute"
+
+
+def _cure_of_auto(run: _Run) -> str:
+    most = run.statistics.most_workers
+    if 0 < most <= run.worker_count and (run.waits or run.free_cores >= _FREE):
+        return f"there are {_workers(run.worker_count)}, the most that num_workers allows, so a larger number would help"
+    if run.waits:
+        return "there are as many workers as bring something, so make faster what it waits for: it does not compute"
+    return "there are as many workers as bring something, so make it cheaper, or give it more cores"
+
+
+def _all_busy(run: _Run) -> str:
+    loop = f" (the loop itself uses {run.loop_cores:.1f})" if run.loop_cores >= _NOTABLE else ""
+    return f"all {_cores(run.cores)} are busy{loop}, so make it cheaper, or give it more cores"
+
+
+def _held_by_gil(run: _Run) -> str:
+    """What to say of threads that together come to no more than one core: that is as much as the GIL allows.
+
+    Threads that wait for a disk and compute natively in between may come to the same by chance, so there is an if.
+    """
+    # Who holds the GIL may have to wait for a core.
+    wanted_cores = max(run.own_cores, run.wanted_cores)
+    if not _may_queue_for_gil(run) or run.amounts.busy_ns < _SEVERAL * run.wall_ns or wanted_cores < _GIL_TAKEN:
+        return ""
+    otherwise = ", and if they wait for something else, more workers would" if run.waits else ""
     return (
-        f"{_more(min(more, max(1, round(free))))} would help, {_cores(round(free))} {'is' if round(free) == 1 else 'are'} free"
+        f"its threads use {run.own_cores:.1f} of {_cores(run.cores)}, and in Python only one can compute at a time (the GIL): "
+        f"if samples are computed in Python, worker='process' would help{otherwise}"
     )
 
 
-def _spare(statistics: Statistics) -> str:
+def _if_python(run: _Run) -> str:
+    """What advice to threads depends on, if nothing shows that they leave the GIL."""
+    return "; if samples are computed in Python, only with worker='process' (the GIL)" if _may_queue_for_gil(run) else ""
+
+
+def _may_queue_for_gil(run: _Run) -> bool:
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return run.statistics.kind == "thread" and has_gil and run.cores > 1 and run.own_cores < _GIL_CORES
+
+
+def _spare(run: _Run) -> str:
     """Which workers are too many."""
-    enough = _needed(statistics)
-    if statistics.kind == "inline" or statistics.busy_share > _IDLE / 2 or enough >= statistics.worker_count:
+    enough, busy_share = run.needed, run.amounts.busy_share
+    if run.statistics.kind == "inline" or busy_share > _IDLE / 2 or enough >= run.worker_count:
         return ""
-    workers = "1 worker" if enough == 1 else f"{enough} workers"
-    return f"; {workers} would do, they were busy {statistics.busy_share:.0%} of their time"
+    return f"; {_workers(enough)} would do, they were busy {busy_share:.0%} of their time"
 
 
-def _needed(statistics: Statistics) -> int:
-    """Workers that load as fast as the loop works."""
-    worked_s = statistics.work_s
-    cores = max(1, int(statistics.core_count))
-    if statistics.away_s * _MOST_SUGGESTED < worked_s:
-        return max(statistics.worker_count, cores)  # the loop does next to nothing: there is never enough
-    return max(1, ceil(1.1 * worked_s / statistics.away_s))
-
-
-def _computing(statistics: Statistics) -> float:
-    """Of workers' working time, how much they used a core or would have liked to; 1 where that is not known."""
-    busy_s = sum(one.busy_s for one in statistics.workers)
-    cpu_s = sum(one.cpu_s + one.queued_s for one in statistics.workers)
-    return min(1.0, cpu_s / busy_s) if busy_s and cpu_s else 1.0
-
-
-def _slow_sample(statistics: Statistics) -> str:
+def _slow_sample(run: _Run) -> str:
+    """Who is to blame, if single samples are."""
+    statistics = run.statistics
     median = statistics.sample_times.get("median", 0.0)
-    if not statistics.slowest or statistics.slowest[0].seconds < _SLOW_TIMES * median:
-        return ""
-    worst = statistics.slowest[0]
-    name = f"position {worst.position}" if worst.index is None else f"index={worst.index}"
-    return (
-        f"single slow samples hold up the rest ({name} took {worst.seconds * 1e3:.0f} ms, the median is {median * 1e3:.2g} ms)"
+    limit_s = max(_SLOW_S, _SLOW_TIMES * median)
+    slow: list[SlowSample] = [one for one in statistics.slowest if one.seconds >= limit_s]
+    lately = [one for one in slow if one.epoch >= run.first_epoch]
+    # Of many only some are known by name.
+    slow_s = max(
+        sum(one.seconds for one in slow), sum(upper * count for upper, count in statistics.histogram if upper > limit_s)
     )
+    if not lately or slow_s < _SLOW_SHARE * statistics.waited_s:
+        return ""
+    worst = lately[0]
+    name = f"position {worst.position}" if worst.index is None else f"index={worst.index}"
+    took, usual = format_seconds(worst.seconds), format_seconds(median)
+    return f"single slow samples hold up the rest ({name} took {took}, the median is {usual})"
 
 
 def _more(count: int) -> str:
     count = max(1, count)
     return "1 more worker" if count == 1 else f"{count} more workers"
+
+
+def _workers(count: int) -> str:
+    return format_count(count, "worker")
 
 
 def _cores(count: float) -> str:

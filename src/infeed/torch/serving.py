@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
@@ -17,7 +18,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from infeed.config import LoaderConfig
 from infeed.core import Core
-from infeed.errors import WorkerStartError
+from infeed.errors import ConfigError, WorkerStartError
+from infeed.observe.records import Statistics, Trace
 from infeed.torch.iterators import EngineIter
 from infeed.torch.plans import TorchPlan
 from infeed.torch.tally import TALLY
@@ -28,6 +30,8 @@ _torch_iterator: Final[Callable[[Any], _BaseDataLoaderIter]] = TorchDataLoader._
 _KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
 # Where a loader has its core. Put past __setattr__, which Lightning watches; a copy of the loader gets none (see ``Core``).
 _CORE: Final = "_infeed_core"
+# Why its latest iteration is torch's own, if it is.
+_REFUSED: Final = "_infeed_refused"
 
 
 def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
@@ -35,6 +39,7 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
     why = _why_not(loader)
     if why is not None:
         return _refuse(loader, why)
+    loader.__dict__.pop(_REFUSED, None)
     core = core_of(loader)
     plan_of(core).prepare(loader._index_sampler)
     generator = loader.generator if loader.generator is not None else torch.default_generator
@@ -79,6 +84,32 @@ def known_core(loader: TorchDataLoader[Any]) -> Core | None:
     """The loader's core if it has one, as it is."""
     core: Core | None = loader.__dict__.get(_CORE)
     return core
+
+
+def statistics_of(loader: TorchDataLoader[Any]) -> Statistics:
+    statistics = (known_core(loader) or core_of(loader)).statistics()
+    unmeasured = _unmeasured(loader)
+    return statistics if unmeasured is None else replace(statistics, verdict=unmeasured)
+
+
+def trace_of(loader: TorchDataLoader[Any]) -> Trace:
+    """
+    Raises:
+        ConfigError: there is nothing to show.
+    """
+    unmeasured = _unmeasured(loader)
+    if unmeasured is not None:
+        raise ConfigError(unmeasured)
+    return (known_core(loader) or core_of(loader)).trace()
+
+
+def _unmeasured(loader: TorchDataLoader[Any]) -> str | None:
+    """A sentence, if the latest iteration was not infeed's to measure."""
+    why = loader.__dict__.get(_REFUSED)
+    if why is None:
+        return None
+    own = "torch's own workers" if loader.num_workers > 0 else "torch's own iterator"
+    return f"nothing is measured: this loader runs on {own}, because {why}; infeed measures what its own workers do"
 
 
 def plan_of(core: Core) -> TorchPlan:
@@ -149,6 +180,7 @@ def _why_not(loader: TorchDataLoader[Any]) -> str | None:
 
 def _refuse(loader: TorchDataLoader[Any], why: str) -> _BaseDataLoaderIter:
     TALLY.refused[why] += 1
+    loader.__dict__[_REFUSED] = why
     if loader.num_workers > 0:
         warnings.warn(
             f"this loader runs on torch's own workers, and not on infeed's, because {why}; if they are forked, threads of this "

@@ -1,0 +1,43 @@
+"""What ``infeed.torch.DataLoader`` says of itself where torch's own workers load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import infeed
+
+torch = pytest.importorskip("torch")
+data = pytest.importorskip("torch.utils.data")
+ours = pytest.importorskip("infeed.torch")
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.process
+@pytest.mark.linux
+@pytest.mark.filterwarnings("ignore")  # of the fork
+def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: Path) -> None:
+    loader = ours.DataLoader(range(8), 2, num_workers=1, multiprocessing_context="fork")
+    assert len(list(loader)) == 4
+    assert str(loader.statistics()) == (
+        "nothing is measured: this loader runs on torch's own workers, because multiprocessing_context='fork' was asked for; "
+        "infeed measures what its own workers do"
+    )
+    for write in (loader.timeline, loader.report):
+        with pytest.raises(infeed.ConfigError, match="torch's own workers"):
+            write(tmp_path / "run.html")
+    assert not list(tmp_path.iterdir())
+    loader.multiprocessing_context = "spawn"
+    assert len(list(loader)) == 4
+    assert loader.statistics().batch_count == 4
+    assert "nothing is measured" not in loader.statistics().verdict
+    loader.timeline(tmp_path / "run.json")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of DataPipes
+def test_an_iterator_of_torchs_own_is_named_so() -> None:
+    loader = ours.DataLoader(data.datapipes.iter.IterableWrapper(range(4)), 2)
+    assert len(list(loader)) == 2
+    assert "torch's own iterator, because the dataset is a DataPipe" in loader.statistics().verdict
