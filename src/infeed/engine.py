@@ -115,8 +115,8 @@ class Engine:
 
     def work(self) -> Work:
         """What its workers have done and found so far."""
-        sums = self._gauge.sums()
-        queued_ns = sum(self._gauge.usage(worker).queued_ns for worker in sums)
+        sums = self._gauge.members.sums()
+        queued_ns = sum(self._gauge.members.usage(worker).queued_ns for worker in sums)
         busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums.values())
         shares = [one.gil_share for one in sums.values() if one.gil_share is not None]
         return Work(
@@ -311,7 +311,7 @@ class Engine:
             case RowsLoaded() | PackedLoaded():
                 self._exchange.loaded(worker, message)
             case Started():
-                self._gauge.started(worker, self._crew.pids().get(worker))
+                self._gauge.members.started(worker, self._crew.pids().get(worker))
                 self._tell(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
                 self._exchange.unplaced(worker, task, nbytes, layout)
@@ -328,7 +328,7 @@ class Engine:
                 self.close()
                 self._handout.error = start_error(worker, failure)
             case Death():
-                self._gauge.ended(worker)
+                self._gauge.members.ended(worker)
                 self._troubles.died(worker, message)
                 self._gauge.mark("death", worker, self._troubles.last_death)
                 self._staffing.note_gone()

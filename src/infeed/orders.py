@@ -82,10 +82,10 @@ class Orders:
             case Forget(batch):
                 self.records.pop(batch, None)
             case StartWorker(worker):
-                self._gauge.restarted(worker)
+                self._gauge.members.restarted(worker)
                 self.staffing.replace(worker, self.intake.feed)
             case StopWorker(worker):
-                self._gauge.ended(worker)
+                self._gauge.members.ended(worker)
                 self.staffing.stop(worker)
                 self.troubles.forget(worker)
             case FailWorkers():

@@ -64,7 +64,7 @@ class Steering:
             self._widen(before, point)
 
     def _tune(self, tuner: Tuner, point: Point) -> None:
-        usages = [self._gauge.usage(worker) for worker in self._scheduler.hired_workers]
+        usages = [self._gauge.members.usage(worker) for worker in self._scheduler.hired_workers]
         change = tuner.consider(
             Reading(
                 at_ns=point.waited_ns + point.away_ns,

@@ -13,13 +13,13 @@ from time import perf_counter_ns, process_time_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 from infeed.observe.history import History
+from infeed.observe.members import Members, busy_ns
 from infeed.observe.recent import Amounts, Slice
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
-from infeed.workers import tape
 from infeed.workers.board import Board
 from infeed.workers.insides import memory_use, queued_ns
-from infeed.workers.tape import Observe, Sums
+from infeed.workers.tape import Observe
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
 _TICK_NS: Final = 100_000_000
@@ -40,42 +40,11 @@ class Flight(NamedTuple):
     room_bytes: int  # of all memory for batches, used or not
 
 
-class Usage(NamedTuple):
-    cpu_ns: int
-    queued_ns: int
-    memory_bytes: int  # now
-    private_bytes: int  # now, without what it shares with others
-
-
-class Reading(NamedTuple):
-    """A worker's tape: sums, histogram, and the slowest samples (nanoseconds, epoch, position, index)."""
-
-    sums: Sums
-    histogram: list[int]
-    slowest: list[tuple[int, int, int, int]]
-
-
-_NO_READING: Final = Reading(Sums(), [0] * tape.BUCKETS, [])
-_SLOWEST: Final = 16
 # Of a gauge, what engines have in common.
 _SUMMED: Final = (
     "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
     "_final_bytes",
 )  # fmt: skip
-
-
-@final
-class Member:
-    """What is known of one worker, all its lives together."""
-
-    __slots__ = ("alive_ns", "cpu_ns", "pid", "queued_ns", "restart_count", "since_ns")
-
-    def __init__(self) -> None:
-        self.alive_ns = 0  # of lives that are over
-        self.cpu_ns = self.queued_ns = 0  # of lives that are over
-        self.since_ns = 0  # when this life began; 0: it has none
-        self.restart_count = 0
-        self.pid: int | None = None
 
 
 @final
@@ -114,8 +83,7 @@ class Gauge:
         self.kind: WorkerKind = kind
         self._is_on = observe != "off"
         self._is_spanning = observe == "timeline"
-        self.members = {worker: Member() for worker in workers}
-        self._readers = {worker: board.reader(worker) for worker in workers}
+        self.members = Members(board, workers)
         self.flight: Callable[[], Flight] = _no_flight  # the engine says what is
         self.bytes_given: Callable[[], int] = _no_bytes
         self._final_bytes = 0
@@ -140,38 +108,25 @@ class Gauge:
         self._epoch = self._step_offset = 0
         self.is_closed = False
         self._taking = threading.Lock()
-        self._final_count = 0
-        self.known: set[WorkerId] = set()  # those of them that have ever been there
         self._own_cpu_ns = 0  # of this process, in epochs
         self._cpu_from_ns = 0  # what it had used when the epoch began; 0: none is in progress
         self._queued_ns = self._queued_from_ns = 0  # of the loop's thread, likewise
         self._loop_thread = 0  # while an epoch is in progress
         self._told = Amounts()  # what the past knows of this
         self._owner_pid = os.getpid()
-        self._last: dict[WorkerId, Reading] = {}  # when they were gone
-        # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
-        self._still: dict[WorkerId, tuple[Reading, Usage]] = {}
 
     # --- the user's loop
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
         if self._idle_ns:
-            self._wake()
+            self._idle_ns = 0
+            self.members.wake()
         self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
         self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
         self._loop_thread = threading.get_ident()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
-
-    def _wake(self) -> None:
-        """Count the time between epochs as far as workers loaded ahead: for the rest of it nobody wanted anything of them."""
-        idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
-        still, self._still = self._still, {}
-        for worker, member in self.members.items():
-            if member.since_ns:
-                ahead_ns = _busy_ns(self._sums(worker)) - _busy_ns(still[worker][0].sums) if worker in still else 0
-                member.alive_ns -= max(0, idle_ns - ahead_ns)
 
     def changed_over(self, begin_ns: int, end_ns: int) -> None:
         """The loop waited for something else than a batch: an epoch began, or was over, and workers with it."""
@@ -245,9 +200,9 @@ class Gauge:
         self._cpu_from_ns = 0
         self._count_queued()
         self._loop_thread = 0
-        if self._is_on and not self.is_closed:
-            if self.kind != "inline":
-                self._still = {worker: (self.read(worker), self.usage(worker)) for worker in self.known}
+        is_live = self._is_on and not self.is_closed
+        self.members.rest(now_ns, is_still=is_live and self.kind != "inline")
+        if is_live:
             self._tell_past()
 
     def _record_last(self, left_ns: int, asked_ns: int) -> None:
@@ -290,77 +245,6 @@ class Gauge:
     def byte_count(self) -> int:
         return self._final_bytes if self.is_closed else self.bytes_given()
 
-    # --- workers
-
-    def started(self, worker: WorkerId, pid: int | None) -> None:
-        member = self.members[worker]
-        member.since_ns, member.pid = perf_counter_ns(), pid
-        self.known.add(worker)
-
-    def ended(self, worker: WorkerId) -> None:
-        """It died, or was let go."""
-        member = self.members[worker]
-        if member.since_ns:
-            used = self.usage(worker)
-            member.cpu_ns, member.queued_ns = used.cpu_ns, used.queued_ns
-            member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
-            member.since_ns = 0
-
-    def restarted(self, worker: WorkerId) -> None:
-        self.members[worker].restart_count += 1
-
-    @property
-    def worker_count(self) -> int:
-        """How many there are, or were when the engine was closed."""
-        if self.is_closed:
-            return self._final_count
-        return sum(bool(member.since_ns) for member in self.members.values())
-
-    def alive_ns(self, worker: WorkerId) -> int:
-        member = self.members[worker]
-        return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
-
-    def usage(self, worker: WorkerId) -> Usage:
-        """What it has used so far, all its lives together."""
-        member = self.members[worker]
-        if member.since_ns and not self.is_closed:
-            try:
-                doing = self._board.doing(worker)
-            except ValueError:
-                pass  # closed by another thread, a moment ago
-            else:
-                cpu_ns, queued_ns = member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns
-                still = self._still.get(worker)
-                if still is not None:
-                    cpu_ns, queued_ns, *_ = still[1]
-                return Usage(cpu_ns, queued_ns, doing.rss_bytes, doing.private_bytes)
-        return Usage(member.cpu_ns, member.queued_ns, 0, 0)
-
-    def read(self, worker: WorkerId) -> Reading:
-        """What a worker has put on its tape."""
-        still = self._still.get(worker)
-        if still is not None:
-            return still[0]
-        if not self.is_closed:
-            try:
-                reader = self._readers[worker]
-                return Reading(reader.sums(), reader.histogram(), reader.slowest())
-            except ValueError:
-                pass  # closed by another thread, a moment ago
-        return self._last.get(worker, _NO_READING)
-
-    def sums(self) -> dict[WorkerId, Sums]:
-        """What workers have put on their tapes, of those that have been there."""
-        return {worker: self._sums(worker) for worker in list(self.known)}
-
-    def _sums(self, worker: WorkerId) -> Sums:
-        if not self.is_closed and worker not in self._still:
-            try:
-                return self._readers[worker].sums()
-            except ValueError:
-                pass  # closed by another thread, a moment ago
-        return self.read(worker).sums
-
     def mark(self, kind: MarkKind, lane: int, text: str) -> None:
         if self._is_spanning:
             self._history.marks.append(Mark(perf_counter_ns(), lane, kind, text))
@@ -369,7 +253,8 @@ class Gauge:
 
     def point(self, now_ns: int, *, is_own: bool = True) -> Point:
         """How far this engine has come; ``is_own``: with the memory of this process, where workers are no processes."""
-        usages = [self.usage(worker) for worker in list(self.known)]
+        members = self.members
+        usages = [members.usage(worker) for worker in list(members.known)]
         memory = sum(one.memory_bytes for one in usages)
         if self.kind != "process":
             memory = memory_use().resident_bytes if is_own else 0
@@ -381,8 +266,8 @@ class Gauge:
             byte_count=self.byte_count,
             waited_ns=self.waited_ns,
             away_ns=self.away_ns,
-            worker_count=0 if self.is_closed else self.worker_count,
-            busy_ns=sum(map(_busy_ns, self.sums().values())),
+            worker_count=0 if self.is_closed else members.count,
+            busy_ns=sum(map(busy_ns, members.sums().values())),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
             memory_bytes=memory,
@@ -402,22 +287,22 @@ class Gauge:
 
     def amounts(self) -> Amounts:
         """All that this engine did so far."""
-        known = list(self.known)
-        sums = [self._sums(worker) for worker in known]
-        usages = [self.usage(worker) for worker in known]
+        members = self.members
+        sums = members.sums()
+        usages = [members.usage(worker) for worker in sums]
         return Amounts(
             batch_count=self.batch_count,
             sample_count=self.sample_count,
-            loaded_count=sum(one.sample_count for one in sums),
+            loaded_count=sum(one.sample_count for one in sums.values()),
             waited_ns=self.waited_ns,
             started_ns=self.started_ns,
             away_ns=self.away_ns,
             blocked_ns=self.blocked_ns + self.outside_ns,
             changeover_ns=self.changeover_ns,
-            load_ns=sum(one.load_ns for one in sums),
-            collate_ns=sum(one.collate_ns for one in sums),
-            write_ns=sum(one.write_ns for one in sums),
-            alive_ns=sum(self.alive_ns(worker) for worker in known),
+            load_ns=sum(one.load_ns for one in sums.values()),
+            collate_ns=sum(one.collate_ns for one in sums.values()),
+            write_ns=sum(one.write_ns for one in sums.values()),
+            alive_ns=sum(members.alive_ns(worker) for worker in sums),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
             own_cpu_ns=self._own_cpu_ns + self._new_cpu_ns(),
@@ -450,18 +335,10 @@ class Gauge:
         if not self._is_spanning or self.is_closed or not self._taking.acquire(blocking=False):
             return  # or another thread does it just now
         try:
-            self._take_spans(is_last=is_last)
+            for worker, raw, lost in self.members.take_spans(is_last=is_last):
+                self._history.add_tape(worker, raw, lost)
         finally:
             self._taking.release()
-
-    def _take_spans(self, *, is_last: bool) -> None:
-        for worker in list(self.known):
-            try:
-                raw, lost = self._readers[worker].take_spans(is_last=is_last)
-            except ValueError:
-                return  # closed by another thread, a moment ago
-            if raw:
-                self._history.add_tape(worker, raw, lost)
 
     def close(self) -> None:
         """The workers are gone; the board is about to be."""
@@ -469,35 +346,19 @@ class Gauge:
             return
         self.take_spans(is_last=True)
         self._tell_past()
-        self._last = {worker: self.read(worker) for worker in self.members}
-        self._final_count, self._final_bytes = self.worker_count, self.bytes_given()
-        for worker in self.members:
-            self.ended(worker)
+        self._final_bytes = self.bytes_given()
+        self.members.close()
         # The engine is not to be kept for what it was.
         self.flight, self.bytes_given = _no_flight, _no_bytes
         self.is_closed = True
-        self._still = {}
 
     def absorb(self, other: Gauge) -> None:
         """Count for another engine as well; both are closed."""
-        self.kind, self._final_count, self.memory_limit = other.kind, other._final_count, other.memory_limit
+        self.kind, self.memory_limit = other.kind, other.memory_limit
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes += other.outcomes
-        for worker, member in other.members.items():
-            own = self.members.setdefault(worker, Member())
-            if worker in other.known:
-                self.known.add(worker)
-            own.alive_ns += member.alive_ns
-            own.cpu_ns += member.cpu_ns
-            own.queued_ns += member.queued_ns
-            own.restart_count += member.restart_count
-            own.pid = member.pid
-            self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
-
-
-def _busy_ns(sums: Sums) -> int:
-    return sums.load_ns + sums.collate_ns + sums.write_ns
+        self.members.absorb(other.members)
 
 
 def _no_flight() -> Flight:
@@ -506,18 +367,3 @@ def _no_flight() -> Flight:
 
 def _no_bytes() -> int:
     return 0
-
-
-def _added(one: Reading, other: Reading) -> Reading:
-    sums = Sums(
-        one.sums.load_ns + other.sums.load_ns,
-        one.sums.collate_ns + other.sums.collate_ns,
-        one.sums.write_ns + other.sums.write_ns,
-        one.sums.sample_count + other.sums.sample_count,
-        one.sums.retry_count + other.sums.retry_count,
-        one.sums.span_count + other.sums.span_count,
-        other.sums.gil_share,
-        other.sums.is_drawing,
-    )
-    histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
-    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])

@@ -68,7 +68,7 @@ class Meter:
             latest = gauges[-1] if gauges else None
             flight = None if latest is None else latest.flight()
             outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())
-            readings = [gauge.read(worker) for gauge in gauges for worker in list(gauge.known)]
+            readings = [gauge.members.read(worker) for gauge in gauges for worker in list(gauge.members.known)]
             histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
             slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:_SLOWEST]
             waited_ns = sum(gauge.waited_ns for gauge in gauges)
@@ -89,7 +89,7 @@ class Meter:
                 keeps_workers=keeps_workers,
                 kind="inline" if latest is None else latest.kind,
                 is_auto=is_auto,
-                worker_count=0 if latest is None or latest.kind == "inline" else latest.worker_count,
+                worker_count=0 if latest is None or latest.kind == "inline" else latest.members.count,
                 workers=tuple(_workers(gauges)),
                 core_count=core_count,
                 batches_in_flight=0 if flight is None else flight.batch_count,
@@ -133,11 +133,11 @@ class Meter:
 
 def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
     """Workers of one number are one to the user, whichever engine they belonged to."""
-    for worker in sorted({worker for gauge in gauges for worker in list(gauge.known)}):
-        own = [gauge for gauge in gauges if worker in gauge.known]
+    for worker in sorted({worker for gauge in gauges for worker in list(gauge.members.known)}):
+        own = [gauge for gauge in gauges if worker in gauge.members.known]
         latest = own[-1].members[worker]
-        sums = [gauge.read(worker).sums for gauge in own]
-        usages = [gauge.usage(worker) for gauge in own]
+        sums = [gauge.members.read(worker).sums for gauge in own]
+        usages = [gauge.members.usage(worker) for gauge in own]
         busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums)
         yield WorkerStatistics(
             worker=worker,
@@ -148,7 +148,7 @@ def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
             collate_s=sum(one.collate_ns for one in sums) / 1e9,
             write_s=sum(one.write_ns for one in sums) / 1e9,
             # Who was let go may have had something to finish.
-            alive_s=max(busy_ns, sum(gauge.alive_ns(worker) for gauge in own)) / 1e9,
+            alive_s=max(busy_ns, sum(gauge.members.alive_ns(worker) for gauge in own)) / 1e9,
             cpu_s=sum(one.cpu_ns for one in usages) / 1e9,
             queued_s=sum(one.queued_ns for one in usages) / 1e9,
             memory_bytes=usages[-1].memory_bytes,
