@@ -9,16 +9,17 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from time import perf_counter_ns, process_time_ns
+from time import perf_counter_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 from infeed.observe.history import History
 from infeed.observe.members import Members, busy_ns
+from infeed.observe.owntime import OwnTime
 from infeed.observe.recent import Amounts, Slice
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
-from infeed.workers.insides import memory_use, queued_ns
+from infeed.workers.insides import memory_use
 from infeed.workers.tape import Observe
 
 # How often workers are looked at, and how much of the time that may take: a hundredth.
@@ -108,10 +109,7 @@ class Gauge:
         self._epoch = self._step_offset = 0
         self.is_closed = False
         self._taking = threading.Lock()
-        self._own_cpu_ns = 0  # of this process, in epochs
-        self._cpu_from_ns = 0  # what it had used when the epoch began; 0: none is in progress
-        self._queued_ns = self._queued_from_ns = 0  # of the loop's thread, likewise
-        self._loop_thread = 0  # while an epoch is in progress
+        self._own = OwnTime()
         self._told = Amounts()  # what the past knows of this
         self._owner_pid = os.getpid()
 
@@ -124,8 +122,8 @@ class Gauge:
             self.members.wake()
         self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
-        self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
-        self._loop_thread = threading.get_ident()
+        if self._is_on:
+            self._own.begin()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
 
     def changed_over(self, begin_ns: int, end_ns: int) -> None:
@@ -196,13 +194,9 @@ class Gauge:
                 self._record_last(left_ns, asked_ns or left_ns)
         if asked_ns:
             self.waited_ns += now_ns - asked_ns
-        self._own_cpu_ns += self._new_cpu_ns()
-        self._cpu_from_ns = 0
-        self._count_queued()
-        self._loop_thread = 0
         is_live = self._is_on and not self.is_closed
         self.members.rest(now_ns, is_still=is_live and self.kind != "inline")
-        if is_live:
+        if self._own.end() and is_live:
             self._tell_past()
 
     def _record_last(self, left_ns: int, asked_ns: int) -> None:
@@ -280,7 +274,7 @@ class Gauge:
         self.take_spans()
         self.latest = self.point(now_ns)
         self._history.add_point(self._gauges.total(self, self.latest))
-        self._count_queued()
+        self._own.count()
         self._tell_past()
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
@@ -305,8 +299,8 @@ class Gauge:
             alive_ns=sum(members.alive_ns(worker) for worker in sums),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
-            own_cpu_ns=self._own_cpu_ns + self._new_cpu_ns(),
-            loop_queued_ns=self._queued_ns,
+            own_cpu_ns=self._own.cpu_ns,
+            loop_queued_ns=self._own.queued_ns,
         )
 
     def latest_slice(self) -> Slice:
@@ -317,18 +311,6 @@ class Gauge:
         amounts = self.amounts()
         self._history.past.add(Slice(self.kind, self._epoch, amounts.minus(self._told)))
         self._told = amounts
-
-    def _count_queued(self) -> None:
-        """Each thread has its own count, so the loop's can be had in its thread alone."""
-        if threading.get_ident() != self._loop_thread:
-            return
-        now_ns = queued_ns()
-        self._queued_ns += max(0, now_ns - self._queued_from_ns)
-        self._queued_from_ns = now_ns
-
-    def _new_cpu_ns(self) -> int:
-        """What this process has used since the epoch began, if one is in progress."""
-        return process_time_ns() - self._cpu_from_ns if self._cpu_from_ns else 0
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Read what workers have put on their tapes since the last time."""
