@@ -29,6 +29,8 @@ _TICK_SHARE: Final = 200
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 2_000_000
 _NEVER: Final = 1 << 63
+# Of epochs that are shorter, and follow each other, it is not noted exactly what was loaded ahead for the next.
+_SHORT_NS: Final = 20_000_000
 
 WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
 
@@ -110,6 +112,7 @@ class Gauge:
         self.is_closed = False
         self._taking = threading.Lock()
         self._own = OwnTime()
+        self._begun_ns = 0  # when the epoch began
         self._told = Amounts()  # what the past knows of this
         self._owner_pid = os.getpid()
 
@@ -122,6 +125,7 @@ class Gauge:
             self.members.wake()
         self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
+        self._begun_ns = perf_counter_ns()
         if self._is_on:
             self._own.begin()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
@@ -195,7 +199,8 @@ class Gauge:
         if asked_ns:
             self.waited_ns += now_ns - asked_ns
         is_live = self._is_on and not self.is_closed
-        self.members.rest(now_ns, is_still=is_live and self.kind != "inline")
+        is_long = now_ns - self._begun_ns >= _SHORT_NS
+        self.members.rest(now_ns, is_still=is_live and is_long and self.kind != "inline")
         if self._own.end() and is_live:
             self._tell_past()
 
@@ -279,8 +284,8 @@ class Gauge:
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 
-    def amounts(self) -> Amounts:
-        """All that this engine did so far."""
+    def amounts(self, *, is_exact: bool = True) -> Amounts:
+        """All that this engine did so far; ``is_exact``: with what this process used up to now, not up to the latest count."""
         members = self.members
         sums = members.sums()
         usages = [members.usage(worker) for worker in sums]
@@ -299,7 +304,7 @@ class Gauge:
             alive_ns=sum(members.alive_ns(worker) for worker in sums),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
-            own_cpu_ns=self._own.cpu_ns,
+            own_cpu_ns=self._own.cpu_ns if is_exact else self._own.counted_ns,
             loop_queued_ns=self._own.queued_ns,
         )
 
@@ -308,7 +313,7 @@ class Gauge:
         return Slice(self.kind, self._epoch, Amounts() if self.is_closed else self.amounts().minus(self._told))
 
     def _tell_past(self) -> None:
-        amounts = self.amounts()
+        amounts = self.amounts(is_exact=False)
         self._history.past.add(Slice(self.kind, self._epoch, amounts.minus(self._told)))
         self._told = amounts
 

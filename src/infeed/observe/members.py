@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, final
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
-from infeed.workers.tape import Sums
+from infeed.workers.tape import Sums, TapeReader
 
 _SLOWEST: Final = 16
 
@@ -59,7 +59,7 @@ class Members:
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
         self._idle_ns = 0  # since when nobody wants anything of them; 0: somebody does
         # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
-        self._still: dict[WorkerId, tuple[Reading, Usage]] = {}
+        self._still: dict[WorkerId, tuple[TapeReader, Usage]] = {}
 
     def __getitem__(self, worker: WorkerId) -> Member:
         return self._members[worker]
@@ -87,7 +87,7 @@ class Members:
         """Nobody wants anything of them; ``is_still``: whatever they load ahead, what is known stays as it is."""
         self._idle_ns = now_ns
         if is_still:
-            self._still = {worker: (self.read(worker), self.usage(worker)) for worker in self.known}
+            self._still = {worker: (self._readers[worker].copy(), self.usage(worker)) for worker in self.known}
 
     def wake(self) -> None:
         """Count the time between epochs as far as workers loaded ahead: for the rest of it nobody wanted anything of them."""
@@ -95,7 +95,7 @@ class Members:
         still, self._still = self._still, {}
         for worker, member in self._members.items():
             if member.since_ns:
-                ahead_ns = busy_ns(self._sums(worker)) - busy_ns(still[worker][0].sums) if worker in still else 0
+                ahead_ns = busy_ns(self._sums(worker)) - busy_ns(still[worker][0].sums()) if worker in still else 0
                 member.alive_ns -= max(0, idle_ns - ahead_ns)
 
     def close(self) -> None:
@@ -152,28 +152,29 @@ class Members:
 
     def read(self, worker: WorkerId) -> Reading:
         """What a worker has put on its tape."""
-        still = self._still.get(worker)
-        if still is not None:
-            return still[0]
         if not self.is_closed:
             try:
-                reader = self._readers[worker]
+                reader = self._reader(worker)
                 return Reading(reader.sums(), reader.histogram(), reader.slowest())
             except ValueError:
                 pass  # closed by another thread, a moment ago
         return self._last.get(worker, _NO_READING)
+
+    def _reader(self, worker: WorkerId) -> TapeReader:
+        still = self._still.get(worker)
+        return self._readers[worker] if still is None else still[0]
 
     def sums(self) -> dict[WorkerId, Sums]:
         """What workers have put on their tapes, of those that have been there."""
         return {worker: self._sums(worker) for worker in list(self.known)}
 
     def _sums(self, worker: WorkerId) -> Sums:
-        if not self.is_closed and worker not in self._still:
+        if not self.is_closed:
             try:
-                return self._readers[worker].sums()
+                return self._reader(worker).sums()
             except ValueError:
                 pass  # closed by another thread, a moment ago
-        return self.read(worker).sums
+        return self._last.get(worker, _NO_READING).sums
 
     def take_spans(self, *, is_last: bool) -> list[tuple[WorkerId, bytes, int]]:
         """What is new on their tapes, and how much of it was lost, by worker."""

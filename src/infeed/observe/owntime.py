@@ -8,9 +8,11 @@ from typing import Final, final
 
 from infeed.workers.insides import queued_ns
 
-# Both clocks are system calls of some 50 microseconds. Epochs and pauses that are shorter than this are counted with their
-# neighbours, so that who iterates a small dataset again and again does not pay for each.
+# Both clocks are system calls, which take a third of a millisecond where there are fewer cores than work. So who iterates a
+# small dataset again and again does not pay for each epoch: pauses that are shorter than this count as the loop's...
 _SHORT_NS: Final = 20_000_000
+# ...and the clocks are read no more often than so many times what that takes.
+_READ_SHARE: Final = 1000
 
 
 @final
@@ -18,10 +20,11 @@ class OwnTime:
     """Belongs to the gauge of one engine. Epochs begin and end in the loop's thread."""
 
     def __init__(self) -> None:
-        self._cpu_ns = 0
+        self.counted_ns = 0  # of processor time
         self.queued_ns = 0  # of the loop's thread: ready to run, and no core to run on
         self._cpu_from_ns = self._queued_from_ns = 0  # how far they were when they were last read
-        self._read_ns = 0  # when that was; 0: nothing is being counted
+        self._read_ns = 0  # when that was; 0: never
+        self._least_ns = _SHORT_NS  # from there to the next time, at least
         self._ended_ns = 0  # when the last epoch ended; 0: one is in progress
         self._thread = 0
 
@@ -36,25 +39,28 @@ class OwnTime:
 
     def end(self) -> bool:
         """The epoch is over. Whether that was counted: not if it was short, because another may follow at once."""
+        is_counted = self.count()
         self._ended_ns = perf_counter_ns()
-        if not self._read_ns or self._ended_ns - self._read_ns < _SHORT_NS:
-            return False
-        self.count()
-        self._read_ns = 0
-        return True
+        return is_counted
 
-    def count(self) -> None:
-        """Count up to now. Each thread has its own wait for a core, so that can be had in the loop's alone."""
-        if not self._read_ns:
-            return
+    def count(self) -> bool:
+        """Count up to now, unless that was done a moment ago.
+
+        Each thread has its own wait for a core, so that can be had in the loop's alone.
+        """
+        began_ns = perf_counter_ns()
+        if not self._read_ns or self._ended_ns or began_ns - self._read_ns < self._least_ns:
+            return False
         before_ns, self._cpu_from_ns = self._cpu_from_ns, process_time_ns()
-        self._cpu_ns += self._cpu_from_ns - before_ns
+        self.counted_ns += self._cpu_from_ns - before_ns
         if threading.get_ident() == self._thread:
             before_ns, self._queued_from_ns = self._queued_from_ns, queued_ns()
             self.queued_ns += max(0, self._queued_from_ns - before_ns)
-            self._read_ns = perf_counter_ns()
+        self._read_ns = perf_counter_ns()
+        self._least_ns = max(_SHORT_NS, _READ_SHARE * (self._read_ns - began_ns))
+        return True
 
     @property
     def cpu_ns(self) -> int:
         """Up to now, while an epoch is in progress."""
-        return self._cpu_ns + (process_time_ns() - self._cpu_from_ns if self._read_ns and not self._ended_ns else 0)
+        return self.counted_ns + (process_time_ns() - self._cpu_from_ns if self._read_ns and not self._ended_ns else 0)

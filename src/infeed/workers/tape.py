@@ -326,6 +326,11 @@ class TapeReader:
         rows = [numbers[at : at + _SLOW_NUMBERS] for at in range(0, len(numbers), _SLOW_NUMBERS)]
         return [(took, epoch, position, index) for took, epoch, position, index in rows if took]
 
+    def copy(self) -> TapeReader:
+        """Of what is there now, without the spans; it stays as it is, whatever the worker does."""
+        now = self._numbers[self._begin : self._begin + _RING_AT]
+        return TapeReader(memoryview(now.tobytes()).cast(now.format), 0)
+
     def take_spans(self, *, is_last: bool = False) -> tuple[bytes, int]:
         """Spans that were not taken yet, as ``spans_of`` reads them, and how many were overwritten before they could be.
 
