@@ -40,6 +40,9 @@ from infeed.workers.messages import (
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 _COOLING_LOOK_S: Final = 0.0005
+# A loop that finds its batches ready has no need to hear workers, but they of it: what they are sent lasts for two milliseconds.
+# So they are heard once in this time, at the price of a system call.
+_HEAR_NS: Final = 1_000_000
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20
 
@@ -77,6 +80,7 @@ class Engine:
         )  # fmt: skip
         self._next_look = 0.0  # when to look after workers, while waiting
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
+        self._heard_ns = 0  # when workers were last heard
         self._is_polled = False  # whoever asks prefetches by itself, and says when the loop has what it waited for
         self._is_closed = False
         self._is_down = False
@@ -199,7 +203,10 @@ class Engine:
             raise LoaderClosedError(_MSG_CLOSED)
         asked_ns = time.perf_counter_ns()
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
-        intake.plan()
+        if asked_ns - self._heard_ns > _HEAR_NS and not self._setup.is_lazy:
+            self._look_around()
+        else:
+            intake.plan()
         if not handout.batches:  # it may be there, if it was asked for before and not waited for
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
         while handout.error is not None or not handout.batches:
@@ -263,7 +270,8 @@ class Engine:
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
         news = self._crew.receive(timeout_s)
-        self._gauge.blocked_ns += time.perf_counter_ns() - now_ns
+        self._heard_ns = time.perf_counter_ns()
+        self._gauge.blocked_ns += self._heard_ns - now_ns
         for worker, message in news:
             self._hear(worker, message)
         self._intake.plan()
@@ -271,6 +279,7 @@ class Engine:
     def _look_around(self) -> bool:
         """Hear what there is to hear without waiting; whether there was anything."""
         news = self._crew.receive(0)
+        self._heard_ns = time.perf_counter_ns()
         for worker, message in news:
             self._hear(worker, message)
         self._intake.plan()

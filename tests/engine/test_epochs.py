@@ -74,6 +74,27 @@ def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late
         assert flat(map(plain, iterator)) == list(range(1, 20))
 
 
+def test_workers_are_sent_more_while_the_loop_takes_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that need not wait for its batches hears workers all the same, or they would run dry until it has to."""
+    monkeypatch.setattr("infeed.engine._HEAR_NS", 0)  # as if each step took long enough
+    loaded: list[int] = []
+
+    def load(index: int) -> int:
+        if index == 30:  # what follows is ready before it
+            wait_until(lambda: 40 in loaded, "the other worker")
+        time.sleep(0.003)  # more than what is sent ahead
+        loaded.append(index)
+        return index
+
+    with infeed.DataLoader(Tree(80, load), batch_size=1, worker="thread", num_workers=2, prefetch=16) as loader:
+        iterator = iter(loader)
+        got = [plain(next(iterator)) for _ in range(31)]
+        for taken in range(31, 41):
+            wait_until(lambda ahead=taken + 8: len(loaded) >= ahead, "half of what may be in flight, at least")
+            got.append(plain(next(iterator)))
+    assert flat(got) == list(range(41))
+
+
 @pytest.mark.process
 def test_the_next_epoch_is_loaded_while_the_user_is_between_epochs(process_engine: dict[str, Any], tmp_path: Any) -> None:
     """When the last batch of an epoch is out, workers go on with the first samples of the next by themselves."""

@@ -81,8 +81,10 @@ class Arena:
 
     def used_bytes(self, free: Iterable[SlotId]) -> int:
         """What slots take that are being filled, are filled, or are looked into; ``free`` are those that nobody uses."""
-        unused = {*free, *self._book.pending}
-        return sum(block.size for slot, block in list(self._blocks.items()) if slot not in unused)
+        blocks = self._blocks
+        unused = sum(blocks[slot].size for slot in {*free, *self._book.pending})
+        # Of segments, which are few, and not of all slots.
+        return sum(extent.used * extent.block_size for extent in list(self._extents.values())) - unused
 
     def enlarge(self, slot: SlotId, size: int) -> Block:
         """Give a slot that nobody looks into a block of at least ``size`` bytes; its contents are lost.

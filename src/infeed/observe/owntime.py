@@ -8,10 +8,11 @@ from typing import Final, final
 
 from infeed.workers.insides import queued_ns
 
-# Both clocks are system calls, which take a third of a millisecond where there are fewer cores than work. So who iterates a
-# small dataset again and again does not pay for each epoch: pauses that are shorter than this count as the loop's...
-_SHORT_NS: Final = 20_000_000
-# ...and the clocks are read no more often than so many times what that takes.
+# Both clocks are system calls, at which a thread may lose its core: half a millisecond where there are fewer cores than work.
+# So they are read this seldom, and where epochs are short not for each. Pauses between them are measured with them then, and
+# leave their share of what was measured...
+_SELDOM_NS: Final = 100_000_000
+# ...and no more often than so many times what reading takes.
 _READ_SHARE: Final = 1000
 
 
@@ -24,18 +25,20 @@ class OwnTime:
         self.queued_ns = 0  # of the loop's thread: ready to run, and no core to run on
         self._cpu_from_ns = self._queued_from_ns = 0  # how far they were when they were last read
         self._read_ns = 0  # when that was; 0: never
-        self._least_ns = _SHORT_NS  # from there to the next time, at least
+        self._paused_ns = 0  # since then, between epochs
+        self._least_ns = _SELDOM_NS  # from there to the next time, at least
         self._ended_ns = 0  # when the last epoch ended; 0: one is in progress
         self._thread = 0
 
     def begin(self) -> None:
         """An epoch begins."""
         now_ns, thread = perf_counter_ns(), threading.get_ident()
-        goes_on = self._read_ns and now_ns - self._ended_ns < _SHORT_NS and thread == self._thread
-        self._ended_ns = 0
-        if not goes_on:
-            self._thread, self._read_ns = thread, now_ns
-            self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
+        pause_ns, self._ended_ns = now_ns - self._ended_ns, 0
+        if self._read_ns and pause_ns < _SELDOM_NS and thread == self._thread:
+            self._paused_ns += pause_ns
+            return
+        self._thread, self._read_ns, self._paused_ns = thread, now_ns, 0
+        self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
 
     def end(self) -> bool:
         """The epoch is over. Whether that was counted: not if it was short, because another may follow at once."""
@@ -52,15 +55,22 @@ class OwnTime:
         if not self._read_ns or self._ended_ns or began_ns - self._read_ns < self._least_ns:
             return False
         before_ns, self._cpu_from_ns = self._cpu_from_ns, process_time_ns()
-        self.counted_ns += self._cpu_from_ns - before_ns
+        self.counted_ns += self._in_epochs(self._cpu_from_ns - before_ns, began_ns)
         if threading.get_ident() == self._thread:
             before_ns, self._queued_from_ns = self._queued_from_ns, queued_ns()
-            self.queued_ns += max(0, self._queued_from_ns - before_ns)
-        self._read_ns = perf_counter_ns()
-        self._least_ns = max(_SHORT_NS, _READ_SHARE * (self._read_ns - began_ns))
+            self.queued_ns += self._in_epochs(max(0, self._queued_from_ns - before_ns), began_ns)
+        self._read_ns, self._paused_ns = perf_counter_ns(), 0
+        self._least_ns = max(_SELDOM_NS, _READ_SHARE * (self._read_ns - began_ns))
         return True
+
+    def _in_epochs(self, used_ns: int, now_ns: int) -> int:
+        """Of what was used since the clocks were read, the share of epochs."""
+        passed_ns = now_ns - self._read_ns
+        return used_ns * (passed_ns - self._paused_ns) // passed_ns if self._paused_ns else used_ns
 
     @property
     def cpu_ns(self) -> int:
         """Up to now, while an epoch is in progress."""
-        return self.counted_ns + (process_time_ns() - self._cpu_from_ns if self._read_ns and not self._ended_ns else 0)
+        if not self._read_ns or self._ended_ns:
+            return self.counted_ns
+        return self.counted_ns + self._in_epochs(process_time_ns() - self._cpu_from_ns, perf_counter_ns())

@@ -56,7 +56,7 @@ def queued_ns() -> int:
     if sys.platform != "linux":
         return 0
     try:
-        with open("/proc/thread-self/schedstat") as schedstat:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as schedstat:
             return int(schedstat.read().split()[1])
     except (OSError, ValueError, IndexError):
         return 0
