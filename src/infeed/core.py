@@ -217,6 +217,7 @@ class Core:
         return self.meter.statistics(
             epoch=self.epoch,
             is_auto=config.is_auto,
+            is_settled=self.staff.is_settled,
             core_count=self.cores,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),

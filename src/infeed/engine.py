@@ -40,8 +40,8 @@ from infeed.workers.messages import (
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 _COOLING_LOOK_S: Final = 0.0005
-# A loop that finds its batches ready has no need to hear workers, but they of it: what they are sent lasts for two milliseconds.
-# So they are heard once in this time, at the price of a system call.
+# A loop that finds its batches ready need not hear workers. But they have need of it: what they are sent ahead lasts for two
+# milliseconds. So they are heard once in this time, at the price of a system call.
 _HEAR_NS: Final = 1_000_000
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20

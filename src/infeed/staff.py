@@ -43,6 +43,11 @@ class Staff:
             self._given = given
         return self._tuner
 
+    @property
+    def is_settled(self) -> bool:
+        """Not while it is being tried out how many there should be."""
+        return self._tuner is None or self._tuner.is_settled
+
     def kind(self, config: LoaderConfig) -> WorkerKind:
         """What workers are to be, as far as is known."""
         return self._kind if config.is_kind_auto else config.kind

@@ -227,7 +227,10 @@ def test_the_number_of_workers_grows_where_samples_wait() -> None:
             if loader.statistics().worker_count > 2:
                 break
             assert time.monotonic() < deadline
-        assert loader.statistics().is_auto
+        known = loader.statistics()
+    assert known.is_auto
+    assert not known.is_settled
+    assert "infeed is still finding out how many workers are best" in known.verdict
 
 
 def test_a_number_is_the_most_with_an_auto_kind() -> None:
@@ -240,6 +243,7 @@ def test_a_stream_has_one_worker() -> None:
     with infeed.DataLoader((number for number in range(100)), 8, worker="thread", num_workers="auto") as loader:
         assert [number for batch in loader for number in batch] == list(range(100))
         assert loader.statistics().worker_count == 1
+        assert "finding out" not in loader.statistics().verdict
 
 
 def test_nothing_is_left_of_workers_that_were_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

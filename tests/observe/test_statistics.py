@@ -48,8 +48,9 @@ def test_counts_are_exact(workers: dict[str, Any]) -> None:
     assert (known.batch_count, known.sample_count) == (16, 120)
     # Every leaf begins on a boundary of its own, so a batch may take some bytes more than its arrays.
     assert 120 * 800 <= known.byte_count <= 120 * 800 + 16 * 64
-    # Workers have begun with the next epoch.
-    assert sum(one.sample_count for one in known.workers) == sum(count for _, count in known.histogram) >= 120
+    # Workers have begun with the next epoch, and one may have been timing the samples of a task that it had not written yet.
+    loaded_count, timed_count = sum(one.sample_count for one in known.workers), sum(count for _, count in known.histogram)
+    assert 120 <= loaded_count <= timed_count <= loaded_count + 8 * max(1, len(known.workers))
     assert sum(one.load_s for one in known.workers) >= 2 * (59 * 0.002 + 0.05)
     assert 17 in [one.index for one in known.slowest]  # on a busy machine others may be slow too
     assert known.slowest[0].seconds >= 0.05

@@ -92,6 +92,13 @@ def test_no_number_is_advised_where_infeed_decides_it() -> None:
     assert "there are as many workers as bring something" in verdict_of(run(is_auto=True))
 
 
+def test_as_long_as_infeed_tries_out_numbers_nothing_is_said_of_them() -> None:
+    for also in ({}, {"most_workers": 2}, {"each": {"load_s": 1.0, "alive_s": 10.0}}):
+        said = verdict_of(run(is_auto=True, is_settled=False, **also))
+        assert said.endswith("; infeed is still finding out how many workers are best, and tries 2")
+    assert "keeping up" in verdict_of(run(is_auto=True, is_settled=False, waited_s=0.1, away_s=9.9))
+
+
 def test_all_cores_are_busy() -> None:
     assert "all 2 cores are busy" in verdict_of(run(core_count=2.0))
 

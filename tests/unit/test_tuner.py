@@ -60,6 +60,21 @@ def test_once_at_rest_it_stays(work: Work) -> None:
     run = simulate(Work(**{**work.__dict__, "noise": 0.0}))
 
     assert [at for at in run.change_times if at > REST] == []
+    assert run.tuner.is_settled
+
+
+def test_it_says_whether_it_still_tries_something() -> None:
+    run = Simulation(Work(cores=16), Limits(16.0, 64))
+    assert not run.tuner.is_settled
+    while not run.changes:
+        run.run(1)
+    assert not run.tuner.is_settled  # the step has to prove itself
+    run.run(REST)
+    assert run.tuner.is_settled
+    run.become(compute_s=10 * run.work.compute_s, wait_s=10 * run.work.compute_s)
+    while run.tuner.is_settled:
+        run.run(1)
+        assert run.now < LONG, "other work would be tuned for"
 
 
 @pytest.mark.parametrize(

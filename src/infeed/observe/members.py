@@ -154,7 +154,7 @@ class Members:
         """What a worker has put on its tape."""
         if not self.is_closed:
             try:
-                reader = self._reader(worker)
+                reader = self._reader(worker).copy()
                 return Reading(reader.sums(), reader.histogram(), reader.slowest())
             except ValueError:
                 pass  # closed by another thread, a moment ago

@@ -11,6 +11,7 @@ from typing import Final, final
 
 from infeed.observe.gauge import Gauge, Gauges, WorkerKind
 from infeed.observe.history import History
+from infeed.observe.members import Reading
 from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
@@ -57,6 +58,7 @@ class Meter:
         has_collate_fn: bool,
         most_workers: int,
         keeps_workers: bool = True,
+        is_settled: bool = True,
     ) -> Statistics:
         """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
         with self._gauges.lock:
@@ -68,7 +70,9 @@ class Meter:
             latest = gauges[-1] if gauges else None
             flight = None if latest is None else latest.flight()
             outcomes: Counter[str] = sum((gauge.outcomes for gauge in gauges), Counter())
-            readings = [gauge.members.read(worker) for gauge in gauges for worker in list(gauge.members.known)]
+            # Each once, so that one figure does not contradict another: workers go on meanwhile.
+            tapes = [{worker: gauge.members.read(worker) for worker in list(gauge.members.known)} for gauge in gauges]
+            readings = [reading for tape in tapes for reading in tape.values()]
             histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
             slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:_SLOWEST]
             waited_ns = sum(gauge.waited_ns for gauge in gauges)
@@ -89,8 +93,9 @@ class Meter:
                 keeps_workers=keeps_workers,
                 kind="inline" if latest is None else latest.kind,
                 is_auto=is_auto,
+                is_settled=is_settled,
                 worker_count=0 if latest is None or latest.kind == "inline" else latest.members.count,
-                workers=tuple(_workers(gauges)),
+                workers=tuple(_workers(gauges, tapes)),
                 core_count=core_count,
                 batches_in_flight=0 if flight is None else flight.batch_count,
                 bytes_in_flight=0 if flight is None else flight.nbytes,
@@ -131,12 +136,12 @@ class Meter:
         )
 
 
-def _workers(gauges: list[Gauge]) -> Iterable[WorkerStatistics]:
+def _workers(gauges: list[Gauge], tapes: list[dict[WorkerId, Reading]]) -> Iterable[WorkerStatistics]:
     """Workers of one number are one to the user, whichever engine they belonged to."""
-    for worker in sorted({worker for gauge in gauges for worker in list(gauge.members.known)}):
-        own = [gauge for gauge in gauges if worker in gauge.members.known]
+    for worker in sorted({worker for tape in tapes for worker in tape}):
+        own = [gauge for gauge, tape in zip(gauges, tapes, strict=True) if worker in tape]
         latest = own[-1].members[worker]
-        sums = [gauge.members.read(worker).sums for gauge in own]
+        sums = [tape[worker].sums for tape in tapes if worker in tape]
         usages = [gauge.members.usage(worker) for gauge in own]
         busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums)
         yield WorkerStatistics(

@@ -146,6 +146,7 @@ class Statistics:
     keeps_workers: bool = True  # from one epoch to the next
     kind: Literal["inline", "thread", "process"]
     is_auto: bool  # whether infeed decides how many workers there are
+    is_settled: bool = True  # not while it is still finding out how many are best
     worker_count: int  # now
     workers: tuple[WorkerStatistics, ...]
     core_count: float  # that this process may use

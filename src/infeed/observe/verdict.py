@@ -193,6 +193,8 @@ def _cure(run: _Run, what: str) -> str:
     held = _held_by_gil(run)
     if held:
         return held
+    if not run.statistics.is_settled:
+        return f"infeed is still finding out how many workers are best, and tries {run.worker_count}"
     busy_share = run.amounts.busy_share
     if busy_share < _IDLE:
         idle = f"workers were busy only {busy_share:.0%} of their time"

@@ -87,6 +87,11 @@ class Tuner:
         return self._count
 
     @property
+    def is_settled(self) -> bool:
+        """Whether it has found what is best, as long as the work stays what it is."""
+        return self._has_rested and self._trial is None
+
+    @property
     def reserve_bytes(self) -> int:
         """Of the memory that it is told of, what it leaves free."""
         return self._limits.reserve_bytes
