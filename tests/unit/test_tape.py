@@ -6,6 +6,9 @@ import random
 from array import array
 from itertools import pairwise
 from time import perf_counter_ns
+from typing import Any
+
+import pytest
 
 from infeed.workers.tape import (
     BUCKETS,
@@ -163,3 +166,95 @@ def test_a_start_is_a_span() -> None:
     (span,) = take(reader)[0]
     assert isinstance(span, RawSpan)
     assert span.end_ns - span.begin_ns >= 5 * MS
+
+
+# --- tiny tasks, by a clock that the test moves
+
+US = 1000
+
+
+class Doer:
+    """Does tasks of four samples: loads them for three quarters of the time, and writes them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.now = 1_000 * MS
+        monkeypatch.setattr("infeed.workers.tape.perf_counter_ns", lambda: self.now)
+        self.tape, self.reader, _ = new_tape(**options)
+        self.count = 0  # tasks
+        self.looked_at: list[int] = []
+
+    def do(self, us: int, pause_us: int = 1) -> None:
+        tape = self.tape
+        self.now += pause_us * US
+        tape.begin(self.now, epoch=0, position=4 * self.count)
+        if tape.is_fine:
+            self.looked_at.append(self.now)
+        self.now += us * US * 3 // 4
+        if tape.is_fine:
+            tape.loaded(4 * self.count, range(4))
+        self.now += us * US // 4
+        if tape.is_fine:
+            tape.written()
+        tape.end(4, self.now)
+        self.count += 1
+
+
+@pytest.mark.parametrize("pause_us", [1, 80], ids=["without pauses", "with pauses"])
+@pytest.mark.parametrize("is_spanning", [True, False])
+def test_of_tiny_tasks_one_in_ten_milliseconds_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, is_spanning: bool, pause_us: int
+) -> None:
+    """What the others did is told from that, two milliseconds later at most."""
+    doer = Doer(monkeypatch, is_spanning=is_spanning)
+    for _ in range(1000):
+        doer.do(200, pause_us)
+        assert 4 * doer.count - doer.reader.sums().sample_count <= 4 * (2000 // (200 + pause_us) + 1)
+    assert all(one - other >= 10 * MS for other, one in pairwise(doer.looked_at))
+    assert len(doer.looked_at) > 10
+    doer.tape.flush()
+    sums = doer.reader.sums()
+    assert (sums.load_ns, sums.write_ns, sums.sample_count) == (150 * MS, 50 * MS, 4000)
+    assert sum(doer.reader.histogram()) == 4000
+
+
+def test_runs_of_tiny_tasks_have_no_pauses_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    doer = Doer(monkeypatch)
+    for number in range(30):
+        doer.do(200, pause_us=300 if number % 3 == 0 else 1)
+    doer.tape.flush()
+    spans, lost = take(doer.reader)
+    assert lost == 0
+    assert sum(span.size for span in spans) == 120
+    assert {0, 12, 24, 36, 48, 60, 72, 84, 96, 108} <= {span.position for span in spans}
+    for span in spans:
+        assert span.end_ns - span.begin_ns == (50 * span.size + span.size // 4 - 1) * US
+
+
+def test_runs_of_tiny_tasks_are_cut_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    doer = Doer(monkeypatch)
+    for _ in range(100):
+        doer.do(200, pause_us=0)
+    doer.tape.flush()
+    spans, lost = take(doer.reader)
+    assert lost == 0
+    assert [span.position for span in spans] == [sum(span.size for span in spans[:number]) for number in range(len(spans))]
+    assert sum(span.size for span in spans) == 400
+    assert all(one.end_ns == other.begin_ns for one, other in pairwise(spans))
+    assert max(span.end_ns - span.begin_ns for span in spans) <= 2 * MS + 400 * US
+
+
+def test_a_task_that_is_long_after_all_is_followed_by_one_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    doer = Doer(monkeypatch)
+    doer.do(200)
+    doer.do(50_000)
+    began = doer.now
+    doer.do(3000)
+    assert doer.looked_at[1:] == [began + US]
+    assert doer.tape.is_fine
+
+
+def test_retries_are_told_at_once() -> None:
+    tape, reader, _ = new_tape()
+    run_task(tape, 4)
+    tape.retried()
+    assert reader.sums().retry_count == 1

@@ -40,11 +40,14 @@ _SUM_STRUCT: Final = Struct("6q")
 LOAD, COLLATE, WRITE, START = 1, 2, 3, 4
 NO_INDEX: Final = -1 << 63  # the first sample has none, or one that is no number
 
-# What takes longer than this has a span of its own...
+# A sample that takes longer than this has a span of its own...
 _LONG_NS: Final = 100_000
-# ...and what is shorter is put together, up to this, if there is no pause between.
+# ...and so have tasks that take longer than this: to look at the parts of one costs some microseconds.
+_TINY_NS: Final = 1_000_000
+# What is shorter is put together, up to this, if there is no pause between; and one in so long a time is looked at.
 _RUN_NS: Final = 2_000_000
 _PAUSE_NS: Final = 50_000
+_LOOK_NS: Final = 10_000_000
 
 
 def bucket_of(ns: int) -> int:
@@ -66,8 +69,8 @@ class Tape:
     """The worker's side."""
 
     __slots__ = (
-        "_began", "_busy", "_ended", "_epoch", "_has_spans", "_is_spanning", "_is_timed", "_last", "_numbers", "_position",
-        "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
+        "_began", "_busy", "_ended", "_entered", "_epoch", "_has_spans", "_is_spanning", "_is_timed", "_last", "_looked",
+        "_numbers", "_position", "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
     )  # fmt: skip
 
     def __init__(self, numbers: Any = None, *, is_spanning: bool = True) -> None:
@@ -86,13 +89,15 @@ class Tape:
         self._began = self._last = self._ended = 0
         self._epoch = self._position = 0
         self._has_spans = self._is_timed = False
-        # Whether laps of this task are wanted. Tiny tasks are put together, and of one in two milliseconds laps are taken: what
-        # the others did with their time is what that one did with its own.
+        # Whether laps of this task are wanted. Tiny tasks of samples that are not looked at one by one are put together, and of
+        # one in ten milliseconds laps are taken: what the others did with their time is what that one did with its own.
         self.is_fine = True
         self._task_split = [0, 0, 0]  # load, collate, write: of this task
         self._split = (1, 0, 0)  # the same, of the latest tiny one that was looked at
         self._busy = self._rows = 0  # of tiny tasks that are not in the sums yet
-        self._run_began = self._run_rows = 0
+        self._entered = self._looked = 0  # when they were last entered, and when the latest that was looked at ended
+        self._run_began = 0
+        self._run_rows = 0  # of a run: those that are in the sums already; minus those that belong to an earlier one and are not
 
     # --- a task
 
@@ -100,9 +105,9 @@ class Tape:
         """A task begins."""
         self._began = now_ns
         if not self.is_fine:
-            if now_ns - self._ended < _PAUSE_NS:
-                return
-            self.flush()
+            if self._is_spanning and now_ns - self._ended >= _PAUSE_NS:
+                self._begin_run(now_ns, epoch, position)
+            return
         self._last = now_ns
         self._epoch, self._position = epoch, position
         self._task_split = [0, 0, 0]
@@ -115,7 +120,7 @@ class Tape:
         self._task_split[_LOAD] += now - last
         if times:
             self._note_times(now - sum(times), position, indices, times)
-        elif now - last > _LONG_NS:
+        elif now - last > _TINY_NS:
             self._span(LOAD, last, now, position, _number(indices), len(indices))
 
     def collated(self) -> None:
@@ -123,7 +128,7 @@ class Tape:
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_COLLATE] += now - last
-        if now - last > _LONG_NS:
+        if now - last > (_LONG_NS if self._is_timed else _TINY_NS):
             self._span(COLLATE, last, now, self._position, NO_INDEX, 0)
 
     def written(self) -> None:
@@ -131,12 +136,13 @@ class Tape:
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_WRITE] += now - last
-        if now - last > _LONG_NS:
+        if now - last > (_LONG_NS if self._is_timed else _TINY_NS):
             self._span(WRITE, last, now, self._position, NO_INDEX, 0)
 
     def retried(self) -> None:
         """A sample raised and is asked for again."""
         self._sums[_RETRIES] += 1
+        self._numbers[_RETRIES] = self._sums[_RETRIES]
 
     def end(self, row_count: int, now_ns: int) -> None:
         """The task has been done, with so many samples."""
@@ -144,8 +150,8 @@ class Tape:
         if not self.is_fine:
             self._rows += row_count
             self._busy += now_ns - self._began
-            if now_ns - self._run_began > _RUN_NS:
-                self.flush()
+            if now_ns - self._entered > _RUN_NS:
+                self._enter(now_ns)
             return
         load, collate, write = self._task_split
         if row_count and not self._is_timed:
@@ -154,27 +160,46 @@ class Tape:
         self._add(load, collate, write, row_count)
         if self._has_spans or self._is_timed or not load + collate + write:
             return
-        if now_ns - self._began < _LONG_NS:
+        if now_ns - self._began < _TINY_NS:
             self.is_fine = False
             self._split = (load, collate, write)
             self._run_began, self._run_rows = self._began, row_count
+            self._entered = self._looked = now_ns
         else:
             self._span(LOAD, self._began, now_ns, self._position, NO_INDEX, row_count)
             self._numbers[_SPANS] = self._sums[_SPANS]
 
     def flush(self) -> None:
         """Enter tiny tasks that were put together; the next one is looked at by itself."""
-        if self.is_fine:
-            return
-        self.is_fine = True
+        if not self.is_fine:
+            self._enter(self._ended)
+            self.is_fine = True
+
+    def _enter(self, now_ns: int) -> None:
         load, collate, write = self._split
         rows, busy, all_of_it = self._rows, self._busy, load + collate + write
         loaded, collated = busy * load // all_of_it, busy * collate // all_of_it
         if rows:
             self._numbers[_HISTOGRAM_AT + bucket_of(loaded // rows)] += rows
-        self._span(LOAD, self._run_began, self._ended, self._position, NO_INDEX, self._run_rows + rows)
+        self._end_run()
         self._add(loaded, collated, busy - loaded - collated, rows)
-        self._rows = self._busy = 0
+        self._rows = self._busy = self._run_rows = 0
+        self._entered = now_ns
+        # Who took longer than they may is not tiny any more.
+        self.is_fine = now_ns - self._looked > _LOOK_NS or now_ns - self._began > _TINY_NS
+        self._ended = 0  # so that the next begins a run
+
+    def _begin_run(self, now_ns: int, epoch: int, position: int) -> None:
+        """There was a pause, or the run was long enough."""
+        self._end_run()
+        self._numbers[_SPANS] = self._sums[_SPANS]
+        self._run_began, self._run_rows = now_ns, -self._rows
+        self._epoch, self._position = epoch, position
+
+    def _end_run(self) -> None:
+        row_count = self._run_rows + self._rows
+        if row_count:
+            self._span(LOAD, self._run_began, self._ended, self._position, NO_INDEX, row_count)
 
     def _add(self, load_ns: int, collate_ns: int, write_ns: int, row_count: int) -> None:
         sums = self._sums
