@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Literal, final
 
 from infeed.errors import ConfigError
@@ -134,38 +136,20 @@ class Starter:
     if sys.platform == "linux":
 
         def _fork(self) -> tuple[Link, Process]:
-            link, task_read, done_write = _open_pipes()
-            try:
+            with _pipes() as (link, ends):
                 server = fork_server()
                 server.preload(self._preload)
-                descriptor = self._store.descriptor()
-                fds = [task_read, done_write, *([] if descriptor is None else [descriptor]), *self._parcel.fds]
-                return link, ForkedProcess(server, server.fork(fds))
-            except BaseException:
-                link.close()
-                raise
-            finally:
-                os.close(task_read)
-                os.close(done_write)
+                return link, ForkedProcess(server, server.fork([*ends, *self._shared_fds()]))
 
     def _spawn(self) -> tuple[Link, Process]:
-        descriptor = self._store.descriptor()
-        shared = (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
+        shared = self._shared_fds()
         if sys.platform != "win32" and can_use_poll():
-            link, task_read, done_write = _open_pipes()
-            fds = (task_read, done_write, *shared)
             # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
             # that is killed removes no names.
-            is_bound = threading.current_thread() is threading.main_thread() and descriptor is not None
+            is_bound = threading.current_thread() is threading.main_thread() and self._store.descriptor() is not None
             entry = "over_pipes_bound" if is_bound else "over_pipes"
-            try:
-                return link, self._spawn_at(entry, fds)
-            except BaseException:
-                link.close()
-                raise
-            finally:
-                os.close(task_read)
-                os.close(done_write)
+            with _pipes() as (link, ends):
+                return link, self._spawn_at(entry, (*ends, *shared))
         from infeed.workers.connections import open_pipe  # takes a while to import, and few need it
 
         connection, theirs = open_pipe()
@@ -176,6 +160,11 @@ class Starter:
             except BaseException:
                 connection.close()
                 raise
+
+    def _shared_fds(self) -> tuple[int, ...]:
+        """What all workers get, besides the ends of their own pipes."""
+        descriptor = self._store.descriptor()
+        return (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
 
     def _spawn_at(self, entry: str, fds: tuple[int, ...]) -> SpawnedProcess:
         return SpawnedProcess(start_interpreter(f"infeed.workers.spawned:{entry}", threads=self._threads, pass_fds=fds))
@@ -188,8 +177,9 @@ class Starter:
 
 if sys.platform != "win32":
 
-    def _open_pipes() -> tuple[PipeLink, int, int]:
-        """The engine's ends of two pipes, and the ends for a worker to read and to write."""
+    @contextmanager
+    def _pipes() -> Iterator[tuple[PipeLink, tuple[int, int]]]:
+        """The engine's ends of two pipes, and the ends that a worker reads and writes, which are open until it has them."""
         task_read, task_write = os.pipe()
         try:
             done_read, done_write = os.pipe()
@@ -197,4 +187,12 @@ if sys.platform != "win32":
             os.close(task_read)
             os.close(task_write)
             raise
-        return PipeLink(task_write, done_read), task_read, done_write
+        link = PipeLink(task_write, done_read)
+        try:
+            yield link, (task_read, done_write)
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            os.close(task_read)
+            os.close(done_write)

@@ -97,7 +97,8 @@ class Tape:
         self._busy = self._rows = 0  # of tiny tasks that are not in the sums yet
         self._entered = self._looked = 0  # when they were last entered, and when the latest that was looked at ended
         self._run_began = 0
-        self._run_rows = 0  # of a run: those that are in the sums already; minus those that belong to an earlier one and are not
+        # Of the run, those that are in the sums already; less those that are not, and belong to the run before.
+        self._run_rows = 0
 
     # --- a task
 
