@@ -11,7 +11,7 @@ from typing import Final
 from infeed.batch.arrays import ArrayTable
 from infeed.batch.torchlike import collate_as_torch
 from infeed.config import LoaderConfig, WorkerKind
-from infeed.delivery.backend import find_backend
+from infeed.delivery.backend import find_backend, is_gpu
 from infeed.delivery.host import HostDelivery
 from infeed.engine import Engine
 from infeed.feeds import Feed, IndexedFeed, StreamFeed, StreamShares
@@ -242,4 +242,4 @@ def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
 
 def _is_pinned(config: LoaderConfig) -> bool:
     """Whether an accelerator that torch uses is to read batches by itself."""
-    return config.pin_memory or (config.device is not None and config.output is None)
+    return config.pin_memory or (config.output is None and is_gpu(config.device))

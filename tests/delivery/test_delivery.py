@@ -178,6 +178,19 @@ def test_the_processor_is_a_device_too() -> None:
     assert batch["name"] == ["sample 0", "sample 1", "sample 2", "sample 3"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_gpu_is_not_touched_where_another_device_is_named(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """To ask whether there is one opens it, and to page-lock memory for it takes some of its own."""
+    torch = pytest.importorskip("torch")
+
+    def ask() -> bool:
+        raise AssertionError("somebody asked for a GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", ask)
+    with infeed.DataLoader(Tree(8, coded), batch_size=4, num_workers=1, worker="thread", device=device) as loader:
+        assert [batch["y"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_without_an_accelerator_pin_memory_changes_nothing() -> None:
     with infeed.DataLoader(Tree(8, coded), batch_size=4, pin_memory=True) as loader:
         assert [batch["y"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

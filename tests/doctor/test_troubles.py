@@ -128,7 +128,7 @@ class Heavy(Base):
     def __getitem__(self, index): return float(np.linalg.norm(np.ones((700, 700)) @ np.ones((700, 700))))
     def __len__(self): return 1_000_000
 
-for batch in DataLoader(Heavy(), batch_size=8, num_workers=os.cpu_count()): step()
+for batch in DataLoader(Heavy(), batch_size=8, num_workers=os.cpu_count()): pass
 """,
     ),
     "no-pinning": (

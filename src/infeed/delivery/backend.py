@@ -81,14 +81,19 @@ def open_stage(output: str | None, device: Any, convert: Convert | None) -> Stag
         from infeed.delivery.jax import JaxStage
 
         return JaxStage(device, convert)
-    import torch  # whoever names a device means one of torch's
+    from infeed.delivery.plain import PlainStage  # with torch: whoever names a device means one of its
 
-    from infeed.delivery.plain import PlainStage, usable_device
+    backend = find_backend() if is_gpu(device) else None
+    return PlainStage(device, convert) if backend is None else backend.open_stage(device, convert)
 
-    backend = find_backend()
-    if backend is not None and usable_device(device).type == torch.device("cuda").type:
-        return backend.open_stage(device, convert)
-    return PlainStage(device, convert)
+
+def is_gpu(device: Any) -> bool:
+    """Whether a device of torch's is of a kind that is known here. Where it is not, none is even looked for: that opens it.
+
+    >>> is_gpu("cuda:1"), is_gpu(0), is_gpu("cpu")
+    (True, True, False)
+    """
+    return isinstance(device, int) or str(device).partition(":")[0] == "cuda"
 
 
 def find_backend() -> Backend | None:

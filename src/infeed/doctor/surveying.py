@@ -16,7 +16,7 @@ from infeed.cores import available_cores
 from infeed.doctor.child import Orders, stop_signal
 from infeed.doctor.evidence import Moment, ProcessSeen, Run, read_events
 from infeed.doctor.journal import JournalReader
-from infeed.doctor.threads import PYTHON, find_owners
+from infeed.doctor.pools import Pools
 from infeed.memory.budget import available_bytes
 
 _TICK_S: Final = 0.05
@@ -24,9 +24,6 @@ _LOOK_S: Final = 0.2
 # Looking takes at most this part of a core.
 _LOOK_SHARE: Final = 0.1
 _POOLS_S: Final = 0.8
-# A thread of a worker counts as one that works from this part of the worker's own time on.
-_WORKING: Final = 0.05
-_WORKING_S: Final = 0.05
 # A program that asks for a batch is stopped there. One that does not is interrupted, and if that does not help, killed.
 _PATIENCE_S: Final = 2.0
 _PROBES_S: Final = 20.0
@@ -90,7 +87,7 @@ class _Watch:
         self._psutil: Any = psutil
         self._process = process
         self._below: dict[int, Any] = {}
-        self._known: dict[int, set[int]] = {}  # threads whose library was looked for, by process
+        self._pools = Pools(run)
         self.journal = journal
         self._run = run
         self._clock = clock
@@ -160,23 +157,22 @@ class _Watch:
 
     def _look(self, now: float) -> None:
         psutil = self._psutil
-        began = time.perf_counter()
-        sees_pools = now >= self._next_pools
+        began = time.thread_time()  # on a busy machine it takes long, and most of that it waits for a core
         try:
             children = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return
-        for one in children:
-            # The same object again and again: it remembers what a process used before.
-            process = self._below.setdefault(one.pid, one)
+        # The same objects again and again: they remember what a process used before.
+        processes = [self._below.setdefault(one.pid, one) for one in children]
+        for process in processes:
             with suppress(psutil.Error, OSError):
-                self._look_at(process, now, sees_pools)
-        spent = time.perf_counter() - began
-        self._next_look = now + max(_LOOK_S, spent / _LOOK_SHARE)
-        if sees_pools:
-            self._next_pools = now + max(_POOLS_S, spent / _LOOK_SHARE)
+                self._look_at(process, now)
+        if now >= self._next_pools:
+            self._pools.look(processes)
+            self._next_pools = now + max(_POOLS_S, (time.thread_time() - began) / _LOOK_SHARE)
+        self._next_look = now + max(_LOOK_S, (time.thread_time() - began) / _LOOK_SHARE)
 
-    def _look_at(self, process: Any, now: float, sees_pools: bool) -> None:
+    def _look_at(self, process: Any, now: float) -> None:
         if process.status() == self._psutil.STATUS_ZOMBIE:
             return
         seen = self._run.processes.setdefault(process.pid, ProcessSeen(process.pid))
@@ -184,19 +180,3 @@ class _Watch:
         seen.moments.append(Moment(now, process.memory_full_info().uss, times.user + times.system))
         if hasattr(process, "io_counters"):
             seen.read_bytes = process.io_counters().read_bytes
-        if sees_pools:
-            threads = process.threads()
-            own = next((one.user_time + one.system_time for one in threads if one.id == process.pid), 0.0)
-            working = {
-                one.id
-                for one in threads
-                if one.id != process.pid and one.user_time + one.system_time > max(_WORKING * own, _WORKING_S)
-            }
-            known = self._known.setdefault(process.pid, set())
-            pools: dict[str, int] = {}
-            for tid, owner in find_owners(process.pid, halts=True).items() if working - known else ():
-                known.add(tid)  # each is looked for once
-                if tid in working and owner != PYTHON:
-                    pools[owner] = pools.get(owner, 0) + 1
-            for owner, count in pools.items():
-                seen.pools[owner] = max(seen.pools.get(owner, 0), count)
