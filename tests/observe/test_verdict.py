@@ -100,7 +100,25 @@ def test_as_long_as_infeed_tries_out_numbers_nothing_is_said_of_them() -> None:
 
 
 def test_all_cores_are_busy() -> None:
-    assert "all 2 cores are busy" in verdict_of(run(core_count=2.0))
+    assert "all 2 cores are busy, so" in verdict_of(run(core_count=2.0))
+
+
+def test_a_loop_that_does_nothing_is_not_promised_hundreds_of_workers() -> None:
+    amounts = {"cpu_ns": S, "waited_ns": 10 * S, "away_ns": S // 100}
+    assert "so 6 more workers would help, beyond the cores too" in judged(amounts)
+
+
+def test_where_no_number_can_be_told_none_is() -> None:
+    amounts = {"load_ns": 15 * S, "cpu_ns": S, "waited_ns": 6 * S // 10, "away_ns": 94 * S // 10}
+    assert "so more workers would help" in judged(amounts)
+
+
+def test_a_run_of_which_nothing_is_known_of_workers_is_judged_all_the_same() -> None:
+    nothing = {"load_ns": 0, "cpu_ns": 0, "alive_ns": 0}
+    for kind in ("process", "thread", "inline"):
+        assert "input-bound: the loop" in judged(nothing, kind=kind)
+    # Where the platform does not tell what a process uses, it is taken to compute.
+    assert judged({"cpu_ns": 0}).endswith("4 more workers would help, 6 cores are free")
 
 
 def test_waiting_for_a_core_is_not_waiting_for_a_disk() -> None:
@@ -124,13 +142,17 @@ def test_work_that_waits_gains_from_more_workers_than_cores() -> None:
     ],
 )
 def test_it_names_what_most_of_the_wait_was_for(changes: dict[str, Any], named: str) -> None:
-    assert f"of it for {named}" in verdict_of(run(**changes))
+    said = verdict_of(run(**changes))
+    assert f"of it for {named}" in said
+    assert ("larger batches cost less of it" in said) is named.startswith("infeed")
 
 
 def test_one_slow_sample_that_holds_up_idle_workers_is_named() -> None:
     slow = (SlowSample(0, 7, 3, 2.5),)
     said = verdict_of(run(each={"load_s": 3.0}, slowest=slow))
     assert "index=3 took 2.5 s, the median is 9 ms" in said
+    unnamed = (SlowSample(0, 7, None, 2.5),)
+    assert "(position 7 took 2.5 s" in verdict_of(run(each={"load_s": 3.0}, slowest=unnamed))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +201,10 @@ def test_workers_that_are_started_anew_for_every_epoch_are_named() -> None:
 
 def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None:
     inline: dict[str, Any] = {"workers": 0, "kind": "inline", "each": {"load_s": 5.9}}
-    assert "num_workers=2 would hide it" in verdict_of(run(**inline))
-    assert "num_workers=4, one for each core" in verdict_of(run(**inline, away_s=0.9, core_count=4.0))
+    said = verdict_of(run(**inline))
+    assert "input-bound: the loop loaded by itself for 60% of the time" in said
+    assert "num_workers=2 would hide it" in said
+    assert "num_workers=4, one for each core, would" in verdict_of(run(**inline, away_s=0.9, core_count=4.0))
 
 
 def test_nothing_is_said_too_early() -> None:
@@ -205,9 +229,18 @@ def test_threads_that_come_to_one_core_are_told_of_processes(threads: int) -> No
         assert "slow samples" not in said
 
 
+def test_threads_that_may_wait_for_something_else_are_told_of_that_too() -> None:
+    otherwise = "and if they wait for something else, more workers would"
+    amounts = {"cpu_ns": 9 * S, "own_cpu_ns": 10 * S}
+    assert otherwise in judged(amounts | {"load_ns": 32 * S, "alive_ns": 40 * S}, workers=4, kind="thread")
+    said = judged(amounts | {"load_ns": 14 * S}, kind="thread")
+    assert "worker='process' would help" in said
+    assert otherwise not in said
+
+
 def test_threads_that_leave_the_gil_are_not() -> None:
-    said = judged({"own_cpu_ns": 19 * S}, kind="thread")
-    assert said.endswith("4 more workers would help, 6 cores are free")
+    for own_s in (19, 0):  # not known, but what its threads used
+        assert judged({"own_cpu_ns": own_s * S}, kind="thread").endswith("4 more workers would help, 6 cores are free")
 
 
 def test_of_one_thread_nobody_knows_whether_it_holds_the_gil() -> None:
@@ -229,7 +262,7 @@ def test_of_a_stream_with_one_reader_more_workers_are_not_advised() -> None:
         assert "one worker reads this stream" in said
         assert "infeed.get_worker_info()" in said
         assert "more worker" not in said
-    assert "whatever num_workers is" in said
+        assert ("whatever num_workers is" in said) is (most > 1)
     assert "num_workers=1 would load" in verdict_of(run(workers=0, kind="inline", loads_by="__iter__"))
 
 

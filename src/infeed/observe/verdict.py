@@ -87,8 +87,8 @@ class _Run(NamedTuple):
 
     @property
     def own_cores(self) -> float:
-        """That this process used, with all its threads."""
-        return max(self.amounts.own_cpu_ns, self.amounts.cpu_ns if self.statistics.kind == "thread" else 0) / self.wall_ns
+        """That this process used, with all its threads, where these are its workers."""
+        return max(self.amounts.own_cpu_ns, self.amounts.cpu_ns) / self.wall_ns
 
     @property
     def loop_cores(self) -> float:
@@ -178,7 +178,7 @@ def _largest(run: _Run) -> tuple[str, float]:
     name = max(phases, key=lambda name: phases[name])
     worked_ns = sum(phases.values())
     waited_ns = amounts.waited_ns + amounts.started_ns
-    deliver_share = min(1.0, max(0.0, 1 - amounts.blocked_ns / waited_ns)) if waited_ns else 0.0
+    deliver_share = min(1.0, max(0.0, 1 - amounts.blocked_ns / waited_ns))
     of_workers = (1 - deliver_share) * (phases[name] / worked_ns if worked_ns else 0.0)
     if deliver_share > of_workers:
         return "infeed's own work in the loop's thread", deliver_share
