@@ -12,6 +12,7 @@ import pytest
 
 from infeed.workers.tape import (
     BUCKETS,
+    COLLATE,
     LOAD,
     NO_INDEX,
     TAPE_NUMBERS,
@@ -258,3 +259,61 @@ def test_retries_are_told_at_once() -> None:
     run_task(tape, 4)
     tape.retried()
     assert reader.sums().retry_count == 1
+
+
+def test_tiny_tasks_are_entered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what costs most."""
+    doer = Doer(monkeypatch)
+    entered = []
+    for _ in range(50):
+        doer.do(200)
+        entered.append(doer.reader.sums().sample_count)
+    assert entered[0] == 4  # it was looked at
+    assert len(set(entered)) <= 7
+    doer.tape.flush()
+    doer.tape.flush()  # once is enough
+    assert doer.reader.sums().sample_count == 200
+
+
+@pytest.mark.parametrize(("times", "us", "kinds"), [
+    (None, 2000, [LOAD, COLLATE, WRITE]),
+    (None, 200, []),  # of three parts of a tiny task nothing is told but their sums
+    ([2 * MS], 200, [LOAD, COLLATE, WRITE]),
+    ([2 * MS], 50, [LOAD]),
+])  # fmt: skip
+def test_parts_of_a_task_that_take_long_have_spans_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, times: list[int] | None, us: int, kinds: list[int]
+) -> None:
+    doer = Doer(monkeypatch)
+    tape = doer.tape
+    tape.begin(doer.now, epoch=0, position=0)
+    doer.now += sum(times or [us * US])
+    tape.loaded(0, [7], times)
+    doer.now += us * US
+    tape.collated()
+    doer.now += us * US
+    tape.written()
+    tape.end(1, doer.now)
+    assert [span.kind for span in take(doer.reader)[0]] == kinds
+    sums = doer.reader.sums()
+    assert (sums.collate_ns, sums.write_ns) == (us * US, us * US)
+
+
+def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    doer = Doer(monkeypatch)
+    for _ in range(2):
+        doer.tape.begin(doer.now, epoch=0, position=0)
+        for _ in range(8):
+            doer.now += 400 * US
+            doer.tape.loaded(0, [7])
+        doer.tape.end(8, doer.now)
+    assert [(span.end_ns - span.begin_ns, span.size) for span in take(doer.reader)[0]] == [(3200 * US, 8)] * 2
+
+
+def test_the_share_of_the_gil_is_told_once_it_is_known() -> None:
+    tape, reader, _ = new_tape()
+    assert reader.sums().gil_share is None
+    tape.note_gil(0.25)
+    assert reader.sums().gil_share == 0.25
+    tape.note_gil(0.0)
+    assert reader.sums().gil_share == 0.0
