@@ -23,7 +23,7 @@ from infeed.scheduler.messages import BatchWanted, Closed, WorkerId, WorkerReady
 from infeed.steering import Steering
 from infeed.trail import Trail
 from infeed.tuning.kinds import Work
-from infeed.workers.crew import Death
+from infeed.workers.crew import Death, News
 from infeed.workers.messages import (
     Emptied,
     FromWorker,
@@ -63,8 +63,6 @@ class Engine:
         self._crew, self._arena = setup.crew, setup.arena
         self._delivery = setup.delivery
         self._gauge = setup.gauge
-        self._gauge.flight = self._flight
-        self._gauge.bytes_given = lambda: setup.delivery.given_bytes
         window = setup.windows(len(setup.first_workers))[0]
         self._scheduler = Scheduler(
             workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
@@ -81,12 +79,16 @@ class Engine:
         self._next_look = 0.0  # when to look after workers, while waiting
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._heard_ns = 0  # when workers were last heard
+        self._put_off: list[News] = []  # what was heard too early, and is taken in when the loop has to wait
         self._is_polled = False  # whoever asks prefetches by itself, and says when the loop has what it waited for
         self._is_closed = False
         self._is_down = False
         self._lock = threading.RLock()  # held by the thread that drives this engine
         self._driver = 0  # that thread, while it is in `next_batch`
         self.owner_pid = os.getpid()
+        # Not before all is there: another thread may ask for statistics at any time.
+        self._gauge.flight = self._flight
+        self._gauge.bytes_given = lambda: setup.delivery.given_bytes
         self._staffing.begin()
 
     @property
@@ -203,11 +205,9 @@ class Engine:
             raise LoaderClosedError(_MSG_CLOSED)
         asked_ns = time.perf_counter_ns()
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
-        if asked_ns - self._heard_ns > _HEAR_NS and not self._setup.is_lazy:
-            self._look_around()
-        else:
-            intake.plan()
-        if not handout.batches:  # it may be there, if it was asked for before and not waited for
+        intake.plan()
+        # Either may be there, if it was asked for before and not waited for.
+        if handout.error is None and not handout.batches:
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
         while handout.error is not None or not handout.batches:
             if handout.error is not None:
@@ -219,6 +219,8 @@ class Engine:
             elif not self._look_around():
                 return NOTHING
         if not self._setup.is_lazy:
+            if asked_ns - self._heard_ns > _HEAR_NS:
+                self._hear_ahead()
             intake.plan()
             self._crew.flush()
         left_ns = time.perf_counter_ns()
@@ -269,21 +271,37 @@ class Engine:
             timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
-        news = self._crew.receive(timeout_s)
+        news = self._put_off or self._crew.receive(0 if self._troubles.is_storm else timeout_s)
         self._heard_ns = time.perf_counter_ns()
         self._gauge.blocked_ns += self._heard_ns - now_ns
-        for worker, message in news:
-            self._hear(worker, message)
-        self._intake.plan()
+        self._take_in(news)
 
     def _look_around(self) -> bool:
         """Hear what there is to hear without waiting; whether there was anything."""
-        news = self._crew.receive(0)
+        news = self._put_off or self._crew.receive(0)
         self._heard_ns = time.perf_counter_ns()
+        self._take_in(news)
+        return bool(news)
+
+    def _take_in(self, news: list[News]) -> None:
+        self._put_off = []
         for worker, message in news:
             self._hear(worker, message)
+        if self._troubles.is_storm and not self._is_closed:
+            self._fail_workers()
         self._intake.plan()
-        return bool(news)
+
+    def _hear_ahead(self) -> None:
+        """Hear workers although nothing is waited for. What ends the epoch is put off: batches that are ready come first."""
+        if self._put_off:
+            return
+        news = self._crew.receive(0)
+        self._heard_ns = time.perf_counter_ns()
+        for number, (worker, message) in enumerate(news):
+            if isinstance(message, StartFailed):
+                self._put_off = news[number:]
+                return
+            self._hear(worker, message)
 
     def close(self) -> None:
         """Stop all workers and let go of all memory that the user does not look into. Idempotent.
@@ -341,7 +359,5 @@ class Engine:
                 self._troubles.died(worker, message)
                 self._gauge.mark("death", worker, self._troubles.last_death)
                 self._staffing.note_gone()
-                if self._troubles.is_storm and not self._is_closed:
-                    self._fail_workers()
             case _:
                 assert_never(message)

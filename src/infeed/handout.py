@@ -31,6 +31,8 @@ class Handout:
         """Note what follows in this trail."""
         self._trail = trail
         self._count = trail.start.step
+        self.batches.clear()
+        self.error = None
 
     def take_error(self) -> BaseException:
         """What is to be raised. No local of who raises it: the traceback has their frame, and would keep the loader alive."""

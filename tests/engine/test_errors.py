@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sqlite3
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ import pytest
 
 import infeed
 from infeed.testing import FaultyDataset
-from tests.helpers import Blocking, Journal, Tree, assert_faster_than, collected, plain
+from tests.helpers import Blocking, Journal, Tree, assert_faster_than, collected, flat, plain
 
 
 class NeedsThree(Exception):
@@ -446,3 +449,68 @@ def test_a_failed_start_leaves_the_loader_to_be_tried_again(tmp_path: Path) -> N
             list(loader)
         flag.touch()
         assert collected(loader) == [[0, 1], [2, 3]]
+
+
+class Fragile:
+    """The fifth sample raises, once it may, until it is mended."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.is_mended = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4 and not self.is_mended:
+            self.go.wait()
+            raise ValueError("sample 4 is bad")
+        return index
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0.2}, {"device": "cpu"}], ids=["after a time-out", "on a device"])
+def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and_of_no_other(options: dict[str, Any]) -> None:
+    if "device" in options:
+        pytest.importorskip("torch")
+    dataset = Fragile()
+    with infeed.DataLoader(dataset, 1, num_workers=2, worker="thread", prefetch=4, **options) as loader:
+        got: list[int] = []
+        iterator = iter(loader)
+        with pytest.raises(ValueError, match="sample 4 is bad"):
+            while True:
+                try:
+                    got.append(int(next(iterator)[0]))
+                except infeed.LoadTimeoutError:
+                    dataset.go.set()
+                if got[-1] == 3 and "device" in options:
+                    dataset.go.set()
+                time.sleep(0.02)  # a step, in which all that may be loaded is
+        assert got == [0, 1, 2, 3]
+        assert loader.state_dict()["step"] == 4
+        del iterator
+        dataset.is_mended = True
+        for _ in range(2):
+            assert [int(batch[0]) for batch in loader] == list(range(8))
+
+
+@pytest.mark.process
+def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_any_more(
+    forkserver: dict[str, Any], tmp_path: Path
+) -> None:
+    """What is said to have been given was given, so who goes on from there misses nothing."""
+
+    def init(worker: int) -> None:
+        if (tmp_path / "no more").exists():
+            raise RuntimeError("no license is left")
+
+    with infeed.DataLoader(Tree(40, lambda i: i), 1, prefetch=8, worker_init_fn=init, **forkserver) as loader:
+        iterator = iter(loader)
+        got = [plain(next(iterator)) for _ in range(4)]
+        (tmp_path / "no more").touch()
+        os.kill(iterator.worker_pids()[1], signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="no license is left"):
+            while True:
+                time.sleep(0.05)  # a step, in which workers are started
+                got.append(plain(next(iterator)))
+        assert flat(got) == list(range(len(got)))
+        assert loader.state_dict()["step"] == len(got)
