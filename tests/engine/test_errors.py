@@ -476,7 +476,8 @@ def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and
     with infeed.DataLoader(dataset, 1, num_workers=2, worker="thread", prefetch=4, **options) as loader:
         got: list[int] = []
         iterator = iter(loader)
-        with pytest.raises(ValueError, match="sample 4 is bad"):
+
+        def go_on() -> None:
             while True:
                 try:
                     got.append(int(next(iterator)[0]))
@@ -485,6 +486,9 @@ def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and
                 if got[-1] == 3 and "device" in options:
                     dataset.go.set()
                 time.sleep(0.02)  # a step, in which all that may be loaded is
+
+        with pytest.raises(ValueError, match="sample 4 is bad"):
+            go_on()
         assert got == [0, 1, 2, 3]
         assert loader.state_dict()["step"] == 4
         del iterator
@@ -508,9 +512,13 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_a
         got = [plain(next(iterator)) for _ in range(4)]
         (tmp_path / "no more").touch()
         os.kill(iterator.worker_pids()[1], signal.SIGKILL)  # type: ignore[attr-defined]
-        with pytest.raises(RuntimeError, match="no license is left"):
-            while True:
+
+        def go_on() -> None:
+            for batch in iterator:
+                got.append(plain(batch))
                 time.sleep(0.05)  # a step, in which workers are started
-                got.append(plain(next(iterator)))
+
+        with pytest.raises(RuntimeError, match="no license is left"):
+            go_on()
         assert flat(got) == list(range(len(got)))
         assert loader.state_dict()["step"] == len(got)
