@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -477,7 +477,7 @@ def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and
         got: list[int] = []
         iterator = iter(loader)
 
-        def go_on() -> None:
+        def go_on(iterator: Iterator[Any]) -> None:
             while True:
                 try:
                     got.append(int(next(iterator)[0]))
@@ -488,7 +488,7 @@ def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and
                 time.sleep(0.02)  # a step, in which all that may be loaded is
 
         with pytest.raises(ValueError, match="sample 4 is bad"):
-            go_on()
+            go_on(iterator)
         assert got == [0, 1, 2, 3]
         assert loader.state_dict()["step"] == 4
         del iterator

@@ -180,7 +180,7 @@ class Doer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 1_000 * MS
         monkeypatch.setattr("infeed.workers.tape.perf_counter_ns", lambda: self.now)
-        self.tape, self.reader, _ = new_tape(**options)
+        self.tape, self.reader, self.numbers = new_tape(**options)
         self.count = 0  # tasks
         self.looked_at: list[int] = []
 
@@ -205,11 +205,11 @@ class Doer:
 def test_of_tiny_tasks_one_in_ten_milliseconds_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, is_spanning: bool, pause_us: int
 ) -> None:
-    """What the others did is told from that, two milliseconds later at most."""
+    """What the others did is told from that, and they are counted at once."""
     doer = Doer(monkeypatch, is_spanning=is_spanning)
     for _ in range(1000):
         doer.do(200, pause_us)
-        assert 4 * doer.count - doer.reader.sums().sample_count <= 4 * (2000 // (200 + pause_us) + 1)
+        assert doer.reader.sums().sample_count == sum(doer.reader.histogram()) == 4 * doer.count
     assert all(one - other >= 10 * MS for other, one in pairwise(doer.looked_at))
     assert len(doer.looked_at) > 10
     doer.tape.flush()
@@ -267,7 +267,7 @@ def test_tiny_tasks_are_entered_together(monkeypatch: pytest.MonkeyPatch) -> Non
     entered = []
     for _ in range(50):
         doer.do(200)
-        entered.append(doer.reader.sums().sample_count)
+        entered.append(doer.numbers[3])
     assert entered[0] == 4  # it was looked at
     assert len(set(entered)) <= 7
     doer.tape.flush()
@@ -303,8 +303,8 @@ def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.Monk
     doer = Doer(monkeypatch)
     for _ in range(2):
         doer.tape.begin(doer.now, epoch=0, position=0)
-        for _ in range(8):
-            doer.now += 400 * US
+        for _ in range(40):
+            doer.now += 80 * US
             doer.tape.loaded(0, [7])
         doer.tape.end(8, doer.now)
     assert [(span.end_ns - span.begin_ns, span.size) for span in take(doer.reader)[0]] == [(3200 * US, 8)] * 2
@@ -317,3 +317,39 @@ def test_the_share_of_the_gil_is_told_once_it_is_known() -> None:
     assert reader.sums().gil_share == 0.25
     tape.note_gil(0.0)
     assert reader.sums().gil_share == 0.0
+
+
+def test_all_parts_of_a_long_task_are_seen_that_are_not_tiny_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    doer = Doer(monkeypatch)
+    doer.tape.begin(doer.now, epoch=0, position=0)
+    for us, told in ((1200, lambda: doer.tape.loaded(0, [7])), (850, doer.tape.collated), (90, doer.tape.written)):
+        doer.now += us * US
+        told()
+    doer.tape.end(1, doer.now)
+    spans = take(doer.reader)[0]
+    assert [(span.kind, span.end_ns - span.begin_ns) for span in spans] == [(LOAD, 1200 * US), (COLLATE, 850 * US)]
+
+
+def test_a_task_that_only_wrote_tells_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker had loaded waited for its place: that is no share of what follows."""
+    doer = Doer(monkeypatch)
+    doer.tape.begin(doer.now, epoch=0, position=0)
+    doer.now += 100 * US
+    doer.tape.written()
+    doer.tape.end(0, doer.now)
+    for _ in range(10):
+        doer.do(200)
+    sums = doer.reader.sums()
+    assert (sums.load_ns, sums.write_ns) == (1500 * US, 600 * US)
+
+
+def test_tiny_tasks_of_a_worker_that_died_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    doer = Doer(monkeypatch)
+    for _ in range(5):
+        doer.do(200)
+    before, times = doer.reader.sums(), doer.reader.histogram()
+    doer.tape = Tape(doer.numbers)
+    assert (doer.reader.sums(), doer.reader.histogram()) == (before, times)
+    doer.do(200)
+    assert doer.reader.sums().sample_count == 24
+    assert sum(doer.reader.histogram()) == 24

@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple, final
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.insides import MemoryUse
-from infeed.workers.tape import TAPE_NUMBERS, Observe, Silence, Tape, TapeReader
+from infeed.workers.silence import Silence
+from infeed.workers.tape import TAPE_NUMBERS, Observe, Tape, TapeReader
 
 _NUMBERS: Final = 16  # of a cell: two cache lines
 _NUMBER_BYTES: Final = 8

@@ -23,9 +23,10 @@ from infeed.workers.failures import Failure
 from infeed.workers.messages import LoadGrains
 from infeed.workers.places import Place
 from infeed.workers.seeding import seed_generators, torch_seed
+from infeed.workers.silence import Silence
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import STREAM_FAILURES, StreamShare
-from infeed.workers.tape import Silence, Tape
+from infeed.workers.tape import Tape
 
 # Samples that take longer than this are noted one by one: it costs a fifth of a microsecond, which tiny ones would feel.
 _NOTED_NS: Final = 20_000

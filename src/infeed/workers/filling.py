@@ -19,8 +19,9 @@ from infeed.workers.failures import Failure
 from infeed.workers.fetching import Fetcher, LoadError
 from infeed.workers.messages import FromWorker, LoadFailed, LoadGrains, LoadNext, Mismatched, PackedLoaded, RowsLoaded, Unplaced
 from infeed.workers.places import Place
+from infeed.workers.silence import Silence
 from infeed.workers.sources import Making, Source, WorkerSpec
-from infeed.workers.tape import Silence, Tape
+from infeed.workers.tape import Tape
 
 # Writers are kept for slots and layouts that come again; when there are more than this, all are forgotten.
 _WRITERS_KEPT: Final = 256

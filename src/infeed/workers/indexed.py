@@ -23,8 +23,9 @@ from infeed.workers.failures import Failure
 from infeed.workers.fetching import Fetcher
 from infeed.workers.filling import Filler, Held
 from infeed.workers.messages import FromWorker, LoadFailed, LoadGrains, Mismatched, RowsLoaded, Unplaced
+from infeed.workers.silence import Silence
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
-from infeed.workers.tape import Silence, Tape
+from infeed.workers.tape import Tape
 
 
 @final

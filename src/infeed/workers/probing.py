@@ -11,7 +11,8 @@ from typing import Final, final
 from infeed.workers.gilshare import GilShare
 from infeed.workers.insides import queued_ns
 from infeed.workers.seeding import DrawWatch
-from infeed.workers.tape import Silence, Tape
+from infeed.workers.silence import Silence
+from infeed.workers.tape import Tape
 
 # So much loading is looked at for the GIL, within so long.
 _ENOUGH_NS: Final = 250_000_000

@@ -31,9 +31,10 @@ from infeed.workers.messages import (
 from infeed.workers.places import Place, swap_place
 from infeed.workers.probing import Probe
 from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed
+from infeed.workers.silence import Silence
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streamed import StreamLoader
-from infeed.workers.tape import Silence, Tape
+from infeed.workers.tape import Tape
 
 # Stands for a position where set_epoch draws random numbers.
 _TELLING: Final = 1 << 63

@@ -17,8 +17,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 # What a worker keeps of what it does: spans of time and sums, sums alone, or nothing.
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
 
-# Sums, in this order, at the beginning.
-_LOAD, _COLLATE, _WRITE, _SAMPLES, _RETRIES, _SPANS, _GIL, _DRAW = range(8)
+# Sums, in this order, at the beginning. Of tiny tasks only how many samples they had and what they took, until they are
+# entered: the reader takes that apart by the split of one that was looked at.
+_LOAD, _COLLATE, _WRITE, _SAMPLES, _RETRIES, _SPANS, _TINY_ROWS, _TINY_BUSY, _GIL, _DRAW, _SPLIT = range(11)
 _SUMS: Final = 16
 # Two buckets for each doubling of a sample's time, from a quarter of a microsecond to twenty minutes.
 BUCKETS: Final = 64
@@ -34,7 +35,8 @@ _HISTOGRAM_AT: Final = _SUMS
 _SLOW_AT: Final = _HISTOGRAM_AT + BUCKETS
 _RING_AT: Final = _SLOW_AT + _SLOW * _SLOW_NUMBERS
 TAPE_NUMBERS: Final = _RING_AT + _RING * _SPAN_NUMBERS
-_SUM_STRUCT: Final = Struct("6q")
+_SUM_STRUCT: Final = Struct("8q")
+_SPLIT_STRUCT: Final = Struct("3q")
 
 # Kinds of spans.
 LOAD, COLLATE, WRITE, START = 1, 2, 3, 4
@@ -69,8 +71,8 @@ class Tape:
     """The worker's side."""
 
     __slots__ = (
-        "_began", "_busy", "_ended", "_entered", "_epoch", "_has_spans", "_is_spanning", "_is_timed", "_last", "_looked",
-        "_numbers", "_position", "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
+        "_began", "_busy", "_ended", "_entered", "_epoch", "_is_spanning", "_is_timed", "_laps", "_last", "_looked", "_numbers",
+        "_position", "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
     )  # fmt: skip
 
     def __init__(self, numbers: Any = None, *, is_spanning: bool = True) -> None:
@@ -83,22 +85,27 @@ class Tape:
         numbers = self._numbers
         self._is_spanning = is_spanning
         self._sums: list[int] = list(numbers[: _SPANS + 1])
+        self._split: Sequence[int] = numbers[_SPLIT : _SPLIT + 3].tolist()  # load, collate, write: of the latest tiny one
+        self._busy, self._rows = numbers[_TINY_BUSY], numbers[_TINY_ROWS]  # of tiny tasks that are not in the sums yet
         rows = (tuple(numbers[at : at + _SLOW_NUMBERS]) for at in range(_SLOW_AT, _RING_AT, _SLOW_NUMBERS))
         self._slow = list(rows)  # a heap, the quickest of the slowest first
         heapify(self._slow)
         self._began = self._last = self._ended = 0
         self._epoch = self._position = 0
-        self._has_spans = self._is_timed = False
+        self._is_timed = False
+        self._laps: list[tuple[int, int, int, int, int, int]] = []  # spans of this task, if it gets any
         # Whether laps of this task are wanted. Tiny tasks of samples that are not looked at one by one are put together, and of
         # one in ten milliseconds laps are taken: what the others did with their time is what that one did with its own.
         self.is_fine = True
         self._task_split = [0, 0, 0]  # load, collate, write: of this task
-        self._split = (1, 0, 0)  # the same, of the latest tiny one that was looked at
-        self._busy = self._rows = 0  # of tiny tasks that are not in the sums yet
         self._entered = self._looked = 0  # when they were last entered, and when the latest that was looked at ended
         self._run_began = 0
         # Of the run, those that are in the sums already; less those that are not, and belong to the run before.
         self._run_rows = 0
+        if self._rows or self._busy:  # of who was here before
+            self._run_rows = -self._rows
+            self._enter(0)
+            self.is_fine = True
 
     # --- a task
 
@@ -112,7 +119,8 @@ class Tape:
         self._last = now_ns
         self._epoch, self._position = epoch, position
         self._task_split = [0, 0, 0]
-        self._has_spans = self._is_timed = False
+        self._is_timed = False
+        self._laps = []
 
     def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None:
         """The dataset has given these samples; ``times`` is what each took, if that was looked at."""
@@ -121,24 +129,24 @@ class Tape:
         self._task_split[_LOAD] += now - last
         if times:
             self._note_times(now - sum(times), position, indices, times)
-        elif now - last > _TINY_NS:
-            self._span(LOAD, last, now, position, _number(indices), len(indices))
+        elif now - last > _LONG_NS:
+            self._laps.append((LOAD, last, now, position, _number(indices), len(indices)))
 
     def collated(self) -> None:
         """Samples have been made a batch."""
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_COLLATE] += now - last
-        if now - last > (_LONG_NS if self._is_timed else _TINY_NS):
-            self._span(COLLATE, last, now, self._position, NO_INDEX, 0)
+        if now - last > _LONG_NS:
+            self._laps.append((COLLATE, last, now, self._position, NO_INDEX, 0))
 
     def written(self) -> None:
         """Samples are in the slot."""
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_WRITE] += now - last
-        if now - last > (_LONG_NS if self._is_timed else _TINY_NS):
-            self._span(WRITE, last, now, self._position, NO_INDEX, 0)
+        if now - last > _LONG_NS:
+            self._laps.append((WRITE, last, now, self._position, NO_INDEX, 0))
 
     def retried(self) -> None:
         """A sample raised and is asked for again."""
@@ -149,8 +157,9 @@ class Tape:
         """The task has been done, with so many samples."""
         self._ended = now_ns
         if not self.is_fine:
-            self._rows += row_count
-            self._busy += now_ns - self._began
+            numbers = self._numbers
+            numbers[_TINY_ROWS] = self._rows = self._rows + row_count
+            numbers[_TINY_BUSY] = self._busy = self._busy + now_ns - self._began
             if now_ns - self._entered > _RUN_NS:
                 self._enter(now_ns)
             return
@@ -158,17 +167,20 @@ class Tape:
         if row_count and not self._is_timed:
             # Too short to be looked at one by one: each took what they took on average.
             self._numbers[_HISTOGRAM_AT + bucket_of(load // row_count)] += row_count
+        is_tiny = now_ns - self._began < _TINY_NS and not self._is_timed
+        if not is_tiny:
+            if not self._laps and not self._is_timed:
+                self._laps.append((LOAD, self._began, now_ns, self._position, NO_INDEX, row_count))
+            for lap in self._laps:
+                self._span(*lap)
         self._add(load, collate, write, row_count)
-        if self._has_spans or self._is_timed or not load + collate + write:
-            return
-        if now_ns - self._began < _TINY_NS:
+        # One without samples is none to judge others by: it wrote what another had loaded.
+        if is_tiny and row_count and load + collate + write:
             self.is_fine = False
             self._split = (load, collate, write)
+            _SPLIT_STRUCT.pack_into(self._numbers, 8 * _SPLIT, *self._split)
             self._run_began, self._run_rows = self._began, row_count
             self._entered = self._looked = now_ns
-        else:
-            self._span(LOAD, self._began, now_ns, self._position, NO_INDEX, row_count)
-            self._numbers[_SPANS] = self._sums[_SPANS]
 
     def flush(self) -> None:
         """Enter tiny tasks that were put together; the next one is looked at by itself."""
@@ -177,13 +189,12 @@ class Tape:
             self.is_fine = True
 
     def _enter(self, now_ns: int) -> None:
-        load, collate, write = self._split
-        rows, busy, all_of_it = self._rows, self._busy, load + collate + write
-        loaded, collated = busy * load // all_of_it, busy * collate // all_of_it
+        rows = self._rows
+        load, collate, write = _taken_apart(self._busy, self._split)
         if rows:
-            self._numbers[_HISTOGRAM_AT + bucket_of(loaded // rows)] += rows
+            self._numbers[_HISTOGRAM_AT + bucket_of(load // rows)] += rows
         self._end_run()
-        self._add(loaded, collated, busy - loaded - collated, rows)
+        self._add(load, collate, write, rows)
         self._rows = self._busy = self._run_rows = 0
         self._entered = now_ns
         # Who took longer than they may is not tiny any more.
@@ -208,7 +219,7 @@ class Tape:
         sums[_COLLATE] += collate_ns
         sums[_WRITE] += write_ns
         sums[_SAMPLES] += row_count
-        _SUM_STRUCT.pack_into(self._numbers, 0, *sums)
+        _SUM_STRUCT.pack_into(self._numbers, 0, *sums, 0, 0)  # at once, with those of tiny tasks
 
     def started(self, began_ns: int) -> None:
         """The worker is ready."""
@@ -265,37 +276,17 @@ class Tape:
     def _span(self, kind: int, begin_ns: int, end_ns: int, position: int, index: int, size: int) -> None:
         if not self._is_spanning:
             return
-        self._has_spans = True
         count = self._sums[_SPANS]
         _SPAN.pack_into(self._numbers, 8 * self._ring_at(count), kind, begin_ns, end_ns, self._epoch, position, index, size)
         self._sums[_SPANS] = count + 1
 
 
-@final
-class Silence:
-    """In place of a tape, where nothing is to be kept."""
-
-    is_fine = False
-
-    def begin(self, now_ns: int, epoch: int, position: int) -> None: ...
-
-    def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None: ...
-
-    def collated(self) -> None: ...
-
-    def written(self) -> None: ...
-
-    def retried(self) -> None: ...
-
-    def end(self, row_count: int, now_ns: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def started(self, began_ns: int) -> None: ...
-
-    def note_gil(self, share: float) -> None: ...
-
-    def note_draw(self) -> None: ...
+def _taken_apart(busy_ns: int, split: Sequence[int]) -> tuple[int, int, int]:
+    """Load, collate and write, in the proportions of another task."""
+    load, collate, write = split
+    whole = max(1, load + collate + write)
+    load, collate = busy_ns * load // whole, busy_ns * collate // whole
+    return load, collate, busy_ns - load - collate
 
 
 def _number(indices: Sequence[Any], row: int = 0) -> int:
@@ -340,11 +331,18 @@ class TapeReader:
         self._next = 0  # the first span that was not read yet
 
     def sums(self) -> Sums:
-        load, collate, write, samples, retries, spans, gil, draw = self._part(0, _DRAW + 1)
+        load, collate, write, samples, retries, spans, rows, busy, gil, draw, *split = self._part(0, _SPLIT + 3)
+        if rows or busy:
+            tiny = _taken_apart(busy, split)
+            load, collate, write, samples = load + tiny[0], collate + tiny[1], write + tiny[2], samples + rows
         return Sums(load, collate, write, samples, retries, spans, (gil - 1) / 1000 if gil else None, bool(draw))
 
     def histogram(self) -> list[int]:
-        return self._part(_HISTOGRAM_AT, _SLOW_AT)
+        counts = self._part(_HISTOGRAM_AT, _SLOW_AT)
+        rows, busy, _, _, *split = self._part(_TINY_ROWS, _SPLIT + 3)
+        if rows:
+            counts[bucket_of(_taken_apart(busy, split)[_LOAD] // rows)] += rows
+        return counts
 
     def slowest(self) -> list[tuple[int, int, int, int]]:
         """Nanoseconds, epoch, position and index of the samples that took longest."""

@@ -1,0 +1,33 @@
+"""What a worker has in place of a tape, where nothing is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+
+@final
+class Silence:
+    """In place of a tape, where nothing is to be kept."""
+
+    is_fine = False
+
+    def begin(self, now_ns: int, epoch: int, position: int) -> None: ...
+
+    def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None: ...
+
+    def collated(self) -> None: ...
+
+    def written(self) -> None: ...
+
+    def retried(self) -> None: ...
+
+    def end(self, row_count: int, now_ns: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def started(self, began_ns: int) -> None: ...
+
+    def note_gil(self, share: float) -> None: ...
+
+    def note_draw(self) -> None: ...
