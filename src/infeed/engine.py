@@ -246,7 +246,7 @@ class Engine:
             return
         if feed.error is not None:
             raise feed.take_error()  # told once; then the epoch is over
-        self._intake.feed = None
+        self._intake.end()
         if not self._is_polled:
             self.ended(asked_ns)
         emptiness = self._handout.emptiness()

@@ -16,6 +16,9 @@ from infeed.staffing import Staffing
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
 # would let workers run dry.
 _REFILL_SHARE: Final = 4
+# While an epoch lasts, threads get so many batches of the next, each: enough to go on with. They would take the GIL from the
+# loop, which has more use for it; when it is over they get the rest.
+_SPARING: Final = 2
 
 
 @final
@@ -39,12 +42,15 @@ class Intake:
         self._batch_count = 0
         self.feed: Feed | None = None  # of the epoch in progress; whoever finds its end takes it away
         self._next_feed: Feed | None = None
+        self._next_count = 0  # batches that were taken from it
+        self._is_sparing = setup.gauge.kind == "thread"
 
     # --- epochs
 
     def begin(self, start: Cursor) -> None:
         """Take the batches of an epoch from here on; some may have been planned already, behind those of the one before."""
-        prefetched, self._next_feed = self._next_feed, None
+        prefetched, self._next_feed, self._next_count = self._next_feed, None, 0
+        self._is_sparing = self._setup.gauge.kind == "thread"
         if prefetched is not None and start == Cursor(prefetched.epoch):
             self.feed = prefetched
             return
@@ -59,6 +65,14 @@ class Intake:
         left = [task for task, entry in self._tasks.items() if entry.batch not in wanted]
         self._setup.crew.recall(left)
         self._tell(EpochAbandoned(epoch))
+
+    def end(self) -> None:
+        """The epoch is over: all that may be in flight is planned of the next."""
+        if not self._setup.is_lazy:
+            self._is_sparing = False
+            self.plan()
+            self._setup.crew.flush()
+        self.feed = None
 
     # --- planning
 
@@ -94,8 +108,11 @@ class Intake:
         if planned is None:
             if not (feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs):
                 return None
+            if self._is_sparing and self._next_count >= _SPARING * len(self._scheduler.hired_workers):
+                return None
             if self._next_feed is None:
                 self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1))
+            self._next_count += 1
             return self._next_feed.take()
         if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
             self._staffing.open_share(planned.worker, feed)

@@ -95,6 +95,24 @@ def test_workers_are_sent_more_while_the_loop_takes_what_is_ready(monkeypatch: p
     assert flat(got) == list(range(41))
 
 
+def test_threads_leave_the_gil_to_the_loop_while_an_epoch_lasts() -> None:
+    """They begin with the next, so that they have something to do, and load more of it when this one is over."""
+    loaded: list[int] = []
+
+    def load(index: int) -> int:
+        loaded.append(index)
+        return index
+
+    with infeed.DataLoader(Tree(20, load), 1, worker="thread", num_workers=1, prefetch=40) as loader:
+        iterator = iter(loader)
+        got = [plain(next(iterator)) for _ in range(20)]
+        wait_until(lambda: len(loaded) >= 22, "a beginning of the next epoch")
+        assert len(loaded) == 22
+        assert next(iterator, None) is None
+        wait_until(lambda: len(loaded) == 40, "all of the next epoch")
+    assert flat(got) == list(range(20))
+
+
 @pytest.mark.process
 def test_the_next_epoch_is_loaded_while_the_user_is_between_epochs(process_engine: dict[str, Any], tmp_path: Any) -> None:
     """When the last batch of an epoch is out, workers go on with the first samples of the next by themselves."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from infeed.observe import owntime
@@ -22,9 +24,11 @@ class Clocks:
         self.reads += 1
         return self.cpu
 
-    def go(self, ms: int) -> None:
+    def go(self, ms: int, *, is_idle: bool = False) -> None:
         """Time goes by; the process computes for half of it, and the loop waits for a core for a tenth."""
         self.now += ms * MS
+        if is_idle:
+            return
         self.cpu += ms * MS // 2
         self.queued += ms * MS // 10
 
@@ -93,3 +97,45 @@ def test_a_long_pause_after_a_short_epoch_does_not_count(clocks: Clocks) -> None
     clocks.go(100)
     own.end()
     assert own.cpu_ns == 50 * MS
+
+
+@pytest.mark.parametrize(("epoch_ms", "pause_ms"), [(90, 1000), (50, 90), (30, 95), (20, 20), (500, 10)])
+def test_epochs_that_are_not_short_are_counted_exactly(clocks: Clocks, epoch_ms: int, pause_ms: int) -> None:
+    """Whatever the process did in the pauses."""
+    own = OwnTime()
+    for number in range(50):
+        own.begin()
+        clocks.go(epoch_ms)
+        own.end()
+        clocks.go(pause_ms, is_idle=number % 2 == 0)
+    exact = 50 * epoch_ms * MS // 2
+    assert own.cpu_ns == (exact if pause_ms >= 20 else pytest.approx(exact, rel=0.03))
+
+
+def test_clocks_that_are_costly_are_read_seldom(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def costly() -> int:
+        clocks.reads += 1
+        clocks.now += MS // 10
+        return clocks.cpu
+
+    monkeypatch.setattr(owntime, "process_time_ns", costly)
+    own = OwnTime()
+    for _ in range(100):
+        own.begin()
+        clocks.go(30)
+        own.end()
+        clocks.go(30)
+    assert clocks.reads <= 6000 // 100 + 1
+    assert own.cpu_ns == pytest.approx(1500 * MS, rel=0.1)
+
+
+def test_another_thread_that_counts_does_not_take_the_loops_wait_for_its_own(clocks: Clocks) -> None:
+    own = OwnTime()
+    own.begin()
+    clocks.go(200)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(own.count).result()
+    assert (own.cpu_ns, own.queued_ns) == (100 * MS, 0)
+    clocks.go(200)
+    own.end()
+    assert (own.cpu_ns, own.queued_ns) == (200 * MS, 40 * MS)

@@ -224,3 +224,15 @@ def test_a_lease_outlives_the_arena() -> None:
     assert set(kept) == {5}
     del kept
     assert arena.ended_leases() == [slot]
+
+
+def test_used_are_the_blocks_of_slots_that_are_not_free() -> None:
+    arena = Arena(PaperStore(), limit_bytes=1 << 40)
+    slots = [arena.add_slot(size) for size in (100, 5000, 5000, 9 * MIB)]
+    assert arena.used_bytes([]) == sum(arena.block(slot).size for slot in slots)
+    arena.enlarge(slots[0], 40_000)
+    arena.reclaim(slots[1:2])
+    in_use = [arena.block(slot).size for slot in (slots[0], slots[3])]
+    assert arena.used_bytes(slots[1:3]) == sum(in_use)
+    arena.close()
+    assert arena.used_bytes(slots[1:3]) == 0

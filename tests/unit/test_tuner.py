@@ -63,6 +63,22 @@ def test_once_at_rest_it_stays(work: Work) -> None:
     assert run.tuner.is_settled
 
 
+def test_a_loop_that_waits_now_and_then_is_not_said_to_be_tuned_for_ever() -> None:
+    """Every other look it waits, for single slow samples: too often to rest, and too seldom to try something."""
+    tuner = Tuner(Limits(8.0, 16))
+    sums = dict.fromkeys(("batches", "waited", "away", "busy"), 0)
+    for number in range(40):
+        waited = 50_000_000 * (number % 2)
+        for name, more in (("batches", 10), ("waited", waited), ("away", 120_000_000 - waited), ("busy", 50_000_000)):
+            sums[name] += more
+        told = Reading(
+            sums["waited"] + sums["away"], sums["batches"], 32 * sums["batches"], sums["waited"], sums["away"], sums["busy"],
+            sums["busy"] // 2, tuner.count, tuner.count,
+        )  # fmt: skip
+        assert tuner.consider(told) is None
+    assert tuner.is_settled
+
+
 def test_it_says_whether_it_still_tries_something() -> None:
     run = Simulation(Work(cores=16), Limits(16.0, 64))
     assert not run.tuner.is_settled

@@ -83,8 +83,8 @@ class Arena:
         """What slots take that are being filled, are filled, or are looked into; ``free`` are those that nobody uses."""
         blocks = self._blocks
         unused = sum(blocks[slot].size for slot in {*free, *self._book.pending})
-        # Of segments, which are few, and not of all slots.
-        return sum(extent.used * extent.block_size for extent in list(self._extents.values())) - unused
+        # Of segments, which are few, and not of all slots; there are none any more once it is closed.
+        return max(0, sum(extent.used * extent.block_size for extent in list(self._extents.values())) - unused)
 
     def enlarge(self, slot: SlotId, size: int) -> Block:
         """Give a slot that nobody looks into a block of at least ``size`` bytes; its contents are lost.

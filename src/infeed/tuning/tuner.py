@@ -88,8 +88,8 @@ class Tuner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has found what is best, as long as the work stays what it is."""
-        return self._has_rested and self._trial is None
+        """Whether it has found what is best, as long as the work stays what it is; or tries nothing, because it cannot tell."""
+        return self._trial is None and (self._has_rested or len(self._spells) >= _SOME_SPELLS)
 
     @property
     def reserve_bytes(self) -> int:
