@@ -151,12 +151,13 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
     read = probe.read_bytes
     if read < _LEAST_READ or probe.sample_s < _LEAST_SAMPLE_S:
         return None
-    off = 1 - probe.cpu_s / probe.sample_s
+    on = probe.cpu_s / probe.sample_s
+    off = 1 - on
     if off < _OFF_CPU or (probe.switches is not None and probe.switches < LEAST_SWITCHES):
         return None
     if run.has_own_loop and not waits(loader):
         return None  # it is read in time
-    most = min(MOST_WORKERS, max(loader.num_workers + 1, math.ceil(run.core_count / max(1 - off, 0.05))))
+    most = min(MOST_WORKERS, max(loader.num_workers + 1, math.ceil(run.core_count / max(on, 0.05))))
     if loader.has_one_reader:
         torch = infeed = f"{_CLOSER}; {_SHARE}, and then more workers than cores"
     elif loader.num_workers >= MOST_WORKERS:
