@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from infeed.doctor.evidence import LoaderSeen, Run, read_events
+import pytest
+
+from infeed.doctor.evidence import EpochSeen, LoaderSeen, Run, read_events
 from infeed.doctor.findings.finding import describe
+from tests.doctor.evidence_of import loader
 
 
 def seen_by(asked: dict[str, Any], *workers: dict[str, Any]) -> LoaderSeen:
@@ -47,3 +50,12 @@ def test_a_journal_that_breaks_off_is_read_as_far_as_it_goes() -> None:
     read_events(seen, events)
 
     assert (seen.loaders[0].waited_s, seen.loaders[0].away_s, seen.loaders[0].batch_count) == (0.5, 0.25, 1)
+
+
+def test_of_an_epoch_that_gave_none_no_batch_is_counted() -> None:
+    """Two gave three batches each, the first of which took a second to come; a third was only asked for."""
+    epochs = [EpochSeen(at, 1.0, True, [0.25] * 2, [0.5] * 2) for at in (0.0, 3.0)]
+    seen = loader(epochs=[*epochs, EpochSeen(6.0)])
+
+    assert (seen.given_count, seen.batch_count) == (6, 4)
+    assert seen.iterated_s == pytest.approx(5.0)
