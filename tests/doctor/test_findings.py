@@ -7,29 +7,10 @@ from typing import Any
 
 import pytest
 
-from infeed.doctor.evidence import EpochSeen, Fork, LoaderSeen, Moment, Probe, ProcessSeen, Run, SlowIndex, read_events
+from infeed.doctor.evidence import EpochSeen, Fork, Moment, Probe, ProcessSeen, SlowIndex
 from infeed.doctor.findings import NAMES, examine
-from infeed.doctor.findings.finding import describe
 from infeed.doctor.findings.workers import best_workers, slowest_s, way_s
-
-MB = 1 << 20
-
-
-def loader(*, wait: float = 0.0, away: float = 0.1, batches: int = 20, **options: Any) -> LoaderSeen:
-    """A loader of torch with one epoch of so many batches, each with this wait and this work."""
-    epoch = EpochSeen(0.0, start_s=0.1, has_batch=True, waits=[wait] * batches, aways=[away] * batches)
-    given = {"number": 0, "library": "torch", "dataset": "Faces", "kind": "process", "num_workers": 2, "epochs": [epoch]}
-    given |= {"start_method": "fork", "is_persistent": True, "batch_size": 10, **options}
-    return LoaderSeen(**given)
-
-
-def run(seen: LoaderSeen, **options: Any) -> Run:
-    given = {"program": "train.py", "seconds": 10.0, "core_count": 4, "memory_bytes": 16_000 * MB, **options}
-    return Run(**given, loaders=[seen])
-
-
-def names(seen: LoaderSeen, **options: Any) -> list[str]:
-    return [finding.name for finding in examine(run(seen, **options))]
+from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, run, stream, uneven
 
 
 def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
@@ -148,15 +129,6 @@ def test_slow_samples_count_if_they_take_much_of_the_time() -> None:
     assert "slow-samples" not in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 0.02)], **given)))
 
 
-def uneven(count: int = 4, **options: Any) -> LoaderSeen:
-    """Of 200 samples some take 0.3 s, the others 4 ms; batches of 8, two workers, epochs of 25."""
-    slow = [SlowIndex(str(50 * number), 0.3) for number in range(count)]
-    mean = (count * 0.3 + (200 - count) * 0.004) / 200
-    probe = Probe(sample_count=200, sample_s=mean, median_s=0.004, cpu_s=1e-4, switches=1.0, slow=slow)
-    given: dict[str, Any] = {"wait": 0.05, "away": 0.005, "batches": 24, "batch_size": 8, "probe": probe}
-    return loader(**{**given, **options})
-
-
 def test_slow_samples_are_blamed_before_the_number_of_workers() -> None:
     """They take most of the loading. The loop waits for them, and they come before a number of workers."""
     found = examine(run(uneven(), seconds=1.4))
@@ -263,10 +235,6 @@ def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
     assert names(loader(probe=probe, library="infeed", start_method="", kind="thread")) == []
 
 
-def moments(sizes: list[int]) -> dict[int, ProcessSeen]:
-    return {7: ProcessSeen(7, [Moment(float(at), size * MB, 0.0) for at, size in enumerate(sizes)])}
-
-
 @pytest.mark.parametrize(
     ("sizes", "found"),
     [
@@ -345,19 +313,6 @@ def test_findings_come_in_order_of_what_they_cost() -> None:
     assert set(found) <= set(NAMES)
 
 
-def test_a_journal_that_breaks_off_is_read_as_far_as_it_goes() -> None:
-    """A program that was killed has written no end."""
-    events: list[dict[str, Any]] = [
-        {"event": "loader", "at": 1.0, "number": 0, "library": "torch", "dataset": "D", "kind": "inline", "num_workers": 0},
-        {"event": "epoch", "loader": 0, "at": 1.0},
-        {"event": "batches", "loader": 0, "waits": [0.5], "aways": [0.25]},
-    ]
-    seen = Run(program="train.py")
-    read_events(seen, events)
-
-    assert (seen.loaders[0].waited_s, seen.loaders[0].away_s, seen.loaders[0].batch_count) == (0.5, 0.25, 1)
-
-
 def test_starts_that_nobody_feels_are_not_told() -> None:
     """Ten milliseconds for each epoch of a second."""
     epochs = [EpochSeen(float(at), start_s=0.01, has_batch=True, waits=[0.0] * 5, aways=[0.2] * 5) for at in range(10)]
@@ -392,11 +347,6 @@ def test_a_change_that_brings_little_is_not_proposed() -> None:
 def test_a_program_that_was_never_seen_to_run_has_no_findings() -> None:
     """It was killed before anything was measured."""
     assert names(loader(batches=0, waiting_s=1.0), seconds=0.0) == []
-
-
-def costly(sample_s: float) -> Probe:
-    """Samples that compute all the time."""
-    return Probe(sample_count=100, sample_s=sample_s, median_s=sample_s, cpu_s=sample_s, switches=0.0)
 
 
 @pytest.mark.parametrize(("sample_s", "found"), [(3e-5, False), (3e-3, True)])
@@ -465,12 +415,6 @@ def test_a_loop_that_waits_is_told_what_to_do_whatever_else_is_found(changes: di
     assert all(cure in text for text in found["loop-waits"].cure.values())
 
 
-def stream(*, shards_itself: bool = False, **options: Any) -> LoaderSeen:
-    """Of a loop that waits for one reader who takes 0.1 s for a batch."""
-    probe = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.001, switches=1.0, shards_itself=shards_itself)
-    return loader(**{"wait": 0.09, "away": 0.01, "is_stream": True, "probe": probe, **options})
-
-
 @pytest.mark.parametrize("library", ["torch", "infeed"])
 def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(library: Any) -> None:
     """With infeed's loader one reads it, with torch's each reads all of it. One is better than none."""
@@ -482,11 +426,6 @@ def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(li
     assert "get_worker_info()" in found["loop-waits"].cure["infeed"]
     assert alone["num-workers"].cure["infeed"] == "num_workers=1"
     assert "num-workers" in names(stream(library=library, shards_itself=True, wait=0.05))
-
-
-def auto(**options: Any) -> LoaderSeen:
-    """A loader of infeed that decides by itself, with 8 workers by now."""
-    return loader(**{"library": "infeed", "start_method": "", "asked": "'auto'", "is_auto": True, "num_workers": 8, **options})
 
 
 def test_nobody_who_leaves_the_number_to_infeed_is_told_one() -> None:
@@ -532,34 +471,6 @@ def test_rows_out_of_arrays_need_no_workers() -> None:
     seen = loader(wait=0.1, library="infeed", num_workers=0, kind="inline", is_gathered=True, probe=costly(0.01))
 
     assert names(seen) == ["loop-waits"]
-
-
-def seen_by(asked: dict[str, Any], *workers: dict[str, Any]) -> LoaderSeen:
-    """A loader of infeed, as a journal tells of it."""
-    given = {"number": 0, "library": "infeed", "dataset": "D", "kind": "process", "num_workers": 1, **asked}
-    events = [{"event": "loader", "at": 1.0, **given}, {"event": "epoch", "loader": 0, "at": 1.0}]
-    seen = Run(program="train.py")
-    read_events(seen, events + [{"event": "workers", "loader": 0, "is_gathered": False, **one} for one in workers])
-    return seen.loaders[0]
-
-
-def test_what_is_auto_is_what_was_seen_last() -> None:
-    """The number, the kind, and all processes that were there."""
-    asked = {"asked": "'auto'", "is_auto": True}
-    few, many = {"kind": "process", "count": 2, "pids": [5, 6]}, {"kind": "process", "count": 3, "pids": [6, 7, 8]}
-    seen = seen_by(asked, few, many)
-
-    assert (seen.kind, seen.num_workers, seen.pids) == ("process", 3, [5, 6, 7, 8])
-    assert describe(seen) == "infeed.DataLoader(D, batch_size=1, num_workers='auto'), by now 3 processes"
-    assert seen_by(asked, many, {"kind": "thread", "count": 1, "pids": []}).kind == "thread"
-
-
-def test_a_number_that_was_given_stays() -> None:
-    """When the first batch comes not all of them may be there. Where none are needed there are none."""
-    asked = {"asked": "4", "num_workers": 4}
-
-    assert seen_by(asked, {"kind": "process", "count": 1, "pids": [5]}).num_workers == 4
-    assert seen_by(asked, {"kind": "inline", "count": 0, "pids": []}).num_workers == 0
 
 
 def test_the_random_numbers_of_one_worker_may_be_those_of_several_soon() -> None:

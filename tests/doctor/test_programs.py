@@ -353,6 +353,17 @@ def test_cores_are_those_of_this_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     assert counts[1] == pytest.approx(counts[0] / 1000)
 
 
+def test_a_program_that_dies_unseen_ran_as_long_as_its_loader_says(tmp_path: Path) -> None:
+    """The doctor's clock stands still, as it does for one that is kept busy: shares of the run are of more than nothing."""
+    (tmp_path / "program.py").write_text(HEAD + "load(num_workers=0)\nos._exit(3)")
+    orders = Orders(journal="", kind="script", seconds=30.0)
+
+    seen = survey(orders, [str(tmp_path / "program.py")], start_seconds=30, clock=lambda: 0.0)
+
+    assert (seen.ending, seen.exit_code) == ("died", 3)
+    assert seen.seconds == seen.loaders[0].iterated_s > 0
+
+
 def test_arguments_and_modules_reach_the_program(tmp_path: Path) -> None:
     """Also those that look like options of ours."""
     (tmp_path / "part.py").write_text(HEAD + "print(__name__, sys.argv[1:], flush=True)\nload()")

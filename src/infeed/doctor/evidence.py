@@ -115,6 +115,16 @@ class LoaderSeen:
         return sum(len(epoch.waits) for epoch in self.epochs)
 
     @property
+    def given_count(self) -> int:
+        """Of all batches that it gave."""
+        return self.batch_count + sum(epoch.has_batch for epoch in self.epochs)
+
+    @property
+    def iterated_s(self) -> float:
+        """How long it was iterated, as far as that was measured."""
+        return self.waited_s + self.away_s + sum(epoch.start_s for epoch in self.epochs)
+
+    @property
     def wait_share(self) -> float:
         total = self.waited_s + self.away_s
         return self.waited_s / total if total else 0.0

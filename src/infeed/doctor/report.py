@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from infeed.doctor.evidence import Run
 from infeed.doctor.findings import Finding
-from infeed.doctor.findings.finding import RISKS, describe, duration
+from infeed.doctor.findings.finding import RISKS, counted, describe, duration
 
 FORMAT_VERSION: Final = 1
 
@@ -29,7 +29,7 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
                 "num_workers": loader.num_workers,
                 "batch_size": loader.batch_size,
                 "epochs": len(loader.epochs),
-                "batches": loader.batch_count + sum(epoch.has_batch for epoch in loader.epochs),
+                "batches": loader.given_count,
                 "waited_s": loader.waited_s,
                 "away_s": loader.away_s,
                 "wait_share": loader.wait_share,
@@ -44,12 +44,12 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
 
 def summary(run: Run) -> str:
     """How the program ran, in a line or two."""
-    batches = sum(loader.batch_count + sum(epoch.has_batch for epoch in loader.epochs) for loader in run.loaders)
+    batches = sum(loader.given_count for loader in run.loaders)
     epochs = sum(len(loader.epochs) for loader in run.loaders)
     counts = (
-        _counted(len(run.loaders), "loader"),
-        _counted(epochs, "epoch"),
-        _counted(batches, "batch", "batches"),
+        counted(len(run.loaders), "loader"),
+        counted(epochs, "epoch"),
+        counted(batches, "batch", "batches"),
     )
     lines = [f"watched {run.program} for {duration(run.seconds)}: {', '.join(counts)}; {ending(run)}"]
     for loader in run.loaders:
@@ -138,7 +138,3 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
     if not findings:
         colour = "green" if run.has_batch and not run.has_failed else "red"
         console.print(f"[{colour}]{escape(conclusion(run))}[/]", highlight=False, soft_wrap=True)
-
-
-def _counted(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"

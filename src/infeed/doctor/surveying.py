@@ -67,7 +67,8 @@ def survey(
         )  # it may have put its own handler in the place of ours
         run.ending = "stuck" if is_ours else "died"
         run.exit_code = watch.code
-        run.seconds = watch.seconds
+        # It may have died before we looked. Not less than its loaders say, which are measured by it.
+        run.seconds = max([watch.seconds, *(loader.iterated_s for loader in run.loaders)])
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
-from infeed.doctor.evidence import LoaderSeen
+from infeed.doctor.evidence import LoaderSeen, Probe
 
 # In order of what they may cost: the run, or what comes out of it; its time; its memory.
 Risk: TypeAlias = Literal["hang", "failure", "wrong results", "time", "memory"]
@@ -37,14 +37,28 @@ def describe(loader: LoaderSeen) -> str:
 
     Where infeed decides how many workers there are, it says how many there were.
     """
-    whose = "torch's" if loader.library == "torch" else f"{loader.library}."
-    space = " " if loader.library == "torch" else ""
+    name = "torch's DataLoader" if loader.library == "torch" else f"{loader.library}.DataLoader"
     asked = loader.asked or loader.num_workers
-    line = f"{whose}{space}DataLoader({loader.dataset}, batch_size={loader.batch_size}, num_workers={asked})"
+    line = f"{name}({loader.dataset}, batch_size={loader.batch_size}, num_workers={asked})"
     if not loader.is_auto or loader.kind == "inline":
         return line
-    one, many = ("thread", "threads") if loader.kind == "thread" else ("process", "processes")
-    return f"{line}, by now {loader.num_workers} {one if loader.num_workers == 1 else many}"
+    return f"{line}, by now {counted(loader.num_workers, loader.kind, 'processes' if loader.kind == 'process' else '')}"
+
+
+def counted(count: float, one: str, many: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, "core"), counted(2.5, "core"), counted(1200, "batch", "batches")
+    ('1 core', '2.5 cores', '1,200 batches')
+    """
+    return f"{round(count, 2):,.15g} {one if count == 1 else many or one + 's'}"
+
+
+def sample_text(probe: Probe) -> str:
+    """What a sample takes. Threads of libraries may use several processors at once, and clocks differ a little."""
+    if probe.cpu_s > 1.1 * probe.sample_s:
+        return f"{duration(probe.sample_s)}, with threads that use {duration(probe.cpu_s)} of processors"
+    return f"{duration(probe.sample_s)}, of which {duration(min(probe.cpu_s, probe.sample_s))} on a processor"
 
 
 def duration(seconds: float) -> str:
@@ -55,6 +69,6 @@ def duration(seconds: float) -> str:
     """
     if seconds < 1e-4:
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 1:
+    if seconds < 0.9995:  # which is 1e+03 ms in three digits
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.1f} s"

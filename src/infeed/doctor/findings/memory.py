@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Moment, Run
-from infeed.doctor.findings.finding import Finding, describe
+from infeed.doctor.findings.finding import Finding, counted, describe
 from infeed.memory.budget import format_bytes
 
 # A worker grows while it imports, opens files and fills buffers. What counts is growth after a third of its life that goes on
@@ -24,21 +24,23 @@ def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
     """Workers grow, and go on growing."""
     if loader.kind != "process":
         return None
-    grown = [growth for worker in run.workers_of(loader) if (growth := _growth(worker.moments)) is not None]
+    workers = run.workers_of(loader)
+    grown = [growth for worker in workers if (growth := _growth(worker.moments)) is not None]
     if not grown:
         return None
-    rate = max(rate for rate, _ in grown)
+    rate = sum(rate for rate, _ in grown) / len(grown)
     total = sum(size for _, size in grown)
-    per_minute = rate * 60 * len(grown)
-    full = run.memory_bytes / (rate * len(grown)) / 60
+    at_once = rate * min(len(grown), loader.num_workers)  # there are more where workers are started anew
+    full = run.memory_bytes / at_once
+    when = counted(round(full / 60), "minute") if full >= 120 else counted(round(full), "second")
     return Finding(
         name="memory-growth",
         title=f"Workers grow by {format_bytes(rate * 60)} a minute each",
         risk="memory",
-        cost=min(1.0, per_minute / max(run.memory_bytes, 1)),
+        cost=min(1.0, at_once * 60 / max(run.memory_bytes, 1)),
         evidence={
-            "growing": f"{len(grown)} of {loader.num_workers} workers, by {format_bytes(total)} so far",
-            "full": f"what is free ({format_bytes(run.memory_bytes)}) is used up after {full:.0f} minutes",
+            "growing": f"{len(grown)} of {counted(len(workers), 'worker')}, by {format_bytes(total)} so far",
+            "full": f"what is free ({format_bytes(run.memory_bytes)}) is used up after {when}",
         },
         cure={
             "torch": "find what the dataset keeps; lists of Python objects grow when read after a fork: use arrays",
@@ -59,7 +61,7 @@ def _growth(moments: list[Moment]) -> tuple[float, int] | None:
     last = moments[-1]
     size = last.uss_bytes - early.uss_bytes
     is_growing = last.uss_bytes - late.uss_bytes >= _LAST_THIRD * size
-    if size < max(_LEAST_GROWTH, _LEAST_SHARE * early.uss_bytes) or not is_growing or last.at == early.at:
+    if size < max(_LEAST_GROWTH, _LEAST_SHARE * early.uss_bytes) or not is_growing:
         return None
     return size / (last.at - early.at), size
 
@@ -77,14 +79,15 @@ def big_objects(run: Run, loader: LoaderSeen) -> Finding | None:
         why = "reading a Python object writes its reference count, so that each worker comes to have its own copy"
     else:
         why = "each worker is sent its own copy"
+    once = "infeed.share(...), which holds it once"
     return Finding(
         name="big-objects",
-        title=f"The dataset holds objects that take {format_bytes(total)} more in {loader.num_workers} workers",
+        title=f"The dataset holds objects that take {format_bytes(total)} more in {counted(loader.num_workers, 'worker')}",
         risk="memory",
         cost=min(1.0, total / max(run.memory_bytes, 1)),
         evidence={**{f"object {number}": what for number, (what, _) in enumerate(costs[:3], 1)}, "why": why},
         cure={
-            "torch": "an array instead of Python objects (numpy, pyarrow), or infeed.share(...)",
+            "torch": once if _copies_arrays(loader) else f"an array instead of Python objects (numpy, pyarrow), or {once}",
             "infeed": "self.items = infeed.share(items)",
         },
         loader=describe(loader),
@@ -92,8 +95,9 @@ def big_objects(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def _copies(loader: LoaderSeen, is_array: bool) -> int:
-    if loader.library != "torch":
-        return 0 if is_array else loader.num_workers  # arrays lie in memory that all workers map
-    if loader.start_method == "fork":
-        return 0 if is_array else loader.num_workers  # nobody writes into an array by reading it
-    return loader.num_workers
+    return 0 if is_array and not _copies_arrays(loader) else loader.num_workers
+
+
+def _copies_arrays(loader: LoaderSeen) -> bool:
+    """infeed's lie in memory that all workers map, and nobody writes into an array that was forked by reading it."""
+    return loader.library == "torch" and loader.start_method != "fork"

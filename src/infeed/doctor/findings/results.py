@@ -18,9 +18,10 @@ def same_random_numbers(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     again = ["in every worker"] * is_several + ["in every epoch"] * is_repeated
     held = ", ".join(loader.probe.generators)
+    are = "is" if len(loader.probe.generators) == 1 else "are"
     return Finding(
         name="same-random-numbers",
-        title=f"The same random numbers {' and '.join(again)}: {held} is copied to each worker",
+        title=f"The same random numbers {' and '.join(again)}: {held} {are} copied to each worker",
         risk="wrong results",
         cost=1.0,
         evidence={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.evidence import Fork, LoaderSeen, ProcessSeen, Run
 from infeed.doctor.findings.finding import Finding, describe, duration
 
 # Native threads that a forked process can do without. OpenBLAS ends its threads before a fork and starts others after it.
@@ -35,26 +35,28 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
     """The loop waited for one batch until time was up."""
     if not loader.waiting_s or not run.seconds:
         return None
-    usual = loader.waited_s / loader.batch_count if loader.batch_count else 0.0
+    usual = _usual_s(loader)
     if loader.waiting_s < _STUCK_SHARE * run.seconds or loader.waiting_s < _STUCK_TIMES * usual:
         return None
-    workers = run.workers_of(loader)
-    busy = max((worker.cpu_share for worker in workers), default=0.0)
-    is_dead = bool(workers) and busy < _IDLE
-    is_forked = loader.start_method == "fork" and any(_dangers(fork.python_threads, fork.libraries) for fork in loader.forks)
+    shares = _shares_while_waiting(run, loader)
+    busy = max(shares, default=0.0)
+    is_forked = any(_dangers(fork) for fork in loader.forks)
     evidence = {"waiting": f"{duration(loader.waiting_s)} of {duration(run.seconds)} for one batch"}
-    if workers:
-        evidence["workers"] = f"{len(workers)}, of which the busiest used {busy:.0%} of a core"
-    if is_forked:
-        evidence["cause"] = "workers were forked while other threads held what they need: see fork-with-threads"
-    if is_forked:
+    if shares:
+        who = "1, which" if len(shares) == 1 else f"{len(shares)}, of which the busiest"
+        evidence["workers"] = f"{who} used {busy:.0%} of a core"
+    if is_forked and busy < _IDLE:  # who waits for a lock does not compute
+        evidence["cause"] = "probably a lock: workers were forked while other threads ran, see fork-with-threads"
         cure = {"torch": "multiprocessing_context='forkserver'", "infeed": _without_forks(loader)}
     else:
-        infeed = "hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it"
-        cure = {"torch": "timeout=60 makes it an error", "infeed": infeed}
+        # Nobody ends the loop itself, nor a thread.
+        before = "num_workers=1; then " if loader.kind == "inline" else ""
+        after = ", with worker='process'" if loader.kind == "thread" else ""
+        infeed = f"{before}hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it{after}"
+        cure = {"torch": f"{before}timeout=60 makes it an error", "infeed": infeed}
     return Finding(
         name="no-batch",
-        title="A batch does not come: the workers do nothing" if is_dead else "A batch does not come",
+        title="A batch does not come: the workers do nothing" if shares and busy < _IDLE else "A batch does not come",
         risk="hang",
         cost=min(1.0, loader.waiting_s / run.seconds),
         evidence=evidence,
@@ -63,23 +65,42 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
     )
 
 
+def _shares_while_waiting(run: Run, loader: LoaderSeen) -> list[float]:
+    """Of a core, what each worker used in the time of the wait; those that ended before it do not count."""
+    workers = run.workers_of(loader)
+    began = max((moment.at for worker in workers for moment in worker.moments), default=0.0) - loader.waiting_s
+    shares = []
+    for worker in workers:
+        before = sum(moment.at < began for moment in worker.moments)
+        if before < len(worker.moments):
+            shares.append(ProcessSeen(worker.pid, worker.moments[max(0, before - 1) :]).cpu_share)
+    return shares
+
+
+def _usual_s(loader: LoaderSeen) -> float:
+    """How long the loop waits for a batch; 0 where no wait but the first was measured."""
+    return loader.waited_s / max(1, loader.batch_count)
+
+
 def fork_with_threads(run: Run, loader: LoaderSeen) -> Finding | None:
     """Workers were forked from a process in which other threads ran."""
     del run
     dangers: dict[str, int] = {}
-    for fork in loader.forks:
-        for name, count in _dangers(fork.python_threads, fork.libraries).items():
+    found = [danger for fork in loader.forks if (danger := _dangers(fork))]
+    for danger in found:
+        for name, count in danger.items():
             dangers[name] = max(dangers.get(name, 0), count)
     if not dangers:
         return None
     who = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in sorted(dangers.items()))
     others = sorted({name for fork in loader.forks for name in fork.libraries} - dangers.keys())
-    evidence = {"threads": who, "forks": f"{len(loader.forks)} while they ran"}
+    evidence = {"threads": who, "forks": f"{len(found)} while they ran"}
     if others:
         evidence["harmless"] = f"{', '.join(others)}: these manage without their threads"
     cure = "multiprocessing_context='forkserver', or start the threads after the workers"
     if "cv2" in dangers:
-        cure = "cv2.setNumThreads(0) before the first use of cv2, or multiprocessing_context='forkserver'"
+        rest = " and start the other threads after the workers" if len(dangers) > 1 else ""
+        cure = f"cv2.setNumThreads(0) before the first use of cv2{rest}, or multiprocessing_context='forkserver'"
     return Finding(
         name="fork-with-threads",
         title=f"Workers are forked while other threads run ({', '.join(sorted(dangers))}): a lock they hold stays locked",
@@ -95,9 +116,10 @@ def _without_forks(loader: LoaderSeen) -> str:
     return _NEVER_FORKS if loader.library == "torch" else _FORKS_FOR_TORCH
 
 
-def _dangers(python_threads: list[str], libraries: dict[str, int]) -> dict[str, int]:
-    found = {name: count for name, count in libraries.items() if not name.startswith(_HARMLESS)}
-    for thread in python_threads:
+def _dangers(fork: Fork) -> dict[str, int]:
+    """Threads that ran then and may hold what a worker needs, by whose they are."""
+    found = {name: count for name, count in fork.libraries.items() if not name.startswith(_HARMLESS)}
+    for thread in fork.python_threads:
         if not any(word in thread for word in _HARMLESS_THREADS):
             found[f"Python thread {thread.removesuffix(' (threading)')}"] = 1
     return found
@@ -108,9 +130,9 @@ def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     later = [epoch.start_s for epoch in loader.epochs[1:] if epoch.has_batch]
     if not run.has_own_loop or not later or loader.is_persistent or loader.kind != "process":
         return None
-    usual = loader.waited_s / loader.batch_count if loader.batch_count else 0.0
+    usual = max(_usual_s(loader), loader.load_s)  # workers that are there load the first batch as well
     lost = sum(max(0.0, start - usual) for start in later)
-    share = lost / run.seconds if run.seconds else 0.0
+    share = lost / run.seconds
     if share < _RESTART_SHARE or lost / len(later) < _RESTART_S:
         return None
     return Finding(
@@ -120,7 +142,8 @@ def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         cost=share,
         evidence={
             "epochs": str(len(loader.epochs)),
-            "first batch": f"{duration(sum(later) / len(later))} after each start; a usual batch: {duration(usual)}",
+            "first batch": f"{duration(sum(later) / len(later))} after each start"
+            + (f"; a usual batch: {duration(usual)}" if usual else ""),
             "lost": f"{duration(lost)}, {share:.0%} of the run",
         },
         cure={
@@ -141,11 +164,14 @@ def cannot_be_sent(run: Run, loader: LoaderSeen) -> Finding | None:
         what, why = probe.unsendable, "it cannot be pickled"
         cure = "open it where it is used (on first use, or in worker_init_fn), or leave it out with __getstate__"
     elif is_torch and probe.unpicklable and not (loader.start_method == "fork" and run.is_fork_default):
-        what, why = probe.unpicklable, "pickle cannot send it, and torch's workers are not forked here"
+        what, why = probe.unpicklable, "pickle, with which torch sends, cannot send it"
         cure = "put the function or class at the top of a module"
     else:
         return None
-    works = "only because torch forks here: not on Windows, macOS or Python 3.14" if loader.start_method == "fork" else "no"
+    works = "no"
+    if loader.start_method == "fork":
+        forks = "torch forks here: not" if run.is_fork_default else "the program asks for 'fork': by default not here, nor"
+        works = f"only because {forks} on Windows, macOS or Python 3.14"
     return Finding(
         name="cannot-be-sent",
         title=f"Cannot be sent to workers: {what}",

@@ -6,7 +6,7 @@ import math
 from typing import Final, NamedTuple
 
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings.finding import Finding, describe, duration
+from infeed.doctor.findings.finding import Finding, counted, describe, duration, sample_text
 from infeed.memory.budget import format_bytes
 
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
@@ -30,6 +30,7 @@ _LEAST_SAMPLE_S: Final = 1e-4
 
 _SLOW_SHARE: Final = 0.05
 _MOST_OF_IT: Final = 0.5
+_TIMEOUT_S: Final = 1  # ending a worker and starting another takes too long to be worth it for less
 
 _INLINE: Final = "itself: there are no workers, so that it loads every sample"
 _USE_INFEED: Final = "from infeed.torch import DataLoader"
@@ -61,16 +62,14 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     workers = run.workers_of(loader) if loader.kind == "process" else []
     if workers:
         evidence["workers"] = f"{sum(one.cpu_share for one in workers) / len(workers):.0%} of a core each"
-    if loader.probe.sample_count:
-        probe = loader.probe
-        evidence["a sample"] = f"{duration(probe.sample_s)}, of which {duration(probe.cpu_s)} on a processor"
-    # More workers are all that it tries.
-    change = reason.cure if loader.has_one_reader or loader.is_gathered else f"{reason.cure}; {_BENCH}"
+    if loader.probe.sample_count and not loader.is_gathered:  # by hand it is another way
+        evidence["a sample"] = sample_text(loader.probe)
+    change = f"{reason.cure}; {_BENCH}" if reason.is_for_bench else reason.cure
     return Finding(
         name="loop-waits",
         title=f"{who} waits for data {loader.wait_share:.0%} of the time",
         risk="time",
-        cost=loader.waited_s / run.seconds if run.seconds else loader.wait_share,
+        cost=loader.waited_s / run.seconds,
         evidence=evidence,
         cure={
             "torch": change,
@@ -91,6 +90,7 @@ class _Reason(NamedTuple):
 
     text: str
     cure: str
+    is_for_bench: bool = True  # all that it tries is workers: not where they are no help
 
 
 def _reason(run: Run, loader: LoaderSeen) -> _Reason:
@@ -98,15 +98,17 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
         worst = loader.probe.slow[0]
         worst_s = f"index {worst.which} {duration(worst.seconds)}"
         text = f"a few slow samples: they take {loader.slow_share:.0%} of the loading; {worst_s}"
-        return _Reason(text, "make these samples cheaper or leave them out; more workers would wait for them as well")
+        return _Reason(text, "make these samples cheaper or leave them out; more workers would wait for them as well", False)
     if loader.kind == "inline":
         return _reason_inline(loader)
     if loader.has_one_reader:
         is_read_once = loader.library == "infeed" or loader.num_workers == 1
         how = "one worker reads all of it" if is_read_once else "each worker reads all of it, and gives the same samples again"
-        return _Reason(f"the stream: it does not share itself among workers; {how}", f"{_SHARE}; more workers help only then")
+        text = f"the stream: it does not share itself among workers; {how}"
+        return _Reason(text, f"{_SHARE}; more workers help only then", False)
     if storage_bound(run, loader) is not None:
-        return _Reason("storage: samples wait to be read", _CLOSER if loader.is_auto else f"more workers than cores; {_CLOSER}")
+        is_most = loader.is_auto or loader.num_workers >= MOST_WORKERS
+        return _Reason("storage: samples wait to be read", _CLOSER if is_most else f"more workers than cores; {_CLOSER}")
     if loader.probe.sample_count and loader.load_s < loader.waited_s / loader.batch_count:
         text = "the way from the workers: loading a batch here takes less than its coming over"
         return _Reason(text, _LIGHTER if loader.is_auto else f"num_workers=0; or {_LIGHTER}")
@@ -125,13 +127,12 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
 
 def _reason_inline(loader: LoaderSeen) -> _Reason:
     if loader.is_gathered:
-        return _Reason(
-            "itself: rows are taken out of arrays", "larger batches, narrower rows; workers have nothing to do there"
-        )
+        text = "itself: rows are taken out of arrays"
+        return _Reason(text, "larger batches, narrower rows; workers have nothing to do there", False)
     if 0 < loader.load_s < LEAST_LOAD_S:
-        return _Reason(_INLINE, "larger batches, cheaper samples; so little work gains nothing from workers")
+        return _Reason(_INLINE, "larger batches, cheaper samples; so little work gains nothing from workers", False)
     if loader.has_one_reader:
-        return _Reason(_INLINE, f"num_workers=1, which loads while the loop works; for more of them {_SHARE}")
+        return _Reason(_INLINE, f"num_workers=1, which loads while the loop works; for more of them {_SHARE}", False)
     return _Reason(_INLINE, "num_workers=1 or more, which load while the loop works")
 
 
@@ -150,30 +151,39 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
     read = probe.read_bytes
     if read < _LEAST_READ or probe.sample_s < _LEAST_SAMPLE_S:
         return None
-    off = 1 - probe.cpu_s / probe.sample_s
+    on = probe.cpu_s / probe.sample_s
+    off = 1 - on
     if off < _OFF_CPU or (probe.switches is not None and probe.switches < LEAST_SWITCHES):
         return None
     if run.has_own_loop and not waits(loader):
         return None  # it is read in time
-    most = max(loader.num_workers + 1, math.ceil(run.core_count / max(1 - off, 0.05)))
-    threads = "worker='thread'" if loader.is_auto else f"worker='thread', num_workers={min(most, MOST_WORKERS)}"
-    is_open = loader.is_auto and loader.kind == "thread"
-    more = f"{_CLOSER}; {_SHARE}, and then more workers than cores" if loader.has_one_reader else _CLOSER
+    most = min(MOST_WORKERS, max(loader.num_workers + 1, math.ceil(run.core_count / max(on, 0.05))))
+    if loader.has_one_reader:
+        torch = infeed = f"{_CLOSER}; {_SHARE}, and then more workers than cores"
+    elif loader.num_workers >= MOST_WORKERS:
+        torch = infeed = _CLOSER
+    else:
+        torch = f"more workers than cores (up to {most}); {_CLOSER}"
+        infeed = f"worker='thread', num_workers={most}; {_CLOSER}"
+        if loader.is_auto:
+            infeed = _CLOSER if loader.kind == "thread" else f"worker='thread'; {_CLOSER}"
     return Finding(
         name="storage-bound",
         title=f"Reading is slow: samples wait {off:.0%} of their time for storage",
         risk="time",
-        cost=off * (loader.waited_s / run.seconds if run.has_own_loop and run.seconds else 1.0),
+        cost=off * _waited_share(run, loader),
         evidence={
-            "a sample": f"{duration(probe.sample_s)}, of which {duration(probe.cpu_s)} on a processor",
+            "a sample": sample_text(probe),
             "read": f"{format_bytes(read)} a sample, {format_bytes(read / probe.sample_s)}/s by one reader",
         },
-        cure={
-            "torch": more if loader.has_one_reader else f"more workers than cores (up to {min(most, MOST_WORKERS)}); {_CLOSER}",
-            "infeed": more if loader.has_one_reader or is_open else f"{threads}; {_CLOSER}",
-        },
+        cure={"torch": torch, "infeed": infeed},
         loader=describe(loader),
     )
+
+
+def _waited_share(run: Run, loader: LoaderSeen) -> float:
+    """Of the run, what the loop waited: no more can be gained by loading faster. Where the doctor iterates, all of it."""
+    return loader.waited_s / run.seconds if run.has_own_loop else 1.0
 
 
 def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
@@ -186,11 +196,15 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     worst = probe.slow[0]
     times = worst.seconds / max(probe.median_s, 1e-9)
+    others = "several workers share a batch, so that others go on"
+    leave = f"sample_timeout={_TIMEOUT_S}, on_error='skip' leave out what takes longer"
+    if loader.kind == "thread":
+        leave = f"worker='process', {leave}"  # a thread cannot be stopped
     return Finding(
         name="slow-samples",
         title=f"A few samples are very slow: index {worst.which} takes {times:,.0f} times the usual",
         risk="time",
-        cost=share * (loader.wait_share if run.has_own_loop else 1.0),
+        cost=share * _waited_share(run, loader),
         evidence={
             "slow": ", ".join(f"{one.which}: {duration(one.seconds)}" for one in probe.slow),
             "usual": f"{duration(probe.median_s)} (median of {probe.sample_count})",
@@ -198,7 +212,7 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
         },
         cure={
             "torch": "make these samples smaller, or in_order=False so that others go ahead (torch 2.6)",
-            "infeed": "several workers share a batch, so that others go on; sample_timeout=1, on_error='skip' leave them out",
+            "infeed": f"{others}; {leave}" if worst.seconds > _TIMEOUT_S else others,
         },
         loader=describe(loader),
     )
@@ -220,16 +234,16 @@ def no_pinning(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     if loader.batch_bytes < _LEAST_PINNED:
         return None
-    count = loader.batch_count + len(loader.epochs)
+    count = loader.given_count
     lost = count * loader.batch_bytes * (1 / _PAGEABLE - 1 / _PINNED)
     return Finding(
         name="no-pinning",
         title="Batches are not pinned: the loop stands still while each is copied to the GPU",
         risk="time",
-        cost=min(1.0, lost / run.seconds) if run.seconds else 0.0,
+        cost=min(1.0, lost / run.seconds),
         evidence={
             "a batch": format_bytes(loader.batch_bytes),
-            "copies": f"{count} batches, about {duration(lost)} longer than from pinned memory",
+            "copies": f"{counted(count, 'batch', 'batches')}, about {duration(lost)} longer than from pinned memory",
         },
         cure={
             "torch": "pin_memory=True, and batch.to(device, non_blocking=True)",

@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings.finding import Finding, describe, duration
+from infeed.doctor.findings.finding import Finding, counted, describe, duration
 from infeed.doctor.findings.waiting import LEAST_LOAD_S, LEAST_SWITCHES, MOST_WORKERS, waits, waits_for_slow
 
 # A change is proposed if it saves at least this part of the time.
@@ -46,25 +46,19 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     gain = 1 - after / (away + wait)
     if gain < _GAIN:
         return None
-    why = "enough to keep up with the loop" if best else "loading is cheaper than what workers cost"
-    if best and loader.load_s / best > away:
-        why = "as many as there are processors for"
-    bound = slowest_s(loader, best)
-    if bound > max(away, loader.load_s / max(1, best)):
-        why = f"more would wait for slow samples: because of them a batch comes every {duration(bound)} at best"
     # What slow samples take is theirs: without them fewer workers are needed.
     rest = 1 - loader.slow_share if waits_for_slow(loader) else 1.0
     return Finding(
         name="num-workers",
         title=f"num_workers={best} would be better than {loader.num_workers}: about {gain:.0%} less time",
         risk="time",
-        cost=rest * gain * (loader.waited_s + loader.away_s) / run.seconds if run.seconds else gain,
+        cost=rest * gain * (loader.waited_s + loader.away_s) / run.seconds,
         evidence={
             "loading a batch": f"{duration(loader.load_s)} by one worker",
             "the loop's own work": f"{duration(away)} a batch",
             **({"the way from a worker": f"about {duration(way)} a batch"} if best else {}),
             "cores": f"{run.core_count:g}",
-            "why": why,
+            "why": _why(loader, best),
         },
         cure={
             "torch": f"num_workers={best}" + (", persistent_workers=True" if best else ""),
@@ -72,6 +66,20 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         },
         loader=describe(loader),
     )
+
+
+def _why(loader: LoaderSeen, best: int) -> str:
+    """What speaks for this number."""
+    if not best:
+        return "loading is cheaper than what workers cost"
+    away, bound = loader.away_s / loader.batch_count, slowest_s(loader, best)
+    if bound > max(away, loader.load_s / best):
+        return f"more would wait for slow samples: because of them a batch comes every {duration(bound)} at best"
+    if loader.load_s / best <= away:
+        return "enough to keep up with the loop"
+    if loader.has_one_reader:
+        return "the stream does not share itself among workers, so that more would not help"
+    return "the most that is ever proposed" if best == MOST_WORKERS else "as many as there are processors for"
 
 
 def way_s(loader: LoaderSeen) -> float:
@@ -130,16 +138,19 @@ def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
     if not pools or total <= run.core_count:
         return None
     who = ", ".join(sorted(pools))
-    variables = "OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1"
+    use = "uses" if len(pools) == 1 else "use"
+    cures = ["cv2.setNumThreads(0) in worker_init_fn"] if "cv2" in pools else []
+    if pools.keys() - {"cv2"}:
+        cures.append("OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1 in the environment")
     return Finding(
         name="thread-pools",
-        title=f"{who} uses {each} threads in each worker: {total} for {run.core_count:g} cores",
+        title=f"{who} {use} {each} threads in each worker: {total} for {counted(run.core_count, 'core')}",
         risk="time",
         # What is beyond the cores only takes turns; how much that costs depends on the library, half is a guess in the middle.
         cost=(1 - run.core_count / total) * 0.5,
         evidence={"threads at work": ", ".join(f"{name}: {count} besides the worker's own" for name, count in pools.items())},
         cure={
-            "torch": "cv2.setNumThreads(0) in worker_init_fn" if "cv2" in pools else f"{variables} in the environment",
+            "torch": "; ".join(cures),
             "infeed": "threads_per_worker=1, which is the default",
         },
         loader=describe(loader),
