@@ -120,12 +120,14 @@ class Gauge:
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
+        self._begun_ns = perf_counter_ns()
         if self._idle_ns:
+            # A look is due after so much of the loop's own time: who has several loaders pays for one at a time.
+            self._next_tick += self._begun_ns - self._idle_ns
             self._idle_ns = 0
             self.members.wake()
         self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
-        self._begun_ns = perf_counter_ns()
         if self._is_on:
             self._own.begin()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")

@@ -63,7 +63,8 @@ class OwnTime:
 
     def _count(self, least_ns: int) -> bool:
         began_ns = perf_counter_ns()
-        if not self._read_ns or self._ended_ns or began_ns - self._read_ns < max(least_ns, self._least_ns):
+        since_ns = began_ns - self._read_ns
+        if not self._read_ns or self._ended_ns or since_ns < self._least_ns or since_ns - self._paused_ns < least_ns:
             return False
         before_ns, self._cpu_from_ns = self._cpu_from_ns, process_time_ns()
         self.counted_ns += self._in_epochs(self._cpu_from_ns - before_ns, began_ns)
