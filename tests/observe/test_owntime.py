@@ -139,3 +139,20 @@ def test_another_thread_that_counts_does_not_take_the_loops_wait_for_its_own(clo
     clocks.go(200)
     own.end()
     assert (own.cpu_ns, own.queued_ns) == (200 * MS, 40 * MS)
+
+
+def test_a_look_that_took_long_by_chance_does_not_end_the_counting(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow() -> int:
+        clocks.now += 50 * MS  # others had the core
+        return clocks.cpu
+
+    own = OwnTime()
+    monkeypatch.setattr(owntime, "process_time_ns", slow)
+    own.begin()
+    clocks.go(100)
+    assert own.end()
+    assert own.counted_ns == 50 * MS
+    own.begin()
+    clocks.go(1100)
+    assert own.end()
+    assert own.counted_ns == 600 * MS

@@ -15,6 +15,7 @@ _SHORT_NS: Final = 20_000_000
 _SELDOM_NS: Final = 100_000_000
 # ...and never more often than so many times what reading takes.
 _READ_SHARE: Final = 1000
+_LONGEST_NS: Final = 1_000_000_000
 
 
 @final
@@ -44,7 +45,7 @@ class OwnTime:
                 return
         self._thread, self._paused_ns = thread, 0
         self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
-        self._note_read(now_ns)
+        self._read_ns = perf_counter_ns()
 
     def end(self) -> bool:
         """The epoch is over. Whether that was counted: not if it was short, because another may follow at once."""
@@ -71,13 +72,10 @@ class OwnTime:
         if threading.get_ident() == self._thread:
             before_ns, self._queued_from_ns = self._queued_from_ns, queued_ns()
             self.queued_ns += self._in_epochs(max(0, self._queued_from_ns - before_ns), began_ns)
-        self._paused_ns = 0
-        self._note_read(began_ns)
+        self._paused_ns, self._read_ns = 0, perf_counter_ns()
+        # It may have taken long by chance, because others had the core: that is not held against it for ever.
+        self._least_ns = min(_LONGEST_NS, _READ_SHARE * (self._read_ns - began_ns))
         return True
-
-    def _note_read(self, began_ns: int) -> None:
-        self._read_ns = perf_counter_ns()
-        self._least_ns = _READ_SHARE * (self._read_ns - began_ns)
 
     def _in_epochs(self, used_ns: int, now_ns: int) -> int:
         """Of what was used since the clocks were read, the share of epochs."""
