@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
-from infeed.memory.budget import format_bytes
 from infeed.plan.order import plain_indices
 from infeed.records import Record
 from infeed.scheduler.messages import TaskId, WorkerId
+from infeed.units import format_bytes
 from infeed.watching import Overdue
 from infeed.workers.board import Doing
 from infeed.workers.crew import Death

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Final, final
 
@@ -55,7 +56,7 @@ class Staffing:
         taken = {*hired, *self._scheduler.leaving_workers}
         for worker in [worker for worker in self._setup.workers if worker not in taken][:missing]:
             try:
-                self._start(worker)
+                self._start_while_waited(worker)
             except WorkerStartError as error:
                 self._wanted_count = len(self._scheduler.hired_workers)
                 _LOG.warning(
@@ -67,7 +68,7 @@ class Staffing:
 
     def replace(self, worker: WorkerId, feed: Feed | None) -> None:
         """Start one again that died."""
-        self._start(worker)
+        self._start_while_waited(worker)
         if isinstance(feed, StreamFeed):
             self.open_share(worker, feed)
 
@@ -84,6 +85,12 @@ class Staffing:
         if worker not in self._started:
             self._start(worker)
         self._crew.send(worker, feed.open_message(worker))
+
+    def _start_while_waited(self, worker: WorkerId) -> None:
+        """The loop waits meanwhile, in the middle of an epoch."""
+        began_ns = time.perf_counter_ns()
+        self._start(worker)
+        self._setup.gauge.hired(time.perf_counter_ns() - began_ns)
 
     def _start(self, worker: WorkerId) -> None:
         self._started.add(worker)

@@ -6,6 +6,7 @@ batch's record for its turn.
 
 from __future__ import annotations
 
+import logging
 import reprlib
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from infeed.workers.board import Doing
 from infeed.workers.crew import Death
 from infeed.workers.failures import Failure
 from infeed.workers.messages import LoadFailed
+
+_LOG: Final = logging.getLogger("infeed")
 
 # A sample that its worker died of so often is given up: it is the sample that kills.
 _SAMPLE_DEATHS: Final = 3
@@ -123,6 +126,7 @@ class Troubles:
         culprit = next((task for task in held if doing is not None and task == doing.task), None)
         first = entries[held[0] if culprit is None else culprit] if held else None
         record = None if first is None else self._records.get(first.batch)
+        failure: Failure | None = None
         if first is not None and record is not None and is_blamed:
             row = doing.exact_row if culprit is not None and doing is not None else None
             record.deaths = [
@@ -133,6 +137,9 @@ class Troubles:
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
+        # Who was killed for a sample is told of with that.
+        again = "; what it had is loaded again" if held and failure is None and not self.is_storm else ""
+        _LOG.log(logging.WARNING if overdue is None else logging.INFO, "%s%s", self.last_death, again)
         self._tell(WorkerDied(worker, culprit, is_blamed))
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:

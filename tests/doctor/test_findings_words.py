@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infeed.doctor.evidence import EpochSeen, Fork, LoaderSeen, Moment, Probe, ProcessSeen
-from infeed.doctor.findings.finding import describe, duration
+from infeed.doctor.findings.finding import describe
 from tests.doctor.evidence_of import MB, auto, found, loader, moments
 
 FORKED = [Fork([], {"cv2": 3})]
@@ -42,23 +42,6 @@ def test_a_loader_is_written_as_in_the_program(seen: LoaderSeen, text: str) -> N
     assert describe(seen) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (4.2e-7, "0.42 µs"),
-        (5e-5, "50 µs"),
-        (1e-4, "0.1 ms"),
-        (0.25, "250 ms"),
-        (0.9997, "1.0 s"),
-        (1.0, "1.0 s"),
-        (75, "75.0 s"),
-    ],
-)
-def test_times_come_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    """None is written with an exponent."""
-    assert duration(seconds) == text
-
-
 # --- no-batch
 
 
@@ -73,7 +56,7 @@ def test_workers_that_wait_for_ever_are_said_to_do_nothing() -> None:
 
     assert told.title == "A batch does not come: the workers do nothing"
     assert told.evidence == {
-        "waiting": "9.0 s of 10.0 s for one batch",
+        "waiting": "9 s of 10 s for one batch",
         "workers": "2, of which the busiest used 1% of a core",
     }
     assert told.cure["torch"] == "timeout=60 makes it an error"
@@ -198,7 +181,7 @@ def test_what_workers_take_to_start_is_told_beside_what_a_batch_takes() -> None:
     assert told.evidence == {
         "epochs": "3",
         "first batch": "501 ms after each start; a usual batch: 1 ms",
-        "lost": "1.0 s, 10% of the run",
+        "lost": "1 s, 10% of the run",
     }
     assert told.cost == pytest.approx(0.1)
     assert told.cure["torch"] == "persistent_workers=True, and one loader for all epochs"
@@ -281,16 +264,16 @@ def test_growth_is_told_with_when_memory_is_full() -> None:
     assert told.title == "Workers grow by 1.2 GiB a minute each"
     assert told.evidence == {
         "growing": "1 of 2 workers, by 80.0 MiB so far",
-        "full": "what is free (15.6 GiB) is used up after 13 minutes",
+        "full": "what is free (15.6 GiB) is used up after 13 min 20 s",
     }
     assert told.cost == pytest.approx(1200 / 16_000)
 
 
-def test_growth_that_fills_memory_soon_is_told_in_seconds() -> None:
-    """Not as 0 or 1 minutes."""
+def test_growth_that_fills_memory_soon_is_the_most_costly() -> None:
+    """Within a minute."""
     told = found(loader(pids=[7]), processes=seen_by(growing(7, 20)), memory_bytes=1000 * MB)["memory-growth"]
 
-    assert told.evidence["full"] == "what is free (1000.0 MiB) is used up after 50 seconds"
+    assert told.evidence["full"] == "what is free (1000.0 MiB) is used up after 50 s"
     assert told.evidence["growing"].startswith("1 of 1 worker,")
     assert told.cost == 1.0
 
@@ -308,7 +291,7 @@ def test_workers_of_past_epochs_do_not_fill_memory_as_well() -> None:
     told = found(loader(pids=list(workers)), processes=workers, memory_bytes=16_000 * MB)["memory-growth"]
 
     assert told.evidence["growing"] == "6 of 6 workers, by 480.0 MiB so far"
-    assert told.evidence["full"].endswith("after 7 minutes")
+    assert told.evidence["full"].endswith("after 6 min 40 s")
 
 
 def heavy(is_array: bool = False, **options: Any) -> LoaderSeen:

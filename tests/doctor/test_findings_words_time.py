@@ -34,7 +34,7 @@ def test_a_loop_without_a_gpu_is_told_what_it_waited_in_all_and_for_each_batch()
 
     assert told.title == "The loop waits for data 50% of the time"
     assert told.evidence == {
-        "waited": "2.0 s of 4.0 s",
+        "waited": "2 s of 4 s",
         "a batch": "100 ms of waiting, 100 ms of work",
         "for": "workers: there are too few",
     }
@@ -202,7 +202,7 @@ def test_a_slow_sample_is_told_beside_the_usual_ones() -> None:
 
     assert told.title == "A few samples are very slow: index 7 takes 100 times the usual"
     assert told.evidence == {
-        "slow": "7: 2.0 s",
+        "slow": "7: 2 s",
         "usual": "20 ms (median of 100)",
         "share": "50% of the loading time of those that were tried",
     }

@@ -58,7 +58,7 @@ def test_without_rich_the_report_is_plain_text() -> None:
     print_report(run, examine(run), stream)
 
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "watched train.py for 2.0 s: 1 loader, 1 epoch, 1 batch; it ran to its end"
+    assert lines[0] == "watched train.py for 2 s: 1 loader, 1 epoch, 1 batch; it ran to its end"
     assert lines[3].endswith("[cannot-be-sent; may fail]")
     assert any(line.strip().startswith("cure, infeed ") for line in lines)
 

@@ -39,6 +39,47 @@ def test_a_worker_that_dies_once_is_replaced(
     assert dataset.deaths == 1
 
 
+def test_the_log_says_who_died_and_how(
+    process_engine: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = CrashingDataset(40, [13], tmp_path / "deaths")
+    with infeed.DataLoader(dataset, 4, **process_engine) as loader:
+        assert flat(collected(loader)) == list(range(40))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("infeed", "WARNING")
+    how = r"worker \d \(pid \d+\) was killed by SIGKILL; it had \d+ samples to load, .*; what it had is loaded again"
+    assert re.fullmatch(how, record.getMessage())
+
+
+def test_the_log_does_not_say_that_what_is_given_up_is_loaded_again(
+    process_engine: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = CrashingDataset(16, [9], tmp_path / "deaths", times=None)
+    with infeed.DataLoader(dataset, 16, **process_engine) as loader:
+        iterator = iter(loader)
+        with pytest.raises(infeed.WorkerDiedError):
+            next(iterator)
+    said = [record.getMessage().endswith("loaded again") for record in caplog.records]
+    assert said.count(False) == 1
+    assert said.count(True) >= 2
+
+
+def test_who_was_killed_for_its_sample_is_told_of_with_that_sample(
+    forkserver: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(index: int) -> int:
+        if index == 5:
+            threading.Event().wait(60)
+        return index
+
+    with (
+        caplog.at_level("INFO", "infeed"),
+        infeed.DataLoader(Tree(12, load), 4, sample_timeout=0.5, on_error="skip", **forkserver) as loader,
+    ):
+        assert len(flat(collected(loader))) == 11
+    assert {record.levelname for record in caplog.records if record.getMessage().startswith("worker ")} == {"INFO"}
+
+
 def test_many_deaths_lose_nothing(tmp_path: Path) -> None:
     """Different samples kill different workers, again and again; the epoch is as if nothing had happened."""
     dataset = CrashingDataset(200, range(5, 200, 20), tmp_path / "deaths")

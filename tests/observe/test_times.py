@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -13,7 +15,9 @@ import pytest
 import infeed
 from infeed.engine import Engine
 from infeed.observe.measures import rate_figure, worker_figure
-from tests.helpers import Squares
+from infeed.scheduler.messages import WorkerId
+from infeed.staffing import Staffing
+from tests.helpers import Squares, wait_until
 
 NAP_S = 0.02
 
@@ -150,3 +154,35 @@ def test_only_batches_that_are_there_are_in_flight() -> None:
         assert 2 * 32_000 <= loader.statistics().bytes_in_flight < 1 << 20
         del kept
         assert loader.statistics().bytes_in_flight == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["replaced", "added"])
+def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop waits while one is started in the place of another that died, or one more: that is no work on batches."""
+    started: list[int] = []
+    start = Staffing._start
+
+    def slowly(self: Staffing, worker: WorkerId) -> None:
+        start(self, worker)
+        time.sleep(NAP_S)  # what it takes
+        started.append(worker)
+
+    with infeed.DataLoader(range(1_000_000), 4, num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        (engine,) = loader._core.garage._out
+        if how == "added":
+            engine.staff(1)
+        before = loader.statistics()
+        monkeypatch.setattr(Staffing, "_start", slowly)
+        if how == "added":
+            engine.staff(2)
+        else:
+            os.kill(engine.worker_pids()[0], signal.SIGKILL)
+        wait_until(lambda: next(batches) is not None and started, "another worker")
+        known = loader.statistics()
+    assert len(started) == 1
+    took_s = known.changeover_s - before.changeover_s
+    assert took_s >= NAP_S
+    assert known.deliver_s - before.deliver_s <= known.waited_s - before.waited_s - took_s

@@ -199,6 +199,17 @@ def test_workers_that_are_started_anew_for_every_epoch_are_named() -> None:
         assert "persistent_workers" not in verdict_of(run(**others))
 
 
+def test_workers_that_died_are_named_where_the_loop_waited_for_others_in_their_place() -> None:
+    said = verdict_of(run(changeover_s=4.5, each={"restart_count": 2}))
+    assert said == (
+        "input-bound: the loop waited 60% of the time, 75% of it for the start of workers in the place of 4 that died; "
+        "the log says how"
+    )
+    assert "75% of it for the start of workers; these stay" in verdict_of(run(changeover_s=4.5))
+    assert "died" not in verdict_of(run(changeover_s=1.0, each={"restart_count": 2}))
+    assert "start of workers" not in verdict_of(run(changeover_s=4.5, workers=0, kind="inline"))
+
+
 def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None:
     inline: dict[str, Any] = {"workers": 0, "kind": "inline", "each": {"load_s": 5.9}}
     said = verdict_of(run(**inline))

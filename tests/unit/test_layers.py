@@ -10,7 +10,7 @@ from tests.unit.fresh import SOURCE
 
 # What each part of the package may import of the package. A part is a folder, or a module at the top.
 PURE = {"errors", "plan", "scheduler", "tuning"}
-MEMORY = PURE | {"memory"}
+MEMORY = PURE | {"memory", "units"}
 BATCH = MEMORY | {"batch"}
 WORKERS = BATCH | {"importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
         "workers",
     },  # for type checkers: see test_import_is_light
     "errors": set(),
+    "units": set(),
     "plan": {"errors", "plan"},
     "scheduler": {"errors", "scheduler"},
     "tuning": {"errors", "tuning"},
@@ -76,8 +77,8 @@ ALLOWED: dict[str, set[str]] = {
     "torch": LOADER | {"checks", "importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
     "programs": set(),
-    "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "infeed"},
-    "cli": {"cli", "cores", "doctor", "errors", "importing", "memory", "programs", "testing", "infeed"},
+    "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "units", "infeed"},
+    "cli": {"cli", "cores", "doctor", "errors", "importing", "memory", "programs", "testing", "units", "infeed"},
     "__main__": {"cli"},
 }
 

@@ -102,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
-    from infeed.doctor.findings.finding import duration
-    from infeed.memory.budget import format_bytes
+    from infeed.units import format_bytes, format_seconds
 
     most = max(one.samples_per_s for one in results)
     rows = [
@@ -111,7 +110,7 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
             str(one.setting),
             f"{one.samples_per_s:,.0f}",
             "█" * max(1, round(_BAR * one.samples_per_s / most)),
-            duration(one.first_s),
+            format_seconds(one.first_s),
             format_bytes(one.memory_bytes),
         )
         for one in results

@@ -8,10 +8,10 @@ from typing import Any
 from infeed.doctor.benching import Measured
 from infeed.doctor.evidence import Run
 from infeed.doctor.findings import Finding
-from infeed.doctor.findings.finding import describe, duration
+from infeed.doctor.findings.finding import describe
 from infeed.doctor.report import conclusion, cost_text, ending
-from infeed.memory.budget import format_bytes
 from infeed.observe.page import Block, Tone, chart, code, facts, label, page, paragraph, plotly_source, section, table, verdict
+from infeed.units import format_bytes, format_seconds
 
 
 def findings_page(run: Run, findings: Sequence[Finding]) -> str:
@@ -42,7 +42,7 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
             str(len(loader.epochs)),
             f"{loader.batch_count + sum(epoch.has_batch for epoch in loader.epochs):,}",
             f"{loader.wait_share:.0%}" if run.has_own_loop else "",
-            duration(loader.probe.sample_s) if loader.probe.sample_count else "",
+            format_seconds(loader.probe.sample_s) if loader.probe.sample_count else "",
         )
         for loader in run.loaders
     ]
@@ -50,7 +50,7 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
     blocks.append(
         section("What was watched", table(head, rows, numbers=range(1, 5)), paragraph(f"How it ended: {ending(run)}."))
     )
-    return page("infeed doctor", blocks, subtitle=f"{run.program}, watched for {duration(run.seconds)}")
+    return page("infeed doctor", blocks, subtitle=f"{run.program}, watched for {format_seconds(run.seconds)}")
 
 
 def check_plot() -> None:
@@ -74,7 +74,7 @@ def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Me
             str(one.setting),
             one.error or f"{one.samples_per_s:,.0f}",
             "" if one.error else f"{format_bytes(one.bytes_per_s)}/s",
-            "" if one.error else duration(one.first_s),
+            "" if one.error else format_seconds(one.first_s),
             "" if one.error else format_bytes(one.memory_bytes),
         )
         for one in results

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from infeed.doctor.evidence import Run
 from infeed.doctor.findings import Finding
-from infeed.doctor.findings.finding import RISKS, counted, describe, duration
+from infeed.doctor.findings.finding import RISKS, describe
+from infeed.units import format_count, format_seconds
 
 FORMAT_VERSION: Final = 1
 
@@ -47,11 +48,11 @@ def summary(run: Run) -> str:
     batches = sum(loader.given_count for loader in run.loaders)
     epochs = sum(len(loader.epochs) for loader in run.loaders)
     counts = (
-        counted(len(run.loaders), "loader"),
-        counted(epochs, "epoch"),
-        counted(batches, "batch", "batches"),
+        format_count(len(run.loaders), "loader"),
+        format_count(epochs, "epoch"),
+        format_count(batches, "batch", "batches"),
     )
-    lines = [f"watched {run.program} for {duration(run.seconds)}: {', '.join(counts)}; {ending(run)}"]
+    lines = [f"watched {run.program} for {format_seconds(run.seconds)}: {', '.join(counts)}; {ending(run)}"]
     for loader in run.loaders:
         share = f"the loop waited {loader.wait_share:.0%} of its time" if run.has_own_loop else "iterated by the doctor"
         lines.append(f"  {describe(loader)}: {share}")

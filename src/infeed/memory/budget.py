@@ -42,19 +42,6 @@ def parse_bytes(value: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def format_bytes(count: float) -> str:
-    """A size for people.
-
-    >>> format_bytes(1610612736)
-    '1.5 GiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def available_bytes() -> int:
     """What can be allocated now without swapping or being killed: the machine's free memory or the container's, the lesser."""
     return min(_machine_bytes(), *_group_bytes())

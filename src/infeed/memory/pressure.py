@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
 
-from infeed.memory.budget import format_bytes
+from infeed.units import format_bytes
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _SELF: Final = Path("/proc/self/cgroup")

@@ -22,7 +22,7 @@ from infeed.observe.lanes import (
 from infeed.observe.page import Block, Figure, chart, hint, page, paragraph, section, tiles, verdict
 from infeed.observe.records import LOOP, SpanKind, Trace
 from infeed.observe.serial import Serial, serial
-from infeed.observe.units import format_count, format_rate, format_seconds
+from infeed.units import format_count, format_rate, format_seconds
 
 __all__ = ["timeline_chart", "timeline_figure", "timeline_page", "timeline_section"]
 

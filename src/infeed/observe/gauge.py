@@ -149,6 +149,11 @@ class Gauge:
             number = max(0, self.batch_count - 1) if self._idle_ns else self.batch_count
             self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
 
+    def hired(self, took_ns: int) -> None:
+        """While the loop waited for a batch, a worker was started: in the place of one that died, or one more."""
+        self.changeover_ns += took_ns
+        self.blocked_ns += took_ns
+
     def given(self, asked_ns: int, left_ns: int) -> None:
         """The loop asked for a batch and got it."""
         self.waited_ns += left_ns - asked_ns

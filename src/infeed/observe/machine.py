@@ -7,7 +7,8 @@ import platform
 import sys
 from typing import Any, Final
 
-from infeed.memory.budget import available_bytes, format_bytes
+from infeed.memory.budget import available_bytes
+from infeed.units import format_bytes
 
 # Named with their version if the program has imported them.
 _LIBRARIES: Final = ("numpy", "torch", "jax", "cv2", "PIL", "lightning", "accelerate", "transformers")

@@ -10,7 +10,7 @@ from typing import Any, Final
 from infeed.observe.figures import wrapped
 from infeed.observe.page import Figure
 from infeed.observe.records import Mark, Point, Statistics
-from infeed.observe.units import format_seconds
+from infeed.units import format_seconds
 
 __all__ = ["memory_figure", "rate_figure", "sample_time_figure", "thinned", "wait_figure", "worker_figure"]
 

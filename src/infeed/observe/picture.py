@@ -26,7 +26,7 @@ from infeed.observe.lanes import (
 )
 from infeed.observe.records import LOOP, SpanKind, Trace
 from infeed.observe.serial import Serial, serial
-from infeed.observe.units import format_seconds
+from infeed.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
-from infeed.memory.budget import format_bytes
 from infeed.observe.recent import Recent
-from infeed.observe.units import format_count
+from infeed.units import format_bytes, format_count
 
 # What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
 # finding out how samples stack; "write": into shared memory.

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from infeed.errors import ConfigError
-from infeed.memory.budget import format_bytes
 from infeed.observe import measures
 from infeed.observe.figures import timeline_chart, timeline_section
 from infeed.observe.lanes import FAULTS, lane_names
 from infeed.observe.page import Block, Tone, bars, chart, facts, label, page, paragraph, row, section, table, tiles, verdict
 from infeed.observe.records import Mark, Statistics, Trace, WorkerStatistics
-from infeed.observe.units import format_count, format_rate, format_seconds
+from infeed.units import format_bytes, format_count, format_rate, format_seconds
 
 __all__ = ["report_page", "write_report"]
 

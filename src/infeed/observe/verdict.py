@@ -11,7 +11,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from infeed.observe.recent import Amounts
-from infeed.observe.units import format_count, format_seconds
+from infeed.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from infeed.observe.records import SlowSample, Statistics
@@ -131,14 +131,20 @@ def verdict_of(statistics: Statistics) -> str:
     if share < _LITTLE:
         return f"keeping up: the loop waited {share:.1%} of {when}{_spare(run)}"
     anew = run.amounts.changeover_ns / run.amounts.waited_ns
-    if anew > _MOSTLY and not statistics.keeps_workers and statistics.kind != "inline":
-        return (
-            f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for workers that are started anew for "
-            "every epoch; persistent_workers=True keeps them"
-        )
+    if anew > _MOSTLY and statistics.kind != "inline":
+        return f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for {_started(statistics)}"
     what, part = _largest(run)
     waited = "loaded by itself for" if statistics.kind == "inline" else "waited"
     return f"input-bound: the loop {waited} {share:.0%} of {when}, {part:.0%} of it for {what}; {_cure(run, what)}"
+
+
+def _started(statistics: Statistics) -> str:
+    """Which workers were started while the loop waited, and what can be done about it."""
+    if not statistics.keeps_workers:
+        return "workers that are started anew for every epoch; persistent_workers=True keeps them"
+    if statistics.restart_count:
+        return f"the start of workers in the place of {statistics.restart_count} that died; the log says how"
+    return "the start of workers; these stay"
 
 
 def _amounts(statistics: Statistics) -> Amounts:
@@ -306,4 +312,4 @@ def _workers(count: int) -> str:
 
 
 def _cores(count: float) -> str:
-    return "1 core" if count == 1 else f"{count:g} cores"
+    return format_count(count, "core")

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, final
 
+from infeed.units import format_count
+
 
 @final
 @dataclass(slots=True)
@@ -17,14 +19,11 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)  # iterations that ran on torch's own workers, by reason
 
     def __str__(self) -> str:
-        line = f"{_counted(self.loader_count, 'loader')} on infeed's engine, {_counted(self.batch_count, 'batch', 'batches')}"
+        loaders, batches = format_count(self.loader_count, "loader"), format_count(self.batch_count, "batch", "batches")
+        line = f"{loaders} on infeed's engine, {batches}"
         for why, count in self.refused.items():
-            line += f"; {_counted(count, 'iteration')} on torch's own workers, because {why}"
+            line += f"; {format_count(count, 'iteration')} on torch's own workers, because {why}"
         return line
-
-
-def _counted(count: int, one: str, many: str | None = None) -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 TALLY: Final = Tally()

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 from infeed.doctor.evidence import LoaderSeen, Probe
+from infeed.units import format_count, format_seconds
 
 # In order of what they may cost: the run, or what comes out of it; its time; its memory.
 Risk: TypeAlias = Literal["hang", "failure", "wrong results", "time", "memory"]
@@ -42,33 +43,11 @@ def describe(loader: LoaderSeen) -> str:
     line = f"{name}({loader.dataset}, batch_size={loader.batch_size}, num_workers={asked})"
     if not loader.is_auto or loader.kind == "inline":
         return line
-    return f"{line}, by now {counted(loader.num_workers, loader.kind, 'processes' if loader.kind == 'process' else '')}"
-
-
-def counted(count: float, one: str, many: str = "") -> str:
-    """A number of things.
-
-    >>> counted(1, "core"), counted(2.5, "core"), counted(1200, "batch", "batches")
-    ('1 core', '2.5 cores', '1,200 batches')
-    """
-    return f"{round(count, 2):,.15g} {one if count == 1 else many or one + 's'}"
+    return f"{line}, by now {format_count(loader.num_workers, loader.kind, 'processes' if loader.kind == 'process' else '')}"
 
 
 def sample_text(probe: Probe) -> str:
     """What a sample takes. Threads of libraries may use several processors at once, and clocks differ a little."""
     if probe.cpu_s > 1.1 * probe.sample_s:
-        return f"{duration(probe.sample_s)}, with threads that use {duration(probe.cpu_s)} of processors"
-    return f"{duration(probe.sample_s)}, of which {duration(min(probe.cpu_s, probe.sample_s))} on a processor"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> duration(0.00000042), duration(0.0123), duration(75)
-    ('0.42 µs', '12.3 ms', '75.0 s')
-    """
-    if seconds < 1e-4:
-        return f"{seconds * 1e6:.3g} µs"
-    if seconds < 0.9995:  # which is 1e+03 ms in three digits
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.1f} s"
+        return f"{format_seconds(probe.sample_s)}, with threads that use {format_seconds(probe.cpu_s)} of processors"
+    return f"{format_seconds(probe.sample_s)}, of which {format_seconds(min(probe.cpu_s, probe.sample_s))} on a processor"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Moment, Run
-from infeed.doctor.findings.finding import Finding, counted, describe
-from infeed.memory.budget import format_bytes
+from infeed.doctor.findings.finding import Finding, describe
+from infeed.units import format_bytes, format_count, format_seconds
 
 # A worker grows while it imports, opens files and fills buffers. What counts is growth after a third of its life that goes on
 # in the last third; below these figures it may still be any of those.
@@ -32,15 +32,14 @@ def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
     total = sum(size for _, size in grown)
     at_once = rate * min(len(grown), loader.num_workers)  # there are more where workers are started anew
     full = run.memory_bytes / at_once
-    when = counted(round(full / 60), "minute") if full >= 120 else counted(round(full), "second")
     return Finding(
         name="memory-growth",
         title=f"Workers grow by {format_bytes(rate * 60)} a minute each",
         risk="memory",
         cost=min(1.0, at_once * 60 / max(run.memory_bytes, 1)),
         evidence={
-            "growing": f"{len(grown)} of {counted(len(workers), 'worker')}, by {format_bytes(total)} so far",
-            "full": f"what is free ({format_bytes(run.memory_bytes)}) is used up after {when}",
+            "growing": f"{len(grown)} of {format_count(len(workers), 'worker')}, by {format_bytes(total)} so far",
+            "full": f"what is free ({format_bytes(run.memory_bytes)}) is used up after {format_seconds(full)}",
         },
         cure={
             "torch": "find what the dataset keeps; lists of Python objects grow when read after a fork: use arrays",
@@ -82,7 +81,7 @@ def big_objects(run: Run, loader: LoaderSeen) -> Finding | None:
     once = "infeed.share(...), which holds it once"
     return Finding(
         name="big-objects",
-        title=f"The dataset holds objects that take {format_bytes(total)} more in {counted(loader.num_workers, 'worker')}",
+        title=f"The dataset holds objects that take {format_bytes(total)} more in {format_count(loader.num_workers, 'worker')}",
         risk="memory",
         cost=min(1.0, total / max(run.memory_bytes, 1)),
         evidence={**{f"object {number}": what for number, (what, _) in enumerate(costs[:3], 1)}, "why": why},

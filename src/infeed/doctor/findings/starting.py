@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from infeed.doctor.evidence import Fork, LoaderSeen, ProcessSeen, Run
-from infeed.doctor.findings.finding import Finding, describe, duration
+from infeed.doctor.findings.finding import Finding, describe
+from infeed.units import format_seconds
 
 # Native threads that a forked process can do without. OpenBLAS ends its threads before a fork and starts others after it.
 # torch tells its workers to use one thread, so that OpenMP's and its own are not asked for there. What CUDA and the memory
@@ -41,7 +42,7 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
     shares = _shares_while_waiting(run, loader)
     busy = max(shares, default=0.0)
     is_forked = any(_dangers(fork) for fork in loader.forks)
-    evidence = {"waiting": f"{duration(loader.waiting_s)} of {duration(run.seconds)} for one batch"}
+    evidence = {"waiting": f"{format_seconds(loader.waiting_s)} of {format_seconds(run.seconds)} for one batch"}
     if shares:
         who = "1, which" if len(shares) == 1 else f"{len(shares)}, of which the busiest"
         evidence["workers"] = f"{who} used {busy:.0%} of a core"
@@ -137,14 +138,14 @@ def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     return Finding(
         name="restarted-workers",
-        title=f"Workers are started anew for every epoch: {duration(lost / len(later))} each time",
+        title=f"Workers are started anew for every epoch: {format_seconds(lost / len(later))} each time",
         risk="time",
         cost=share,
         evidence={
             "epochs": str(len(loader.epochs)),
-            "first batch": f"{duration(sum(later) / len(later))} after each start"
-            + (f"; a usual batch: {duration(usual)}" if usual else ""),
-            "lost": f"{duration(lost)}, {share:.0%} of the run",
+            "first batch": f"{format_seconds(sum(later) / len(later))} after each start"
+            + (f"; a usual batch: {format_seconds(usual)}" if usual else ""),
+            "lost": f"{format_seconds(lost)}, {share:.0%} of the run",
         },
         cure={
             "torch": "persistent_workers=True, and one loader for all epochs",

@@ -6,8 +6,8 @@ import math
 from typing import Final, NamedTuple
 
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings.finding import Finding, counted, describe, duration, sample_text
-from infeed.memory.budget import format_bytes
+from infeed.doctor.findings.finding import Finding, describe, sample_text
+from infeed.units import format_bytes, format_count, format_seconds
 
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
 _WAIT_SHARE: Final = 0.1
@@ -55,8 +55,8 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     count = loader.batch_count
     reason = _reason(run, loader)
     evidence = {
-        "waited": f"{duration(loader.waited_s)} of {duration(loader.waited_s + loader.away_s)}",
-        "a batch": f"{duration(loader.waited_s / count)} of waiting, {duration(loader.away_s / count)} of work",
+        "waited": f"{format_seconds(loader.waited_s)} of {format_seconds(loader.waited_s + loader.away_s)}",
+        "a batch": f"{format_seconds(loader.waited_s / count)} of waiting, {format_seconds(loader.away_s / count)} of work",
         "for": reason.text,
     }
     workers = run.workers_of(loader) if loader.kind == "process" else []
@@ -96,7 +96,7 @@ class _Reason(NamedTuple):
 def _reason(run: Run, loader: LoaderSeen) -> _Reason:
     if waits_for_slow(loader):
         worst = loader.probe.slow[0]
-        worst_s = f"index {worst.which} {duration(worst.seconds)}"
+        worst_s = f"index {worst.which} {format_seconds(worst.seconds)}"
         text = f"a few slow samples: they take {loader.slow_share:.0%} of the loading; {worst_s}"
         return _Reason(text, "make these samples cheaper or leave them out; more workers would wait for them as well", False)
     if loader.kind == "inline":
@@ -116,7 +116,8 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
         could_s = loader.load_s / max(1, loader.num_workers)
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         if could_s < _IDLING * comes_s:
-            text = f"the way from workers: they could load one every {duration(could_s)}, one comes every {duration(comes_s)}"
+            could, comes = format_seconds(could_s), format_seconds(comes_s)
+            text = f"the way from workers: they could load one every {could}, one comes every {comes}"
             return _Reason(text, f"{_LIGHTER}; nothing else on these processors")
     if loader.num_workers >= run.core_count and _cores_used(run, loader) >= _BUSY * run.core_count:
         return _Reason("processors: all are at work", _CHEAPER)
@@ -206,8 +207,8 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
         risk="time",
         cost=share * _waited_share(run, loader),
         evidence={
-            "slow": ", ".join(f"{one.which}: {duration(one.seconds)}" for one in probe.slow),
-            "usual": f"{duration(probe.median_s)} (median of {probe.sample_count})",
+            "slow": ", ".join(f"{one.which}: {format_seconds(one.seconds)}" for one in probe.slow),
+            "usual": f"{format_seconds(probe.median_s)} (median of {probe.sample_count})",
             "share": f"{share:.0%} of the loading time of those that were tried",
         },
         cure={
@@ -243,7 +244,7 @@ def no_pinning(run: Run, loader: LoaderSeen) -> Finding | None:
         cost=min(1.0, lost / run.seconds),
         evidence={
             "a batch": format_bytes(loader.batch_bytes),
-            "copies": f"{counted(count, 'batch', 'batches')}, about {duration(lost)} longer than from pinned memory",
+            "copies": f"{format_count(count, 'batch', 'batches')}, about {format_seconds(lost)} longer than from pinned memory",
         },
         cure={
             "torch": "pin_memory=True, and batch.to(device, non_blocking=True)",

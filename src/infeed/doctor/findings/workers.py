@@ -6,8 +6,9 @@ import math
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings.finding import Finding, counted, describe, duration
+from infeed.doctor.findings.finding import Finding, describe
 from infeed.doctor.findings.waiting import LEAST_LOAD_S, LEAST_SWITCHES, MOST_WORKERS, waits, waits_for_slow
+from infeed.units import format_count, format_seconds
 
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1
@@ -54,9 +55,9 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         risk="time",
         cost=rest * gain * (loader.waited_s + loader.away_s) / run.seconds,
         evidence={
-            "loading a batch": f"{duration(loader.load_s)} by one worker",
-            "the loop's own work": f"{duration(away)} a batch",
-            **({"the way from a worker": f"about {duration(way)} a batch"} if best else {}),
+            "loading a batch": f"{format_seconds(loader.load_s)} by one worker",
+            "the loop's own work": f"{format_seconds(away)} a batch",
+            **({"the way from a worker": f"about {format_seconds(way)} a batch"} if best else {}),
             "cores": f"{run.core_count:g}",
             "why": _why(loader, best),
         },
@@ -74,7 +75,7 @@ def _why(loader: LoaderSeen, best: int) -> str:
         return "loading is cheaper than what workers cost"
     away, bound = loader.away_s / loader.batch_count, slowest_s(loader, best)
     if bound > max(away, loader.load_s / best):
-        return f"more would wait for slow samples: because of them a batch comes every {duration(bound)} at best"
+        return f"more would wait for slow samples: because of them a batch comes every {format_seconds(bound)} at best"
     if loader.load_s / best <= away:
         return "enough to keep up with the loop"
     if loader.has_one_reader:
@@ -144,7 +145,7 @@ def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
         cures.append("OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1 in the environment")
     return Finding(
         name="thread-pools",
-        title=f"{who} {use} {each} threads in each worker: {total} for {counted(run.core_count, 'core')}",
+        title=f"{who} {use} {each} threads in each worker: {total} for {format_count(run.core_count, 'core')}",
         risk="time",
         # What is beyond the cores only takes turns; how much that costs depends on the library, half is a guess in the middle.
         cost=(1 - run.core_count / total) * 0.5,

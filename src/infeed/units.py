@@ -31,13 +31,26 @@ def format_rate(per_s: float, what: str = "samples") -> str:
     return f"{_three_digits(per_s)} {what}/s"
 
 
-def format_count(count: int, one: str, many: str = "") -> str:
+def format_count(count: float, one: str, many: str = "") -> str:
     """So many of something.
 
-    >>> format_count(1, "batch", "batches"), format_count(1200, "sample")
-    ('1 batch', '1,200 samples')
+    >>> format_count(1, "batch", "batches"), format_count(1200, "sample"), format_count(2.5, "core")
+    ('1 batch', '1,200 samples', '2.5 cores')
     """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{round(count, 2):,.15g} {one if count == 1 else many or one + 's'}"
+
+
+def format_bytes(count: float) -> str:
+    """A size for people.
+
+    >>> format_bytes(1610612736)
+    '1.5 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def _three_digits(value: float) -> str:
