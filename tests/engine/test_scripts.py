@@ -312,3 +312,30 @@ def test_a_module_beside_the_script_is_found_by_workers(tmp_path: Path) -> None:
     """))  # fmt: skip
     assert_clean(result)
     assert result.out == "[[2, 4]]\n[[2, 4]]\n"
+
+
+def test_modules_that_read_the_command_line_when_they_are_imported_find_it_in_workers(tmp_path: Path) -> None:
+    """As with torch's workers: options of a program in a module of its own, which the dataset's imports."""
+    (tmp_path / "options.py").write_text(dedent("""
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--size", type=int, required=True)
+        options = parser.parse_args()
+    """))  # fmt: skip
+    (tmp_path / "data.py").write_text(dedent("""
+        from options import options
+        class Data:
+            def __len__(self): return options.size
+            def __getitem__(self, i): return options.size
+    """))  # fmt: skip
+    code = dedent("""
+        import sys
+        import infeed
+        from data import Data
+        for method in ("forkserver", "spawn"):
+            with infeed.DataLoader(Data(), 2, num_workers=1, start_method=method, timeout=30) as loader:
+                print([batch.tolist() for batch in loader])
+    """)
+    result = run_script(tmp_path, code, "--size", "3")
+    assert_clean(result)
+    assert result.out == "[[3, 3], [3]]\n" * 2

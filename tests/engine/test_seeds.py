@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -278,6 +279,10 @@ def test_workers_see_the_environment_and_folder_of_the_user(
         collected(loader)
     monkeypatch.setenv("INFEED_TEST", "later")
     monkeypatch.chdir(tmp_path)
-    dataset = Tree(1, lambda i: (os.environ.get("INFEED_TEST"), os.path.realpath(os.getcwd())))
+    monkeypatch.setattr("sys.argv", ["train.py", "--later", None])  # what is no argument is left out
+    dataset = Tree(1, lambda i: (os.environ.get("INFEED_TEST"), os.path.realpath(os.getcwd()), sys.argv))
     with infeed.DataLoader(dataset, batch_size=None, **process_engine) as loader:
-        assert list(loader) == [("later", os.path.realpath(tmp_path))]
+        assert list(loader) == [("later", os.path.realpath(tmp_path), ["train.py", "--later"])]
+    monkeypatch.delattr("sys.argv")  # as where Python is embedded in another program
+    with infeed.DataLoader(Tree(1, lambda i: len(sys.argv)), batch_size=None, **process_engine) as loader:
+        assert list(loader) == [0]

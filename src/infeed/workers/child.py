@@ -60,6 +60,7 @@ class Birth(NamedTuple):
     parcel: Parcel
     segments: list[SegmentHandle]
     sys_path: list[str]
+    sys_argv: list[str]  # modules of the user may read it when they are imported
     directory: str | None
     environ: dict[str, str]
     board: SegmentHandle
@@ -116,6 +117,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
+        sys.argv = birth.sys_argv
         _change_directory(birth.directory)
         for handle in birth.segments:
             segments.add(handle)

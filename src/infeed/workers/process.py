@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import time
 from typing import Final, final
 
@@ -103,6 +104,7 @@ class ProcessCrew(Crew):
             self._parcel,
             list(self._segments.values()),
             search_path(),
+            [part for part in getattr(sys, "argv", ()) if isinstance(part, str)],  # an embedded Python may have none
             current_directory(),
             child_environment(self._threads),
             self._board.handle,
