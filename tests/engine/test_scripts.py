@@ -339,3 +339,50 @@ def test_modules_that_read_the_command_line_when_they_are_imported_find_it_in_wo
     result = run_script(tmp_path, code, "--size", "3")
     assert_clean(result)
     assert result.out == "[[3, 3], [3]]\n" * 2
+
+
+QUEUEING = """
+import multiprocessing, sys, time
+import infeed
+
+class Slow:  # to be pickled, which queues do in a thread
+    def __init__(self, index):
+        self.index = index
+    def __reduce__(self):
+        time.sleep(0.01)
+        return int, (self.index,)
+
+class Data:
+    def __init__(self, large):
+        self.queue, self.large = multiprocessing.get_context("spawn").Queue(), large
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        self.queue.put(bytes(1 << 20) if self.large else Slow(index))
+        return index
+
+data = Data(sys.argv[2] == "large")
+with infeed.DataLoader(data, 2, num_workers=2, start_method=sys.argv[1], timeout=30) as loader:
+    iterator = iter(loader)
+    print([next(iterator).tolist() for _ in range(2)])
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_user_code_has_put_into_a_queue_arrives_although_workers_end(tmp_path: Path, method: str) -> None:
+    """As with torch's, which end with every epoch: they do so as processes of multiprocessing do."""
+    arrived = dedent("""
+        missing = {0, 1, 2, 3}
+        while missing:  # some come twice: the next epoch was begun
+            missing.discard(data.queue.get(timeout=20))
+    """)
+    result = run_script(tmp_path, QUEUEING + arrived, method, "small")
+    assert_clean(result)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_queue_that_nobody_reads_does_not_hold_up_the_end_of_workers(tmp_path: Path, method: str) -> None:
+    """A pipe takes 64 KiB, and the thread that writes into it waits for ever."""
+    result = run_script(tmp_path, QUEUEING, method, "large")
+    assert_clean(result)
+    assert result.out == "[[0, 1], [2, 3]]\n"

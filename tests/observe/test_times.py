@@ -177,7 +177,7 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
         before = loader.statistics()
         monkeypatch.setattr(Staffing, "_start", slowly)
         if how == "added":
-            engine.staff(2)
+            engine._staffing.aim(2)  # as the tuner does, while the loop waits
         else:
             os.kill(engine.worker_pids()[0], signal.SIGKILL)
         wait_until(lambda: next(batches) is not None and started, "another worker")
@@ -185,4 +185,4 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
     assert len(started) == 1
     took_s = known.changeover_s - before.changeover_s
     assert took_s >= NAP_S
-    assert known.deliver_s - before.deliver_s <= known.waited_s - before.waited_s - took_s
+    assert known.deliver_s - before.deliver_s <= known.waited_s - before.waited_s - took_s + 1e-6

@@ -49,6 +49,8 @@ from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, enco
 _ANSWER_NS: Final = 200_000
 # How often a worker notes its memory, for who asks why it was killed.
 _MEASURE_NS: Final = 100_000_000
+# How long what user code has put into queues of multiprocessing may take: others may not read it.
+_QUEUES_S: Final = 1.0
 # How long the thread that reads the pipe has to come to its end, once nothing can be sent any more.
 _END_S: Final = 5.0
 
@@ -262,9 +264,26 @@ class ThreadedEnd(WorkerEnd):
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End this process now, with what was printed on the screen and without waiting for anything of the user's."""
+    """End this process now, with what was printed on the screen, and without waiting for the user's code."""
     try:
+        _end_multiprocessing()
         remove_attached_names()
         flush_output()
     finally:
         os._exit(code)
+
+
+def _end_multiprocessing() -> None:
+    """What ``multiprocessing`` does where a process of its own ends: above all, send what is in its queues."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is None:
+        return
+
+    def end() -> None:
+        with suppress(Exception):
+            util._exit_function()
+
+    with suppress(RuntimeError):  # no more threads may be started
+        thread = threading.Thread(target=end, name="infeed:ending", daemon=True)
+        thread.start()
+        thread.join(_QUEUES_S)
