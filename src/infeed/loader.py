@@ -81,8 +81,8 @@ class DataLoader:
         cpu_limit: with ``"auto"``, how many cores workers may use, such as 2 or 0.5; by default all that this process has, its
             part of them where several ranks share the machine.
         observe: what is kept of the run: ``"timeline"`` (counters, and who did what when), ``"counters"`` alone, or ``"off"``.
-            Counters cost about a hundredth of the time of the smallest batches, the timeline about another. See
-            ``statistics``, ``timeline`` and ``report``.
+            All of it costs about a hundredth of the time of the smallest batches, or less. See ``statistics``, ``timeline`` and
+            ``report``.
         progress: show a bar (tqdm, in a terminal or a notebook) with samples per second, how much the loop waits, and workers.
         on_statistics: called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an epoch, in
             the loop's thread: for TensorBoard, Weights & Biases, Prometheus and the like.

@@ -54,8 +54,8 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             times what samples usually take; 0 says nothing.
         threads_per_worker: threads that torch, NumPy, OpenCV and others may use in each worker process; torch's loader: 1.
         observe: what is kept of the run: ``"timeline"`` (counters, and who did what when), ``"counters"`` alone, or ``"off"``.
-            Counters cost about a hundredth of the time of the smallest batches, the timeline about another. See
-            ``statistics``, ``timeline`` and ``report``.
+            All of it costs about a hundredth of the time of the smallest batches, or less. See ``statistics``, ``timeline`` and
+            ``report``.
         progress: show a bar (tqdm, in a terminal or a notebook) with samples per second, how much the loop waits, and workers.
         on_statistics: called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an epoch, in
             the loop's thread: for TensorBoard, Weights & Biases, Prometheus and the like.
