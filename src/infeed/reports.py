@@ -10,7 +10,7 @@ from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, W
 from infeed.plan.order import plain_indices
 from infeed.records import Record
 from infeed.scheduler.messages import TaskId, WorkerId
-from infeed.units import format_bytes
+from infeed.units import format_bytes, format_count
 from infeed.watching import Overdue
 from infeed.workers.board import Doing
 from infeed.workers.crew import Death
@@ -76,7 +76,7 @@ def death_text(death: Death, doing: Doing | None, held: list[list[Any]]) -> str:
     text = death.text
     indices = [index for part in held for index in part]
     if indices:
-        text += f"; it had {len(indices)} samples to load, indices {reprlib.repr(indices)}"
+        text += f"; it had {format_count(len(indices), 'sample')} to load, indices {reprlib.repr(indices)}"
     if doing is not None and doing.rss_bytes:
         text += f"; its memory was {format_bytes(doing.rss_bytes)} when last looked at"
     if death.cause is not None:

@@ -90,7 +90,7 @@ class Staffing:
         """The loop waits meanwhile, in the middle of an epoch."""
         began_ns = time.perf_counter_ns()
         self._start(worker)
-        self._setup.gauge.hired(time.perf_counter_ns() - began_ns)
+        self._setup.gauge.waited_for_workers(time.perf_counter_ns() - began_ns)
 
     def _start(self, worker: WorkerId) -> None:
         self._started.add(worker)

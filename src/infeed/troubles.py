@@ -35,6 +35,9 @@ _SAMPLE_DEATHS: Final = 3
 _DEATHS: Final = 256
 _DEATHS_PER_WORKER: Final = 64
 _MINUTE_S: Final = 60.0
+# So many in a minute are told of one by one, and then one of so many.
+_LOGGED_DEATHS: Final = 10
+_LOGGED_EVERY: Final = 50
 
 
 @final
@@ -137,10 +140,18 @@ class Troubles:
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        # Who was killed for a sample is told of with that.
-        again = "; what it had is loaded again" if held and failure is None and not self.is_storm else ""
-        _LOG.log(logging.WARNING if overdue is None else logging.INFO, "%s%s", self.last_death, again)
         self._tell(WorkerDied(worker, culprit, is_blamed))
+        # Last, because handlers are the user's. Who was killed for a sample is told of with that.
+        self._log_death(is_told=overdue is not None and failure is not None)
+
+    def _log_death(self, *, is_told: bool) -> None:
+        times = self._death_times
+        count = sum(times[-1] - at < _MINUTE_S for at in times)
+        text = self.last_death if self.is_storm else f"{self.last_death}; another goes on in its place"
+        if count > _LOGGED_DEATHS:
+            text = f"{count} workers have died in a minute, the last was {text}"
+        is_many = count > _LOGGED_DEATHS and count % _LOGGED_EVERY
+        _LOG.log(logging.INFO if is_told or is_many else logging.WARNING, "%s", text)
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
         """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""

@@ -37,7 +37,8 @@ def format_count(count: float, one: str, many: str = "") -> str:
     >>> format_count(1, "batch", "batches"), format_count(1200, "sample"), format_count(2.5, "core")
     ('1 batch', '1,200 samples', '2.5 cores')
     """
-    return f"{round(count, 2):,.15g} {one if count == 1 else many or one + 's'}"
+    number = round(count, 2)
+    return f"{number if number % 1 else int(number):,} {one if number == 1 else many or one + 's'}"
 
 
 def format_bytes(count: float) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +49,71 @@ def test_the_log_says_who_died_and_how(
         assert flat(collected(loader)) == list(range(40))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("infeed", "WARNING")
-    how = r"worker \d \(pid \d+\) was killed by SIGKILL; it had \d+ samples to load, .*; what it had is loaded again"
+    how = r"worker \d \(pid \d+\) was killed by SIGKILL; it had \d+ samples? to load, .*; another goes on in its place"
     assert re.fullmatch(how, record.getMessage())
 
 
-def test_the_log_does_not_say_that_what_is_given_up_is_loaded_again(
-    process_engine: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_of_many_deaths_the_log_tells_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = CrashingDataset(16, [9], tmp_path / "deaths", times=None)
-    with infeed.DataLoader(dataset, 16, **process_engine) as loader:
-        iterator = iter(loader)
-        with pytest.raises(infeed.WorkerDiedError):
-            next(iterator)
-    said = [record.getMessage().endswith("loaded again") for record in caplog.records]
-    assert said.count(False) == 1
-    assert said.count(True) >= 2
+    """The first one by one, and then now and again how many they are."""
+    monkeypatch.setattr("infeed.troubles._LOGGED_DEATHS", 2)
+    monkeypatch.setattr("infeed.troubles._LOGGED_EVERY", 4)
+    dataset = CrashingDataset(200, range(5, 200, 20), tmp_path / "deaths")
+    with infeed.DataLoader(dataset, 4, num_workers=2, timeout=60) as loader:
+        assert flat(collected(loader)) == list(range(200))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 4
+    assert [text.partition(" workers have died in a minute, the last was worker ")[0] for text in said[2:]] == ["4", "8"]
+
+
+def test_a_log_handler_that_raises_keeps_nothing_from_being_loaded(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """The exception is the user's, and so is the next batch."""
+
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError("no warnings here")
+
+    log, handler = logging.getLogger("infeed"), Strict()
+    log.addHandler(handler)
+    try:
+        with infeed.DataLoader(CrashingDataset(40, [13], tmp_path / "deaths"), 4, **process_engine) as loader:
+            iterator, got = iter(loader), []
+            raised = 0
+            while True:
+                try:
+                    got.append(plain(next(iterator)))
+                except StopIteration:
+                    break
+                except ValueError:
+                    raised += 1
+    finally:
+        log.removeHandler(handler)
+    assert flat(got) == list(range(40))
+    assert raised == 1
+
+
+def test_a_death_is_heard_of_although_a_process_that_the_worker_forked_lives(
+    process_engine: dict[str, Any], tmp_path: Path
+) -> None:
+    """It has all that its parent had open, but for the pipe whose end tells of the death."""
+    (tmp_path / "stay").touch()
+
+    def load(index: int) -> int:
+        if index == 5 and not (tmp_path / "forked").exists():
+            (tmp_path / "forked").touch()
+            if not os.fork():
+                while (tmp_path / "stay").exists():
+                    time.sleep(0.01)
+                os._exit(0)
+            kill(os.getpid())
+        return index
+
+    with infeed.DataLoader(Tree(12, load), 4, **process_engine) as loader:
+        try:
+            assert flat(collected(loader)) == list(range(12))
+        finally:
+            (tmp_path / "stay").unlink()
 
 
 def test_who_was_killed_for_its_sample_is_told_of_with_that_sample(
@@ -122,7 +174,7 @@ def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp
     assert [part for part in got if isinstance(part, list)] == [[i, i + 1, i + 2, i + 3] for i in (0, 4, 12, 16, 20)]
     text = got[2]
     assert "index=9 (position 9 of epoch 0, worker" in text
-    assert re.search(r"it had \d samples to load, indices \[[^]]*9[],]", text)
+    assert re.search(r"it had \d samples? to load, indices \[[^]]*9[],]", text)
     assert "its memory was" in text
     assert ("was killed by SIGKILL" if how == "kill" else "exit code 86") in text
     assert "num_workers=0" in text

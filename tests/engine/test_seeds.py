@@ -279,7 +279,10 @@ def test_workers_see_the_environment_and_folder_of_the_user(
         collected(loader)
     monkeypatch.setenv("INFEED_TEST", "later")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train.py", "--later", None])  # what is no argument is left out
+
+    class Text(str): ...  # a class that workers do not know
+
+    monkeypatch.setattr("sys.argv", ["train.py", Text("--later"), None])  # what is no argument is left out
     dataset = Tree(1, lambda i: (os.environ.get("INFEED_TEST"), os.path.realpath(os.getcwd()), sys.argv))
     with infeed.DataLoader(dataset, batch_size=None, **process_engine) as loader:
         assert list(loader) == [("later", os.path.realpath(tmp_path), ["train.py", "--later"])]

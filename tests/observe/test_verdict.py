@@ -200,14 +200,25 @@ def test_workers_that_are_started_anew_for_every_epoch_are_named() -> None:
 
 
 def test_workers_that_died_are_named_where_the_loop_waited_for_others_in_their_place() -> None:
-    said = verdict_of(run(changeover_s=4.5, each={"restart_count": 2}))
-    assert said == (
-        "input-bound: the loop waited 60% of the time, 75% of it for the start of workers in the place of 4 that died; "
-        "the log says how"
+    died: dict[str, Any] = {"each": {"restart_count": 2}}
+    hired = {"changeover_ns": 4 * S, "hired_ns": 3 * S, "waited_ns": 5 * S, "away_ns": 5 * S}
+    for keeps_workers in (True, False):
+        said = judged(hired, **died, keeps_workers=keeps_workers)
+        assert "50% of the last 10 s, 80% of it for the start of workers in the place of 4 that died; the log says how" in said
+    assert "80% of it for the start of workers; these stay" in judged(hired)
+    assert "persistent_workers=True" in judged({**hired, "hired_ns": S}, **died, keeps_workers=False)
+    assert "80% of it for the start of workers; these stay" in judged({**hired, "hired_ns": S}, **died)
+    assert "100% of it for the start of workers" in judged({**hired, "changeover_ns": 6 * S, "hired_ns": 6 * S})
+    assert "start of workers" not in judged({**hired, "changeover_ns": 2 * S, "hired_ns": 2 * S}, **died)
+    assert "start of workers" not in judged(hired, workers=0, kind="inline")
+
+
+def test_workers_that_idle_because_others_died_are_not_told_to_have_more_in_flight() -> None:
+    idle = {"load_s": 1.0, "cpu_s": 1.0}
+    assert "busy only 15% of their time: 4 workers died, and the log says how" in verdict_of(
+        run(each={**idle, "restart_count": 2})
     )
-    assert "75% of it for the start of workers; these stay" in verdict_of(run(changeover_s=4.5))
-    assert "died" not in verdict_of(run(changeover_s=1.0, each={"restart_count": 2}))
-    assert "start of workers" not in verdict_of(run(changeover_s=4.5, workers=0, kind="inline"))
+    assert "allow more in flight" in verdict_of(run(each=idle))
 
 
 def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None:

@@ -46,7 +46,7 @@ class Flight(NamedTuple):
 # Of a gauge, what engines have in common.
 _SUMMED: Final = (
     "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
-    "_final_bytes",
+    "hired_ns", "_final_bytes",
 )  # fmt: skip
 
 
@@ -97,7 +97,8 @@ class Gauge:
         self.away_ns = 0
         self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
         self.outside_ns = 0  # of the wait, while epochs began and ended
-        self.changeover_ns = 0  # of the wait, for workers that were started anew or stopped
+        self.changeover_ns = 0  # of the wait, for workers that were started or stopped
+        self.hired_ns = 0  # of that, what came in the middle of epochs
         self.memory_limit = memory_limit  # for batches
         self.tick_count = 0
         self.latest: Point | None = None  # what the last tick found
@@ -149,10 +150,12 @@ class Gauge:
             number = max(0, self.batch_count - 1) if self._idle_ns else self.batch_count
             self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
 
-    def hired(self, took_ns: int) -> None:
-        """While the loop waited for a batch, a worker was started: in the place of one that died, or one more."""
-        self.changeover_ns += took_ns
+    def waited_for_workers(self, took_ns: int) -> None:
+        """In the middle of an epoch the loop waited for a worker to be there: in the place of one that died, or one more."""
         self.blocked_ns += took_ns
+        if self.batch_count:  # else all of the wait is for workers, and counted with the first batch
+            self.changeover_ns += took_ns
+            self.hired_ns += took_ns
 
     def given(self, asked_ns: int, left_ns: int) -> None:
         """The loop asked for a batch and got it."""
@@ -305,6 +308,7 @@ class Gauge:
             away_ns=self.away_ns,
             blocked_ns=self.blocked_ns + self.outside_ns,
             changeover_ns=self.changeover_ns,
+            hired_ns=self.hired_ns,
             load_ns=sum(one.load_ns for one in sums.values()),
             collate_ns=sum(one.collate_ns for one in sums.values()),
             write_ns=sum(one.write_ns for one in sums.values()),

@@ -55,7 +55,7 @@ class Members:
         self._readers = {worker: board.reader(worker) for worker in workers}
         self.known: set[WorkerId] = set()  # those of them that have ever been there
         self.is_closed = False
-        self._final_count = 0
+        self._count = self._final_count = 0
         self._last: dict[WorkerId, Reading] = {}  # when they were gone
         self._idle_ns = 0  # since when nobody wants anything of them; 0: somebody does
         # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
@@ -68,6 +68,7 @@ class Members:
 
     def started(self, worker: WorkerId, pid: int | None) -> None:
         member = self._members[worker]
+        self._count += not member.since_ns
         member.since_ns, member.pid = perf_counter_ns(), pid
         self.known.add(worker)
 
@@ -79,6 +80,7 @@ class Members:
             member.cpu_ns, member.queued_ns = used.cpu_ns, used.queued_ns
             member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
             member.since_ns = 0
+            self._count -= 1
 
     def restarted(self, worker: WorkerId) -> None:
         self._members[worker].restart_count += 1
@@ -126,9 +128,7 @@ class Members:
     @property
     def count(self) -> int:
         """How many there are, or were when the engine was closed."""
-        if self.is_closed:
-            return self._final_count
-        return sum(bool(member.since_ns) for member in self._members.values())
+        return self._final_count if self.is_closed else self._count
 
     def alive_ns(self, worker: WorkerId) -> int:
         member = self._members[worker]

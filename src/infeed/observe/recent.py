@@ -28,7 +28,8 @@ class Amounts(NamedTuple):
     started_ns: int = 0
     away_ns: int = 0
     blocked_ns: int = 0  # of the wait, what was not infeed's own work in the loop's thread
-    changeover_ns: int = 0  # of the wait, for workers that were started anew or stopped
+    changeover_ns: int = 0  # of the wait, for workers that were started or stopped
+    hired_ns: int = 0  # of that, what came in the middle of epochs
     load_ns: int = 0
     collate_ns: int = 0
     write_ns: int = 0

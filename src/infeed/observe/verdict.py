@@ -130,20 +130,21 @@ def verdict_of(statistics: Statistics) -> str:
     when = "the time" if run.is_all else f"the last {format_seconds(run.amounts.elapsed_ns / 1e9)}"
     if share < _LITTLE:
         return f"keeping up: the loop waited {share:.1%} of {when}{_spare(run)}"
-    anew = run.amounts.changeover_ns / run.amounts.waited_ns
+    anew = min(1.0, run.amounts.changeover_ns / run.amounts.waited_ns)
     if anew > _MOSTLY and statistics.kind != "inline":
-        return f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for {_started(statistics)}"
+        return f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for {_started(run)}"
     what, part = _largest(run)
     waited = "loaded by itself for" if statistics.kind == "inline" else "waited"
     return f"input-bound: the loop {waited} {share:.0%} of {when}, {part:.0%} of it for {what}; {_cure(run, what)}"
 
 
-def _started(statistics: Statistics) -> str:
+def _started(run: _Run) -> str:
     """Which workers were started while the loop waited, and what can be done about it."""
-    if not statistics.keeps_workers:
+    if 2 * run.amounts.hired_ns > run.amounts.changeover_ns:
+        died = f" in the place of {run.statistics.restart_count} that died; the log says how"
+        return "the start of workers" + (died if run.statistics.restart_count else "; these stay")
+    if not run.statistics.keeps_workers:
         return "workers that are started anew for every epoch; persistent_workers=True keeps them"
-    if statistics.restart_count:
-        return f"the start of workers in the place of {statistics.restart_count} that died; the log says how"
     return "the start of workers; these stay"
 
 
@@ -204,7 +205,7 @@ def _cure(run: _Run, what: str) -> str:
     busy_share = run.amounts.busy_share
     if busy_share < _IDLE:
         idle = f"workers were busy only {busy_share:.0%} of their time"
-        return f"{idle}: {_slow_sample(run) or 'allow more in flight (prefetch, memory_limit)'}"
+        return f"{idle}: {_slow_sample(run) or _deaths(run) or 'allow more in flight (prefetch, memory_limit)'}"
     if run.is_stream and run.worker_count == 1:
         whatever = ", whatever num_workers is" if run.statistics.most_workers > 1 else ""
         return f"one worker reads this stream{whatever}; let __iter__ choose its share by infeed.get_worker_info() to use more"
@@ -300,6 +301,12 @@ def _slow_sample(run: _Run) -> str:
     name = f"position {worst.position}" if worst.index is None else f"index={worst.index}"
     took, usual = format_seconds(worst.seconds), format_seconds(median)
     return f"single slow samples hold up the rest ({name} took {took}, the median is {usual})"
+
+
+def _deaths(run: _Run) -> str:
+    """Who is missed, while others start in their place."""
+    count = run.statistics.restart_count
+    return f"{format_count(count, 'worker')} died, and the log says how" if count else ""
 
 
 def _more(count: int) -> str:

@@ -49,10 +49,13 @@ from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, enco
 _ANSWER_NS: Final = 200_000
 # How often a worker notes its memory, for who asks why it was killed.
 _MEASURE_NS: Final = 100_000_000
-# How long what user code has put into queues of multiprocessing may take: others may not read it.
-_QUEUES_S: Final = 1.0
+# How long a worker has to end by itself before it is killed. An idle one needs a millisecond; one in user code may never come
+# back, and Ctrl+C must not feel dead.
+END_S: Final = 0.5
+# Of that, how long it may take to send what user code has put into queues of multiprocessing, which nobody may read.
+_QUEUES_S: Final = 0.8 * END_S
 # How long the thread that reads the pipe has to come to its end, once nothing can be sent any more.
-_END_S: Final = 5.0
+_READER_S: Final = 5.0
 
 
 class Birth(NamedTuple):
@@ -119,7 +122,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
         sys.path[:] = birth.sys_path
-        sys.argv = birth.sys_argv
+        sys.argv[:] = birth.sys_argv
         _change_directory(birth.directory)
         for handle in birth.segments:
             segments.add(handle)
@@ -240,7 +243,7 @@ class ThreadedEnd(WorkerEnd):
         except OSError:
             # The reader comes to the end of the pipe too, by way of what the engine said last, and ends the process.
             if threading.current_thread() is not self._reader:
-                self._reader.join(_END_S)
+                self._reader.join(_READER_S)
             raise
 
     def has_pending(self) -> bool:
@@ -265,23 +268,28 @@ class ThreadedEnd(WorkerEnd):
 
 def leave(code: int = 0) -> NoReturn:
     """End this process now, with what was printed on the screen, and without waiting for the user's code."""
+    _leaving.acquire()  # for ever: whoever comes second must not end what the first is at
     try:
-        _end_multiprocessing()
-        remove_attached_names()
         flush_output()
+        remove_attached_names()
+        _send_queued()
     finally:
         os._exit(code)
 
 
-def _end_multiprocessing() -> None:
-    """What ``multiprocessing`` does where a process of its own ends: above all, send what is in its queues."""
+_leaving: Final = threading.Lock()
+
+
+def _send_queued() -> None:
+    """Let ``multiprocessing`` do what it does where a process of its own ends: above all, send what is in its queues."""
     util = sys.modules.get("multiprocessing.util")
     if util is None:
         return
 
     def end() -> None:
         with suppress(Exception):
-            util._exit_function()
+            util._run_finalizers()
+        flush_output()
 
     with suppress(RuntimeError):  # no more threads may be started
         thread = threading.Thread(target=end, name="infeed:ending", daemon=True)

@@ -15,7 +15,7 @@ from typing import Final, final
 assert sys.platform == "linux"
 
 from infeed.errors import WorkerStartError
-from infeed.workers.launch import start_interpreter
+from infeed.workers.launch import command_line, start_interpreter
 from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
 from infeed.workers.threadpools import SERVER_THREADS
 
@@ -70,7 +70,7 @@ class ForkServer:
         """
         with self._exclusive():
             try:
-                send(self._sock, Preload(sorted(modules)))
+                send(self._sock, Preload(sorted(modules), command_line()))
             except OSError as error:
                 raise self._gone() from error
 

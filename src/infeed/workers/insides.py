@@ -46,6 +46,24 @@ def flush_output() -> None:
             stream.flush()
 
 
+if sys.platform != "win32":
+
+    def keep_to_oneself(*fds: int) -> None:
+        """Processes that user code starts do not get these.
+
+        The engine hears of a worker's death by the end of its pipe, which does not come before all who have it are gone.
+        """
+
+        def close() -> None:
+            for fd in fds:
+                with suppress(OSError):
+                    os.close(fd)
+
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        os.register_at_fork(after_in_child=close)
+
+
 def ignore_interrupts() -> None:
     """Ctrl+C belongs to the user's process, which tells its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

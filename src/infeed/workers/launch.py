@@ -113,6 +113,11 @@ def search_path() -> list[str]:
     return path
 
 
+def command_line() -> list[str]:
+    """The user's ``sys.argv``, which modules may read when they are imported. An embedded Python may have none."""
+    return [str.__str__(part) for part in getattr(sys, "argv", None) or () if isinstance(part, str)]
+
+
 def _root_of(module: ModuleType) -> str | None:
     """The folder in which the import system found a module or package of the top level, if it was found in one."""
     spec = getattr(module, "__spec__", None)

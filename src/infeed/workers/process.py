@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import sys
 import time
 from typing import Final, final
 
@@ -15,19 +14,16 @@ from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
 from infeed.workers.channel import Link, open_poller
-from infeed.workers.child import Birth
+from infeed.workers.child import END_S, Birth
 from infeed.workers.crew import Crew, Death, News
 from infeed.workers.insides import child_environment, current_directory
-from infeed.workers.launch import explaining_limits, search_path
+from infeed.workers.launch import command_line, explaining_limits, search_path
 from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.stacks import take as take_stack
 from infeed.workers.starting import Process, SpawnedProcess, Starter, StartMethod
 from infeed.workers.wire import PART, TaskEncoder, decode_answer
 
-# How long close() lets workers end by themselves before it kills them. An idle one needs a millisecond; one in user code may
-# never come back, and Ctrl+C must not feel dead.
-_CLOSE_S: Final = 0.5
 _SIGKILL: Final = 9  # not in `signal` on Windows
 # How long a worker has to say where it is.
 _STACK_S: Final = 0.5
@@ -47,7 +43,7 @@ class _Leaver:
 
     def __init__(self, worker: WorkerId, process: Process) -> None:
         self.worker, self.process = worker, process
-        self._deadline = time.monotonic() + _CLOSE_S
+        self._deadline = time.monotonic() + END_S
         self._is_killed = False
 
     @property
@@ -61,7 +57,7 @@ class _Leaver:
             return True  # nobody can tell any more: it went with its server
         self.process.kill()
         self._is_killed = True
-        self._deadline = time.monotonic() + _CLOSE_S
+        self._deadline = time.monotonic() + END_S
         return False
 
 
@@ -104,7 +100,7 @@ class ProcessCrew(Crew):
             self._parcel,
             list(self._segments.values()),
             search_path(),
-            [part for part in getattr(sys, "argv", ()) if isinstance(part, str)],  # an embedded Python may have none
+            command_line(),
             current_directory(),
             child_environment(self._threads),
             self._board.handle,
@@ -145,7 +141,7 @@ class ProcessCrew(Crew):
         if self._leavers:
             self._see_off()
             if self._leavers:
-                timeout_s = _CLOSE_S if timeout_s is None else min(timeout_s, _CLOSE_S)
+                timeout_s = END_S if timeout_s is None else min(timeout_s, END_S)
         news, self._early = self._early, []
         for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
@@ -209,12 +205,12 @@ class ProcessCrew(Crew):
         self._poller.close()
         if os.getpid() != self._owner_pid:
             return  # a forked child of the user's: the workers are not its own
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + END_S
         try:
             late = [process for process in processes if process.wait(max(0.0, deadline - time.monotonic())) is None]
             for process in late:
                 process.kill()
-            deadline = time.monotonic() + _CLOSE_S
+            deadline = time.monotonic() + END_S
             for process in late:
                 process.wait(max(0.0, deadline - time.monotonic()))
         except BaseException:  # Ctrl+C: the user has no more patience
@@ -226,11 +222,11 @@ class ProcessCrew(Crew):
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
         member = self._dismiss(worker)
-        code = member.process.wait(_CLOSE_S)
+        code = member.process.wait(END_S)
         if code is None:
             # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
             member.process.kill()
-            code = member.process.wait(_CLOSE_S)
+            code = member.process.wait(END_S)
         verdict = self._oom.verdict() if code == -_SIGKILL else None
         return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict, is_blamed=code is not None)
 
@@ -254,7 +250,7 @@ class ProcessCrew(Crew):
 
 def _how_it_ended(code: int | None) -> str:
     if code is None:
-        return "vanished"
+        return "vanished, perhaps with the fork server"
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

@@ -22,7 +22,14 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 assert sys.platform == "linux"
 
 from infeed.workers.child import leave, run_worker
-from infeed.workers.insides import die_with_parent, flush_output, ignore_interrupts, name_process, open_process
+from infeed.workers.insides import (
+    die_with_parent,
+    flush_output,
+    ignore_interrupts,
+    keep_to_oneself,
+    name_process,
+    open_process,
+)
 from infeed.workers.pipes import PipeEnd
 from infeed.workers.seeding import seed_lazily
 
@@ -37,6 +44,7 @@ _MAX_FDS: Final = 200  # of one message; the kernel takes 253
 
 class Preload(NamedTuple):
     modules: list[str]
+    argv: list[str]  # of the program: modules may read it when they are imported
 
 
 class Fork(NamedTuple):
@@ -150,7 +158,8 @@ class _Server:
 
     def _answer(self, message: ToServer, fds: list[int]) -> None:
         match message:
-            case Preload(modules):
+            case Preload(modules, argv):
+                sys.argv[:] = argv
                 self._preload(modules)
             case Fork():
                 self._fork(fds)
@@ -212,6 +221,7 @@ class _Server:
             if self._parent is not None:
                 os.close(self._parent)
             read_fd, write_fd, *rest = fds
+            keep_to_oneself(read_fd, write_fd)
             run_worker(PipeEnd(read_fd, write_fd), rest)
             code = 0
         except BaseException:

@@ -16,10 +16,13 @@ def over_connection(parent_pid: int, handle: int, *fds: int) -> NoReturn:
     """Entry point of a worker that is talked to over a connection of ``multiprocessing``."""
     from infeed.workers.connections import inherited_end
 
+    if sys.platform != "win32":
+        keep_to_oneself(handle)
     _work(parent_pid, inherited_end(handle), fds)
 
 
 if sys.platform != "win32":
+    from infeed.workers.insides import keep_to_oneself
     from infeed.workers.pipes import PipeEnd
 
     def over_pipes_bound(*arguments: int) -> NoReturn:
@@ -32,6 +35,7 @@ if sys.platform != "win32":
 
     def over_pipes(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
         """Entry point of a worker that is talked to over a pair of pipes."""
+        keep_to_oneself(read_fd, write_fd)
         _work(parent_pid, PipeEnd(read_fd, write_fd), fds)
 
 
