@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from contextlib import ExitStack
 from functools import partial
@@ -33,12 +34,18 @@ from infeed.workers.board import Board
 from infeed.workers.crew import Crew
 from infeed.workers.hearers import Hearers
 from infeed.workers.inline import InlineCrew
+from infeed.workers.insides import is_importing
 from infeed.workers.process import ProcessCrew
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.starting import prepare
 from infeed.workers.thread import ThreadCrew
 
+_LOG: Final = logging.getLogger("infeed")
+_MSG_IMPORTING: Final = (
+    "a module that workers import iterates a loader when it is imported: so each worker does, by itself and without workers of "
+    "its own; put that into a function, which the program calls"
+)
 # Batches in flight, at least, while memory allows: deep enough that one slow sample among fifty does not hold up the rest.
 _USUAL_BATCHES: Final = 16
 # Loaders, by their plans, that were looked through: each is told once.
@@ -72,6 +79,10 @@ def build_engine(
     """
     table = plan.table
     kind = "inline" if table is not None else kind or config.kind
+    if kind == "process" and is_importing():
+        # Its workers would import the same module, and start workers for it, without end.
+        _LOG.warning("%s", _MSG_IMPORTING)
+        kind = "inline"
     if kind == "process":
         prepare(config.start_method)
     source = _source(config, table)

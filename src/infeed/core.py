@@ -224,6 +224,7 @@ class Core:
             has_collate_fn=config.collate_fn is not None,
             most_workers=config.most_workers,
             keeps_workers=self.garage.is_keeping,
+            prefetch=config.prefetch or (config.prefetch_factor or 0) * config.most_workers,
         )
 
     def trace(self) -> Trace:

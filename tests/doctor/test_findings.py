@@ -294,6 +294,38 @@ def test_a_batch_that_does_not_come_is_told(waiting_s: float, found: bool) -> No
     assert ("no-batch" in names(loader(waiting_s=waiting_s, batches=0))) is found
 
 
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        ({}, True),
+        ({"library": "infeed.torch"}, True),
+        ({"library": "infeed"}, False),  # where one worker reads it
+        ({"num_workers": 1}, False),
+        ({"num_workers": 0, "kind": "inline"}, False),
+        ({"has_init": True}, False),
+        ({"shards_itself": True}, False),
+        ({"is_stream": False}, False),
+        ({"wait": 0.0}, True),  # whether or not the loop waits
+    ],
+)
+def test_a_stream_that_every_worker_reads_gives_its_samples_again(options: dict[str, Any], is_told: bool) -> None:
+    told = {one.name: one for one in examine(run(stream(**options)))}
+    assert ("same-samples" in told) is is_told
+    if is_told:
+        assert told["same-samples"].risk == "wrong results"
+        assert told["same-samples"].title == "Every sample comes 2 times: each worker reads the whole stream"
+
+
+def test_loading_that_takes_as_long_by_hand_is_no_reason_for_fewer_workers() -> None:
+    """One worker brings a batch as fast as it is loaded: that is not the way from it."""
+    seen = loader(wait=0.0997, away=0.0, num_workers=1, library="infeed", probe=costly(0.00994))
+    told = {one.name: one for one in examine(run(seen))}
+    assert "the way from" not in str(told["loop-waits"].evidence)
+    assert "num_workers=0" not in str(told["loop-waits"].cure)
+    quick = loader(wait=0.0997, away=0.0, num_workers=1, library="infeed", probe=costly(0.007))
+    assert "num_workers=0" in str({one.name: one for one in examine(run(quick))}["loop-waits"].cure)
+
+
 def test_findings_come_in_order_of_what_they_cost() -> None:
     """What may lose the run, then time, the larger share first, then memory."""
     probe = Probe(
@@ -421,7 +453,7 @@ def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(li
     found = {one.name: one for one in examine(run(stream(library=library)))}
     alone = {one.name: one for one in examine(run(stream(library=library, num_workers=0, kind="inline", away=0.1)))}
 
-    assert list(found) == ["loop-waits"]
+    assert list(found) == (["loop-waits"] if library == "infeed" else ["same-samples", "loop-waits"])
     assert ("one worker" if library == "infeed" else "each worker") + " reads all of it" in found["loop-waits"].evidence["for"]
     assert "get_worker_info()" in found["loop-waits"].cure["infeed"]
     assert alone["num-workers"].cure["infeed"] == "num_workers=1"

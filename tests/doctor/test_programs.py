@@ -266,6 +266,14 @@ def test_a_finding_can_be_ignored_and_written_to_files(tmp_path: Path) -> None:
     assert "Nothing found." in (tmp_path / "found.html").read_text()
 
 
+def test_options_behind_a_dataset_are_refused(tmp_path: Path) -> None:
+    """They would be taken for arguments of a program, and mean nothing."""
+    (tmp_path / "program.py").write_text(DICE)
+    result = start_python(["-m", "infeed", "doctor", "program:Dice", "--num-workers", "1"], cwd=tmp_path).finish()
+    assert (result.code, result.out) == (2, "")
+    assert result.err == ("infeed doctor: --num-workers 1: a dataset takes no arguments; options come before program:Dice\n")
+
+
 @pytest.mark.parametrize("option", ["--json", "--html"])
 @pytest.mark.parametrize(
     ("file", "text"),

@@ -74,6 +74,15 @@ class Random(Base):
 for batch in DataLoader(Random(), batch_size=8, num_workers=2): step()
 """,
     ),
+    "same-samples": (
+        "each worker reads the whole stream",
+        """
+class Stream(IterableDataset):
+    def __iter__(self): return iter(range(200))
+
+for batch in DataLoader(Stream(), batch_size=8, num_workers=2): step()
+""",
+    ),
     "loop-waits": (
         "there are no workers",
         """

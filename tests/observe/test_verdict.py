@@ -169,8 +169,12 @@ def test_no_sample_is_blamed_that_did_not_hold_up_the_loop(slow_s: float, change
     assert "slow samples" not in said
 
 
-def test_idle_workers_without_a_slow_sample_need_more_in_flight() -> None:
-    assert "prefetch" in verdict_of(run(each={"load_s": 3.0}))
+def test_idle_workers_without_a_slow_sample_need_more_in_flight_where_that_is_fixed() -> None:
+    idle: dict[str, Any] = {"each": {"load_s": 3.0}}
+    assert "allow more in flight than 2 batches (prefetch)" in verdict_of(run(**idle, prefetch=2))
+    assert verdict_of(run(**idle)).endswith("more of them would not help; a timeline shows what the loop waits for")
+    assert "allow more in flight than prefetch=1" in verdict_of(run(prefetch=1))
+    assert "prefetch" not in verdict_of(run(prefetch=2))
 
 
 def test_a_loop_that_does_not_wait_is_left_alone() -> None:
@@ -218,7 +222,42 @@ def test_workers_that_idle_because_others_died_are_not_told_to_have_more_in_flig
     assert "busy only 15% of their time: 4 workers died, and the log says how" in verdict_of(
         run(each={**idle, "restart_count": 2})
     )
-    assert "allow more in flight" in verdict_of(run(each=idle))
+    assert "more of them would not help; a timeline shows" in verdict_of(run(each=idle))
+
+
+def test_one_sample_that_the_loop_waits_for_is_named_however_busy_workers_are() -> None:
+    slow = {"slowest": (SlowSample(0, 5, 300, 3.5),), "histogram": ((0.01, 1999), (4.0, 1))}
+    said = verdict_of(run(**slow))
+    assert "single slow samples hold up the rest (index=300 took 3.5 s, the median is 9 ms)" in said
+    assert "hold up the rest" not in verdict_of(run(**{**slow, "slowest": (SlowSample(0, 5, 300, 2.5),)}))
+    # Many that together take as long are work, which more workers share.
+    many = {"slowest": tuple(SlowSample(0, at, at, 0.5) for at in range(16)), "histogram": ((0.01, 1984), (0.5, 16))}
+    assert "more workers would help" in verdict_of(run(**many))
+
+
+def test_workers_that_wait_and_compute_a_little_are_as_many_as_keep_the_cores_busy() -> None:
+    """Two cores, and samples that compute two fifths of their time: there is work for five."""
+    mixed = {"each": {"cpu_s": 3.8}, "core_count": 2.0, "away_s": 0.5}
+    assert "3 more workers would help, beyond the cores too" in verdict_of(run(**mixed))
+    assert "all 2 cores are busy" in verdict_of(run(**{**mixed, "workers": 6}))
+
+
+def test_rows_that_are_gathered_without_workers_need_none() -> None:
+    said = verdict_of(run(workers=0, kind="inline", loads_by="gathering rows"))
+    assert said.endswith("rows of arrays are gathered without workers, whatever num_workers is; larger batches cost less of it")
+
+
+def test_a_stream_of_one_worker_may_have_more() -> None:
+    one: dict[str, Any] = {"workers": 1, "loads_by": "__iter__"}
+    for options in ({"most_workers": 1}, {"most_workers": 4, "is_auto": True}):
+        assert "infeed.get_worker_info(), with num_workers=2 or more, to use them" in verdict_of(run(**one, **options))
+    assert "one worker reads this stream, whatever num_workers is" in verdict_of(run(**one, most_workers=4))
+
+
+def test_who_leaves_the_number_to_infeed_is_not_told_of_workers_that_are_too_many() -> None:
+    idle: dict[str, Any] = {"workers": 8, "waited_s": 0.1, "away_s": 9.9, "each": {"load_s": 0.9, "sample_count": 250}}
+    assert "would do" in verdict_of(run(**idle))
+    assert "would do" not in verdict_of(run(**idle, is_auto=True))
 
 
 def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None:
@@ -275,14 +314,14 @@ def test_of_one_thread_nobody_knows_whether_it_holds_the_gil() -> None:
 def test_threads_that_wait_become_no_more_than_the_gil_serves() -> None:
     amounts = {"cpu_ns": 4 * S, "own_cpu_ns": 5 * S, "waited_ns": 19 * S // 2, "away_ns": S // 2}
     assert "so 2 more workers would help" in judged(amounts, kind="thread")
-    assert "so 40 more workers would help" in judged(amounts)
+    assert "so 36 more workers would help" in judged(amounts)  # a fifth of eight cores each, and two are there
 
 
 def test_of_a_stream_with_one_reader_more_workers_are_not_advised() -> None:
     for most in (1, 13):
         said = verdict_of(run(workers=1, loads_by="__iter__", most_workers=most))
         assert "one worker reads this stream" in said
-        assert "infeed.get_worker_info()" in said
+        assert "let __iter__ choose its share by infeed.get_worker_info()" in said
         assert "more worker" not in said
         assert ("whatever num_workers is" in said) is (most > 1)
     assert "num_workers=1 would load" in verdict_of(run(workers=0, kind="inline", loads_by="__iter__"))

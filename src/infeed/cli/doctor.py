@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     kind = _kind(program, arguments.is_module)
     if kind is None:
         return _USAGE
+    if kind == "dataset" and program[1:]:
+        return _complain(f"{' '.join(program[1:])}: a dataset takes no arguments; options come before {program[0]}")
     data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
     trouble = find_trouble([data, page])
     if trouble:

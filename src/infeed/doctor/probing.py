@@ -130,7 +130,9 @@ def _open(watched: Watched) -> tuple[Iterator[Any], bool]:
         first = list(itertools.islice(stream, 1))
     finally:
         sys.setprofile(before)
-    return itertools.chain(first, stream), was_asked
+    # What torch's pipes read is told to them by torch, before.
+    is_pipe = any(cls.__name__ == "IterDataPipe" for cls in type(watched.dataset).__mro__)
+    return itertools.chain(first, stream), was_asked or is_pipe
 
 
 def _indices(watched: Watched) -> Iterator[Any]:

@@ -59,6 +59,7 @@ class Meter:
         most_workers: int,
         keeps_workers: bool = True,
         is_settled: bool = True,
+        prefetch: int = 0,
     ) -> Statistics:
         """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
         with self._gauges.lock:
@@ -94,6 +95,7 @@ class Meter:
                 kind="inline" if latest is None else latest.kind,
                 is_auto=is_auto,
                 is_settled=is_settled,
+                prefetch=prefetch,
                 worker_count=0 if latest is None or latest.kind == "inline" else latest.members.count,
                 workers=tuple(_workers(gauges, tapes)),
                 core_count=core_count,

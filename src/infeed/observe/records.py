@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.observe.recent import Recent
-from infeed.units import format_bytes, format_count
+from infeed.units import format_bytes, format_count, format_seconds
 
 # What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
 # finding out how samples stack; "write": into shared memory.
@@ -159,6 +159,7 @@ class Statistics:
     slowest: tuple[SlowSample, ...]
     verdict: str
     most_workers: int = 0  # that there may be, by num_workers; 0 if that is not known
+    prefetch: int = 0  # batches that may be in flight, where the user says how many
     recent: Recent | None = None  # what the verdict judges; None: all of it
 
     @property
@@ -243,7 +244,7 @@ class Statistics:
             + f", deliver {self.deliver_s:.2f} s",
         }
         if self.sample_times:
-            rows["a sample"] = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.sample_times.items())
+            rows["a sample"] = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.sample_times.items())
         rows["in flight"] = (
             f"{_batches(self.batches_in_flight)}, {format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}"
         )

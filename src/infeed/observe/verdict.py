@@ -43,6 +43,7 @@ _SLOW_SHARE: Final = 0.1
 _MOST_SUGGESTED: Final = 64
 # What takes up more of the wait than this is what it is about.
 _MOSTLY: Final = 0.5
+_SHARE: Final = "let __iter__ choose its share by infeed.get_worker_info()"
 
 
 class _Run(NamedTuple):
@@ -205,14 +206,22 @@ def _cure(run: _Run, what: str) -> str:
     busy_share = run.amounts.busy_share
     if busy_share < _IDLE:
         idle = f"workers were busy only {busy_share:.0%} of their time"
-        return f"{idle}: {_slow_sample(run) or _deaths(run) or 'allow more in flight (prefetch, memory_limit)'}"
+        return f"{idle}: {_slow_samples(run) or _deaths(run) or _fallback(run)}"
+    worst = _worst(run)
+    if worst is not None and worst.seconds > _MOSTLY * run.statistics.waited_s:  # whoever else is busy meanwhile
+        return _blame(run, worst)
+    if 0 < run.statistics.prefetch < run.worker_count:
+        return f"allow more in flight than prefetch={run.statistics.prefetch}: there is not enough for all workers"
     if run.is_stream and run.worker_count == 1:
-        whatever = ", whatever num_workers is" if run.statistics.most_workers > 1 else ""
-        return f"one worker reads this stream{whatever}; let __iter__ choose its share by infeed.get_worker_info() to use more"
+        if run.statistics.most_workers > 1 and not run.statistics.is_auto:
+            return f"one worker reads this stream, whatever num_workers is; {_SHARE} to use more"
+        return f"one worker reads this stream; {_SHARE}, with num_workers=2 or more, to use them"
     if run.statistics.is_auto:
         return _cure_of_auto(run)
     more = run.needed - run.worker_count
     if run.waits:
+        # Beyond this they would wait for the cores.
+        more = min(more, max(1, int(run.cores / run.computing) - run.worker_count))
         if run.statistics.kind == "thread":  # with more of them than this they would wait for the GIL
             more = min(more, max(1, int(run.worker_count * (1 / max(run.own_cores, 0.01) - 1))))
         many = _more(more) if more > 0 else "more workers"
@@ -225,6 +234,8 @@ def _cure(run: _Run, what: str) -> str:
 
 
 def _cure_of_inline(run: _Run) -> str:
+    if run.statistics.loads_by == "gathering rows":
+        return "rows of arrays are gathered without workers, whatever num_workers is; larger batches cost less of it"
     if run.is_stream:
         return (
             "num_workers=1 would load while the loop works; more help if __iter__ asks infeed.get_worker_info() for its share"
@@ -279,28 +290,44 @@ def _may_queue_for_gil(run: _Run) -> bool:
 def _spare(run: _Run) -> str:
     """Which workers are too many."""
     enough, busy_share = run.needed, run.amounts.busy_share
-    if run.statistics.kind == "inline" or busy_share > _IDLE / 2 or enough >= run.worker_count:
+    if run.statistics.kind == "inline" or run.statistics.is_auto or busy_share > _IDLE / 2 or enough >= run.worker_count:
         return ""
     return f"; {_workers(enough)} would do, they were busy {busy_share:.0%} of their time"
 
 
-def _slow_sample(run: _Run) -> str:
+def _slow_samples(run: _Run) -> str:
     """Who is to blame, if single samples are."""
-    statistics = run.statistics
-    median = statistics.sample_times.get("median", 0.0)
-    limit_s = max(_SLOW_S, _SLOW_TIMES * median)
-    slow: list[SlowSample] = [one for one in statistics.slowest if one.seconds >= limit_s]
-    lately = [one for one in slow if one.epoch >= run.first_epoch]
+    statistics, limit_s = run.statistics, _slow_s(run)
     # Of many only some are known by name.
     slow_s = max(
-        sum(one.seconds for one in slow), sum(upper * count for upper, count in statistics.histogram if upper > limit_s)
+        sum(one.seconds for one in statistics.slowest if one.seconds >= limit_s),
+        sum(upper * count for upper, count in statistics.histogram if upper > limit_s),
     )
-    if not lately or slow_s < _SLOW_SHARE * statistics.waited_s:
-        return ""
-    worst = lately[0]
+    worst = _worst(run)
+    return _blame(run, worst) if worst is not None and slow_s >= _SLOW_SHARE * statistics.waited_s else ""
+
+
+def _worst(run: _Run) -> SlowSample | None:
+    """The slowest sample of late, if it is much slower than others."""
+    slow = (one for one in run.statistics.slowest if one.seconds >= _slow_s(run) and one.epoch >= run.first_epoch)
+    return next(slow, None)
+
+
+def _slow_s(run: _Run) -> float:
+    return max(_SLOW_S, _SLOW_TIMES * run.statistics.sample_times.get("median", 0.0))
+
+
+def _blame(run: _Run, worst: SlowSample) -> str:
     name = f"position {worst.position}" if worst.index is None else f"index={worst.index}"
-    took, usual = format_seconds(worst.seconds), format_seconds(median)
+    took, usual = format_seconds(worst.seconds), format_seconds(run.statistics.sample_times.get("median", 0.0))
     return f"single slow samples hold up the rest ({name} took {took}, the median is {usual})"
+
+
+def _fallback(run: _Run) -> str:
+    """Workers idle, and nobody is to blame."""
+    if run.statistics.prefetch:
+        return f"allow more in flight than {format_count(run.statistics.prefetch, 'batch', 'batches')} (prefetch)"
+    return "more of them would not help; a timeline shows what the loop waits for"
 
 
 def _deaths(run: _Run) -> str:

@@ -20,7 +20,7 @@ from infeed.memory.segments import SegmentHandle, SegmentReader, keep_attached_n
 from infeed.workers.board import UNKNOWN, Cell, tape_over
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, flush_output, memory_use, name_process, queued_ns
+from infeed.workers.insides import adopt_environment, flush_output, importing, memory_use, name_process, queued_ns
 from infeed.workers.messages import (
     Emptied,
     FromWorker,
@@ -126,7 +126,8 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         _change_directory(birth.directory)
         for handle in birth.segments:
             segments.add(handle)
-        source: Source = receive(birth.parcel, reader)
+        with importing():
+            source: Source = receive(birth.parcel, reader)
         tape = tape_over(board, birth.spec.worker, birth.spec.observe)
         runner = Runner(birth.spec, source, segments, cell, tape)
         doing = "running worker_init_fn"

@@ -8,8 +8,8 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 from infeed.workers.threadpools import thread_variables
@@ -37,6 +37,23 @@ def current_directory() -> str | None:
         return os.getcwd()
     except FileNotFoundError:
         return None
+
+
+_importing: Final = threading.Event()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """While this process, which is to load for another, imports modules."""
+    _importing.set()
+    try:
+        yield
+    finally:
+        _importing.clear()
+
+
+def is_importing() -> bool:
+    return _importing.is_set()
 
 
 def flush_output() -> None:

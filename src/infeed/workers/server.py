@@ -26,6 +26,7 @@ from infeed.workers.insides import (
     die_with_parent,
     flush_output,
     ignore_interrupts,
+    importing,
     keep_to_oneself,
     name_process,
     open_process,
@@ -173,7 +174,8 @@ class _Server:
                 continue
             self._tried.add(name)
             try:
-                importlib.import_module(name)
+                with importing():
+                    importlib.import_module(name)
             except BaseException:  # the worker that needs it will fail in its own right, and be heard
                 continue
             if _thread_count() > 1 and not self._culprits:

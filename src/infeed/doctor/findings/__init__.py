@@ -8,7 +8,7 @@ from typing import Final
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.findings.finding import RISKS, Finding
 from infeed.doctor.findings.memory import big_objects, memory_growth
-from infeed.doctor.findings.results import same_random_numbers
+from infeed.doctor.findings.results import same_random_numbers, same_samples
 from infeed.doctor.findings.starting import cannot_be_sent, fork_with_threads, no_batch, restarted_workers
 from infeed.doctor.findings.waiting import loop_waits, no_pinning, slow_samples, storage_bound
 from infeed.doctor.findings.workers import num_workers, thread_pools
@@ -20,6 +20,7 @@ _CHECKS: Final[dict[str, Callable[[Run, LoaderSeen], Finding | None]]] = {
     "fork-with-threads": fork_with_threads,
     "cannot-be-sent": cannot_be_sent,
     "same-random-numbers": same_random_numbers,
+    "same-samples": same_samples,
     "loop-waits": loop_waits,
     "num-workers": num_workers,
     "storage-bound": storage_bound,

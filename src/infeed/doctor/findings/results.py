@@ -35,3 +35,26 @@ def same_random_numbers(run: Run, loader: LoaderSeen) -> Finding | None:
         },
         loader=describe(loader),
     )
+
+
+def same_samples(run: Run, loader: LoaderSeen) -> Finding | None:
+    """Each worker of torch's reads the whole stream; infeed's own class lets one read such a stream."""
+    del run
+    # A worker_init_fn may well be there to give each its share.
+    if loader.library == "infeed" or loader.num_workers < 2 or loader.has_init or not loader.has_one_reader:
+        return None
+    return Finding(
+        name="same-samples",
+        title=f"Every sample comes {loader.num_workers} times: each worker reads the whole stream",
+        risk="wrong results",
+        cost=1.0,
+        evidence={
+            "workers": f"{loader.num_workers}, each with a copy of the dataset",
+            "share": "its __iter__ does not ask get_worker_info() which part is its own, and there is no worker_init_fn",
+        },
+        cure={
+            "torch": "let __iter__ read a share, by torch.utils.data.get_worker_info()",
+            "infeed": "infeed.DataLoader lets one worker read such a stream; by infeed.get_worker_info() several share it",
+        },
+        loader=describe(loader),
+    )

@@ -18,6 +18,8 @@ _LEAST_WAITED_S: Final = 0.25  # in all; of less, chance may be the cause
 MOST_WORKERS: Final = 64
 # A batch that is loaded in less gains so little from a worker that a busy machine takes it back.
 LEAST_LOAD_S: Final = 5e-3
+# Loading by hand is quicker than what comes from workers if it takes less than this part of it.
+_QUICKER: Final = 0.8
 # Processors are all at work if workers use this part of them; the loop has its own.
 _BUSY: Final = 0.5
 
@@ -109,7 +111,7 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
     if storage_bound(run, loader) is not None:
         is_most = loader.is_auto or loader.num_workers >= MOST_WORKERS
         return _Reason("storage: samples wait to be read", _CLOSER if is_most else f"more workers than cores; {_CLOSER}")
-    if loader.probe.sample_count and loader.load_s < loader.waited_s / loader.batch_count:
+    if loader.probe.sample_count and loader.load_s < _QUICKER * loader.waited_s / loader.batch_count:
         text = "the way from the workers: loading a batch here takes less than its coming over"
         return _Reason(text, _LIGHTER if loader.is_auto else f"num_workers=0; or {_LIGHTER}")
     if loader.probe.sample_count and not loader.is_auto:  # of which there were fewer before
