@@ -171,8 +171,10 @@ def test_no_sample_is_blamed_that_did_not_hold_up_the_loop(slow_s: float, change
 
 def test_idle_workers_without_a_slow_sample_need_more_in_flight_where_that_is_fixed() -> None:
     idle: dict[str, Any] = {"each": {"load_s": 3.0}}
-    assert "allow more in flight than 2 batches (prefetch)" in verdict_of(run(**idle, prefetch=2))
-    assert verdict_of(run(**idle)).endswith("more of them would not help; a timeline shows what the loop waits for")
+    assert "allow more in flight than 3 batches (prefetch)" in verdict_of(run(**idle, prefetch=3))
+    for enough in (0, 4):
+        said = verdict_of(run(**idle, prefetch=enough))
+        assert said.endswith("more of them would not help; a timeline shows what the loop waits for")
     assert "allow more in flight than prefetch=1" in verdict_of(run(prefetch=1))
     assert "prefetch" not in verdict_of(run(prefetch=2))
 

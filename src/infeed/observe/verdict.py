@@ -325,7 +325,7 @@ def _blame(run: _Run, worst: SlowSample) -> str:
 
 def _fallback(run: _Run) -> str:
     """Workers idle, and nobody is to blame."""
-    if run.statistics.prefetch:
+    if 0 < run.statistics.prefetch < 2 * run.worker_count:
         return f"allow more in flight than {format_count(run.statistics.prefetch, 'batch', 'batches')} (prefetch)"
     return "more of them would not help; a timeline shows what the loop waits for"
 
