@@ -97,7 +97,7 @@ CASES: Final = tuple(
         baseline=None,
         warm_up="5 seconds for auto, half a second for fixed settings",
         sizes={
-            "full": {"timed_s": 1.0, "grid_warm_s": 0.5, "warm_s": 5.0, "rounds": 3, "most_workers": 64},
+            "full": {"timed_s": 1.0, "grid_warm_s": 0.5, "warm_s": 5.0, "rounds": 7, "most_workers": 64},
             "quick": {"timed_s": 0.5, "grid_warm_s": 0.3, "warm_s": 5.0, "rounds": 1, "most_workers": 64},
             "tiny": {"timed_s": 0.02, "grid_warm_s": 0.0, "warm_s": 0.0, "rounds": 1, "most_workers": 2},
         },

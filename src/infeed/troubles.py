@@ -11,6 +11,7 @@ import reprlib
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, final
 
 from infeed.errors import LoadTimeoutError, WorkerDiedError
@@ -141,8 +142,10 @@ class Troubles:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
         self._tell(WorkerDied(worker, culprit, is_blamed))
-        # Last, because handlers are the user's. Who was killed for a sample is told of with that.
-        self._log_death(is_told=overdue is not None and failure is not None)
+        # Who was killed for a sample is told of with that. Handlers are the user's, and what they raise is no reason to stop in
+        # the middle of what workers say.
+        with suppress(Exception):
+            self._log_death(is_told=overdue is not None and failure is not None)
 
     def _log_death(self, *, is_told: bool) -> None:
         times = self._death_times
