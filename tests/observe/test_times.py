@@ -17,7 +17,7 @@ from infeed.engine import Engine
 from infeed.observe.measures import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
 from infeed.staffing import Staffing
-from tests.helpers import Squares, wait_until
+from tests.helpers import Squares, Tree, wait_until
 
 NAP_S = 0.02
 
@@ -186,3 +186,16 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
     took_s = known.changeover_s - before.changeover_s
     assert took_s >= NAP_S
     assert known.deliver_s - before.deliver_s <= known.waited_s - before.waited_s - took_s + 1e-6
+
+
+LARGE = np.zeros(1 << 22)
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
+def test_what_is_written_when_there_is_a_place_for_it_is_not_taken_for_loading(kind: Any) -> None:
+    """Samples that are there already, of 32 MiB each; slots for them are made when they have come."""
+    with infeed.DataLoader(Tree(8, lambda index: LARGE), 1, num_workers=1, worker=kind, prefetch=4) as loader:
+        for _ in loader:
+            pass
+        (worker,) = loader.statistics().workers
+    assert worker.load_s < worker.write_s

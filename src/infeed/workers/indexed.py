@@ -66,6 +66,8 @@ class IndexedLoader:
             written = filler.write(message, samples, message.row_count, message.first_row)
             return self._place_fetched(message, samples) if written is None else written
         writer = filler.writer(message.block, message.layout, message.row_count)
+        if self._tape.is_fine:
+            self._tape.written()  # memory that is new here was mapped, which may take as long as writing into it
         if writer is None:
             samples = self._fetcher.grains(message)
         else:

@@ -128,6 +128,8 @@ class Runner:
             now_ns = perf_counter_ns()
             self._fetcher.learn(now_ns - began, message.row_count)
             self._tape.end(self._loaded_count(message, answer), now_ns)
+            if isinstance(answer, Unplaced):
+                self._tape.flush()  # it has yet to write: nobody else is to be judged by its parts
             if self._probe is not None:
                 self._probe.end(now_ns - began)
             return answer
