@@ -378,3 +378,11 @@ def always_threads(monkeypatch: Any) -> None:
     monkeypatch.setattr("infeed.staff.better_kind", lambda *_args, **_options: Verdict("thread", "threads: told to"))
     monkeypatch.setattr("infeed.staff._WORSE", 1e9)
     monkeypatch.setattr(Staff, "reconsider", lambda staff, work, cores: reconsider(staff, work._replace(gil_share=0.0), cores))
+
+
+def staff(engine: Any, count: int) -> None:
+    """Let there be so many workers, as the tuner does."""
+    with engine._lock:
+        if engine.is_usable:
+            engine._staffing.aim(count)
+            engine._intake.settle_staff()

@@ -15,6 +15,7 @@ from typing import Any, Final, assert_never, final
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.feeds import Feed
 from infeed.observe.gauge import Flight
+from infeed.observe.members import busy_ns
 from infeed.orders import Orders
 from infeed.records import EngineSetup
 from infeed.reports import start_error
@@ -40,8 +41,8 @@ from infeed.workers.messages import (
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 _COOLING_LOOK_S: Final = 0.0005
-# A loop that finds its batches ready need not hear workers. But they have need of it: what they are sent ahead lasts for two
-# milliseconds. So they are heard once in this time, at the price of a system call.
+# A loop that finds its batches ready need not hear workers. But they have need of it: what they are sent ahead may last for two
+# milliseconds only. So they are heard once in this time, at the price of a system call.
 _HEAR_NS: Final = 1_000_000
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20
@@ -104,6 +105,17 @@ class Engine:
         """Process numbers of its workers, in their order."""
         return list(self._crew.pids().values())
 
+    def asked(self, asked_ns: int) -> None:
+        """The loop has asked for a batch. Then it is ``given``, or there is none (``ended``), or it waits no more."""
+        self._gauge.asked_ns, self._gauge.asked_blocked = asked_ns, self._gauge.blocked_ns
+
+    def stop_waiting(self) -> None:
+        """The loop gets no batch, but an exception."""
+        if self._gauge.asked_ns:
+            self._gauge.stop_waiting()
+            if self._left_ns and not self._is_polled:
+                self._left_ns = time.perf_counter_ns()
+
     def given(self, asked_ns: int, left_ns: int) -> None:
         """Whoever polls has given the loop a batch, which it asked for and got at these times."""
         with self._lock:
@@ -123,22 +135,15 @@ class Engine:
         """What its workers have done and found so far."""
         sums = self._gauge.members.sums()
         queued_ns = sum(self._gauge.members.usage(worker).queued_ns for worker in sums)
-        busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums.values())
+        worked_ns = sum(map(busy_ns, sums.values()))
         shares = [one.gil_share for one in sums.values() if one.gil_share is not None]
         return Work(
             self._gauge.kind,
-            max(0, busy_ns - queued_ns),
+            max(0, worked_ns - queued_ns),
             sum(one.sample_count for one in sums.values()),
             shares[0] if shares else None,
             any(one.is_drawing for one in sums.values()),
         )
-
-    def staff(self, count: int) -> None:
-        """Let there be so many workers, at least one and no more than there may be. What is loaded does not depend on it."""
-        with self._lock:
-            if not self._is_closed:
-                self._staffing.aim(count)
-                self._intake.settle_staff()
 
     # --- the user's side
 
@@ -193,6 +198,8 @@ class Engine:
                 raise
             finally:
                 self._driver = 0
+                if self._gauge.asked_ns and not self._is_polled:
+                    self.stop_waiting()
                 if self._is_closed:
                     self._tear_down()
 
@@ -204,6 +211,8 @@ class Engine:
         if feed is None or self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
         asked_ns = time.perf_counter_ns()
+        if not self._is_polled:
+            self.asked(asked_ns)
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
         intake.plan()
         # Either may be there, if it was asked for before and not waited for.
@@ -211,7 +220,6 @@ class Engine:
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
         while handout.error is not None or not handout.batches:
             if handout.error is not None:
-                self._note_wait(asked_ns)
                 raise handout.take_error()
             self._check_end(feed, asked_ns)
             if waits:
@@ -227,19 +235,13 @@ class Engine:
         if not self._is_polled:
             # As `Gauge.given`, which would be another call for every batch.
             gauge = self._gauge
-            gauge.waited_ns += left_ns - asked_ns
+            gauge.waited_ns, gauge.asked_ns = gauge.waited_ns + left_ns - asked_ns, 0
             gauge.batch_count += 1
             if left_ns > gauge.next_ns:
                 gauge.note(self._left_ns, asked_ns, left_ns)
                 self._steering.consider()
         self._left_ns = left_ns
         return handout.batches.pop(0)
-
-    def _note_wait(self, asked_ns: int) -> None:
-        """The loop waited, and gets an exception for it."""
-        if not self._is_polled and self._left_ns:
-            self._left_ns = time.perf_counter_ns()
-            self._gauge.waited_ns += self._left_ns - asked_ns
 
     def _check_end(self, feed: Feed, asked_ns: int) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):

@@ -69,8 +69,15 @@ class Epoch(Iterator[Any]):
 
     def _next_ahead(self, engine: Engine, ahead: Ahead) -> Any:
         """The next batch on the device, with some behind it on their way."""
-        assert self._trail is not None
         asked_ns = perf_counter_ns()
+        engine.asked(asked_ns)
+        try:
+            return self._take_ahead(engine, ahead, asked_ns)
+        finally:
+            engine.stop_waiting()
+
+    def _take_ahead(self, engine: Engine, ahead: Ahead, asked_ns: int) -> Any:
+        assert self._trail is not None
         while not ahead.is_full and not self._is_drained:
             try:
                 batch = engine.next_batch(waits=ahead.is_empty)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
 import types
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from infeed.importing import when_imported
 
 _FAILED: Final = 1
 
@@ -32,6 +35,18 @@ def run_module(program: Sequence[str]) -> None:
     sys.argv = list(program)
     sys.path[0] = os.getcwd()
     runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+
+
+def install_when_imported() -> None:
+    """Put infeed in the place of torch's data loading as soon as the program imports torch."""
+
+    def install() -> None:
+        installing: Any = importlib.import_module("infeed.torch.installing")
+        installing.install()
+
+    when_imported("torch", install)
+    # By itself too: it imports torch while it is being imported, and then it is too late to wait for it.
+    when_imported("torchdata.stateful_dataloader", install)
 
 
 def exit_code_of(leaving: SystemExit) -> int:

@@ -44,6 +44,11 @@ class Staff:
         return self._tuner
 
     @property
+    def count(self) -> int | None:
+        """How many there should be, as far as is known; ``None`` where the user has said it, or nobody asked yet."""
+        return None if self._tuner is None else self._tuner.count
+
+    @property
     def is_settled(self) -> bool:
         """Not while it is being tried out how many there should be."""
         return self._tuner is None or self._tuner.is_settled

@@ -41,6 +41,15 @@ def format_count(count: float, one: str, many: str = "") -> str:
     return f"{number if number % 1 else int(number):,} {one if number == 1 else many or one + 's'}"
 
 
+def format_workers(count: int, kind: str) -> str:
+    """So many workers of a kind.
+
+    >>> format_workers(1, "process"), format_workers(3, "process"), format_workers(2, "thread")
+    ('1 process', '3 processes', '2 threads')
+    """
+    return format_count(count, kind, "processes" if kind == "process" else "")
+
+
 def format_bytes(count: float) -> str:
     """A size for people.
 

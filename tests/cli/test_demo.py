@@ -84,9 +84,9 @@ def test_a_missing_package_is_named_with_the_cure(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--pictures", "0"], "--pictures: 0 is too small; give 1 or more"),
-        (["--workers", "many"], "--workers: 'many' is not a whole number; give 1 or more"),
-        (["--batch-size", "-1"], "--batch-size: -1 is too small; give 1 or more"),
+        (["--pictures", "0"], "--pictures: '0' is no number; give 1 or more"),
+        (["--workers", "many"], "--workers: 'many' is no number; give 1 or more"),
+        (["--batch-size", "-1"], "--batch-size: '-1' is no number; give 1 or more"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

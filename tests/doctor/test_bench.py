@@ -181,7 +181,7 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
         (["data:make", "--batch-size", "0"], 2, "'0' is no number of samples; give 1 or more"),
         (["data:make", "--json", "absent/x"], 2, "--json absent/x cannot be written: there is no folder"),
         (["data:make", "--html", "absent/x"], 2, "--html absent/x cannot be written: there is no folder"),
-        (["data:make", "--seconds", "0"], 2, "--seconds 0.0 is no time; give more than 0"),
+        (["data:make", "--seconds", "0"], 2, "0 is no time; give more than 0 seconds"),
     ],
 )
 def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
@@ -203,6 +203,21 @@ def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Pat
     assert "--json /dev/full cannot be written: No space left on device" in result.err
     assert "Traceback" not in result.err
     assert result.code == 2
+
+
+@pytest.mark.process
+def test_what_is_tried_is_told_before_it_is(tmp_path: Path) -> None:
+    """The dataset ends the process, as native code may. And it has fewer samples than a batch should."""
+    (tmp_path / "deadly.py").write_text("""
+import os
+class Deadly:
+    def __len__(self): return 20
+    def __getitem__(self, index): os._exit(7)
+""")
+    result = run_bench(tmp_path, "deadly:Deadly")
+
+    assert result.err.endswith("the dataset has 20 samples, so this is the batch size\n  no workers: ")
+    assert result.code == 7
 
 
 @pytest.mark.process

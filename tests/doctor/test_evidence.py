@@ -39,6 +39,43 @@ def test_a_number_that_was_given_stays() -> None:
     assert seen_by(asked, {"kind": "inline", "count": 0, "pids": []}).num_workers == 0
 
 
+def test_auto_is_not_judged_by_its_warm_up() -> None:
+    """Only by batches that came when it was done, with what it came to at last."""
+    given = {"number": 0, "library": "infeed", "dataset": "D", "kind": "process", "num_workers": 1}
+    events: list[dict[str, Any]] = [
+        {"event": "loader", "at": 1.0, **given, "asked": "'auto'", "is_auto": True},
+        {"event": "epoch", "loader": 0, "at": 1.0},
+    ]
+
+    def waited(*, count: int, is_settled: bool, wait: float) -> tuple[float, float, int]:
+        workers = {"kind": "process", "count": count, "is_gathered": False, "is_settled": is_settled, "pids": []}
+        events.append({"event": "workers", "loader": 0, **workers})
+        events.append({"event": "batches", "loader": 0, "waits": [wait] * 2, "aways": [1.0] * 2})
+        seen = Run(program="train.py")
+        read_events(seen, events)
+        told = seen.loaders[0]
+        assert told.given_count == sum(len(event.get("waits", ())) for event in events)
+        assert told.iterated_s == sum(sum(event.get("waits", ())) + sum(event.get("aways", ())) for event in events)
+        return told.waited_s, told.away_s, told.batch_count
+
+    assert waited(count=2, is_settled=False, wait=8.0) == (0.0, 0.0, 0)
+    assert waited(count=4, is_settled=False, wait=4.0) == (0.0, 0.0, 0)
+    assert waited(count=4, is_settled=True, wait=0.5) == (1.0, 2.0, 2)
+    assert waited(count=6, is_settled=False, wait=4.0) == (1.0, 2.0, 2)  # a trial that is taken back
+    assert waited(count=4, is_settled=True, wait=0.5) == (2.0, 4.0, 4)
+    assert waited(count=6, is_settled=True, wait=0.25) == (0.5, 2.0, 2)
+    assert waited(count=6, is_settled=True, wait=0.25) == (1.0, 4.0, 4)
+
+
+def test_a_number_that_was_given_is_judged_from_the_beginning() -> None:
+    """Also where workers take their time to start."""
+    seen = seen_by({"asked": "4", "num_workers": 4}, {"kind": "process", "count": 1, "pids": [5]})
+    seen.see_batches([0.5], [0.25])
+    seen.see_workers("process", 4, is_gathered=False)
+
+    assert (seen.has_warmed_up, seen.waited_s, seen.away_s) == (False, 0.5, 0.25)
+
+
 def test_a_journal_that_breaks_off_is_read_as_far_as_it_goes() -> None:
     """A program that was killed has written no end."""
     events: list[dict[str, Any]] = [

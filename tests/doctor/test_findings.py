@@ -9,7 +9,8 @@ import pytest
 
 from infeed.doctor.evidence import EpochSeen, Fork, Moment, Probe, ProcessSeen, SlowIndex
 from infeed.doctor.findings import NAMES, examine
-from infeed.doctor.findings.workers import best_workers, slowest_s, way_s
+from infeed.doctor.findings.finding import way_s
+from infeed.doctor.findings.workers import best_workers, slowest_s
 from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, run, stream, uneven
 
 
@@ -177,6 +178,17 @@ def test_how_much_slow_samples_hold_up_depends_on_what_is_begun(changes: dict[st
     assert slowest_s(uneven(**changes), 64) == pytest.approx(bound)
 
 
+@pytest.mark.parametrize(
+    ("start_s", "epoch_count", "found"),
+    [(0.015, 20, False), (0.025, 20, True), (0.015, 100, True), (0.025, 5, False)],
+)
+def test_short_starts_are_told_if_they_come_to_much(start_s: float, epoch_count: int, found: bool) -> None:
+    """Of a run of ten seconds: a fiftieth, with 20 ms each time, or a tenth."""
+    epochs = [EpochSeen(float(at), start_s=start_s, has_batch=True, waits=[0.0], aways=[0.05]) for at in range(epoch_count)]
+
+    assert ("restarted-workers" in names(loader(epochs=epochs, is_persistent=False))) is found
+
+
 def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
     """And Python's own threads with theirs."""
     finding = examine(run(loader(forks=[Fork(["logger (threading)"], {"cv2": 3, "OpenBLAS (numpy)": 3})])))[0]
@@ -270,7 +282,7 @@ def test_pools_matter_if_there_are_more_threads_than_cores(cores: int, found: bo
     """Two workers with three threads each."""
     processes = {7: ProcessSeen(7, pools={"OpenBLAS (numpy)": 2})}
 
-    assert ("thread-pools" in names(loader(pids=[7]), processes=processes, core_count=cores)) is found
+    assert ("thread-pools" in names(loader(wait=0.1, pids=[7]), processes=processes, core_count=cores)) is found
 
 
 @pytest.mark.parametrize(

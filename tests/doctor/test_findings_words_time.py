@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Moment, Probe, ProcessSeen, SlowIndex
+from infeed.doctor.findings import Finding
 from infeed.doctor.findings.workers import best_workers
 from tests.doctor.evidence_of import MB, auto, costly, found, loader, run, stream, uneven
 
@@ -254,6 +256,12 @@ def test_as_many_workers_as_keep_up_are_proposed_with_the_figures() -> None:
     ("seen", "cores", "best", "why"),
     [
         (loader(wait=0.39, away=0.01, num_workers=1, probe=costly(0.04)), 4, 4, "as many as there are processors for"),
+        (
+            loader(wait=0.39, away=0.001, num_workers=1, probe=replace(costly(0.04), cpu_s=0.01, switches=1.0)),
+            4,
+            16,
+            "as many as there are processors for, because they mostly wait",
+        ),
         (loader(wait=9.9, away=0.01, num_workers=1, probe=costly(1.0)), 128, 64, "the most that is ever proposed"),
         (
             stream(wait=0.1, away=0.05, **INLINE),
@@ -329,16 +337,77 @@ def test_for_a_loop_that_does_nothing_all_cores_load() -> None:
 )
 def test_each_library_with_threads_gets_its_cure(pools: dict[str, int], title: str, cure: str) -> None:
     """Two workers, in a container that may use one core of many."""
-    told = found(loader(pids=[7]), processes={7: ProcessSeen(7, pools=pools)}, core_count=1)["thread-pools"]
+    told = found(loader(wait=0.1, pids=[7]), processes={7: ProcessSeen(7, pools=pools)}, core_count=1)["thread-pools"]
 
     assert (told.title, told.cure["torch"]) == (title, cure)
 
 
 def test_cores_may_be_parts_of_one() -> None:
     """As in a container with a quota."""
-    told = found(loader(pids=[7]), processes={7: ProcessSeen(7, pools={"cv2": 3})}, core_count=8 / 3)["thread-pools"]
+    seen = loader(wait=0.1, pids=[7])
+    told = found(seen, processes={7: ProcessSeen(7, pools={"cv2": 3})}, core_count=8 / 3)["thread-pools"]
 
     assert told.title.endswith("8 for 2.67 cores")
+
+
+def crowded(**options: Any) -> dict[str, Finding]:
+    """Two workers with four threads each for two cores; by hand, with one thread, a batch takes 0.1 s."""
+    seen = loader(**{"away": 0.01, "pids": [7], "probe": costly(0.01), **options})
+    return found(seen, processes={7: ProcessSeen(7, pools={"OpenBLAS (numpy)": 3})}, core_count=2)
+
+
+@pytest.mark.parametrize(
+    ("wait", "away", "lost"),
+    [
+        (0.291, 0.01, 0.25),  # one came every 0.301 s, and would every 0.05 s, and 1 ms for the way
+        (0.2, 0.1, 0.199),  # no sooner than the loop works
+        (0.1, 0.2, 0.099),
+    ],
+)
+def test_threads_cost_what_the_loop_would_not_wait_without_them(wait: float, away: float, lost: float) -> None:
+    """20 batches of a run of 10 s."""
+    told = crowded(wait=wait, away=away)["thread-pools"]
+
+    assert told.cost == pytest.approx(20 * lost / 10, abs=1e-6)
+    assert told.evidence["a batch"].startswith("100 ms by one worker that has one thread; from 2 workers one came every ")
+
+
+@pytest.mark.parametrize(("wait", "is_told"), [(0.04, False), (0.05, False), (0.06, True)])
+def test_threads_that_cost_nothing_are_not_told(wait: float, is_told: bool) -> None:
+    """A fiftieth of the run, which is 10 ms for each of 20 batches; they could come every 51 ms, and the loop takes 10."""
+    assert ("thread-pools" in crowded(wait=wait)) is is_told
+
+
+def test_threads_that_are_not_waited_for_cost_no_more_than_was_waited() -> None:
+    """No sample could be loaded by hand: of eight threads six are beyond the cores."""
+    told = crowded(wait=0.2, probe=Probe())["thread-pools"]
+
+    assert told.cost == pytest.approx(20 * 0.2 * 0.75 / 10)
+    assert "a batch" not in told.evidence
+
+
+@pytest.mark.parametrize(("wait", "is_reason"), [(0.2, True), (0.08, False)])
+def test_where_threads_are_most_of_it_the_loop_waits_for_them(wait: float, is_reason: bool) -> None:
+    """Then neither the way from workers nor their number is to blame. A batch would come every 50 ms."""
+    told = crowded(wait=wait)
+
+    assert ("more threads in workers than there are cores" in told["loop-waits"].evidence["for"]) is is_reason
+    assert (told["loop-waits"].cure["torch"] == told["thread-pools"].cure["torch"]) is is_reason
+    assert told["loop-waits"].cure["infeed"].startswith("from infeed.torch import DataLoader; ")
+    assert told["loop-waits"].cure["infeed"].endswith("threads_per_worker=1, which is the default") is is_reason
+
+
+def test_no_number_of_workers_is_proposed_where_threads_are_to_blame() -> None:
+    """Loading by hand is quicker than with workers, because of the threads alone."""
+    assert "num-workers" not in crowded(wait=0.2)
+    assert "num-workers" in found(loader(wait=0.2, away=0.01, probe=costly(0.01)), core_count=2)
+
+
+def test_a_loader_of_infeed_with_many_threads_is_told_its_own_option() -> None:
+    """``threads_per_worker`` was given."""
+    told = crowded(wait=0.2, library="infeed", start_method="")["loop-waits"]
+
+    assert told.cure["infeed"] == "threads_per_worker=1, which is the default"
 
 
 # --- no-pinning

@@ -83,6 +83,38 @@ def test_a_stream_is_probed_too(tmp_path: Path) -> None:
     assert probed(Stream(), tmp_path)["sample_count"] == 5  # the first ones warm up
 
 
+class Damaged:
+    """Some of its samples cannot be loaded; one of the others is slow."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise ValueError(f"broken: {index}")
+        if index == 40:
+            threading.Event().wait(0.02)
+        return index
+
+
+def test_a_bad_sample_does_not_end_the_look(tmp_path: Path) -> None:
+    """The loader may leave it out. What is told of others is told by their own index."""
+    facts = probed(Damaged({0, 7, 8}), tmp_path)
+
+    assert (facts["sample_count"], facts.get("error")) == (46, None)
+    assert [which for which, _ in facts["slow"]] == ["40"]
+
+
+def test_if_no_sample_can_be_loaded_it_is_told_why(tmp_path: Path) -> None:
+    facts = probed(Damaged(set(range(50))), tmp_path)
+
+    assert facts["error"] == "ValueError: broken: 0"
+    assert "sample_count" not in facts
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_stream_that_asks_which_worker_reads_it_shares_itself(tmp_path: Path, asks: bool) -> None:
     """Whoever watches calls is not disturbed."""
@@ -184,7 +216,7 @@ def test_rows_of_an_array_have_no_workers() -> None:
         batches = iter(loader)
         next(batches)
 
-        assert workers_of(batches) == {"kind": "inline", "count": 0, "is_gathered": True, "pids": []}
+        assert workers_of(batches) == {"kind": "inline", "count": 0, "is_gathered": True, "is_settled": True, "pids": []}
 
 
 def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, t
         (("--ignore", "boredom"), "program.py", "--ignore boredom: there is no such finding; there are no-batch, "),
         (("--seconds", "0"), "program.py", "0 is no time; give more than 0 seconds"),
         (("--seconds", "soon"), "program.py", "'soon' is not a number; give seconds"),
+        (("--batch-size", "0"), "data:dataset", "'0' is no number of samples; give 1 or more"),
+        (("--num-workers", "-1"), "data:dataset", "'-1' is no number of workers; give 0 or more"),
     ],
 )
 def test_wrong_usage_is_told(tmp_path: Path, options: tuple[str, ...], program: str, text: str) -> None:

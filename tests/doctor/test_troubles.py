@@ -126,8 +126,10 @@ for batch in DataLoader(Uneven(), batch_size=8, num_workers=1): step()
     "restarted-workers": (
         "persistent_workers=True",
         """
+def connect(worker): time.sleep(0.05)
+
 for epoch in range(5):
-    for batch in DataLoader(Base(), batch_size=32, num_workers=2): step()
+    for batch in DataLoader(Base(), batch_size=32, num_workers=2, worker_init_fn=connect): step()
 """,
     ),
     "thread-pools": (
@@ -195,6 +197,29 @@ def test_nothing_is_found_in_a_clean_program(tmp_path: Path) -> None:
     assert (told["ending"], told["loaders"][0]["batches"]) == ("finished", 24)
 
 
+WARMS_UP = """
+import infeed
+
+class Remote(Base):
+    def __len__(self): return 1_000_000
+    def __getitem__(self, index):
+        time.sleep(0.008)
+        return index
+
+for batch in infeed.DataLoader(Remote(), batch_size=16, num_workers="auto", worker="auto"): step()
+"""
+
+
+def test_nothing_is_found_in_a_program_that_lets_infeed_decide(tmp_path: Path) -> None:
+    """It begins with two workers, for whom the loop waits half of the time, and is judged by what it comes to."""
+    code, told = diagnose(tmp_path, WARMS_UP, "--seconds", "4")
+
+    assert [finding["title"] for finding in told["findings"]] == []
+    assert code == 0
+    assert told["loaders"][0]["num_workers"] > 2
+    assert 0 < told["loaders"][0]["judged_batches"] < told["loaders"][0]["batches"]
+
+
 ROWS = """
 from torch.utils.data import TensorDataset
 loader = DataLoader(TensorDataset(torch.zeros(12800, 32), torch.zeros(12800)), batch_size=64, shuffle=True)
@@ -225,6 +250,27 @@ def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) 
     assert word in json.dumps(found[name])
     assert set(found[name]["cure"]) == {"torch", "infeed"}
     assert code == 1
+
+
+def test_the_loop_is_told_to_wait_for_threads_in_workers(tmp_path: Path) -> None:
+    """Not for the way from workers, though by hand, where nobody else is, a sample takes less. It is what costs most."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("with one core no library starts threads")
+    program = """
+class Product(Base):
+    def __len__(self): return 1_000_000
+    def __getitem__(self, index):
+        matrix = np.random.rand(300, 300)
+        return (matrix @ matrix)[:2, :2].copy()
+
+for batch in DataLoader(Product(), batch_size=16, num_workers=len(os.sched_getaffinity(0))): pass
+"""
+    _, told = diagnose(tmp_path, program, "--seconds", "4")
+
+    first, second = told["findings"][:2]
+    assert (first["name"], second["name"]) == ("loop-waits", "thread-pools")
+    assert "more threads in workers than there are cores" in first["evidence"]["for"]
+    assert first["cure"]["torch"] == second["cure"]["torch"]
 
 
 def test_there_is_a_program_for_each_finding() -> None:

@@ -18,8 +18,12 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed.engine import Engine
+from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset
-from tests.helpers import Blocking, Journal, Tree, assert_faster_than, collected, flat, plain
+from infeed.workers.messages import StartFailed
+from tests.conftest import make_portable
+from tests.helpers import Blocking, Journal, Tree, assert_faster_than, collected, flat, plain, wait_until, worker_processes
 
 
 class NeedsThree(Exception):
@@ -272,6 +276,30 @@ def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], err
             next(iter(loader))
         assert "build the dataset" not in str(caught.value)
         assert "worker" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.process
+@pytest.mark.linux
+def test_a_worker_that_cannot_start_takes_no_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are starting too, and would be told that there is none, before the engine has heard why."""
+    make_portable(monkeypatch)
+    hear, names = Engine._hear, []
+
+    def hear_late(engine: Engine, worker: WorkerId, message: Any) -> None:
+        if isinstance(message, StartFailed):
+            wait_until(lambda: not worker_processes(), "it to end")
+            names.extend(Path("/dev/shm").glob(f"infeed.{os.getpid()}.*"))
+        hear(engine, worker, message)
+
+    def fail(number: int) -> None:
+        raise ValueError("no database")
+
+    monkeypatch.setattr(Engine, "_hear", hear_late)
+    with infeed.DataLoader(range(4), worker_init_fn=fail, num_workers=1) as loader:
+        with pytest.raises(ValueError, match="no database"):
+            next(iter(loader))
+        assert names
+    assert not [name for name in names if name.exists()]
 
 
 @pytest.mark.process

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +19,7 @@ from infeed.engine import Engine
 from infeed.observe.measures import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
 from infeed.staffing import Staffing
-from tests.helpers import Squares, Tree, wait_until
+from tests.helpers import Squares, Tree, staff, wait_until
 
 NAP_S = 0.02
 
@@ -98,6 +100,105 @@ def test_of_a_loop_that_is_left_nobody_knows_when_its_last_step_ended() -> None:
         assert loader.statistics().away_s == 0
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "worker": "thread"}, {"device": "cpu"}], ids=["inline", "thread", "device"]
+)
+def test_a_step_that_goes_on_counts_as_work_so_far(options: dict[str, Any]) -> None:
+    """Whoever asks in the middle of the step; and no figure becomes less when the loop is left then."""
+    if "device" in options:
+        pytest.importorskip("torch")
+    with infeed.DataLoader(Squares(64), 4, **options) as loader:
+        for _ in loader:
+            before = loader.statistics()
+            time.sleep(NAP_S)
+            known = loader.statistics()
+            assert known.away_s - before.away_s >= NAP_S
+            assert known.waited_s == before.waited_s
+            assert known.recent is not None
+            assert known.recent.amounts.away_ns >= NAP_S * 1e9
+            break
+        assert loader.statistics().away_s >= known.away_s
+        assert loader.statistics() == loader.statistics()
+
+
+class Stopping:
+    """Its sample 8 waits for somebody to let it, and may raise then."""
+
+    def __init__(self, raises: bool = False) -> None:
+        self.gate, self.raises = threading.Event(), raises
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 8:
+            self.gate.wait()
+            if self.raises:
+                raise ValueError("broken")
+        return np.full(10, index)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["host", "device"])
+def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
+    """As another thread sees it, or a signal handler; and it is told who is at what."""
+    if options:
+        pytest.importorskip("torch")
+    dataset = Stopping()
+    with infeed.DataLoader(dataset, 1, num_workers=1, worker="thread", **options) as loader:
+        loop = threading.Thread(target=lambda: list(loader))
+        loop.start()
+        try:
+            wait_until(lambda: "worker 0 has been at one sample for" in loader.statistics().verdict, "the loop to wait for it")
+            known = loader.statistics()
+            assert known.waited_s >= known.waiting_s > known.waited_s / 2
+            assert known.workers[0].pending_s > known.waited_s / 2
+            assert known.deliver_s <= known.started_s + known.waited_s - known.waiting_s + 1e-6  # it is no work of infeed's
+        finally:
+            dataset.gate.set()
+            loop.join()
+        after = loader.statistics()
+    assert after.waited_s >= known.waited_s
+    assert (after.waiting_s, after.workers[0].pending_s) == (0, 0)
+
+
+@pytest.mark.parametrize("ends", ["time-out", "error", "close"])
+def test_what_was_told_of_a_wait_or_a_step_stays(ends: str) -> None:
+    """Though no batch comes of it."""
+    dataset = Stopping(ends == "error")
+    with infeed.DataLoader(dataset, 1, num_workers=1, worker="thread", timeout=0.2 if ends == "time-out" else 0) as loader:
+        batches = iter(loader)
+        if ends == "close":
+            next(batches)
+            time.sleep(NAP_S)
+            before = loader.statistics()
+            loader.close()
+        else:
+            loop = threading.Thread(target=lambda: list(batches))
+            with raised_in_threads() as errors:
+                loop.start()
+                wait_until(lambda: loader.statistics().waiting_s > NAP_S, "the loop to wait")
+                before = loader.statistics()
+                if ends == "error":
+                    dataset.gate.set()
+                loop.join()
+            assert len(errors) == 1
+        after = loader.statistics()
+        dataset.gate.set()
+    assert (after.waited_s >= before.waited_s, after.away_s >= before.away_s) == (True, True)
+    assert before.waited_s + before.away_s >= NAP_S
+
+
+@contextmanager
+def raised_in_threads() -> Iterator[list[BaseException | None]]:
+    """Collects what threads raise, instead of printing it."""
+    errors: list[BaseException | None] = []
+    before, threading.excepthook = threading.excepthook, lambda told: errors.append(told.exc_value)
+    try:
+        yield errors
+    finally:
+        threading.excepthook = before
+
+
 class Gated:
     """Beyond its first epoch it gives nothing before somebody lets it."""
 
@@ -173,7 +274,7 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
         next(batches)
         (engine,) = loader._core.garage._out
         if how == "added":
-            engine.staff(1)
+            staff(engine, 1)
         before = loader.statistics()
         monkeypatch.setattr(Staffing, "_start", slowly)
         if how == "added":

@@ -404,3 +404,24 @@ def test_what_other_workers_did_is_not_recent() -> None:
     recent = past.recent([part("thread", 1, 0.1, 0.0)])
     assert recent is not None
     assert recent.amounts.elapsed_ns == 6 * S // 10
+
+
+@pytest.mark.parametrize(
+    ("pending_s", "waiting_s", "is_told"),
+    [(4.0, 3.5, True), (2.0, 6.0, False), (6.0, 2.0, False), (0.0, 6.0, False)],
+)
+def test_a_sample_that_is_not_there_yet_is_what_the_loop_waits_for(pending_s: float, waiting_s: float, is_told: bool) -> None:
+    """If it waits now, and that is most of the wait of six seconds; the median is 9 ms."""
+    statistics = run(workers=2, waiting_s=waiting_s)
+    late = replace(statistics.workers[1], pending_s=pending_s)
+    told = verdict_of(replace(statistics, workers=(statistics.workers[0], late)))
+
+    assert ("of the time; worker 1 has been at one sample for 4 s, the median is 9 ms" in told) is is_told
+
+
+def test_a_loop_that_loads_by_itself_has_no_worker_to_name() -> None:
+    """It is at the sample itself."""
+    statistics = run(workers=1, kind="inline", waiting_s=4.0)
+    told = verdict_of(replace(statistics, workers=(replace(statistics.workers[0], pending_s=4.0),)))
+
+    assert "the loop loaded by itself for 60% of the time; it has been at one sample for 4 s" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,3 +42,21 @@ def test_an_iterator_of_torchs_own_is_named_so() -> None:
     loader = ours.DataLoader(data.datapipes.iter.IterableWrapper(range(4)), 2)
     assert len(list(loader)) == 2
     assert "torch's own iterator, because the dataset is a DataPipe" in loader.statistics().verdict
+
+
+def test_who_asks_while_the_loop_begins_asks_the_same_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread may: what is counted is not lost to a second set of counters."""
+    loader = ours.DataLoader(range(8), batch_size=2)
+    serving: Any = pytest.importorskip("infeed.torch.serving")
+    make, begun = serving.Core, []
+
+    def make_slowly(*given: Any) -> Any:
+        if not begun:
+            begun.append(True)
+            begun.append(iter(loader))  # meanwhile
+        return make(*given)
+
+    monkeypatch.setattr(serving, "Core", make_slowly)
+    assert loader.statistics().batch_count == 0
+    assert len(list(begun[1])) == 4
+    assert loader.statistics().batch_count == 4

@@ -76,8 +76,8 @@ ALLOWED: dict[str, set[str]] = {
     "loader": LOADER,
     "torch": LOADER | {"checks", "importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
-    "programs": set(),
-    "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "units", "infeed"},
+    "programs": {"importing"},
+    "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "units", "workers", "infeed"},
     "cli": {"cli", "cores", "doctor", "errors", "importing", "memory", "programs", "testing", "units", "infeed"},
     "__main__": {"cli"},
 }

@@ -121,6 +121,35 @@ def test_slow_grains_go_one_by_one() -> None:
     assert [(task.worker, task.first_grain, task.grain_count) for task in model.tasks.values()] == [(0, 0, 1), (1, 1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("grain_ns", "count"), [(100_000, 3), (3_000_000, 3), (8_000_000, 3), (15_000_000, 2), (25_000_000, 1)]
+)
+def test_a_worker_has_its_next_task_at_hand_unless_it_is_a_long_one(grain_ns: int, count: int) -> None:
+    """The loop's thread may be late when workers have all processors; they go on meanwhile."""
+    model = ready_model(workers=1, window=8)
+    for _ in range(8):
+        model.plan(10)
+    place(model, sent(model, W0)[0])
+
+    model.load(sent(model, W0)[0], elapsed_ns=10 * grain_ns)
+
+    assert len(sent(model, W0)) == count
+
+
+@pytest.mark.parametrize(("batches", "whole", "count"), [(8, False, 3), (3, False, 1), (8, True, 1)])
+def test_nothing_is_sent_ahead_that_others_would_miss(batches: int, whole: bool, count: int) -> None:
+    """Two workers: a task behind a slow one is missed if little else waits, and whole batches are all there are."""
+    model = ready_model(workers=2, window=9, slots=20, whole_batches=whole)
+    for _ in range(batches):
+        model.plan(1)
+    for task in list(model.tasks.values()):
+        place(model, task)
+
+    model.load(sent(model, W0)[0], elapsed_ns=3_000_000)
+
+    assert len(sent(model, W0)) == count
+
+
 @pytest.mark.parametrize(("grain_ns", "ahead"), [(SLOW_NS, 5), (100 * SLOW_NS, 2)])
 def test_before_anything_is_known_of_the_loop_its_first_step_is_taken_for_a_long_one(grain_ns: int, ahead: int) -> None:
     """Nobody sends anything while it is away: a worker has some work by then, but not all that others could do."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+from infeed.cli import numbers
 from infeed.cli.outputs import Output, find_trouble
 
 if TYPE_CHECKING:
-    from infeed.doctor.benching import Measured
+    from infeed.doctor.benching import Measured, Setting
 
 __all__ = ["add_parser", "run"]
 
@@ -32,8 +33,8 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("dataset", metavar="module:dataset", help="a dataset, or a function without arguments that makes one")
-    parser.add_argument("--batch-size", type=_count, default=32, metavar="N", help="samples in a batch (default: 32)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="how long to measure each setting (default: 1.5)")
+    parser.add_argument("--batch-size", type=numbers.samples, default=32, metavar="N", help="samples in a batch (default: 32)")
+    parser.add_argument("--seconds", type=numbers.seconds, default=1.5, help="how long to measure each setting (default: 1.5)")
     parser.add_argument("--worker", choices=("thread", "process"), help="try this kind only")
     parser.add_argument("--json", metavar="FILE", help="write all figures as JSON; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="write a page with a plot")
@@ -50,11 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     from infeed.programs import show_error
 
     target: str = arguments.dataset
-    module, colon, name = target.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+    if not targets.names_dataset(target):
         return _complain(f"{target!r} names no dataset; give module:dataset, for example: infeed bench data:train_set", _USAGE)
-    if not arguments.seconds > 0:
-        return _complain(f"--seconds {arguments.seconds} is no time; give more than 0", _USAGE)
     data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
     trouble = find_trouble([data, page])
     if trouble:
@@ -72,10 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         show_error(error, [__file__, targets.__file__, importlib.__file__])
         return _complain(f"{target} could not be loaded: {told(error)}", _NOT_RUN)
     cores = max(1, int(available_cores()))  # a container may have less than one
-    results = []
-    for found in search(bench.measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")):
-        results.append(found)
-        print(f"  {found.setting}: {found.error or f'{found.samples_per_s:,.0f} samples/s'}", file=sys.stderr)
+    if bench.batch_size < arguments.batch_size:
+        print(f"the dataset has {bench.batch_size} samples, so this is the batch size", file=sys.stderr)
+
+    def measure(setting: "Setting") -> "Measured":
+        # First what is tried: a dataset may hang, or end the process.
+        print(f"  {setting}: ", end="", file=sys.stderr, flush=True)
+        found = bench.measure(setting)
+        print(found.error or f"{found.samples_per_s:,.0f} samples/s", file=sys.stderr)
+        return found
+
+    results = list(search(measure, cores, [arguments.worker] if arguments.worker else ("thread", "process")))
     results = confirm(bench.measure, results)
     best = choose(results)
     if best is not None and not data.is_stdout:
@@ -142,9 +147,3 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
 def _complain(text: str, code: int) -> int:
     print(f"infeed bench: {text}", file=sys.stderr)
     return code
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples; give 1 or more")
-    return int(text)

@@ -3,13 +3,12 @@
 Makes a folder of JPEG files in a temporary directory, loads it inline, with threads, with processes, and with torch's
 DataLoader where torch is installed. The folder is gone at the end, however the end comes about.
 
-Only the standard library is imported here; Pillow, tqdm, rich and torch are looked for when the demo runs.
+Only the standard library and infeed are imported here; Pillow, tqdm, rich and torch are looked for when the demo runs.
 """
 
 import argparse
 import importlib
 import importlib.util
-import os
 import platform
 import sys
 import tempfile
@@ -21,6 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
+
+from infeed.cli import numbers
+from infeed.cores import available_cores
+from infeed.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from infeed.cli.pictures import PictureFolder
@@ -77,14 +80,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="see it work, on pictures that it makes itself",
         description="Load a folder of JPEG pictures with each kind of worker, and compare.",
     )
-    workers = min(_usable_cpu_count(), _MAX_DEFAULT_WORKERS)
+    workers = min(max(1, int(available_cores())), _MAX_DEFAULT_WORKERS)
     for option, default, text in (
         ("--pictures", 640, "how many pictures to make"),
         ("--workers", workers, "threads or processes that load"),
         ("--batch-size", 32, "pictures in one batch"),
         ("--epochs", 4, "how often to read all pictures"),
     ):
-        parser.add_argument(option, type=_positive, default=default, metavar="N", help=f"{text} (default here: {default})")
+        parser.add_argument(option, type=numbers.count, default=default, metavar="N", help=f"{text} (default here: {default})")
     parser.set_defaults(run=run)
 
 
@@ -232,8 +235,8 @@ def _print_table(timings: Sequence[Timing], notes: Sequence[str]) -> None:
         table.add_row(
             timing.loader,
             f"{timing.images_per_s:,.0f}",
-            _format_seconds(timing.first_batch_s),
-            f"{_format_seconds(timing.waited_s)} ({timing.waited_share:.0%})",
+            format_seconds(timing.first_batch_s),
+            f"{format_seconds(timing.waited_s)} ({timing.waited_share:.0%})",
         )
     console = Console()
     console.print(table)
@@ -243,32 +246,11 @@ def _print_table(timings: Sequence[Timing], notes: Sequence[str]) -> None:
 
 def _describe(options: DemoOptions) -> str:
     counted = (
-        (_usable_cpu_count(), "core"),
+        (available_cores(), "core"),
         (options.workers, "worker"),
         (options.pictures, "picture"),
         (options.epochs, "epoch"),
     )
-    parts = [f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted]
+    parts = [format_count(count, noun) for count, noun in counted]
     parts.insert(2, f"batch size {options.batch_size}")
     return f"{', '.join(parts)}; {platform.system()}, Python {platform.python_version()}"
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _usable_cpu_count() -> int:
-    if sys.platform == "linux":
-        # Containers and batch systems often grant fewer cores than the machine has.
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; give 1 or more") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too small; give 1 or more")
-    return value

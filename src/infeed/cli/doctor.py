@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from infeed.cli import numbers
 from infeed.cli.outputs import Output, find_trouble
 
 __all__ = ["add_parser", "run"]
@@ -33,16 +34,18 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="program is a module, as with `python -m`")
-    parser.add_argument("--seconds", type=_positive, default=30.0, help="how long to watch, from the first batch (default: 30)")
     parser.add_argument(
-        "--start-seconds", type=_positive, default=600.0, help="how long it may take to the first batch (default: 600)"
+        "--seconds", type=numbers.seconds, default=30.0, help="how long to watch, from the first batch (default: 30)"
+    )
+    parser.add_argument(
+        "--start-seconds", type=numbers.seconds, default=600.0, help="how long it may take to the first batch (default: 600)"
     )
     parser.add_argument("--infeed", action="store_true", help="run torch's loaders on infeed, as `infeed run` does")
     parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a finding out; may be repeated")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="write a page")
-    parser.add_argument("--num-workers", type=int, default=2, metavar="N", help="for module:dataset (default: 2)")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for module:dataset (default: 32)")
+    parser.add_argument("--num-workers", type=numbers.workers, default=2, metavar="N", help="for module:dataset (default: 2)")
+    parser.add_argument("--batch-size", type=numbers.samples, default=32, metavar="N", help="for module:dataset (default: 32)")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="what to run, and its arguments")
     parser.set_defaults(run=run)
 
@@ -110,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "dataset"] | None:
+    from infeed.doctor.targets import names_dataset
+
     if not program:
         _complain("name a script, -m and a module, or module:dataset; for example: infeed doctor train.py --epochs 3")
         return None
@@ -117,8 +122,7 @@ def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "d
         return "module"
     if Path(program[0]).is_file():
         return "script"
-    module, colon, name = program[0].partition(":")
-    if colon and all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+    if names_dataset(program[0]):
         return "dataset"
     _complain(f"{program[0]!r} is not a file; name a script, a module with -m, or module:dataset")
     return None
@@ -135,13 +139,3 @@ def _console() -> Any:
 def _complain(text: str) -> int:
     print(f"infeed doctor: {text}", file=sys.stderr)
     return _USAGE
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give seconds") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time; give more than 0 seconds")
-    return value

@@ -1,13 +1,11 @@
 """``infeed run``: a PyTorch program, unchanged, with infeed in the place of torch's data loading."""
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 from typing import Any, Final
 
-from infeed.importing import when_imported
-from infeed.programs import exit_code_of, run_module, run_script, show_error
+from infeed.programs import exit_code_of, install_when_imported, run_module, run_script, show_error
 
 __all__ = ["add_parser", "run"]
 
@@ -36,9 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.is_module and not Path(program[0]).is_file():
         print(f"infeed run: {program[0]!r} is not a file; name a script, or a module with -m", file=sys.stderr)
         return _USAGE
-    when_imported("torch", _install)
-    # By itself too: it imports torch while it is being imported, and then it is too late to wait for it.
-    when_imported("torchdata.stateful_dataloader", _install)
+    install_when_imported()
     try:
         if arguments.is_module:
             run_module(program)
@@ -53,11 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         print(f"infeed: {_summary()}", file=sys.stderr)
     return 0
-
-
-def _install() -> None:
-    installing: Any = importlib.import_module("infeed.torch.installing")
-    installing.install()
 
 
 def _summary() -> str:

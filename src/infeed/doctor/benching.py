@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 from infeed.doctor.looking import measure as measure_batch
 from infeed.errors import ConfigError, InfeedError
+from infeed.units import format_workers
 
 Kind: TypeAlias = Literal["inline", "thread", "process"]
 
@@ -39,9 +40,7 @@ class Setting:
         return f"infeed.DataLoader(dataset, batch_size={batch_size}, num_workers={self.num_workers}{worker})"
 
     def __str__(self) -> str:
-        noun = {"thread": "thread", "process": "process"}.get(self.kind, "")
-        plural = {"thread": "threads", "process": "processes"}.get(self.kind, "")
-        return f"{self.num_workers} {noun if self.num_workers == 1 else plural}" if self.num_workers else "no workers"
+        return format_workers(self.num_workers, self.kind) if self.num_workers else "no workers"
 
 
 @final

@@ -22,8 +22,7 @@ from infeed.doctor.journal import Journal
 from infeed.doctor.targets import load_dataset
 from infeed.doctor.watching import Watcher
 from infeed.errors import ConfigError
-from infeed.importing import when_imported
-from infeed.programs import exit_code_of, run_module, run_script, show_error
+from infeed.programs import exit_code_of, install_when_imported, run_module, run_script, show_error
 
 _PROBE_S: Final = 2.0
 _PAUSE_S: Final = 0.5
@@ -66,8 +65,7 @@ class _Child:
     def run(self, program: list[str]) -> int:
         self._watcher.install()
         if self._orders.with_infeed:
-            when_imported("torch", _install)
-            when_imported("torchdata.stateful_dataloader", _install)
+            install_when_imported()
         number = stop_signal()
         if number is not None:
             signal.signal(number, lambda *_: self._stop("stuck"))
@@ -124,7 +122,10 @@ class _Child:
 
     def _finish(self, ending: Ending, code: int | None, told: str) -> None:
         # Not before: it imports NumPy, and a program may want to set the number of its threads first.
+        import threadpoolctl
+
         from infeed.doctor.probing import probe
+        from infeed.workers.threadpools import limit_pools
 
         self._is_over = True
         at = time.monotonic()
@@ -134,6 +135,9 @@ class _Child:
         torch: Any = sys.modules.get("torch")
         has_gpu = bool(torch is not None and torch.cuda.is_available())
         self._journal.write("machine", has_gpu=has_gpu, is_fork_default=_is_fork_default())
+        # As it should be in workers. Of the program, no more than its end is still to come.
+        limit_pools(1)
+        threadpoolctl.threadpool_limits(1)
         for watched in self._watcher.loaders[:_MOST_PROBES]:
             probe(watched, self._journal, min(_PROBE_S, self._orders.seconds / 2))
         self._journal.write("done")
@@ -150,11 +154,6 @@ def _told(error: BaseException) -> str:
 
 def _is_fork_default() -> bool:
     return sys.platform == "linux" and sys.version_info < (3, 14)
-
-
-def _install() -> None:
-    installing: Any = importlib.import_module("infeed.torch.installing")
-    installing.install()
 
 
 if __name__ == "__main__":

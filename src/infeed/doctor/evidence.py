@@ -21,8 +21,21 @@ class EpochSeen:
     at: float
     start_s: float = 0.0  # from `iter` to the first batch
     has_batch: bool = False
-    waits: list[float] = field(default_factory=list)  # for every batch but the first
+    waits: list[float] = field(default_factory=list)  # for every batch but the first, of those that count
     aways: list[float] = field(default_factory=list)  # what the loop did before it asked for each of them
+    # Others came while infeed found out how many workers are best, by which it is not judged.
+    warm_count: int = 0
+    warm_s: float = 0.0
+
+    @property
+    def batch_count(self) -> int:
+        """Of all that came."""
+        return self.has_batch + self.warm_count + len(self.waits)
+
+    def warm(self, waits: Sequence[float], aways: Sequence[float]) -> None:
+        """These do not count."""
+        self.warm_count += len(waits)
+        self.warm_s += sum(waits) + sum(aways)
 
 
 @final
@@ -88,15 +101,32 @@ class LoaderSeen:
     batch_rows: int = 0
     is_on_device: bool = False
     waiting_s: float = 0.0  # for the batch that it was asked for when time was up
+    is_settled: bool = True  # not while infeed finds out how many workers are best
+    settled_as: tuple[Kind, int] | None = None  # what it found, if that was seen
     probe: Probe = field(default_factory=Probe)
 
-    def see_workers(self, kind: Kind, count: int, is_gathered: bool) -> None:
+    def see_workers(self, kind: Kind, count: int, is_gathered: bool, is_settled: bool = True) -> None:
         """Take what was seen for what was asked for. Where the program names a number, not all may have started yet."""
-        self.kind, self.is_gathered = kind, is_gathered
+        self.kind, self.is_gathered, self.is_settled = kind, is_gathered, is_settled
         if kind == "inline":
             self.num_workers = 0
         elif self.is_auto:
             self.num_workers = max(1, count)
+        if not self.is_auto or not is_settled or self.settled_as == (kind, count):
+            return
+        if self.settled_as is not None:
+            for epoch in self.epochs:  # what came with others says nothing of these
+                epoch.warm(epoch.waits, epoch.aways)
+                epoch.waits, epoch.aways = [], []
+        self.settled_as = (kind, count)
+
+    def see_batches(self, waits: Sequence[float], aways: Sequence[float]) -> None:
+        """Take in what came in the latest epoch."""
+        if not self.is_settled:
+            self.epochs[-1].warm(waits, aways)
+            return
+        self.epochs[-1].waits += waits
+        self.epochs[-1].aways += aways
 
     def add_pids(self, pids: Sequence[int]) -> None:
         self.pids += [pid for pid in pids if pid not in self.pids]
@@ -111,18 +141,23 @@ class LoaderSeen:
 
     @property
     def batch_count(self) -> int:
-        """Of those whose wait was measured: all but the first of each epoch."""
+        """Of those whose wait was measured and counts: not the first of an epoch, nor while infeed found out what is best."""
         return sum(len(epoch.waits) for epoch in self.epochs)
 
     @property
     def given_count(self) -> int:
         """Of all batches that it gave."""
-        return self.batch_count + sum(epoch.has_batch for epoch in self.epochs)
+        return sum(epoch.batch_count for epoch in self.epochs)
+
+    @property
+    def has_warmed_up(self) -> bool:
+        """Whether some do not count."""
+        return any(epoch.warm_count for epoch in self.epochs)
 
     @property
     def iterated_s(self) -> float:
         """How long it was iterated, as far as that was measured."""
-        return self.waited_s + self.away_s + sum(epoch.start_s for epoch in self.epochs)
+        return self.waited_s + self.away_s + sum(epoch.start_s + epoch.warm_s for epoch in self.epochs)
 
     @property
     def wait_share(self) -> float:
@@ -148,7 +183,7 @@ class LoaderSeen:
 
     @property
     def load_s(self) -> float:
-        """What loading a batch takes one who is alone with it."""
+        """What loading a batch takes one who is alone with it, and has one thread."""
         return self.rows * self.probe.sample_s + self.probe.collate_s
 
 
@@ -234,8 +269,7 @@ def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
                 loader.batch_rows = max(loader.batch_rows, facts["batch_rows"])
                 loader.is_on_device |= facts["is_on_device"]
             case "batches":
-                loaders[event["loader"]].epochs[-1].waits += facts["waits"]
-                loaders[event["loader"]].epochs[-1].aways += facts["aways"]
+                loaders[event["loader"]].see_batches(**facts)
             case "waiting":
                 loaders[event["loader"]].waiting_s = facts["seconds"]
                 loaders[event["loader"]].add_pids(facts["pids"])

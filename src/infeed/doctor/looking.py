@@ -56,14 +56,15 @@ def workers_of(iterator: Any) -> dict[str, Any] | None:
         return None
     seen = core.statistics()
     pids = pids_of(iterator)
-    kind, count = seen.kind, seen.worker_count
+    # Where infeed decides: as many as it wants. Some may be starting, or have died a moment ago.
+    kind, count = seen.kind, core.staff.count or seen.worker_count
     is_gathered = seen.loads_by == "gathering rows"
     if kind == "inline" and core.config.kind != "inline" and not is_gathered:
         # Statistics know of no workers: they could not be started, or nothing is kept (observe="off").
         if getattr(iterator, "_epoch", iterator)._engine is None:
             return None
         kind, count = core.config.kind, core.config.most_workers
-    return {"kind": kind, "count": count, "is_gathered": is_gathered, "pids": pids}
+    return {"kind": kind, "count": count, "is_gathered": is_gathered, "is_settled": seen.is_settled, "pids": pids}
 
 
 def measure(batch: Any, depth: int = 0) -> tuple[int, int, bool]:

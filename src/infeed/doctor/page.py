@@ -40,8 +40,8 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         (
             describe(loader),
             str(len(loader.epochs)),
-            f"{loader.batch_count + sum(epoch.has_batch for epoch in loader.epochs):,}",
-            f"{loader.wait_share:.0%}" if run.has_own_loop else "",
+            f"{loader.given_count:,}",
+            f"{loader.wait_share:.0%}" if run.has_own_loop and loader.batch_count else "",
             format_seconds(loader.probe.sample_s) if loader.probe.sample_count else "",
         )
         for loader in run.loaders

@@ -93,9 +93,6 @@ class _Nowhere:
 
 
 def _load_some(watched: Watched, seconds: float) -> dict[str, Any]:
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)  # as in a worker
     if not watched.settings["is_stream"]:
         indices = list(itertools.islice(_indices(watched), _MOST_SAMPLES))
         take = watched.dataset.__getitem__
@@ -152,7 +149,9 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
     """Load and time each task, which is an index or a list of them, until time is up."""
     times: list[float] = []
     counts: list[int] = []
+    loaded: list[Any] = []  # what these are of
     samples: list[Any] = []
+    failed: Exception | None = None
     deadline = time.perf_counter() + seconds
     rows = watched.settings["batch_size"] or watched.batch_rows or 1
     # The first ones open files and import modules.
@@ -166,15 +165,23 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
             sample = take(what)
         except StopIteration:
             break
+        except Exception as error:  # the loader may leave it out (on_error), or the program fails by itself
+            failed = failed or error
+            if watched.settings["is_stream"] or time.perf_counter() > deadline:
+                break
+            continue
         ended = time.perf_counter()
         if len(samples) < rows:
             samples += sample if count > 1 else [sample]
         if number >= warm:
             times.append((ended - began) / count)
             counts.append(count)
+            loaded.append(what)
         if ended > deadline and times:
             break
     if not times:
+        if failed is not None:
+            raise failed
         return {}
     total = sum(counts)
     facts: dict[str, Any] = {
@@ -186,7 +193,7 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
         "read_bytes": (_read_bytes() - read) / total,
     }
     if total == len(times) and not watched.settings["is_stream"]:
-        facts["slow"] = _find_slow([what for what, _ in tasks[warm:]], times, take)
+        facts["slow"] = _find_slow(loaded, times, take)
     if watched.settings["library"] != "infeed" and callable(watched.collate_fn):
         began = time.perf_counter()
         with suppress(Exception):  # it may want other samples than these; then its time is not known
@@ -198,7 +205,7 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
 def _find_slow(indices: list[Any], times: list[float], take: Callable[[Any], Any]) -> list[tuple[str, float]]:
     """Those that are slow again when they are asked again: not what was cold, or interrupted by others."""
     limit = max(_SLOW_TIMES * statistics.median(times), _SLOW_S)
-    ranked = sorted(zip(times, indices, strict=False), key=lambda pair: -pair[0])
+    ranked = sorted(zip(times, indices, strict=True), key=lambda pair: -pair[0])
     slow = []
     for seconds, index in ranked[:_MOST_SLOW]:
         if seconds < limit:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any, Final
 
-from infeed.doctor.evidence import Run
+from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.findings import Finding
 from infeed.doctor.findings.finding import RISKS, describe
 from infeed.units import format_count, format_seconds
@@ -31,6 +31,7 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
                 "batch_size": loader.batch_size,
                 "epochs": len(loader.epochs),
                 "batches": loader.given_count,
+                "judged_batches": loader.batch_count,  # waited_s, away_s and wait_share are of these
                 "waited_s": loader.waited_s,
                 "away_s": loader.away_s,
                 "wait_share": loader.wait_share,
@@ -54,11 +55,17 @@ def summary(run: Run) -> str:
     )
     lines = [f"watched {run.program} for {format_seconds(run.seconds)}: {', '.join(counts)}; {ending(run)}"]
     for loader in run.loaders:
-        share = f"the loop waited {loader.wait_share:.0%} of its time" if run.has_own_loop else "iterated by the doctor"
-        lines.append(f"  {describe(loader)}: {share}")
+        lines.append(f"  {describe(loader)}: {_waiting(loader) if run.has_own_loop else 'iterated by the doctor'}")
         if loader.probe.error:
             lines.append(f"  samples could not be loaded here, so less is known: {loader.probe.error}")
     return "\n".join(lines)
+
+
+def _waiting(loader: LoaderSeen) -> str:
+    if loader.has_warmed_up and not loader.batch_count:
+        return "infeed was still finding out how many are best"
+    since = " once infeed had found out how many are best" if loader.has_warmed_up else ""
+    return f"the loop waited {loader.wait_share:.0%} of its time{since}"
 
 
 def ending(run: Run) -> str:

@@ -62,9 +62,7 @@ def survey(
             watch.end()
     read_events(run, watch.journal.events)
     if not watch.journal.has("end"):
-        is_ours = watch.code is None or watch.code == -(
-            stop_signal() or 0
-        )  # it may have put its own handler in the place of ours
+        is_ours = watch.code is None or watch.was_stopped
         run.ending = "stuck" if is_ours else "died"
         run.exit_code = watch.code
         # It may have died before we looked. Not less than its loaders say, which are measured by it.

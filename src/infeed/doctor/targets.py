@@ -11,6 +11,12 @@ from typing import Any
 from infeed.errors import ConfigError
 
 
+def names_dataset(text: str) -> bool:
+    """Whether it has the form ``module:name``."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+
+
 def load_dataset(target: str) -> Any:
     """The dataset that ``module:name`` means: an instance, or what a function or class without arguments makes.
 

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
+from infeed.observe.gauges import Gauges
 from infeed.observe.history import History
 from infeed.observe.members import Members, busy_ns
 from infeed.observe.owntime import OwnTime
-from infeed.observe.recent import Amounts, Slice
+from infeed.observe.recent import Amounts, LoopTimes, Slice
 from infeed.observe.records import LOOP, Mark, MarkKind, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
@@ -51,25 +52,11 @@ _SUMMED: Final = (
 
 
 @final
-class Gauges:
-    """All of a loader, one for each of its engines; of those that are gone, one may stand for several."""
-
-    def __init__(self) -> None:
-        self.all: list[Gauge] = []
-        # Held while they are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
-        self.lock = threading.RLock()
-        self.has_given = False  # whether the loop ever got a batch
-
-    def total(self, gauge: Gauge, own: Point) -> Point:
-        """How far the whole loader has come, when one engine has come so far. Sums only ever grow, whoever comes and goes."""
-        with self.lock:
-            others = [one.point(own.at_ns, is_own=False) for one in self.all if one is not gauge]
-        return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
-
-
-@final
 class Gauge:
-    """Belongs to one engine."""
+    """Belongs to one engine.
+
+    Others may ask at any time. So what belongs together is assigned together, in one statement: they must not see half of it.
+    """
 
     def __init__(
         self,
@@ -82,7 +69,6 @@ class Gauge:
         memory_limit: int,
     ) -> None:
         self._history, self._gauges = history, gauges
-        self._board = board
         self.kind: WorkerKind = kind
         self._is_on = observe != "off"
         self._is_spanning = observe == "timeline"
@@ -106,7 +92,10 @@ class Gauge:
         self.next_ns = 0  # when `note` wants to be called next
         # When it was last, and how far the sums were then.
         self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
+        # When the loop asked for the batch that it waits for, and how far `blocked_ns` was then; 0: it does not wait.
+        self.asked_ns = self.asked_blocked = 0
         self._left_ns = 0
+        self._seen_ns = 0  # until when the step that goes on was told of
         self._idle_ns = 0  # since when no epoch is in progress; 0: one is
         self._next_tick = 0
         self._epoch = self._step_offset = 0
@@ -122,12 +111,14 @@ class Gauge:
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
         self._begun_ns = perf_counter_ns()
+        self._left_ns = self._noted_ns = self._seen_ns = 0  # what the user did between epochs is not their loop
+        self._noted_waited, self._noted_blocked = self.waited_ns, self.blocked_ns
+        self._gauges.active = self
         if self._idle_ns:
             # A look is due after so much of the loop's own time: who has several loaders pays for one at a time.
             self._next_tick += self._begun_ns - self._idle_ns
             self._idle_ns = 0
             self.members.wake()
-        self._left_ns = self._noted_ns = 0  # what the user did between epochs is not their loop
         self.next_ns = 0 if self._is_on else _NEVER
         if self._is_on:
             self._own.begin()
@@ -136,11 +127,10 @@ class Gauge:
     def changed_over(self, begin_ns: int, end_ns: int) -> None:
         """The loop waited for something else than a batch: an epoch began, or was over, and workers with it."""
         took_ns = end_ns - begin_ns
-        self.outside_ns += took_ns
         if not self._gauges.has_given:
-            self.started_ns += took_ns
+            self.outside_ns, self.started_ns = self.outside_ns + took_ns, self.started_ns + took_ns
         else:
-            self.waited_ns += took_ns
+            self.outside_ns, self.waited_ns = self.outside_ns + took_ns, self.waited_ns + took_ns
             if self.is_closed or not self.batch_count:
                 self.changeover_ns += took_ns
             if self.is_closed and self._is_on:  # nobody tells of it later
@@ -159,11 +149,18 @@ class Gauge:
 
     def given(self, asked_ns: int, left_ns: int) -> None:
         """The loop asked for a batch and got it."""
-        self.waited_ns += left_ns - asked_ns
+        self.waited_ns, self.asked_ns = self.waited_ns + left_ns - asked_ns, 0
         self.batch_count += 1
         before_ns, self._left_ns = self._left_ns, left_ns
         if left_ns > self.next_ns:
             self.note(before_ns, asked_ns, left_ns)
+
+    def stop_waiting(self) -> None:
+        """The loop asked for a batch, and gets an exception for it, or this engine is closed; if it did not get one."""
+        asked_ns, now_ns = self.asked_ns, perf_counter_ns()
+        if asked_ns:
+            took_ns = now_ns - asked_ns if self._gauges.has_given else 0  # what nothing came of yet is no start
+            self.waited_ns, self.asked_ns = self.waited_ns + took_ns, 0
 
     def note(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
         """Take in what the loop did since the last time. For who counts ``waited_ns`` and ``batch_count`` by themselves.
@@ -172,21 +169,22 @@ class Gauge:
             before_ns: when the loop got the batch before; 0 if this is the first of an epoch.
         """
         wait_ns = left_ns - asked_ns
+        away_ns = self.away_ns
         if before_ns:
-            self.away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
             if self._is_spanning:
                 self._record(before_ns, asked_ns, left_ns)
+            away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
         else:
             if self.batch_count == 1 and self._gauges.has_given:
                 self.changeover_ns += wait_ns
             elif self.batch_count == 1:
-                self.waited_ns -= wait_ns
-                self.started_ns += wait_ns
+                self.waited_ns, self.started_ns = self.waited_ns - wait_ns, self.started_ns + wait_ns
             self._gauges.has_given = True
             if self._is_spanning:
                 self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
-        self._noted_ns, self._noted_waited, self._noted_count = left_ns, self.waited_ns, self.batch_count
-        self._noted_blocked = self.blocked_ns
+        self.away_ns, self._noted_ns, self._noted_waited = away_ns, left_ns, self.waited_ns
+        self._noted_count, self._noted_blocked = self.batch_count, self.blocked_ns
+        self._gauges.active = self
         self.next_ns = left_ns + _RUN_NS
         if left_ns > self._next_tick:
             self._tick(left_ns)
@@ -196,23 +194,28 @@ class Gauge:
 
         Args:
             left_ns: when the loop got its last batch; 0 if it got none.
-            asked_ns: when it asked for another, and there was none; 0 if it did not: nobody knows how long its last step was.
+            asked_ns: when it asked for another, and there was none; 0 if it did not: nobody knows how long its last step was,
+                but that it lasted when it was told of.
         """
         if self._idle_ns:
             return
-        self._idle_ns = now_ns = perf_counter_ns()
+        now_ns = perf_counter_ns()
         left_ns = self._left_ns or left_ns
-        if self._noted_ns:  # it got a batch
-            self.away_ns += max(0, (asked_ns or left_ns) - self._noted_ns - (self.waited_ns - self._noted_waited))
-            if self._is_spanning:
-                self._record_last(left_ns, asked_ns or left_ns)
-        if asked_ns:
-            self.waited_ns += now_ns - asked_ns
+        end_ns = asked_ns or max(left_ns, self._seen_ns)
+        away_ns, waited_ns = self._step_ns(end_ns), now_ns - asked_ns if asked_ns else 0
+        if self._noted_ns and self._is_spanning:
+            self._record_last(left_ns, end_ns)
+        away_ns, waited_ns = self.away_ns + away_ns, self.waited_ns + waited_ns
+        self.away_ns, self.waited_ns, self.asked_ns, self._idle_ns = away_ns, waited_ns, 0, now_ns
         is_live = self._is_on and not self.is_closed
         is_long = now_ns - self._begun_ns >= _SHORT_NS
         self.members.rest(now_ns, is_still=is_live and is_long and self.kind != "inline")
         if self._own.end() and is_live:
             self._tell_past()
+
+    def _step_ns(self, end_ns: int) -> int:
+        """How long the loop was away since the last time, if its latest step ended then."""
+        return max(0, end_ns - self._noted_ns - (self.waited_ns - self._noted_waited)) if self._noted_ns else 0
 
     def _record_last(self, left_ns: int, asked_ns: int) -> None:
         """Keep what the loop did since the last time, and its last step."""
@@ -294,8 +297,33 @@ class Gauge:
         done_ns = perf_counter_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 
+    def loop_times(self) -> LoopTimes:
+        """Up to now."""
+        # The clock first, then all that is read, with nothing called between: whatever the loop does meanwhile, no more is
+        # told than was, and a later answer is no less.
+        is_here, now_ns = os.getpid() == self._owner_pid, perf_counter_ns()
+        waited_ns, away_ns, blocked_ns, asked_ns = self.waited_ns, self.away_ns, self.blocked_ns, self.asked_ns
+        noted_ns, since_ns, seen_ns = self._noted_ns, waited_ns - self._noted_waited, self._seen_ns
+        is_over, not_own_ns, asked_blocked = self.is_closed or self._idle_ns, blocked_ns + self.outside_ns, self.asked_blocked
+        if not self._gauges.has_given:
+            return LoopTimes(0, 0, not_own_ns, 0)  # it is still the first start
+        if is_over or not self._is_on:
+            return LoopTimes(waited_ns, away_ns, not_own_ns, 0)
+        is_waiting, waiting_ns = is_here and asked_ns, 0
+        if not is_waiting and is_here and self._gauges.active is self:
+            self._seen_ns = now_ns
+        elif is_waiting:
+            waiting_ns = max(0, now_ns - asked_ns)
+            not_own_ns += max(0, waiting_ns - (blocked_ns - asked_blocked))
+        else:
+            now_ns = seen_ns  # what was told is not taken back
+        if noted_ns:
+            away_ns += max(0, now_ns - noted_ns - since_ns - waiting_ns)
+        return LoopTimes(waited_ns + waiting_ns, away_ns, not_own_ns, waiting_ns)
+
     def amounts(self, *, is_exact: bool = True) -> Amounts:
-        """All that this engine did so far; ``is_exact``: with what this process used up to now, not up to the latest count."""
+        """All that this engine did so far; ``is_exact``: up to now, not up to the latest count."""
+        loop = self.loop_times() if is_exact else None
         members = self.members
         sums = members.sums()
         usages = [members.usage(worker) for worker in sums]
@@ -303,10 +331,10 @@ class Gauge:
             batch_count=self.batch_count,
             sample_count=self.sample_count,
             loaded_count=sum(one.sample_count for one in sums.values()),
-            waited_ns=self.waited_ns,
+            waited_ns=self.waited_ns if loop is None else loop.waited_ns,
             started_ns=self.started_ns,
-            away_ns=self.away_ns,
-            blocked_ns=self.blocked_ns + self.outside_ns,
+            away_ns=self.away_ns if loop is None else loop.away_ns,
+            blocked_ns=self.blocked_ns + self.outside_ns if loop is None else loop.blocked_ns,
             changeover_ns=self.changeover_ns,
             hired_ns=self.hired_ns,
             load_ns=sum(one.load_ns for one in sums.values()),
@@ -343,6 +371,9 @@ class Gauge:
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.take_spans(is_last=True)
+        if not self._idle_ns:
+            self.away_ns, self._noted_ns = self.away_ns + self._step_ns(self.asked_ns or self._seen_ns), 0
+        self.stop_waiting()
         self._tell_past()
         self._final_bytes = self.bytes_given()
         self.members.close()

@@ -10,7 +10,8 @@ from infeed.workers import tape
 from infeed.workers.board import Board
 from infeed.workers.tape import Sums, TapeReader
 
-_SLOWEST: Final = 16
+# A sample that takes less is not worth a word while it is being loaded.
+_LONG_NS: Final = 20_000_000
 
 
 class Usage(NamedTuple):
@@ -134,6 +135,18 @@ class Members:
         member = self._members[worker]
         return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
 
+    def pending_ns(self, worker: WorkerId) -> int:
+        """How long it is at the one sample that it is at, if that is long; it counts as loading when its task is done."""
+        if self.is_closed or self._idle_ns or not self._members[worker].since_ns:
+            return 0
+        try:
+            doing = self._board.doing(worker)
+        except ValueError:
+            return 0  # closed by another thread, a moment ago
+        took_ns = perf_counter_ns() - doing.since_ns
+        is_sample = doing.task is not None and doing.exact_row is not None and doing.since_ns
+        return took_ns if is_sample and took_ns >= _LONG_NS else 0
+
     def usage(self, worker: WorkerId) -> Usage:
         """What it has used so far, all its lives together."""
         member = self._members[worker]
@@ -205,4 +218,4 @@ def _added(one: Reading, other: Reading) -> Reading:
         other.sums.is_drawing,
     )
     histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
-    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[:_SLOWEST])
+    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[: tape.SLOWEST])

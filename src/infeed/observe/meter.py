@@ -9,16 +9,16 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final, final
 
-from infeed.observe.gauge import Gauge, Gauges, WorkerKind
+from infeed.observe.gauge import Gauge, WorkerKind
+from infeed.observe.gauges import Gauges
 from infeed.observe.history import History
 from infeed.observe.members import Reading
 from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
-from infeed.workers.tape import BUCKETS, NO_INDEX, Observe, bucket_end_ns
+from infeed.workers.tape import BUCKETS, NO_INDEX, SLOWEST, Observe, bucket_end_ns
 
-_SLOWEST: Final = 16
 _NOTHING_KEPT: Final = "nothing is kept: observe='off'"
 _QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -57,9 +57,9 @@ class Meter:
         loads_by: str,
         has_collate_fn: bool,
         most_workers: int,
-        keeps_workers: bool = True,
-        is_settled: bool = True,
-        prefetch: int = 0,
+        keeps_workers: bool,
+        is_settled: bool,
+        prefetch: int,
     ) -> Statistics:
         """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
         with self._gauges.lock:
@@ -75,10 +75,10 @@ class Meter:
             tapes = [{worker: gauge.members.read(worker) for worker in list(gauge.members.known)} for gauge in gauges]
             readings = [reading for tape in tapes for reading in tape.values()]
             histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
-            slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:_SLOWEST]
-            waited_ns = sum(gauge.waited_ns for gauge in gauges)
+            slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:SLOWEST]
+            loops = [gauge.loop_times() for gauge in gauges]
+            waited_ns = sum(one.waited_ns for one in loops)
             started_ns = sum(gauge.started_ns for gauge in gauges)
-            not_own_ns = sum(gauge.blocked_ns + gauge.outside_ns for gauge in gauges)
             statistics = Statistics(
                 epoch=epoch,
                 batch_count=sum(gauge.batch_count for gauge in gauges),
@@ -87,8 +87,9 @@ class Meter:
                 waited_s=waited_ns / 1e9,
                 started_s=started_ns / 1e9,
                 changeover_s=sum(gauge.changeover_ns for gauge in gauges) / 1e9,
-                away_s=sum(gauge.away_ns for gauge in gauges) / 1e9,
-                deliver_s=max(0, waited_ns + started_ns - not_own_ns) / 1e9,
+                waiting_s=sum(one.waiting_ns for one in loops) / 1e9,
+                away_s=sum(one.away_ns for one in loops) / 1e9,
+                deliver_s=max(0, waited_ns + started_ns - sum(one.blocked_ns for one in loops)) / 1e9,
                 loads_by=loads_by,
                 has_collate_fn=has_collate_fn,
                 keeps_workers=keeps_workers,
@@ -161,6 +162,7 @@ def _workers(gauges: list[Gauge], tapes: list[dict[WorkerId, Reading]]) -> Itera
             memory_bytes=usages[-1].memory_bytes,
             restart_count=sum(gauge.members[worker].restart_count for gauge in own),
             retry_count=sum(one.retry_count for one in sums),
+            pending_s=max(gauge.members.pending_ns(worker) for gauge in own) / 1e9,
         )
 
 

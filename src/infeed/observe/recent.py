@@ -72,6 +72,15 @@ class Amounts(NamedTuple):
         return min(1.0, self.busy_ns / self.alive_ns) if self.alive_ns else 0.0
 
 
+class LoopTimes(NamedTuple):
+    """What the loop did up to now, with the step or the wait that is still going on."""
+
+    waited_ns: int
+    away_ns: int
+    blocked_ns: int  # of the wait, what was not infeed's own work in the loop's thread
+    waiting_ns: int  # of the wait, what is for the batch that it waits for now
+
+
 class Slice(NamedTuple):
     """What one engine did between two looks."""
 

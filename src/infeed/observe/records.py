@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.observe.recent import Recent
-from infeed.units import format_bytes, format_count, format_seconds
+from infeed.units import format_bytes, format_count, format_seconds, format_workers
 
 # What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
 # finding out how samples stack; "write": into shared memory.
@@ -113,6 +113,7 @@ class WorkerStatistics:
     memory_bytes: int  # resident; shared memory counts in every worker that has touched it
     restart_count: int
     retry_count: int
+    pending_s: float = 0.0  # how long it has been at the sample that it is at, if that is long; not in the others yet
 
     @property
     def busy_s(self) -> float:
@@ -136,6 +137,7 @@ class Statistics:
     sample_count: int
     byte_count: int  # of batches given to the loop; 0 for what is handed over as it is
     waited_s: float  # how long the loop waited in `iter` and `next`, without the loader's first start
+    waiting_s: float = 0.0  # of that, how long it has been waiting for a batch that is not there yet
     started_s: float  # how long it waited for the very first batch, while workers were starting
     away_s: float  # how long the loop did its own work
     deliver_s: float  # of the wait, what infeed did in the loop's own thread
@@ -235,7 +237,11 @@ class Statistics:
         anew = f", {self.changeover_s:.2f} s of it for workers to start and stop" if self.changeover_s >= 0.005 else ""
         rows = {
             "given": ", ".join(
-                [_batches(self.batch_count), format_count(self.sample_count, "sample"), format_bytes(self.byte_count)]
+                [
+                    format_count(self.batch_count, "batch", "batches"),
+                    format_count(self.sample_count, "sample"),
+                    format_bytes(self.byte_count),
+                ]
             ),
             "rate": f"{self.samples_per_s:,.0f} samples/s",
             "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}{anew}), worked {self.away_s:.2f} s{start}",
@@ -245,8 +251,11 @@ class Statistics:
         }
         if self.sample_times:
             rows["a sample"] = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.sample_times.items())
-        rows["in flight"] = (
-            f"{_batches(self.batches_in_flight)}, {format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}"
+        rows["in flight"] = ", ".join(
+            [
+                format_count(self.batches_in_flight, "batch", "batches"),
+                f"{format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}",
+            ]
         )
         troubles = {
             "restart" if self.restart_count == 1 else "restarts": self.restart_count,
@@ -261,13 +270,8 @@ class Statistics:
     def _workers_text(self) -> str:
         if self.kind == "inline":
             return "none: the loop loads by itself"
-        noun = {"thread": "thread", "process": "process"}[self.kind]
-        plural = noun if self.worker_count == 1 else {"thread": "threads", "process": "processes"}[self.kind]
-        return f"{self.worker_count} {plural}{' (auto)' if self.is_auto else ''}, {self.busy_share:.0%} busy"
-
-
-def _batches(count: int) -> str:
-    return format_count(count, "batch", "batches")
+        workers = format_workers(self.worker_count, self.kind)
+        return f"{workers}{' (auto)' if self.is_auto else ''}, {self.busy_share:.0%} busy"
 
 
 @final

@@ -134,8 +134,11 @@ def verdict_of(statistics: Statistics) -> str:
     anew = min(1.0, run.amounts.changeover_ns / run.amounts.waited_ns)
     if anew > _MOSTLY and statistics.kind != "inline":
         return f"input-bound: the loop waited {share:.0%} of {when}, {anew:.0%} of it for {_started(run)}"
-    what, part = _largest(run)
     waited = "loaded by itself for" if statistics.kind == "inline" else "waited"
+    pending = _pending(run)
+    if pending:
+        return f"input-bound: the loop {waited} {share:.0%} of {when}; {pending}"
+    what, part = _largest(run)
     return f"input-bound: the loop {waited} {share:.0%} of {when}, {part:.0%} of it for {what}; {_cure(run, what)}"
 
 
@@ -230,7 +233,7 @@ def _cure(run: _Run, what: str) -> str:
         return _all_busy(run) + _if_python(run)
     free = round(run.free_cores) or 1
     are = "is" if free == 1 else "are"
-    return f"{_more(min(more, free))} would help, {_cores(free)} {are} free{_if_python(run)}"
+    return f"{_more(min(more, free))} would help, {format_count(free, 'core')} {are} free{_if_python(run)}"
 
 
 def _cure_of_inline(run: _Run) -> str:
@@ -250,7 +253,8 @@ def _cure_of_inline(run: _Run) -> str:
 def _cure_of_auto(run: _Run) -> str:
     most = run.statistics.most_workers
     if 0 < most <= run.worker_count and (run.waits or run.free_cores >= _FREE):
-        return f"there are {_workers(run.worker_count)}, the most that num_workers allows, so a larger number would help"
+        workers = format_count(run.worker_count, "worker")
+        return f"there are {workers}, the most that num_workers allows, so a larger number would help"
     if run.waits:
         return "there are as many workers as bring something, so make faster what it waits for: it does not compute"
     return "there are as many workers as bring something, so make it cheaper, or give it more cores"
@@ -258,7 +262,7 @@ def _cure_of_auto(run: _Run) -> str:
 
 def _all_busy(run: _Run) -> str:
     loop = f" (the loop itself uses {run.loop_cores:.1f})" if run.loop_cores >= _NOTABLE else ""
-    return f"all {_cores(run.cores)} are busy{loop}, so make it cheaper, or give it more cores"
+    return f"all {format_count(run.cores, 'core')} are busy{loop}, so make it cheaper, or give it more cores"
 
 
 def _held_by_gil(run: _Run) -> str:
@@ -270,9 +274,10 @@ def _held_by_gil(run: _Run) -> str:
     wanted_cores = max(run.own_cores, run.wanted_cores)
     if not _may_queue_for_gil(run) or run.amounts.busy_ns < _SEVERAL * run.wall_ns or wanted_cores < _GIL_TAKEN:
         return ""
+    cores = format_count(run.cores, "core")
     otherwise = ", and if they wait for something else, more workers would" if run.waits else ""
     return (
-        f"its threads use {run.own_cores:.1f} of {_cores(run.cores)}, and in Python only one can compute at a time (the GIL): "
+        f"its threads use {run.own_cores:.1f} of {cores}, and in Python only one can compute at a time (the GIL): "
         f"if samples are computed in Python, worker='process' would help{otherwise}"
     )
 
@@ -292,7 +297,7 @@ def _spare(run: _Run) -> str:
     enough, busy_share = run.needed, run.amounts.busy_share
     if run.statistics.kind == "inline" or run.statistics.is_auto or busy_share > _IDLE / 2 or enough >= run.worker_count:
         return ""
-    return f"; {_workers(enough)} would do, they were busy {busy_share:.0%} of their time"
+    return f"; {format_count(enough, 'worker')} would do, they were busy {busy_share:.0%} of their time"
 
 
 def _slow_samples(run: _Run) -> str:
@@ -311,6 +316,17 @@ def _worst(run: _Run) -> SlowSample | None:
     """The slowest sample of late, if it is much slower than others."""
     slow = (one for one in run.statistics.slowest if one.seconds >= _slow_s(run) and one.epoch >= run.first_epoch)
     return next(slow, None)
+
+
+def _pending(run: _Run) -> str:
+    """Who is still at it, if the loop waits for one sample now, and that is most of all its waiting."""
+    least_s = max(_slow_s(run), _MOSTLY * run.amounts.waited_ns / 1e9)
+    worker = max(run.statistics.workers, key=lambda one: one.pending_s, default=None)
+    if worker is None or min(worker.pending_s, run.statistics.waiting_s) < least_s:
+        return ""
+    usual = format_seconds(run.statistics.sample_times.get("median", 0.0))
+    who = "it" if run.statistics.kind == "inline" else f"worker {worker.worker}"
+    return f"{who} has been at one sample for {format_seconds(worker.pending_s)}, the median is {usual}"
 
 
 def _slow_s(run: _Run) -> float:
@@ -339,11 +355,3 @@ def _deaths(run: _Run) -> str:
 def _more(count: int) -> str:
     count = max(1, count)
     return "1 more worker" if count == 1 else f"{count} more workers"
-
-
-def _workers(count: int) -> str:
-    return format_count(count, "worker")
-
-
-def _cores(count: float) -> str:
-    return format_count(count, "core")

@@ -55,11 +55,16 @@ class Books:
             if not record.tasks:
                 self._idle.setdefault(worker)
                 self._roomy.setdefault(worker)
-            elif self._pace.has_room(len(record.tasks), task.grain_count):
+            elif self._has_room(record, task.grain_count):
                 self._roomy.setdefault(worker)
         elif record.is_leaving and not record.tasks:
             self._let_go(worker)
         return task
+
+    def _has_room(self, worker: Worker, grain_count: int) -> bool:
+        """Whether it may be sent more, of which it has tasks of so many grains."""
+        is_plenty = len(self._waiting) > self._hired_count and not self._whole_batches
+        return self._pace.has_room(len(worker.tasks), grain_count, is_plenty=is_plenty)
 
     def _retire(self, worker: WorkerId) -> Worker:
         """Send it no more."""

@@ -12,6 +12,11 @@ _TASK_NS: Final = 1_000_000
 _QUEUE_NS: Final = 2_000_000
 # ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
 _AWAY_TIMES: Final = 2
+# Where tasks take longer, and more batches wait than there are workers: up to so many, as long as they take no more than this.
+# The loop's thread answers late when workers have all processors, by some milliseconds; without the next task at hand they were
+# idle for 3 to 10 % of the time. Where less waits, a task that lies behind a slow one is missed elsewhere.
+_NEXT_TASKS: Final = 3
+_NEXT_NS: Final = 20_000_000
 # As long as nothing is known of the loop (the first step of a training is often by far the longest): so much, and one task
 # behind the one at hand whatever it takes. Not the whole window: what is sent cannot go to a worker that comes later.
 _FIRST_QUEUE_NS: Final = 250_000_000
@@ -56,14 +61,14 @@ class Pace:
         has_grown, self._queue_ns = queue_ns > self._queue_ns, queue_ns
         return has_grown
 
-    def has_room(self, task_count: int, grain_count: int) -> bool:
-        """Whether a worker with this many tasks of this many grains may be sent another."""
+    def has_room(self, task_count: int, grain_count: int, *, is_plenty: bool) -> bool:
+        """Whether a worker with this many tasks of this many grains may be sent another; ``is_plenty``: others have enough."""
         if not self._grain_ns:
             return False
         ahead_ns = task_count * grain_count * self._grain_ns
         if self._is_first_away:
             return task_count < _FIRST_TASKS or ahead_ns < _FIRST_QUEUE_NS
-        return ahead_ns < self._queue_ns
+        return ahead_ns < self._queue_ns or (is_plenty and task_count < _NEXT_TASKS and ahead_ns < _NEXT_NS)
 
     def task_grains(self, grain_count: int, worker_count: int) -> int:
         """Grains to put into one task of a batch of ``grain_count``."""

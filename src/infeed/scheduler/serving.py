@@ -74,7 +74,7 @@ class Serving(Books):
     def _find_room(self) -> None:
         """Workers may be sent more ahead than before."""
         for worker, record in self._workers.items():
-            if record.is_ready and self._pace.has_room(len(record.tasks), 1):
+            if record.is_ready and self._has_room(record, 1):
                 self._roomy.setdefault(worker)
 
     def _next_finished(self, epoch: int) -> Batch | None:
@@ -139,7 +139,7 @@ class Serving(Books):
         record.tasks.add(task_id)
         del self._roomy[worker]
         self._idle.pop(worker, None)
-        if self._pace.has_room(len(record.tasks), count) and not batch.death_count:
+        if self._has_room(record, count) and not batch.death_count:
             self._roomy[worker] = None
         is_whole = count == batch.grain_count
         self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,7 @@ _torch_iterator: Final[Callable[[Any], _BaseDataLoaderIter]] = TorchDataLoader._
 _KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
 # Where a loader has its core. Put past __setattr__, which Lightning watches; a copy of the loader gets none (see ``Core``).
 _CORE: Final = "_infeed_core"
+_MAKING: Final = threading.RLock()  # held by who makes one
 # Why its latest iteration is torch's own, if it is.
 _REFUSED: Final = "_infeed_refused"
 
@@ -57,13 +59,7 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
 def core_of(loader: TorchDataLoader[Any]) -> Core:
     """The loader's core, with its options as they are now: torch lets most be changed between epochs."""
     config = config_of(loader)
-    core = known_core(loader)
-    if core is None:
-        plan = TorchPlan(config, loader._index_sampler, 0 if config.seed is None else config.seed)
-        core = loader.__dict__[_CORE] = Core(config, plan)
-        # With the core, and not with the loader: an iteration may outlive the loader, and holds the core.
-        weakref.finalize(core, core.garage.close_unasked)
-        TALLY.loader_count += 1
+    core = known_core(loader) or _make_core(loader, config)
     plan = plan_of(core)
     before, table_before = core.config, plan.table
     core.config = config
@@ -78,6 +74,19 @@ def core_of(loader: TorchDataLoader[Any]) -> Core:
 
 def _is_same(config: LoaderConfig, other: LoaderConfig) -> bool:
     return all(getattr(config, name) is getattr(other, name) for name in LoaderConfig.__slots__)
+
+
+def _make_core(loader: TorchDataLoader[Any], config: LoaderConfig) -> Core:
+    with _MAKING:
+        plan = TorchPlan(config, loader._index_sampler, 0 if config.seed is None else config.seed)
+        made = Core(config, plan)
+        core = known_core(loader) or made  # another thread, or a signal handler, may have asked for statistics meanwhile
+        if core is made:
+            loader.__dict__[_CORE] = core
+            # With the core, and not with the loader: an iteration may outlive the loader, and holds the core.
+            weakref.finalize(core, core.garage.close_unasked)
+            TALLY.loader_count += 1
+        return core
 
 
 def known_core(loader: TorchDataLoader[Any]) -> Core | None:

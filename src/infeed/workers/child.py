@@ -137,6 +137,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         # If the engine is gone as well, that is why, and nobody wants to know.
         with suppress(OSError):
             end.send([_encoded(StartFailed(Failure.of(error, doing).packed()))])
+            keep_attached_names()  # others are starting, and would be told that there is no such memory
         return
     # The dataset will live as long as the process: the collector need not look at it again.
     gc.freeze()

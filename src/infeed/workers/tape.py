@@ -25,7 +25,7 @@ _SUMS: Final = 16
 BUCKETS: Final = 64
 _LEAST_BITS: Final = 9
 # The slowest samples: nanoseconds, epoch, position, index.
-_SLOW: Final = 16
+SLOWEST: Final = 16
 _SLOW_NUMBERS: Final = 4
 # The latest spans: kind, begin, end, epoch, position, index, size.
 _RING: Final = 2048
@@ -33,7 +33,7 @@ _SPAN: Final = Struct("7q")
 _SPAN_NUMBERS: Final = 7
 _HISTOGRAM_AT: Final = _SUMS
 _SLOW_AT: Final = _HISTOGRAM_AT + BUCKETS
-_RING_AT: Final = _SLOW_AT + _SLOW * _SLOW_NUMBERS
+_RING_AT: Final = _SLOW_AT + SLOWEST * _SLOW_NUMBERS
 TAPE_NUMBERS: Final = _RING_AT + _RING * _SPAN_NUMBERS
 _SUM_STRUCT: Final = Struct("8q")
 _SPLIT_STRUCT: Final = Struct("3q")

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.findings.crowding import thread_pools
 from infeed.doctor.findings.finding import RISKS, Finding
 from infeed.doctor.findings.memory import big_objects, memory_growth
 from infeed.doctor.findings.results import same_random_numbers, same_samples
 from infeed.doctor.findings.starting import cannot_be_sent, fork_with_threads, no_batch, restarted_workers
 from infeed.doctor.findings.waiting import loop_waits, no_pinning, slow_samples, storage_bound
-from infeed.doctor.findings.workers import num_workers, thread_pools
+from infeed.doctor.findings.workers import num_workers
 
 __all__ = ["NAMES", "Finding", "examine"]
 

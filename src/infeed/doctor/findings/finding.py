@@ -6,11 +6,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 from infeed.doctor.evidence import LoaderSeen, Probe
-from infeed.units import format_count, format_seconds
+from infeed.units import format_seconds, format_workers
 
 # In order of what they may cost: the run, or what comes out of it; its time; its memory.
 Risk: TypeAlias = Literal["hang", "failure", "wrong results", "time", "memory"]
 RISKS: Final = get_args(Risk)
+
+# Of what the loop waits for, what is most of it.
+MOST_OF_IT: Final = 0.5
+
+# What a batch costs on its way from a worker. torch: a queue, two threads, a file descriptor for each tensor, new pages for its
+# bytes on both sides; all its workers together bring 2.5 GB/s, however many they are. infeed: a message of some dozen bytes.
+_TORCH_WAY_S: Final = 1e-3
+_TORCH_WAY_RATE: Final = 2.5e9
+_INFEED_WAY_S: Final = 1e-4
 
 
 @final
@@ -43,7 +52,12 @@ def describe(loader: LoaderSeen) -> str:
     line = f"{name}({loader.dataset}, batch_size={loader.batch_size}, num_workers={asked})"
     if not loader.is_auto or loader.kind == "inline":
         return line
-    return f"{line}, by now {format_count(loader.num_workers, loader.kind, 'processes' if loader.kind == 'process' else '')}"
+    return f"{line}, by now {format_workers(loader.num_workers, loader.kind)}"
+
+
+def way_s(loader: LoaderSeen) -> float:
+    """What a batch costs on its way from a worker to the loop, besides being loaded."""
+    return _TORCH_WAY_S + loader.batch_bytes / _TORCH_WAY_RATE if loader.library == "torch" else _INFEED_WAY_S
 
 
 def sample_text(probe: Probe) -> str:

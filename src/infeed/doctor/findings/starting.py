@@ -24,6 +24,7 @@ _FORKS_FOR_TORCH: Final = (
 # A restart is worth a word from this part of the run on, and from this long; less nobody feels.
 _RESTART_SHARE: Final = 0.02
 _RESTART_S: Final = 0.02
+_RESTART_MUCH: Final = 0.1  # of the run, however short it is each time
 
 # Of the time it was watched, how long a program must have waited for one batch; and how many times longer than usual.
 _STUCK_SHARE: Final = 0.8
@@ -134,7 +135,7 @@ def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     usual = max(_usual_s(loader), loader.load_s)  # workers that are there load the first batch as well
     lost = sum(max(0.0, start - usual) for start in later)
     share = lost / run.seconds
-    if share < _RESTART_SHARE or lost / len(later) < _RESTART_S:
+    if share < _RESTART_SHARE or (share < _RESTART_MUCH and lost / len(later) < _RESTART_S):
         return None
     return Finding(
         name="restarted-workers",

@@ -6,7 +6,8 @@ import math
 from typing import Final, NamedTuple
 
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings.finding import Finding, describe, sample_text
+from infeed.doctor.findings.crowding import ONE_THREAD, waits_for_pools
+from infeed.doctor.findings.finding import MOST_OF_IT, Finding, describe, sample_text
 from infeed.units import format_bytes, format_count, format_seconds
 
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
@@ -31,7 +32,6 @@ _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
 
 _SLOW_SHARE: Final = 0.05
-_MOST_OF_IT: Final = 0.5
 _TIMEOUT_S: Final = 1  # ending a worker and starting another takes too long to be worth it for less
 
 _INLINE: Final = "itself: there are no workers, so that it loads every sample"
@@ -75,7 +75,7 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence=evidence,
         cure={
             "torch": change,
-            "infeed": f"{_USE_INFEED}; {change}" if loader.library == "torch" else change,
+            "infeed": f"{_USE_INFEED}; {reason.in_infeed or change}" if loader.library == "torch" else change,
         },
         loader=describe(loader),
     )
@@ -93,6 +93,7 @@ class _Reason(NamedTuple):
     text: str
     cure: str
     is_for_bench: bool = True  # all that it tries is workers: not where they are no help
+    in_infeed: str = ""  # the cure there, if it is another
 
 
 def _reason(run: Run, loader: LoaderSeen) -> _Reason:
@@ -108,6 +109,10 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
         how = "one worker reads all of it" if is_read_once else "each worker reads all of it, and gives the same samples again"
         text = f"the stream: it does not share itself among workers; {how}"
         return _Reason(text, f"{_SHARE}; more workers help only then", False)
+    threads = waits_for_pools(run, loader)
+    if threads:
+        text = "processors: libraries use more threads in workers than there are cores, and with one each it would come sooner"
+        return _Reason(text, threads if loader.library == "torch" else ONE_THREAD, False, ONE_THREAD)
     if storage_bound(run, loader) is not None:
         is_most = loader.is_auto or loader.num_workers >= MOST_WORKERS
         return _Reason("storage: samples wait to be read", _CLOSER if is_most else f"more workers than cores; {_CLOSER}")
@@ -228,7 +233,7 @@ def waits_for_slow(loader: LoaderSeen) -> bool:
         return False
     others_s = (1 - share) * loader.load_s / max(1, loader.num_workers)
     is_enough = bool(loader.num_workers) and others_s <= loader.away_s / loader.batch_count
-    return share >= _MOST_OF_IT or is_enough
+    return share >= MOST_OF_IT or is_enough
 
 
 def no_pinning(run: Run, loader: LoaderSeen) -> Finding | None:

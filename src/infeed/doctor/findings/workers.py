@@ -1,4 +1,4 @@
-"""How many workers there should be, and with how many threads."""
+"""How many workers there should be."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings.finding import Finding, describe
+from infeed.doctor.findings.crowding import waits_for_pools
+from infeed.doctor.findings.finding import Finding, describe, way_s
 from infeed.doctor.findings.waiting import LEAST_LOAD_S, LEAST_SWITCHES, MOST_WORKERS, waits, waits_for_slow
-from infeed.units import format_count, format_seconds
+from infeed.units import format_seconds
 
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1
@@ -17,20 +18,14 @@ _ROOM: Final = 1.1
 # Where slow samples are what bounds it: the least number of workers that comes so close to the most that would be of use.
 _ALMOST: Final = 1.05
 
-# What a batch costs on its way from a worker. torch: a queue, two threads, a file descriptor for each tensor, new pages for its
-# bytes on both sides; all its workers together bring 2.5 GB/s, however many they are. infeed: a message of some dozen bytes.
-_TORCH_WAY_S: Final = 1e-3
-_TORCH_WAY_RATE: Final = 2.5e9
-_INFEED_WAY_S: Final = 1e-4
-
 
 def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     """Another number of workers would do better."""
     probe = loader.probe
     if not run.has_own_loop or not probe.sample_count or not waits(loader):
         return None
-    if loader.is_auto or loader.is_gathered:
-        return None  # infeed decides; or nobody loads samples
+    if loader.is_auto or loader.is_gathered or waits_for_pools(run, loader):
+        return None  # infeed decides; nobody loads samples; or without so many threads it will be another number
     away, wait = loader.away_s / loader.batch_count, loader.waited_s / loader.batch_count
     best = best_workers(run, loader)
     # Some of the way is the loop's work and some is the workers'. All of it is counted, so that not too much is promised.
@@ -59,7 +54,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
             "the loop's own work": f"{format_seconds(away)} a batch",
             **({"the way from a worker": f"about {format_seconds(way)} a batch"} if best else {}),
             "cores": f"{run.core_count:g}",
-            "why": _why(loader, best),
+            "why": _why(run, loader, best),
         },
         cure={
             "torch": f"num_workers={best}" + (", persistent_workers=True" if best else ""),
@@ -69,7 +64,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     )
 
 
-def _why(loader: LoaderSeen, best: int) -> str:
+def _why(run: Run, loader: LoaderSeen, best: int) -> str:
     """What speaks for this number."""
     if not best:
         return "loading is cheaper than what workers cost"
@@ -80,14 +75,9 @@ def _why(loader: LoaderSeen, best: int) -> str:
         return "enough to keep up with the loop"
     if loader.has_one_reader:
         return "the stream does not share itself among workers, so that more would not help"
-    return "the most that is ever proposed" if best == MOST_WORKERS else "as many as there are processors for"
-
-
-def way_s(loader: LoaderSeen) -> float:
-    """What a batch costs on its way from a worker to the loop, besides being loaded."""
-    if loader.library == "torch":
-        return _TORCH_WAY_S + loader.batch_bytes / _TORCH_WAY_RATE
-    return _INFEED_WAY_S
+    if best == MOST_WORKERS:
+        return "the most that is ever proposed"
+    return "as many as there are processors for" + (", because they mostly wait" if best > run.core_count else "")
 
 
 def best_workers(run: Run, loader: LoaderSeen) -> int:
@@ -122,37 +112,5 @@ def slowest_s(loader: LoaderSeen, workers: int) -> float:
     if loader.library == "torch":  # where one worker loads the whole batch
         slow_s += (loader.rows - 1) * probe.median_s
     apart = probe.sample_count / (len(probe.slow) * loader.rows)  # batches, from one with a slow sample to the next
-    epoch = max((len(epoch.waits) + 1 for epoch in loader.epochs), default=1)
+    epoch = max((epoch.batch_count for epoch in loader.epochs), default=1)
     return slow_s / max(1.0, apart, min(workers, epoch))
-
-
-def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Libraries use several threads in each worker, more in all than there are cores."""
-    if loader.kind != "process":
-        return None
-    pools: dict[str, int] = {}
-    for worker in run.workers_of(loader):
-        for name, count in worker.pools.items():
-            pools[name] = max(pools.get(name, 0), count)
-    each = 1 + sum(pools.values())
-    total = loader.num_workers * each
-    if not pools or total <= run.core_count:
-        return None
-    who = ", ".join(sorted(pools))
-    use = "uses" if len(pools) == 1 else "use"
-    cures = ["cv2.setNumThreads(0) in worker_init_fn"] if "cv2" in pools else []
-    if pools.keys() - {"cv2"}:
-        cures.append("OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1 in the environment")
-    return Finding(
-        name="thread-pools",
-        title=f"{who} {use} {each} threads in each worker: {total} for {format_count(run.core_count, 'core')}",
-        risk="time",
-        # What is beyond the cores only takes turns; how much that costs depends on the library, half is a guess in the middle.
-        cost=(1 - run.core_count / total) * 0.5,
-        evidence={"threads at work": ", ".join(f"{name}: {count} besides the worker's own" for name, count in pools.items())},
-        cure={
-            "torch": "; ".join(cures),
-            "infeed": "threads_per_worker=1, which is the default",
-        },
-        loader=describe(loader),
-    )
