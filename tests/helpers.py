@@ -36,6 +36,19 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLIN
     return value
 
 
+def patient_next(batches: Iterator[Any]) -> Any:
+    """The next batch of a loader with a short ``timeout``: a busy machine may need longer, and time-outs end no epoch."""
+    from infeed import LoadTimeoutError
+
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return next(batches)
+        except LoadTimeoutError:
+            if time.monotonic() > deadline:
+                raise
+
+
 @contextmanager
 def assert_faster_than(seconds: float) -> Iterator[None]:
     """Fail if the block takes longer. For deadlines, not for measuring."""

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 import infeed
 from infeed.workers import stacks
-from tests.helpers import Blocking, Tree, assert_faster_than, collected, flat, plain, wait_until
+from tests.helpers import Blocking, Tree, assert_faster_than, collected, flat, patient_next, plain, wait_until
 
 
 def hang_in_native_code(index: int) -> int:
@@ -31,10 +32,9 @@ def hang_in_python(index: int) -> int:
     return index
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_a_hang_is_told_with_worker_index_and_stack(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While the loop waits; and it goes on by itself when the sample comes after all."""
-    dataset = Blocking(8, 2, tmp_path)
+@contextmanager
+def letting_go(dataset: Blocking, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let the blocking sample be loaded once it has been told of."""
 
     def let_go() -> None:
         # Not that of the next epoch, of which the other worker loads the same sample.
@@ -43,10 +43,18 @@ def test_a_hang_is_told_with_worker_index_and_stack(kind: Any, tmp_path: Path, c
 
     waiter = threading.Thread(target=let_go)
     waiter.start()
-    caplog.set_level(logging.WARNING, "infeed")
-    with infeed.DataLoader(dataset, batch_size=2, num_workers=2, worker=kind, hang_warning=0.1, timeout=60) as loader:
-        assert flat(collected(loader)) == list(range(8))
+    yield
     waiter.join()
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_hang_is_told_with_worker_index_and_stack(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While the loop waits; and it goes on by itself when the sample comes after all."""
+    dataset = Blocking(8, 2, tmp_path)
+    caplog.set_level(logging.WARNING, "infeed")
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "worker": kind, "hang_warning": 0.1, "timeout": 60}
+    with infeed.DataLoader(dataset, **options) as loader, letting_go(dataset, caplog):
+        assert flat(collected(loader)) == list(range(8))
     text = next(text for text in caplog.messages if "of epoch 0" in text)
     assert re.match(r"worker \d( \(pid \d+\))? has been loading (index=2|one of index=\[2.*\]) \(position 2 of epoch 0", text)
     assert re.search(r'helpers\.py", line \d+ in __getitem__', text)
@@ -139,19 +147,64 @@ def test_a_worker_that_does_not_come_up_is_told_of(caplog: pytest.LogCaptureFixt
     assert "in init" in text
 
 
-def test_a_worker_without_signals_is_asked_through_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_without_signals_is_asked_through_its_pipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on Windows: the thread that reads the pipe answers."""
     from infeed.workers.board import UNKNOWN, Board
 
     real = Board.doing
     monkeypatch.setattr(Board, "doing", lambda self, worker: real(self, worker)._replace(stack_fd=UNKNOWN))
     dataset = Blocking(8, 2, tmp_path)
-    with infeed.DataLoader(dataset, batch_size=2, num_workers=2, start_method="spawn", timeout=4.0) as loader:
-        batches = iter(loader)
-        assert plain(next(batches)) == [0, 1]
-        with pytest.raises(infeed.LoadTimeoutError, match=r'helpers\.py", line \d+ in __getitem__'):
-            next(batches)
-        dataset.let_go()
+    caplog.set_level(logging.WARNING, "infeed")
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "start_method": "spawn", "hang_warning": 0.1, "timeout": 60}
+    with infeed.DataLoader(dataset, **options) as loader, letting_go(dataset, caplog):
+        assert flat(collected(loader)) == list(range(8))
+    text = next(text for text in caplog.messages if "of epoch 0" in text)
+    assert re.search(r'helpers\.py", line \d+ in __getitem__', text)
+
+
+class Answering:
+    """Every tenth sample waits until the loop has the one before it: by index, or as a stream."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        if index and index % 10 == 0:
+            wait_until((self.folder / f"{index - 1}").exists, f"sample {index - 1} in the loop", 5)
+        return index
+
+    def got(self, index: int) -> None:
+        if index % 10 == 9:
+            (self.folder / f"{index}").touch()
+
+
+class AnsweringStream:
+    def __init__(self, dataset: Answering) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.dataset.__getitem__, range(len(self.dataset)))
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_is_loaded_reaches_the_loop_although_the_worker_is_at_a_slow_sample(
+    kind: Any, is_stream: bool, tmp_path: Path
+) -> None:
+    """Answers of tiny tasks were held back while there was more to do, and a stream may wait for what the loop does."""
+    answering = Answering(tmp_path)
+    dataset: Any = AnsweringStream(answering) if is_stream else answering
+    with infeed.DataLoader(dataset, batch_size=1, num_workers=1, worker=kind, timeout=60) as loader:
+        got = []
+        for batch in loader:
+            got += plain(batch)
+            answering.got(got[-1])
+        assert got == list(range(200))
 
 
 def test_hang_warning_may_be_silenced(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -159,7 +212,7 @@ def test_hang_warning_may_be_silenced(caplog: pytest.LogCaptureFixture, tmp_path
     caplog.set_level(logging.WARNING, "infeed")
     with infeed.DataLoader(dataset, batch_size=2, num_workers=1, hang_warning=0, timeout=0.5) as loader:
         batches = iter(loader)
-        next(batches)
+        patient_next(batches)
         with pytest.raises(infeed.LoadTimeoutError):
             next(batches)
         dataset.let_go()

@@ -44,11 +44,7 @@ class WorkerEnd(ABC):
     """A worker's end: blocking."""
 
     @abstractmethod
-    def send(self, frames: list[bytes]) -> None: ...
-
-    @abstractmethod
-    def has_pending(self) -> bool:
-        """Whether ``receive`` would return at once, as far as is known without asking the system."""
+    def send(self, frame: bytes) -> None: ...
 
     @abstractmethod
     def receive(self) -> bytes:

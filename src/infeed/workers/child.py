@@ -44,9 +44,6 @@ from infeed.workers.stacks import arm, main_stack
 from infeed.workers.threadpools import limit_pools
 from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, encode_answer
 
-# How long answers may be held back while there is more to do. Longer keeps a waiting loop waiting; shorter wakes it so often
-# that tiny batches cost twice as much.
-_ANSWER_NS: Final = 200_000
 # How often a worker notes its memory, for who asks why it was killed.
 _MEASURE_NS: Final = 100_000_000
 # How long a worker has to end by itself before it is killed. An idle one needs a millisecond; one in user code may never come
@@ -136,7 +133,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
         # If the engine is gone as well, that is why, and nobody wants to know.
         with suppress(OSError):
-            end.send([_encoded(StartFailed(Failure.of(error, doing).packed()))])
+            end.send(_encoded(StartFailed(Failure.of(error, doing).packed())))
             keep_attached_names()  # others are starting, and would be told that there is no such memory
         return
     # The dataset will live as long as the process: the collector need not look at it again.
@@ -144,7 +141,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
     gc.enable()
     cell.rest()
     try:
-        end.send([_encoded(Started())])
+        end.send(_encoded(Started()))
         _serve(end, runner, segments, cell)
     except (EOFError, BrokenPipeError):
         runner.finish()
@@ -152,8 +149,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
 
 def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell) -> None:
     decoder = TaskDecoder()
-    answers: list[bytes] = []
-    flushed = measured = 0
+    measured = 0
     # What was used before, to import and to build the dataset, is not loading.
     cpu_before, queued_before = process_time_ns(), queued_ns()
     while True:
@@ -169,17 +165,14 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
         if answer is not None:
             assert not isinstance(answer, Started | StartFailed | Stack)
             cell.begin(answer.task)  # objects beside the rows are the user's to pickle, which may take any time
-            answers.append(_encoded(answer))
+            frame = _encoded(answer)
             cell.rest()
-        del answer
-        # With more to do at hand, the answers of tiny tasks go together: each by itself would wake the engine.
-        if answers and (not end.has_pending() or perf_counter_ns() - flushed > _ANSWER_NS):
-            end.send(answers)
-            answers.clear()
-            flushed = perf_counter_ns()
-            if flushed - measured > _MEASURE_NS:
-                measured = flushed
+            end.send(frame)  # at once, also with more to do at hand: that may take any time
+            now = perf_counter_ns()
+            if now - measured > _MEASURE_NS:
+                measured = now
                 cell.note_usage(memory_use(), process_time_ns() - cpu_before, queued_ns() - queued_before)
+        del answer
 
 
 def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:
@@ -238,18 +231,15 @@ class ThreadedEnd(WorkerEnd):
         self._reader = threading.Thread(target=self._read, name="infeed:reader", daemon=True)
         self._reader.start()
 
-    def send(self, frames: list[bytes]) -> None:
+    def send(self, frame: bytes) -> None:
         try:
             with self._lock:
-                self._end.send(frames)
+                self._end.send(frame)
         except OSError:
             # The reader comes to the end of the pipe too, by way of what the engine said last, and ends the process.
             if threading.current_thread() is not self._reader:
                 self._reader.join(_READER_S)
             raise
-
-    def has_pending(self) -> bool:
-        return not self._inbox.empty()
 
     def receive(self) -> bytes:
         return self._inbox.get()
@@ -259,7 +249,7 @@ class ThreadedEnd(WorkerEnd):
             while True:
                 frame = self._end.receive()
                 if frame == TELL_STACK:
-                    self.send([encode_answer(Stack(main_stack() or ""))])
+                    self.send(encode_answer(Stack(main_stack() or "")))
                 elif frame == PART:
                     keep_attached_names()
                 else:

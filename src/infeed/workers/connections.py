@@ -52,12 +52,8 @@ class ConnectionEnd(WorkerEnd):
     def __init__(self, conn: Connection[Any, Any]) -> None:
         self._conn = conn
 
-    def send(self, frames: list[bytes]) -> None:
-        for frame in frames:
-            self._conn.send_bytes(frame)
-
-    def has_pending(self) -> bool:
-        return False
+    def send(self, frame: bytes) -> None:
+        self._conn.send_bytes(frame)
 
     def receive(self) -> bytes:
         try:

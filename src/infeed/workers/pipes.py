@@ -122,13 +122,10 @@ class PipeEnd(WorkerEnd):
         self._frames = _Frames()
         self._inbox: deque[bytes] = deque()
 
-    def send(self, frames: list[bytes]) -> None:
-        data = memoryview(_joined(frames))
+    def send(self, frame: bytes) -> None:
+        data = memoryview(_joined((frame,)))
         while data:
             data = data[os.write(self._write_fd, data) :]
-
-    def has_pending(self) -> bool:
-        return bool(self._inbox)
 
     def receive(self) -> bytes:
         while not self._inbox:

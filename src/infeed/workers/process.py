@@ -27,6 +27,9 @@ from infeed.workers.wire import PART, TaskEncoder, decode_answer
 _SIGKILL: Final = 9  # not in `signal` on Windows
 # How long a worker has to say where it is.
 _STACK_S: Final = 0.5
+# Workers that answer tiny tasks would wake the engine with each of them, which makes them cost twice as much. So when it has
+# heard something it is deaf for this long, and hears the answers that have come meanwhile together.
+_DEAF_NS: Final = 100_000
 
 
 @final
@@ -84,6 +87,7 @@ class ProcessCrew(Crew):
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
         self._early: list[News] = []  # heard while a stack was waited for
+        self._heard_ns = 0  # when something last was
         self._oom = OomWatch()
         with explaining_limits():
             self._poller = open_poller()
@@ -143,12 +147,18 @@ class ProcessCrew(Crew):
             if self._leavers:
                 timeout_s = END_S if timeout_s is None else min(timeout_s, END_S)
         news, self._early = self._early, []
+        if not news and timeout_s != 0:
+            deaf_ns = self._heard_ns + _DEAF_NS - time.perf_counter_ns()
+            if deaf_ns > 0:
+                time.sleep(deaf_ns / 1e9)
         for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
             try:
                 news.extend((worker, decode_answer(frame)) for frame in link.receive())
             except EOFError:
                 news.append((worker, self._bury(worker)))
+        if news:
+            self._heard_ns = time.perf_counter_ns()
         return news
 
     def kill(self, worker: WorkerId) -> None:
