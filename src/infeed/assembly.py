@@ -247,7 +247,7 @@ def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
         return identity.epoch_length // identity.world_size
     try:
         return None if config.is_stream else plan.batch_count() * (config.batch_size or 1)
-    except TypeError:
+    except Exception:  # a sampler of the user's that has no length may say so in any way
         return None
 
 

@@ -216,9 +216,9 @@ class Engine:
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
         intake.plan()
         # Either may be there, if it was asked for before and not waited for.
-        if handout.error is None and not handout.batches:
-            self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0))
-        while handout.error is not None or not handout.batches:
+        if handout.error is None and handout.is_empty:
+            self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0, waits))
+        while handout.error is not None or handout.is_empty:
             if handout.error is not None:
                 raise handout.take_error()
             self._check_end(feed, asked_ns)
@@ -241,7 +241,7 @@ class Engine:
                 gauge.note(self._left_ns, asked_ns, left_ns)
                 self._steering.consider()
         self._left_ns = left_ns
-        return handout.batches.pop(0)
+        return handout.take()
 
     def _check_end(self, feed: Feed, asked_ns: int) -> None:
         if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
@@ -291,8 +291,7 @@ class Engine:
 
     def _take_in(self, news: list[News]) -> None:
         self._put_off = []
-        for worker, message in news:
-            self._hear(worker, message)
+        self._hear_all(news)
         if self._troubles.is_storm and not self._is_closed:
             self._fail_workers()
         self._intake.plan()
@@ -303,11 +302,18 @@ class Engine:
             return
         news = self._crew.receive(0)
         self._heard_ns = time.perf_counter_ns()
-        for number, (worker, message) in enumerate(news):
-            if isinstance(message, StartFailed):
-                self._put_off = news[number:]
-                return
-            self._hear(worker, message)
+        early = next((number for number, (_, message) in enumerate(news) if isinstance(message, StartFailed)), len(news))
+        self._put_off = news[early:]
+        self._hear_all(news[:early])
+
+    def _hear_all(self, news: list[News]) -> None:
+        try:
+            for worker, message in news:
+                self._hear(worker, message)
+        except Exception:
+            # What is to be done about it is done in part only, and the rest is lost: its books cannot be relied on.
+            self._is_closed = True
+            raise
 
     def close(self) -> None:
         """Stop all workers and let go of all memory that the user does not look into. Idempotent.

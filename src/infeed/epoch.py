@@ -7,7 +7,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from time import perf_counter_ns
-from typing import Any, final
+from typing import Any, Final, final
 
 from infeed.core import Core
 from infeed.delivery.ahead import Ahead
@@ -16,6 +16,10 @@ from infeed.engine import NOTHING, Engine, EpochEnd
 from infeed.observe.showing import Show
 from infeed.trail import Trail
 from infeed.workers.failures import WorkerTraceback
+
+_MSG_ALREADY: Final = (
+    "this iteration is asked for a batch by code that runs while it gets one (a callback, a handler, the dataset)"
+)
 
 
 @final
@@ -29,6 +33,7 @@ class Epoch(Iterator[Any]):
         self._owner = owner
         self._trail: Trail | None = None
         self._lock = threading.Lock()  # one thread at a time drives the engine
+        self._driver = 0  # that thread
         self._engine: Engine | None = None
         self._is_over = False
         self._ahead: Ahead | None = None
@@ -41,31 +46,40 @@ class Epoch(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        if self._driver == threading.get_ident():
+            raise RuntimeError(_MSG_ALREADY)
         with self._lock:
-            if self._is_over:
-                raise StopIteration
-            engine = self._engine or self.begin()
-            if self._show is not None:
-                if self._has_given:
-                    self._show.step()  # the loop is done with a batch
-                self._has_given = True
+            self._driver = threading.get_ident()
             try:
-                return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
-            except EpochEnd:
-                if self._trail is not None:
-                    self._trail.end()
-                show = self._show
+                return self._next()
+            finally:
+                self._driver = 0
+
+    def _next(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        engine = self._engine or self.begin()
+        if self._show is not None:
+            if self._has_given:
+                self._show.step()  # the loop is done with a batch
+            self._has_given = True
+        try:
+            return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
+        except EpochEnd:
+            if self._trail is not None:
+                self._trail.end()
+            show = self._show
+            self._end()
+            if show is not None:
+                show.tell()
+            raise StopIteration from None
+        except BaseException:
+            if engine.is_between_epochs and self._ahead is None and self._trail is not None:
+                self._trail.end()  # it gave nothing but this error
                 self._end()
-                if show is not None:
-                    show.tell()
-                raise StopIteration from None
-            except BaseException:
-                if engine.is_between_epochs and self._ahead is None and self._trail is not None:
-                    self._trail.end()  # it gave nothing but this error
-                    self._end()
-                if not engine.is_usable:
-                    self._end()
-                raise
+            if not engine.is_usable:
+                self._end()
+            raise
 
     def _next_ahead(self, engine: Engine, ahead: Ahead) -> Any:
         """The next batch on the device, with some behind it on their way."""
@@ -94,6 +108,9 @@ class Epoch(Iterator[Any]):
                 ahead.push(batch, self._trail.reached())
             except Exception as error:  # the user's `convert`, or a device without memory
                 ahead.push_error(_kept(error), self._trail.reached())
+            except BaseException:
+                engine.close()  # as wherever it is interrupted: what was on its way is lost, and nothing may follow it
+                raise
         if ahead.is_empty:
             engine.ended(asked_ns)
             raise EpochEnd

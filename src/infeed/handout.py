@@ -22,7 +22,7 @@ class Handout:
         """``name`` is what people call a worker."""
         self._setup, self._delivery, self._gauge = setup, setup.delivery, setup.gauge
         self._name = name
-        self.batches: list[Any] = []
+        self._batches: list[tuple[Any, Record, int]] = []
         self.error: BaseException | None = None  # it comes before the batches: one that was passed over had it
         self._trail: Trail | None = None
         self._count = 0  # batches of this epoch, from its beginning
@@ -31,8 +31,21 @@ class Handout:
         """Note what follows in this trail."""
         self._trail = trail
         self._count = trail.start.step
-        self.batches.clear()
+        self._batches.clear()
         self.error = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch lies here."""
+        return not self._batches
+
+    def take(self) -> Any:
+        """The batch that lies here. To be called last: from here on it counts as given."""
+        value, record, share_count = self._batches.pop(0)
+        self._count += 1
+        if self._trail is not None:
+            self._trail.delivered(record, share_count)
+        return value
 
     def take_error(self) -> BaseException:
         """What is to be raised. No local of who raises it: the traceback has their frame, and would keep the loader alive."""
@@ -58,10 +71,7 @@ class Handout:
         record.let_go()
         if self._setup.mender.is_active and self.note_bad(record):
             return
-        if self._trail is not None:
-            self._trail.delivered(record, share_count)
-        self._count += 1
-        self.batches.append(value)
+        self._batches.append((value, record, share_count))
 
     def fail(self, record: Record, task: TaskId | None) -> None:
         """Raise what went wrong with a batch, in its turn."""

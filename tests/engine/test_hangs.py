@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import infeed
@@ -165,18 +166,18 @@ def test_a_worker_without_signals_is_asked_through_its_pipe(
 
 
 class Answering:
-    """Every tenth sample waits until the loop has the one before it: by index, or as a stream."""
+    """Every tenth sample waits until the loop has the one before it, which may be larger than all before: by index."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, grows: bool) -> None:
+        self.folder, self.grows = folder, grows
 
     def __len__(self) -> int:
         return 200
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> np.ndarray:
         if index and index % 10 == 0:
-            wait_until((self.folder / f"{index - 1}").exists, f"sample {index - 1} in the loop", 5)
-        return index
+            wait_until((self.folder / f"{index - 1}").exists, f"sample {index - 1} in the loop", 10)
+        return np.full(1000 * index if self.grows and index % 10 == 9 else 1, index)
 
     def got(self, index: int) -> None:
         if index % 10 == 9:
@@ -184,27 +185,57 @@ class Answering:
 
 
 class AnsweringStream:
+    """The same as a stream."""
+
     def __init__(self, dataset: Answering) -> None:
         self.dataset = dataset
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[np.ndarray]:
         return map(self.dataset.__getitem__, range(len(self.dataset)))
 
 
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
+@pytest.mark.parametrize("kind", ["thread", "forkserver", "spawn"])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_what_is_loaded_reaches_the_loop_although_the_worker_is_at_a_slow_sample(
-    kind: Any, is_stream: bool, tmp_path: Path
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_is_loaded_reaches_the_loop_although_its_worker_is_at_a_slow_sample(
+    kind: str, is_stream: bool, grows: bool, tmp_path: Path
 ) -> None:
-    """Answers of tiny tasks were held back while there was more to do, and a stream may wait for what the loop does."""
-    answering = Answering(tmp_path)
+    """Also where it needs more room than there was. A stream may wait for what the loop does with it."""
+    answering = Answering(tmp_path, grows=grows)
     dataset: Any = AnsweringStream(answering) if is_stream else answering
-    with infeed.DataLoader(dataset, batch_size=1, num_workers=1, worker=kind, timeout=60) as loader:
+    options: dict[str, Any] = {"worker": "thread"} if kind == "thread" else {"start_method": kind}
+    with infeed.DataLoader(dataset, batch_size=1, num_workers=1, timeout=60, **options) as loader:
         got = []
         for batch in loader:
-            got += plain(batch)
+            got.append(int(batch[0, 0]))
             answering.got(got[-1])
         assert got == list(range(200))
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
+def test_a_slow_first_batch_does_not_stop_the_others(kind: Any, tmp_path: Path) -> None:
+    """In no order they are given to the loop, and the slow one is when it is there."""
+    dataset = Blocking(20, 0, tmp_path)
+    with infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker=kind, in_order=False, timeout=60) as loader:
+        batches = iter(loader)
+        got = plain(next(batches))
+        assert got != [0]
+        dataset.let_go()
+        assert sorted(got + flat([plain(batch) for batch in batches])) == list(range(20))
+
+
+def test_others_are_loaded_behind_a_slow_first_batch(tmp_path: Path) -> None:
+    """In order, with what there is room for."""
+    loaded: list[int] = []
+
+    def load(index: int) -> int:
+        if index == 0:
+            wait_until(lambda: len(loaded) >= 5, "five others")
+        loaded.append(index)
+        return index
+
+    with infeed.DataLoader(Tree(20, load), batch_size=1, num_workers=2, worker="thread", timeout=60) as loader:
+        assert flat(collected(loader)) == list(range(20))
 
 
 def test_hang_warning_may_be_silenced(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,19 @@ def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: p
         assert names
     assert not names & shm_names(os.getpid())
     assert plain(kept[:, 0]) == [0, 1]
+
+
+@pytest.mark.parametrize("limit", [9, 13])
+def test_what_is_on_its_way_to_a_device_is_no_reason_to_run_out_of_memory(limit: int) -> None:
+    """Fewer are on their way then: nobody waits for the next one yet, and the loop lets go of its batch with the next step."""
+    pytest.importorskip("torch")
+    loader = infeed.DataLoader(
+        megabytes(1, 80), 4, num_workers=2, worker="thread", device="cpu", device_prefetch=2, memory_limit=limit * MIB
+    )
+    with loader:
+        count = 0
+        for batch in loader:
+            assert int(batch[0, 0]) == 4 * count
+            count += 1
+            time.sleep(0.02)  # a step, in which all that may be is loaded
+        assert count == 20

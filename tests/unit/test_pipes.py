@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,7 +113,7 @@ def test_nothing_to_receive_is_nothing_received(channel: Channel) -> None:
 def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipePoller) -> None:
     """A worker that does not read holds up nobody, and gets everything, in order, once it does."""
     poller.add(channel.link)
-    frames = [bytes([number % 256]) * 10_000 for number in range(100)]
+    frames = [bytes([number % 256]) * 10_000 for number in range(300)]
     for frame in frames:
         channel.link.send([frame])
     assert channel.link.has_outgoing
@@ -126,6 +127,28 @@ def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipeP
 
     assert received == frames
     assert poller.wait(0) == []
+
+
+@pytest.mark.linux
+def test_a_pipe_that_is_too_small_is_made_larger(channel: Channel) -> None:
+    """What is kept goes out only when the engine is asked for a batch, and meanwhile the worker has nothing to do."""
+    channel.link.send([b"x" * 800_000])
+    assert not channel.link.has_outgoing
+    assert channel.end.receive() == b"x" * 800_000
+
+    channel.end.send(b"y" * 800_000)  # would wait for a reader
+    received: list[bytes] = []
+    while not received:
+        received = channel.link.receive()
+    assert received == [b"y" * 800_000]
+
+
+def test_a_worker_may_wait_for_a_while_only(channel: Channel) -> None:
+    for timeout_s in (0.0, 0.001):
+        with pytest.raises(TimeoutError):
+            channel.end.receive(timeout_s)
+    channel.link.send([b"1", b"2"])
+    assert [channel.end.receive(0), channel.end.receive(0)] == [b"1", b"2"]
 
 
 @pytest.mark.parametrize("size", [1 << 16, MIB, 5 * MIB], ids=["64 KiB", "1 MiB", "5 MiB"])
@@ -194,7 +217,7 @@ def test_sending_to_a_worker_that_is_gone_is_silent(channel: Channel, poller: Pi
 def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, poller: PipePoller) -> None:
     """The wait does not turn in circles over a pipe that nobody reads."""
     poller.add(channel.link)
-    channel.link.send([b"x" * MIB])
+    channel.link.send([b"x" * 3 * MIB])
     assert channel.link.has_outgoing
     channel.close_worker()
     while channel.link.has_outgoing:
@@ -217,10 +240,13 @@ def test_a_wait_ends_by_a_wake_up(poller: PipePoller) -> None:
 
 
 def test_a_wait_ends_with_its_time(poller: PipePoller, channel: Channel) -> None:
-    """Nothing happened, nothing is told."""
+    """Nothing happened, nothing is told. However short it is: who asks again and again must not keep a core busy."""
     poller.add(channel.link)
 
     assert poller.wait(0) == []
+    began = time.monotonic()
+    assert poller.wait(0.0005) == []
+    assert time.monotonic() - began >= 0.0005
     poller.remove(channel.link)
 
 

@@ -35,6 +35,7 @@ class Books:
         self._next_task = 0
         self._pace = Pace()
         self._wanted: int | None = None
+        self._is_urgent = True  # somebody waits for it
         self._has_asked_again = False
         self._is_closed = False
         self._patience = Patience(len(workers))

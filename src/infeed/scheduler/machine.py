@@ -76,7 +76,7 @@ class Scheduler(Shortage):
         self._handlers[type(event)](event)
         if self._unplaced and not self._slots.is_growth_refused:
             self._place()
-        if self._wanted is not None and self._is_stuck:
+        if self._wanted is not None and self._is_urgent and self._is_stuck:
             self._unstick()
         actions, self._actions = self._actions, []
         if self._slots.asks_for_growth:
@@ -126,7 +126,7 @@ class Scheduler(Shortage):
         self._assign()
 
     def _on_batch_wanted(self, event: BatchWanted) -> None:
-        self._wanted = event.epoch
+        self._wanted, self._is_urgent = event.epoch, event.is_urgent
         if self._pace.learn_away(event.away_ns):
             self._find_room()
         self._has_asked_again = False

@@ -26,10 +26,14 @@ class BatchPlanned(NamedTuple):
 
 
 class BatchWanted(NamedTuple):
-    """The user's loop waits for a batch of this epoch, having been away for ``away_ns`` since it got the last."""
+    """The user's loop waits for a batch of this epoch, having been away for ``away_ns`` since it got the last.
+
+    Or, if not ``is_urgent``, would take one: nobody waits yet, and nothing is to be given up for it.
+    """
 
     epoch: int
     away_ns: int = 0
+    is_urgent: bool = True
 
 
 class EpochAbandoned(NamedTuple):

@@ -14,14 +14,12 @@ class Serving(Books):
         """Give the batch a slot; if there is none, ask for one and say no.
 
         Older batches come first, even if they are not ready to be placed yet: the user's loop waits for them, and it may hold
-        what would be freed for them otherwise.
+        what would be freed for them otherwise. So as many slots are left for them.
         """
-        if self._slotless and min(self._slotless) < batch.batch:
-            return False
-        older = 0
+        older = {other for other in self._slotless if other < batch.batch}
         if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
-            older = sum(self._batches[other].slot is None for other in self._waiting if other < batch.batch)
-        if len(self._slots.free) <= older:
+            older |= {other for other in self._waiting if other < batch.batch and self._batches[other].slot is None}
+        if len(self._slots.free) <= len(older):
             self._slots.ask_for_growth()
             return False
         batch.slot = self._slots.take()

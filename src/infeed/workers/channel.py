@@ -47,11 +47,12 @@ class WorkerEnd(ABC):
     def send(self, frame: bytes) -> None: ...
 
     @abstractmethod
-    def receive(self) -> bytes:
+    def receive(self, timeout_s: float | None = None) -> bytes:
         """The next frame.
 
         Raises:
             EOFError: the engine is gone, or done with this worker.
+            TimeoutError: none came within the time.
         """
 
 

@@ -42,6 +42,7 @@ from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
 from infeed.workers.stacks import arm, main_stack
 from infeed.workers.threadpools import limit_pools
+from infeed.workers.turns import Placing, Turns
 from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, encode_answer
 
 # How often a worker notes its memory, for who asks why it was killed.
@@ -149,14 +150,33 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
 
 def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell) -> None:
     decoder = TaskDecoder()
+
+    def receive(timeout_s: float | None) -> ToWorker:
+        while (message := decoder.decode(end.receive(timeout_s))) is None:
+            pass
+        return message
+
+    def place(message: Placing) -> bool:
+        if isinstance(message, MapSegment):
+            segments.add(message.handle)
+            return True
+        if not runner.can_place_aside:
+            return False
+        answer = runner.place_aside(message)
+        if answer is not None:
+            end.send(_encoded(answer))
+        return True
+
+    turns = Turns(receive, runner.held_count, place)
     measured = 0
     # What was used before, to import and to build the dataset, is not loading.
     cpu_before, queued_before = process_time_ns(), queued_ns()
     while True:
         answer: FromWorker | None
         try:
-            message = decoder.decode(end.receive())
-            answer = None if message is None else _do(message, runner, segments)
+            message = turns.next()
+            answer = _do(message, runner, segments)
+            turns.done()
             del message  # nothing may hold on to a batch while this worker waits for the next
         except DecodeError as error:
             cause = error.__cause__
@@ -241,8 +261,11 @@ class ThreadedEnd(WorkerEnd):
                 self._reader.join(_READER_S)
             raise
 
-    def receive(self) -> bytes:
-        return self._inbox.get()
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        try:
+            return self._inbox.get() if timeout_s is None else self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
 
     def _read(self) -> None:
         try:

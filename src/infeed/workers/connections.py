@@ -55,11 +55,14 @@ class ConnectionEnd(WorkerEnd):
     def send(self, frame: bytes) -> None:
         self._conn.send_bytes(frame)
 
-    def receive(self) -> bytes:
+    def receive(self, timeout_s: float | None = None) -> bytes:
         try:
-            return self._conn.recv_bytes()
+            has_come = timeout_s is None or self._conn.poll(timeout_s)
+            if has_come:
+                return self._conn.recv_bytes()
         except OSError:
             raise EOFError from None
+        raise TimeoutError
 
 
 @final

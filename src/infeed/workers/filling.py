@@ -90,31 +90,38 @@ class Filler:
             raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
         return held
 
-    def place(self, task: TaskId, held: Held, block: Block, layout: Layout | None) -> FromWorker:
-        """Write what was held into the place it was given."""
+    def place(self, task: TaskId, held: Held, block: Block, layout: Layout | None, *, is_aside: bool = False) -> FromWorker:
+        """Write what was held into the place it was given; ``is_aside``: while the runner is at something else."""
         is_whole = len(held.samples) == held.row_count
         if layout is not None and held.layout != layout and not is_whole:
             return Mismatched(task)
         try:
-            answer = self._write_held(task, held, block)
-            self._tape.end(0, perf_counter_ns())
+            answer = self._write_held(task, held, block, is_aside=is_aside)
+            if not is_aside:
+                self._tape.end(0, perf_counter_ns())
             return answer
         except Exception as error:  # no memory, or an object of the user's that refuses
             return LoadFailed(task, Failure.of(error, "writing a batch"), held.row_count)
 
-    def _write_held(self, task: TaskId, held: Held, block: Block) -> FromWorker:
+    def _write_held(self, task: TaskId, held: Held, block: Block, *, is_aside: bool = False) -> FromWorker:
+        is_timed = not is_aside and self._tape.is_fine
         if held.packing is not None:
             held.packing.write(self._segments.memory(block.segment), block.offset)
-            if self._tape.is_fine:
+            if is_timed:
                 self._tape.written()
             return PackedLoaded(
                 task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state, held.bad
             )
-        writer = self.writer(block, held.layout, held.row_count)
-        assert writer is not None
+        if is_aside:
+            assert held.layout is not None
+            writer = RowWriter(held.layout, self._segments.memory(block.segment), block.offset, held.row_count)
+        else:
+            known = self.writer(block, held.layout, held.row_count)
+            assert known is not None
+            writer = known
         beside = writer.new_beside()
         writer.write_any(held.first_row, held.samples, beside)
-        if self._tape.is_fine:
+        if is_timed:
             self._tape.written()
         return RowsLoaded(
             task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state, held.bad

@@ -117,7 +117,7 @@ class ForkServer:
     def wait_exit(self, pid: int, timeout_s: float = _EXIT_S) -> int | None:
         """The exit code of a worker, negative for a signal; ``None`` if the server is gone or the time is up."""
         with self._exclusive(timeout_s) as is_ours:
-            if not is_ours:
+            if not is_ours or self._is_broken:
                 return None
             try:
                 self._sock.settimeout(timeout_s)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import struct
 import sys
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
+from math import ceil
 from typing import Any, Final, final
 
 from infeed.workers.channel import Link, Poller, WorkerEnd
@@ -16,11 +19,21 @@ assert sys.platform != "win32"
 
 _HEAD: Final = struct.Struct("<I")
 _READ_BYTES: Final = 1 << 16
+# What a pipe is made to hold when it is first too small, where the system allows: for a batch of a hundred thousand indices, or
+# of long strings. Not before: there is a limit to what all pipes of a user hold together.
+_LARGE_BYTES: Final = 1 << 20
 _LONGEST_S: Final = 1e6
 
 
 def _joined(frames: Iterable[bytes]) -> bytes:
     return b"".join([_HEAD.pack(len(frame)) + frame for frame in frames])
+
+
+def _enlarge(fd: int) -> None:
+    set_size: int | None = getattr(fcntl, "F_SETPIPE_SZ", None)  # Linux only
+    if set_size is not None:
+        with suppress(OSError):  # this user's pipes hold much already, or the system allows less
+            fcntl.fcntl(fd, set_size, _LARGE_BYTES)
 
 
 class _Frames:
@@ -64,7 +77,7 @@ class PipeLink(Link):
         os.set_blocking(read_fd, False)
         self._frames = _Frames()
         self._outbox = bytearray()
-        self._is_broken = False
+        self._is_broken = self._is_large = False
         self.poller: PipePoller | None = None
 
     @property
@@ -77,6 +90,10 @@ class PipeLink(Link):
             self._outbox += data
             return
         sent = self._write(data)
+        if sent < len(data) and not self._is_large:
+            self._is_large = True
+            _enlarge(self.write_fd)
+            sent += self._write(data[sent:])
         if sent < len(data) and not self._is_broken:
             self._outbox += data[sent:]
             if self.poller is not None:
@@ -84,7 +101,7 @@ class PipeLink(Link):
 
     def flush(self) -> None:
         """Send what was kept, as far as there is room."""
-        sent = self._write(bytes(self._outbox[:_READ_BYTES]))
+        sent = self._write(bytes(self._outbox[:_LARGE_BYTES]))
         del self._outbox[:sent]
         if self._is_broken:
             self._outbox.clear()
@@ -121,14 +138,22 @@ class PipeEnd(WorkerEnd):
         self._read_fd, self._write_fd = read_fd, write_fd
         self._frames = _Frames()
         self._inbox: deque[bytes] = deque()
+        self._is_large = False
+        self._poll = select.poll()
+        self._poll.register(read_fd, select.POLLIN)
 
     def send(self, frame: bytes) -> None:
         data = memoryview(_joined((frame,)))
+        if len(data) > _READ_BYTES and not self._is_large:
+            self._is_large = True
+            _enlarge(self._write_fd)
         while data:
             data = data[os.write(self._write_fd, data) :]
 
-    def receive(self) -> bytes:
+    def receive(self, timeout_s: float | None = None) -> bytes:
         while not self._inbox:
+            if timeout_s is not None and not self._poll.poll(ceil(timeout_s * 1000)):
+                raise TimeoutError
             data = os.read(self._read_fd, max(_READ_BYTES, self._frames.missing()))
             if not data:
                 raise EOFError
@@ -171,7 +196,7 @@ class PipePoller(Poller):
     def wait(self, timeout_s: float | None) -> list[Any]:
         ready = []
         # Beyond what poll() can count, some days, it is woken in vain; the caller looks at the clock and waits again.
-        limit_ms = None if timeout_s is None else max(0, int(min(timeout_s, _LONGEST_S) * 1000))
+        limit_ms = None if timeout_s is None else max(0, ceil(min(timeout_s, _LONGEST_S) * 1000))
         for fd, _ in self._poll.poll(limit_ms):
             if fd == self._wake_read:
                 os.read(fd, 64)

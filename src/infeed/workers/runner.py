@@ -101,6 +101,25 @@ class Runner:
             case _:
                 assert_never(message)
 
+    def held_count(self) -> int:
+        """Of how many tasks it has the samples, and waits for a place to put them."""
+        return len(self._filler.held)
+
+    @property
+    def can_place_aside(self) -> bool:
+        """Whether another thread may place what is held, while this is at something else.
+
+        Not where rows are gathered, which is done when they are placed; but there nobody has to wait for user code.
+        """
+        return self._source.making is not Making.GATHERED
+
+    def place_aside(self, message: PlaceTask | DropTask) -> FromWorker | None:
+        """As ``handle``, by another thread."""
+        if isinstance(message, DropTask):
+            return self.handle(message)
+        task, block, layout = message
+        return self._filler.place(task, self._filler.take_held(task), block, layout, is_aside=True)
+
     def note_usage(self, cpu_ns: int, queued_ns: int) -> None:
         """Of a worker that has no memory of its own."""
         self._cell.note_usage(MemoryUse(), cpu_ns, queued_ns)

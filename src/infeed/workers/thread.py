@@ -31,6 +31,7 @@ from infeed.workers.messages import (
 from infeed.workers.runner import Runner
 from infeed.workers.seeding import generator_states
 from infeed.workers.stacks import thread_stack
+from infeed.workers.turns import Placing, Turns
 
 _LOG: Final = logging.getLogger("infeed")
 # How long close() waits for threads in user code. They cannot be stopped, and they are daemons: longer gains nothing, shorter
@@ -59,11 +60,18 @@ class ThreadCrew(Crew):
         inbox: _Inbox = queue.SimpleQueue()
         arguments = (worker, self._make_runner, inbox, self._news)
         thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
-        with explaining_limits():
-            thread.start()
+        # First: if it is interrupted while it waits for the thread to be there, close() must know of it.
         self._inboxes[worker] = inbox
-        self._threads.append(thread)
-        self._idents[worker] = thread.ident
+        try:
+            with explaining_limits():
+                thread.start()
+        except Exception:
+            del self._inboxes[worker]
+            raise
+        finally:
+            if thread.ident is not None:
+                self._threads.append(thread)
+                self._idents[worker] = thread.ident
 
     def stop(self, worker: WorkerId) -> None:
         inbox = self._inboxes.pop(worker, None)
@@ -129,7 +137,23 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
     news.put((inbox, (worker, Started())))
     is_first = worker == 0
     measured = 0.0
-    while (message := inbox.get()) is not _STOP:
+
+    def receive(timeout_s: float | None) -> ToWorker | None:
+        try:
+            return inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def place(message: Placing) -> bool:
+        if isinstance(message, MapSegment) or not runner.can_place_aside:
+            return False
+        answer = runner.place_aside(message)
+        if answer is not None:
+            news.put((inbox, (worker, answer)))
+        return True
+
+    turns = Turns(receive, runner.held_count, place)
+    while (message := turns.next()) is not _STOP:
         if isinstance(message, UnmapSegment):
             runner.forget_segment(message.number)
             continue
@@ -142,6 +166,7 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
             if not isinstance(message, LoadGrains | LoadNext | PlaceTask):
                 raise
             answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
+        turns.done()
         if before is not None:
             is_first = False
             _warn_of_draws(before)
@@ -152,6 +177,7 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
             runner.note_usage(time.thread_time_ns(), queued_ns())
         # Nothing may hold on to a batch while this thread waits.
         del message, answer
+    turns.done()
     runner.finish()
 
 

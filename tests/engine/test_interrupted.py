@@ -1,0 +1,162 @@
+"""Ctrl+C and errors at awkward moments: what the loop did not get does not count, and nothing goes on behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import infeed
+from infeed.engine import Engine
+from infeed.observe.gauge import Gauge
+from tests.helpers import Squares, Tree, collected, flat, plain, wait_until
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_batch_that_the_loop_did_not_get_does_not_count(
+    engine: dict[str, Any], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ready, and the way out of ``next`` was cut off: a resume begins with it."""
+    real = Gauge.note
+
+    def note(self: Gauge, *times: int) -> None:
+        if self.batch_count == 3:
+            raise error
+        real(self, *times)
+        self.next_ns = 0  # always
+
+    monkeypatch.setattr(Gauge, "note", note)
+    with infeed.DataLoader(range(20), batch_size=2, seed=1, **engine) as loader:
+        batches = iter(loader)
+        assert [plain(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(error):
+            next(batches)
+        state = loader.state_dict()
+    assert (state["step"], state["position"]) == (2, 4)
+    monkeypatch.undo()
+    with infeed.DataLoader(range(20), batch_size=2, seed=1, **engine) as loader:
+        loader.load_state_dict(state)
+        assert flat(collected(loader)) == list(range(4, 20))
+
+
+def test_an_error_in_the_middle_of_what_workers_say_ends_the_epoch(
+    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else they said is lost with it: nobody may wait for that."""
+    real = Engine._hear
+    heard: list[object] = []
+
+    def hear(self: Engine, worker: Any, message: Any) -> None:
+        heard.append(message)
+        if len(heard) == 8:
+            raise ValueError("in the middle")
+        real(self, worker, message)
+
+    monkeypatch.setattr(Engine, "_hear", hear)
+    with infeed.DataLoader(range(200), batch_size=2, **{**engine, "timeout": 30}) as loader:
+        batches = iter(loader)
+        with pytest.raises(ValueError, match="in the middle"):
+            deque(batches, maxlen=0)
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert flat(collected(loader)) == list(range(200))
+
+
+class Unmeasured:
+    """A sampler that refuses to tell its length, in its own way."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+    def __len__(self) -> int:
+        raise NotImplementedError("no length")
+
+
+def test_a_sampler_that_refuses_to_tell_its_length_has_none(engine: dict[str, Any]) -> None:
+    with infeed.DataLoader(range(20), 2, sampler=Unmeasured(), on_error="skip", **{**engine, "timeout": 30}) as loader:
+        assert flat(collected(loader)) == list(range(20))
+
+
+@pytest.mark.linux
+def test_ctrl_c_while_a_worker_is_forked_is_ctrl_c(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's late answer is not taken for that to another question. Other loaders go on."""
+    from infeed.workers import forkserver as module
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    real = module.send
+    asked: list[object] = []
+
+    def send(sock: Any, message: Any, fds: Any = ()) -> None:
+        real(sock, message, fds)
+        if isinstance(message, module.Fork):
+            asked.append(message)
+            if len(asked) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        with infeed.DataLoader(range(40), 2, **{**forkserver, "num_workers": 1}) as other:
+            others = iter(other)
+            got = plain(next(others))
+            monkeypatch.setattr(module, "send", send)
+            with infeed.DataLoader(range(20), 2, **forkserver) as loader, pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+            monkeypatch.undo()
+            got += flat([plain(batch) for batch in others])
+            assert got == list(range(40))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with infeed.DataLoader(range(20), 2, **forkserver) as loader:
+        assert flat(collected(loader)) == list(range(20))
+
+
+def test_ctrl_c_while_a_thread_is_started_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        real(self)
+        if self.name.startswith("infeed:worker"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with infeed.DataLoader(range(20), 2, num_workers=2, worker="thread") as loader, pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("infeed")], "threads to end")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_on_the_way_to_a_device_ends_the_epoch(workers: int) -> None:
+    """The batch is gone, and what follows it must not come as if nothing had happened."""
+    pytest.importorskip("torch")
+    calls: list[object] = []
+
+    def convert(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return batch
+
+    with infeed.DataLoader(range(40), 2, num_workers=workers, worker="thread", device="cpu", convert=convert) as loader:
+        batches = iter(loader)
+        got: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            got.extend(int(number) for batch in batches for number in batch)
+        assert list(batches) == []
+        assert got == list(range(len(got)))
+        assert loader.state_dict()["position"] == len(got)
+
+
+def test_an_iteration_that_is_asked_by_what_it_runs_says_so() -> None:
+    """As a generator does; it would wait for itself."""
+    iterators: list[Iterator[Any]] = []
+    with infeed.DataLoader(Tree(4, lambda _: next(iterators[0])), 1) as loader:
+        iterators.append(iter(loader))
+        with pytest.raises(RuntimeError, match="asked for a batch by code that runs while it gets one"):
+            next(iterators[0])
+        iterators.clear()
+    with infeed.DataLoader(Squares(4), 1) as loader:
+        assert len(list(loader)) == 4

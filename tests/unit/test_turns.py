@@ -1,0 +1,94 @@
+"""The order in which a worker does things: in turn, but what it holds is placed first."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from infeed.memory.arena import Block
+from infeed.scheduler.messages import TaskId
+from infeed.workers.messages import DropTask, PlaceTask
+from infeed.workers.turns import Placing, Turns
+from tests.helpers import wait_until
+
+PLACE = PlaceTask(TaskId(1), Block(0, 0, 8), None)
+DROP = DropTask(TaskId(2))
+
+
+class Desk:
+    """What a worker has: an inbox, and samples that it holds."""
+
+    def __init__(self, *messages: object) -> None:
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        for message in messages:
+            self.inbox.put(message)
+        self.held = 0
+        self.placed: list[Placing] = []
+        self.turns: Turns[Any] = Turns(self.receive, lambda: self.held, self.place)
+
+    def receive(self, timeout_s: float | None) -> object:
+        try:
+            message = self.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def place(self, message: Placing) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        self.placed.append(message)
+        self.held -= 1
+        return True
+
+
+def test_one_thing_after_another() -> None:
+    desk = Desk("a", PLACE, "b")
+    assert [desk.turns.next() for _ in range(3)] == ["a", PLACE, "b"]
+
+
+def test_what_is_held_is_placed_before_what_was_sent_ahead() -> None:
+    """And then all else, in its order."""
+    desk = Desk("a", "b", DROP, "c", PLACE, "d")
+    desk.held = 2
+    assert [desk.turns.next(), desk.turns.next()] == [DROP, PLACE]
+    desk.held = 0
+    assert [desk.turns.next() for _ in range(4)] == ["a", "b", "c", "d"]
+
+
+def test_while_the_worker_is_at_something_else_a_thread_places_what_is_held() -> None:
+    """It ends when nothing is held, and what it heard besides is done in turn."""
+    desk = Desk("a", "b")
+    desk.held = 1
+    assert desk.turns.next() == "a"
+    desk.inbox.put("c")
+    desk.inbox.put(PLACE)
+    wait_until(lambda: desk.placed == [PLACE], "the thread")
+    desk.inbox.put("d")
+    desk.turns.done()
+    assert [desk.turns.next() for _ in range(3)] == ["b", "c", "d"]
+    assert not [one for one in threading.enumerate() if one.name == "infeed:placing"]
+
+
+def test_what_the_thread_cannot_read_is_told_in_its_turn() -> None:
+    desk = Desk("a")
+    desk.held = 1
+    assert desk.turns.next() == "a"
+    for message in (ValueError("unreadable"), PLACE):
+        desk.inbox.put(message)
+    wait_until(lambda: desk.placed == [PLACE], "the thread")
+    desk.turns.done()
+    with pytest.raises(ValueError, match="unreadable"):
+        desk.turns.next()
+
+
+def test_the_thread_ends_with_the_channel() -> None:
+    desk = Desk("a")
+    desk.held = 1
+    assert desk.turns.next() == "a"
+    desk.inbox.put(EOFError())
+    desk.turns.done()
+    assert not [one for one in threading.enumerate() if one.name == "infeed:placing"]
