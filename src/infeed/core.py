@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
@@ -46,6 +47,7 @@ class Core:
         self._trail: Trail | None = None  # of the epoch that was begun last
         self._lock = threading.Lock()  # guards both while an epoch begins
         self.garage = Garage()
+        self._shows: weakref.WeakSet[Show] = weakref.WeakSet()
         self._bad_samples = new_list()
         self.meter = Meter(config.observe)
         self.staff = Staff()
@@ -250,7 +252,7 @@ class Core:
             batch_count = self.plan.batch_count()
         except Exception:  # nobody knows, or a length of the user's that refuses: the bar has no end then
             batch_count = None
-        return Show(
+        show = Show(
             self.statistics,
             epoch=trail.epoch,
             first_step=trail.start.step,
@@ -259,6 +261,14 @@ class Core:
             on_statistics=config.on_statistics,
             every_s=config.statistics_every,
         )
+        self._shows.add(show)
+        return show
+
+    def close(self) -> None:
+        """Stop workers and give memory back; what was shown of an iteration in progress is as it is."""
+        self.garage.close()
+        for show in list(self._shows):
+            show.close()
 
     def _ledger(self) -> Ledger:
         return Ledger(self.config.error_budget, self._bad_samples)

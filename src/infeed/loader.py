@@ -290,7 +290,7 @@ class DataLoader:
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
         self._finalizer.detach()
-        self._core.garage.close()
+        self._core.close()
 
     def __enter__(self) -> DataLoader:
         return self

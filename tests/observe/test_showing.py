@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
 import infeed
+from infeed.observe.showing import Show
 from tests.helpers import ROOT, Squares
 
 tqdm_auto = pytest.importorskip("tqdm.auto")
@@ -68,6 +70,25 @@ def test_a_bar_goes_on_where_the_epoch_does(bars: list[Bar]) -> None:
         list(loader)
     assert bars[-1].given["initial"] == 3
     assert bars[-1].count == 10
+
+
+def test_the_text_tells_what_statistics_do(bars: list[Bar]) -> None:
+    """Without the first start: beside it tqdm shows how fast it goes now."""
+    with infeed.DataLoader(Squares(4), 4) as loader:
+        nothing = loader.statistics()
+    told = [nothing, replace(nothing, sample_count=100, waited_s=1.0, away_s=3.0, started_s=20.0)]
+    show = Show(lambda: told.pop(0), epoch=0, first_step=0, batch_count=4, is_shown=True, on_statistics=None, every_s=1.0)
+    show.step()
+    assert bars[0].texts == ["25 samples/s, waits 25%"]
+
+
+def test_a_loader_that_is_closed_closes_its_bar(bars: list[Bar]) -> None:
+    """So that an exception in the loop is not printed into it."""
+    with infeed.DataLoader(Squares(40), 4, num_workers=1, progress=True) as loader:
+        batches = iter(loader)
+        next(batches)
+    assert bars[0].is_closed
+    del batches
 
 
 def test_a_loop_that_is_left_closes_its_bar(bars: list[Bar]) -> None:

@@ -18,6 +18,15 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.process
 @pytest.mark.linux
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
+def test_what_torchs_own_workers_do_not_do_is_said() -> None:
+    options = {"num_workers": 1, "multiprocessing_context": "fork"}
+    with pytest.warns(RuntimeWarning, match="progress and on_statistics will do nothing"):
+        list(ours.DataLoader(range(8), 2, progress=True, on_statistics=print, **options))
+
+
+@pytest.mark.process
+@pytest.mark.linux
 @pytest.mark.filterwarnings("ignore")  # of the fork
 def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: Path) -> None:
     loader = ours.DataLoader(range(8), 2, num_workers=1, multiprocessing_context="fork")

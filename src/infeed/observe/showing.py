@@ -46,11 +46,12 @@ class Show:
     def step(self) -> None:
         """The loop is done with a batch, and asks for the next."""
         now = monotonic()
-        if self._bar is not None:
+        bar = self._bar  # another thread may close the loader
+        if bar is not None:
             if now >= self._next_text:
                 self._next_text = now + _TEXT_S
-                self._bar.set_postfix_str(self._text(), refresh=False)
-            self._bar.update(1)
+                bar.set_postfix_str(self._text(), refresh=False)
+            bar.update(1)
         if self._on_statistics is not None and now >= self._next_call:
             self._next_call = now + self._every_s
             self._on_statistics(self._statistics())
@@ -61,7 +62,7 @@ class Show:
             self._on_statistics(self._statistics())
 
     def close(self) -> None:
-        """The epoch is over, or was left."""
+        """The epoch is over, or was left, or its loader is closed."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.set_postfix_str(self._text(), refresh=False)
@@ -70,8 +71,8 @@ class Show:
     def _text(self) -> str:
         now, before = self._statistics(), self._before
         assert before is not None
-        elapsed_s = now.elapsed_s - before.elapsed_s + now.started_s - before.started_s
-        waited_s = now.waited_s - before.waited_s + now.started_s - before.started_s
+        # Without the first start, as everywhere: beside it, tqdm shows how fast it goes now.
+        elapsed_s, waited_s = now.elapsed_s - before.elapsed_s, now.waited_s - before.waited_s
         rate = (now.sample_count - before.sample_count) / elapsed_s if elapsed_s > 0 else 0.0
         share = waited_s / elapsed_s if elapsed_s > 0 else 0.0
         workers = "" if now.kind == "inline" else f", {now.worker_count} worker{'s' if now.worker_count != 1 else ''}"

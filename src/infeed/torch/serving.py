@@ -193,13 +193,19 @@ def _refuse(loader: TorchDataLoader[Any], why: str) -> _BaseDataLoaderIter:
     if loader.num_workers > 0:
         warnings.warn(
             f"this loader runs on torch's own workers, and not on infeed's, because {why}; if they are forked, threads of this "
-            "process (OpenMP, OpenCV, CUDA) may make them hang or crash",
+            f"process (OpenMP, OpenCV, CUDA) may make them hang or crash{_unserved(loader)}",
             RuntimeWarning,
             stacklevel=5,
         )
     else:
         _LOG.info("a loader runs on torch's own iterator, because %s", why)
     return _torch_iterator(loader)
+
+
+def _unserved(loader: TorchDataLoader[Any]) -> str:
+    """What was asked for and only infeed's own iterator does."""
+    names = [name for name in ("progress", "on_statistics") if getattr(loader, name, None)]
+    return f"; {' and '.join(names)} will do nothing" if names else ""
 
 
 def _start_method(loader: TorchDataLoader[Any]) -> Any:
