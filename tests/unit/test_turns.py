@@ -12,7 +12,7 @@ from infeed.memory.arena import Block
 from infeed.scheduler.messages import TaskId
 from infeed.workers.messages import DropTask, PlaceTask
 from infeed.workers.turns import Placing, Turns
-from tests.helpers import wait_until
+from tests.helpers import DEADLINE_S, wait_until
 
 PLACE = PlaceTask(TaskId(1), Block(0, 0, 8), None)
 DROP = DropTask(TaskId(2))
@@ -45,6 +45,10 @@ class Desk:
         return True
 
 
+def placing_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "infeed:placing"]
+
+
 def test_one_thing_after_another() -> None:
     desk = Desk("a", PLACE, "b")
     assert [desk.turns.next() for _ in range(3)] == ["a", PLACE, "b"]
@@ -60,7 +64,7 @@ def test_what_is_held_is_placed_before_what_was_sent_ahead() -> None:
 
 
 def test_while_the_worker_is_at_something_else_a_thread_places_what_is_held() -> None:
-    """It ends when nothing is held, and what it heard besides is done in turn."""
+    """It stops when nothing is held, and what it heard besides is done in turn."""
     desk = Desk("a", "b")
     desk.held = 1
     assert desk.turns.next() == "a"
@@ -70,7 +74,8 @@ def test_while_the_worker_is_at_something_else_a_thread_places_what_is_held() ->
     desk.inbox.put("d")
     desk.turns.done()
     assert [desk.turns.next() for _ in range(3)] == ["b", "c", "d"]
-    assert not [one for one in threading.enumerate() if one.name == "infeed:placing"]
+    desk.turns.close()
+    wait_until(lambda: not placing_threads(), "its end")
 
 
 def test_what_the_thread_cannot_read_is_told_in_its_turn() -> None:
@@ -83,12 +88,31 @@ def test_what_the_thread_cannot_read_is_told_in_its_turn() -> None:
     desk.turns.done()
     with pytest.raises(ValueError, match="unreadable"):
         desk.turns.next()
+    desk.turns.close()
 
 
-def test_the_thread_ends_with_the_channel() -> None:
+def test_the_thread_leaves_the_end_of_the_channel_to_the_worker() -> None:
     desk = Desk("a")
     desk.held = 1
     assert desk.turns.next() == "a"
     desk.inbox.put(EOFError())
+    wait_until(desk.inbox.empty, "the thread")
+    desk.turns.close()
+    wait_until(lambda: not placing_threads(), "its end")
+
+
+def test_the_thread_keeps_out_of_what_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infeed.workers.turns._LONG_S", DEADLINE_S)
+    desk = Desk("a", "b", "c")
+    desk.held = 1
+    for message in ("a", "b", "c"):
+        assert desk.turns.next() == message
+        desk.inbox.put(message)
+        desk.turns.done()
+    assert desk.turns.next() == "a"
+    desk.inbox.put(PLACE)
     desk.turns.done()
-    assert not [one for one in threading.enumerate() if one.name == "infeed:placing"]
+    assert desk.turns.next() == PLACE
+    assert desk.placed == []
+    desk.turns.close()
+    wait_until(lambda: not placing_threads(), "its end")

@@ -177,7 +177,7 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
             runner.note_usage(time.thread_time_ns(), queued_ns())
         # Nothing may hold on to a batch while this thread waits.
         del message, answer
-    turns.done()
+    turns.close()
     runner.finish()
 
 

@@ -1,8 +1,8 @@
 """In which order a worker does what it is asked: one thing after another. But what it has loaded is written first.
 
 Samples that do not fit where they should go are held until the engine has found a place for them. Its answer comes behind what
-was sent ahead, which may take any time, for ever if that waits for what the loop does with the very samples that are held. So a
-worker waits for a moment; if the loop is away and does not answer, a thread waits and writes while the worker goes on.
+was sent ahead, which may take any time, for ever if that waits for what the loop does with the very samples that are held. So
+such answers come out of turn; and while the worker is at something long, a thread listens for them and does what they say.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Final, Generic, TypeVar, final
 
 from infeed.workers.messages import DropTask, MapSegment, PlaceTask
 
-# How long a worker waits for a place before it goes on with something else. A loop that waits answers within a tenth of it.
-_PLACE_S: Final = 0.002
-# How long its thread listens before it looks whether it is still needed, by what the worker is at: so late that may go on.
-_LISTEN_S: Final = 0.001
-_LISTEN_SHARE: Final = 0.1
-_LONGEST_S: Final = 0.01
+# What takes longer is long: then a thread listens. For less it would be in the way.
+_LONG_S: Final = 0.005
+# For how long it listens before it looks whether it is still needed, of the time that it has listened: so late the worker may
+# go on.
+_LISTEN_SHARE: Final = 0.02
+_LEAST_S: Final = 0.001
+_MOST_S: Final = 0.01
 
 T = TypeVar("T")
 Placing = PlaceTask | DropTask | MapSegment
@@ -39,25 +40,22 @@ class Turns(Generic[T]):
             held_count: of how many tasks there are samples without a place.
             place: does this in another thread, while the worker is at something else; whether it may be done there.
         """
-        self._receive, self._count_held, self._place = receive, held_count, place
+        self._receive, self._held_count, self._place = receive, held_count, place
         self._put_off: deque[T | Exception] = deque()
-        self._held_count = 0
-        self._deadline = 0.0
         self._thread: threading.Thread | None = None
-        self._is_needed = False
+        # Guards the four below, and tells the thread and the worker of each other.
+        self._changed = threading.Condition()
+        self._is_needed = self._is_listening = self._is_closed = False
+        self._is_new = False  # it is needed for something that the thread has not heard of yet
 
     def next(self) -> T:
         """What to do next."""
         self.done()
-        held_count = self._count_held()
-        if held_count > self._held_count:
-            self._deadline = monotonic() + _PLACE_S
-        self._held_count = held_count
-        if not held_count:
+        if not self._held_count():
             return self._take()
         try:
             while True:
-                message = self._receive(max(0.0, self._deadline - monotonic()))
+                message = self._receive(0.0)
                 if isinstance(message, Placing):
                     return message
                 self._put_off.append(message)
@@ -65,17 +63,23 @@ class Turns(Generic[T]):
             pass
         message = self._take()
         if not isinstance(message, Placing):
-            self._is_needed = True
-            self._thread = threading.Thread(target=self._listen, name="infeed:placing", daemon=True)
-            self._thread.start()
+            self._need()
         return message
 
     def done(self) -> None:
         """It is done with what it was at: from here on nobody else sends and receives."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._is_needed = False
-            thread.join()
+        if self._is_needed:
+            with self._changed:
+                self._is_needed = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._is_listening)
+
+    def close(self) -> None:
+        """The worker ends."""
+        self.done()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def _take(self) -> T:
         if not self._put_off:
@@ -85,11 +89,38 @@ class Turns(Generic[T]):
             raise message
         return message
 
+    # --- the thread
+
+    def _need(self) -> None:
+        with self._changed:
+            self._is_needed = self._is_new = True
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="infeed:placing", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._is_needed and self._is_new))
+                if self._is_closed:
+                    return
+                self._is_new = False
+                if self._changed.wait_for(lambda: not self._is_needed or self._is_new, _LONG_S):
+                    continue
+                self._is_listening = True
+            try:
+                self._listen()
+            finally:
+                with self._changed:
+                    self._is_listening = False
+                    self._changed.notify_all()
+
     def _listen(self) -> None:
         began = monotonic()
-        while self._is_needed and self._count_held():
+        while self._is_needed and self._held_count():
             try:
-                message = self._receive(min(_LONGEST_S, max(_LISTEN_S, _LISTEN_SHARE * (monotonic() - began))))
+                message = self._receive(min(_MOST_S, max(_LEAST_S, _LISTEN_SHARE * (monotonic() - began))))
                 if not (isinstance(message, Placing) and self._place(message)):
                     self._put_off.append(message)
             except TimeoutError:
