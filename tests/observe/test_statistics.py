@@ -117,6 +117,45 @@ def test_bad_samples_and_retries_are_counted(workers: dict[str, Any]) -> None:
         assert loader.statistics().replaced_count == len(loader.bad_samples) >= 2
 
 
+class Refusing:
+    """Every sample takes at least two milliseconds, and every second one raises then; one takes fifty."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.05 if index == 17 else 0.002)
+        if index % 2:
+            raise ValueError(index)
+        return index
+
+
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_what_samples_that_raise_took_is_counted_and_shown(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(Refusing(), 8, on_error="skip", **workers) as loader:
+        assert [int(number) for batch in loader for number in batch] == list(range(0, 32, 2))
+        trace = loader._core.trace()
+    known = trace.statistics
+    # Each bad one was asked for once, and each good one for its batch, at least.
+    assert sum(one.load_s for one in known.workers) >= 0.05 + 31 * 0.002
+    assert known.slowest[0].seconds >= 0.05
+    assert 17 in [one.index for one in known.slowest]
+    loads = [span for span in trace.spans if span.kind == "load"]
+    assert any(span.first_index == 17 and span.seconds >= 0.05 for span in loads)
+
+
+def test_a_collate_fn_that_raises_took_its_time_too() -> None:
+    def refuse(_samples: list[int]) -> None:
+        time.sleep(0.02)
+        raise ValueError("no")
+
+    with infeed.DataLoader(Squares(8), 4, collate_fn=refuse) as loader:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no"):
+                next(iter(loader))
+        assert sum(one.collate_s for one in loader.statistics().workers) >= 0.04
+
+
 class Flow:
     def __iter__(self) -> Iterator[np.ndarray]:
         for number in range(50):

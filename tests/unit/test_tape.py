@@ -71,6 +71,21 @@ def test_sums_are_those_of_all_tasks() -> None:
     assert sum(reader.histogram()) == 42
 
 
+def test_of_a_task_that_failed_the_time_counts_and_no_samples() -> None:
+    for tiny_count in (0, 1, 3):  # looked at by itself, or among tiny ones
+        tape, reader, _ = new_tape()
+        for _ in range(tiny_count):
+            run_task(tape, 4)
+        before = reader.sums()
+        began_ns = perf_counter_ns() - 5 * MS
+        tape.begin(began_ns, epoch=3, position=8)
+        tape.failed(began_ns + 5 * MS)
+        after = reader.sums()
+        assert after.sample_count == before.sample_count == 4 * tiny_count
+        assert after.load_ns - before.load_ns >= 4 * MS
+        assert sum(reader.histogram()) == 4 * tiny_count
+
+
 def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> None:
     first, reader, numbers = new_tape()
     run_task(first, 3, [2 * MS, 3 * MS, 2 * MS])

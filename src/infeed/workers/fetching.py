@@ -133,6 +133,8 @@ class Fetcher:
                 raise RuntimeError("the dataset raised StopIteration")
         except Exception as error:
             row = len(indices) - length_hint(rest) - 1
+            if self._tape.is_fine:  # what raised took its time as well
+                self._tape.loaded(position, indices[: row + 1], times)
             raise LoadError("loading sample", indices[row], position + row) from error
         if self._tape.is_fine:
             self._tape.loaded(position, indices, times)
@@ -143,17 +145,18 @@ class Fetcher:
         samples: list[Sample] = []
         row = position - self._batch_position
         before = 0
-        for index in rest:
-            now = note(row)
-            if samples:
-                noted(now - before)
-            before = now
-            row += 1
-            try:
+        try:
+            for index in rest:
+                now = note(row)
+                if samples:
+                    noted(now - before)
+                before = now
+                row += 1
                 samples.append(get(index))
-            except StopIteration:
-                return samples  # as `map` has it
-        noted(perf_counter_ns() - before)
+        except StopIteration:
+            pass  # as `map` has it
+        finally:
+            noted(perf_counter_ns() - before)
         return samples
 
     def _fetch_together(self, indices: list[Any], position: int) -> list[Sample]:

@@ -202,8 +202,9 @@ class Filler:
                 tree = collate(tree)
             except Exception as error:
                 raise LoadError("collate_fn ran on the batch of", indices, None) from error
-            if self._tape.is_fine:
-                self._tape.collated()
+            finally:
+                if self._tape.is_fine:
+                    self._tape.collated()
         try:
             # To torch's users what is made in their own process is handed over as it is, with its graph and its identity.
             is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"

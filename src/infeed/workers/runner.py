@@ -153,6 +153,7 @@ class Runner:
                 self._probe.end(now_ns - began)
             return answer
         except LoadError as error:
+            self._tape.failed(perf_counter_ns())
             return LoadFailed(message.task, error.failure(), error.row_count, error.bad)
         finally:
             swap_place(before)

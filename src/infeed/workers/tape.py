@@ -182,6 +182,12 @@ class Tape:
             self._run_began, self._run_rows = self._began, row_count
             self._entered = self._looked = now_ns
 
+    def failed(self, now_ns: int) -> None:
+        """User code raised, so nothing came of the task but what it took."""
+        if self.is_fine:
+            self._task_split[_LOAD] += now_ns - self._last
+        self.end(0, now_ns)
+
     def flush(self) -> None:
         """Enter tiny tasks that were put together; the next one is looked at by itself."""
         if not self.is_fine:
