@@ -273,13 +273,17 @@ class Engine:
             timeout_s = watch.look_s if timeout_s is None else min(timeout_s, watch.look_s)
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
-        is_anybody_there = bool(self._gauge.members.count)
+        worker_count, idle_count = self._gauge.members.count, self._scheduler.idle_count
         news = self._put_off or self._crew.receive(0 if self._troubles.is_storm else timeout_s)
         self._heard_ns = time.perf_counter_ns()
-        if is_anybody_there:
-            self._gauge.blocked_ns += self._heard_ns - now_ns
+        took_ns = self._heard_ns - now_ns
+        if worker_count:
+            gauge = self._gauge
+            gauge.blocked_ns += took_ns
+            gauge.manned_ns += worker_count * took_ns
+            gauge.idled_ns += idle_count * took_ns
         else:
-            self._gauge.waited_for_workers(self._heard_ns - now_ns)
+            self._gauge.waited_for_workers(took_ns)
         self._take_in(news)
 
     def _look_around(self) -> bool:

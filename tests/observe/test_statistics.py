@@ -321,6 +321,19 @@ def test_the_verdict_is_about_how_it_goes_now() -> None:
     assert "of the last" in known.verdict
 
 
+def test_who_had_nothing_to_do_while_the_loop_waited_is_counted() -> None:
+    for prefetch, idle_share in ((1, 0.5), (8, 0.0)):  # a batch that is collated goes to one of two workers
+        options: dict[str, Any] = {"num_workers": 2, "worker": "thread", "collate_fn": np.stack, "prefetch": prefetch}
+        with infeed.DataLoader(Napping(), 2, **options) as loader:
+            for number, _ in enumerate(loader):
+                if number == 20:  # before the last ones, for which one may have to wait alone
+                    break
+            recent = loader.statistics().recent
+        assert recent is not None
+        assert recent.amounts.manned_ns > 0
+        assert recent.amounts.idled_ns / recent.amounts.manned_ns == pytest.approx(idle_share, abs=0.3)
+
+
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
 def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Napping(), 8, **workers) as loader:

@@ -174,7 +174,7 @@ def test_idle_workers_without_a_slow_sample_need_more_in_flight_where_that_is_fi
     assert "allow more in flight than 3 batches (prefetch)" in verdict_of(run(**idle, prefetch=3))
     for enough in (0, 4):
         said = verdict_of(run(**idle, prefetch=enough))
-        assert said.endswith("more of them would not help; a timeline shows what the loop waits for")
+        assert said.endswith("busy only 35% of their time: a timeline shows what the loop waits for")
     assert "allow more in flight than prefetch=1" in verdict_of(run(prefetch=1))
     assert "prefetch" not in verdict_of(run(prefetch=2))
 
@@ -187,6 +187,27 @@ def test_a_loop_that_does_not_wait_is_left_alone() -> None:
 def test_workers_that_are_too_many_are_named() -> None:
     said = verdict_of(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 0.9, "sample_count": 250}))
     assert "2 workers would do" in said
+
+
+def test_workers_are_not_too_many_if_all_are_needed_between_long_steps() -> None:
+    idle = lately(waited_ns=S // 10, away_ns=10 * S, load_ns=16 * S, alive_ns=80 * S)
+    for peak, said in (
+        (20, "; 2 workers would do"),
+        (60, "; 6 workers would do"),
+        (100, "keeping up: the loop waited 1.0% of"),
+    ):
+        told = verdict_of(run(workers=8, recent=Recent(idle, 0, is_all=False, peak_rate=peak / S)))
+        assert said in told
+        assert ("would do" in told) is (peak < 100)
+
+
+def test_the_peak_is_where_the_loop_took_most_batches_for_a_while() -> None:
+    past = Past()
+    for count, ms in ((4, 100), (10, 100), (4, 100), (9, 10)):  # of ten milliseconds nothing can be told
+        past.add(Slice("process", 0, Amounts(batch_count=count, away_ns=ms * S // 1000)))
+    recent = past.recent([])
+    assert recent is not None
+    assert recent.peak_rate * S == pytest.approx(100)
 
 
 def test_what_is_loaded_ahead_needs_no_workers() -> None:
@@ -224,7 +245,27 @@ def test_workers_that_idle_because_others_died_are_not_told_to_have_more_in_flig
     assert "busy only 15% of their time: 4 workers died, and the log says how" in verdict_of(
         run(each={**idle, "restart_count": 2})
     )
-    assert "more of them would not help; a timeline shows" in verdict_of(run(each=idle))
+    assert "of their time: a timeline shows" in verdict_of(run(each=idle))
+
+
+IN_BURSTS = {"load_ns": 10 * S, "cpu_ns": 10 * S, "manned_ns": 12 * S}
+
+
+def test_workers_that_idle_only_while_the_loop_is_away_may_still_be_too_few() -> None:
+    """After long steps it asks faster than they load: half of their time they idle, and not while it waits."""
+    idle = "; they idle (busy 50%) mostly while the loop works"
+    assert judged(IN_BURSTS).endswith(f"; more workers would help, 6 cores are free{idle}")
+    assert f"so more workers would help, beyond the cores too{idle}" in judged({**IN_BURSTS, "cpu_ns": S})
+    assert f"all 2 cores are busy, so make it cheaper, or give it more cores{idle}" in judged(IN_BURSTS, core_count=2.0)
+    assert judged(IN_BURSTS, is_auto=True).endswith(f"give it more cores{idle}")
+
+
+def test_of_workers_that_idle_while_the_loop_waits_no_more_are_needed() -> None:
+    not_more = "workers were busy only 50% of their time: more of them would not help; a timeline shows"
+    assert not_more in judged({**IN_BURSTS, "idled_ns": 6 * S})
+    # They have tiny tasks all the time, and idle for longer than the loop was away.
+    assert "busy only 20% of their time: more of them would not help" in judged({**IN_BURSTS, "load_ns": 4 * S})
+    assert "more of them would not help" not in judged({**IN_BURSTS, "manned_ns": 0})  # nobody knows when they idle
 
 
 def test_one_sample_that_the_loop_waits_for_is_named_however_busy_workers_are() -> None:

@@ -47,7 +47,7 @@ class Flight(NamedTuple):
 # Of a gauge, what engines have in common.
 _SUMMED: Final = (
     "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
-    "hired_ns", "_final_bytes",
+    "hired_ns", "manned_ns", "idled_ns", "_final_bytes",
 )  # fmt: skip
 
 
@@ -85,6 +85,7 @@ class Gauge:
         self.outside_ns = 0  # of the wait, while epochs began and ended
         self.changeover_ns = 0  # of the wait, for workers that were started or stopped
         self.hired_ns = 0  # of that, what came in the middle of epochs
+        self.manned_ns = self.idled_ns = 0  # workers' time while the loop waited for a batch; of that, with nothing to load
         self.memory_limit = memory_limit  # for batches
         self.tick_count = 0
         self.latest: Point | None = None  # what the last tick found
@@ -337,6 +338,8 @@ class Gauge:
             blocked_ns=self.blocked_ns + self.outside_ns if loop is None else loop.blocked_ns,
             changeover_ns=self.changeover_ns,
             hired_ns=self.hired_ns,
+            manned_ns=self.manned_ns,
+            idled_ns=self.idled_ns,
             load_ns=sum(one.load_ns for one in sums.values()),
             collate_ns=sum(one.collate_ns for one in sums.values()),
             write_ns=sum(one.write_ns for one in sums.values()),

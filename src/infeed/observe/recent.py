@@ -14,6 +14,8 @@ _MOST_NS: Final = 60_000_000_000
 _LEAST_BATCHES: Final = 4
 # What leaves out less than this is all of it.
 _NEARLY: Final = 0.05
+# A rate that lasts for less is a matter of chance, or of what is loaded ahead.
+_LEAST_PEAK_NS: Final = 50_000_000
 # There are ten a second at most, so this is more than a minute.
 _SLICES_KEPT: Final = 640
 
@@ -30,6 +32,8 @@ class Amounts(NamedTuple):
     blocked_ns: int = 0  # of the wait, what was not infeed's own work in the loop's thread
     changeover_ns: int = 0  # of the wait, for workers that were started or stopped
     hired_ns: int = 0  # of that, what came in the middle of epochs
+    manned_ns: int = 0  # workers' time while the loop waited for a batch; 0: not known
+    idled_ns: int = 0  # of that, while they had nothing to load
     load_ns: int = 0
     collate_ns: int = 0
     write_ns: int = 0
@@ -71,6 +75,16 @@ class Amounts(NamedTuple):
         """Of all workers' time, how much they worked."""
         return min(1.0, self.busy_ns / self.alive_ns) if self.alive_ns else 0.0
 
+    @property
+    def needed_share(self) -> float:
+        """Of workers' time while the loop waited, how much they were at work: they may idle while it does not."""
+        if not self.manned_ns or not self.elapsed_ns:
+            return self.busy_share
+        # They idle for longer than the loop was away where tasks are so small that sending them takes longer.
+        away_ns = self.alive_ns * self.away_ns // (self.elapsed_ns + self.started_ns)
+        idle_ns = max(self.idled_ns, self.alive_ns - self.busy_ns - away_ns)
+        return max(0.0, 1 - idle_ns / self.manned_ns)
+
 
 class LoopTimes(NamedTuple):
     """What the loop did up to now, with the step or the wait that is still going on."""
@@ -95,6 +109,7 @@ class Recent(NamedTuple):
     amounts: Amounts
     first_epoch: int  # that it has something of
     is_all: bool  # there was nothing before
+    peak_rate: float = 0.0  # batches for each nanosecond, when the loop took most
 
 
 @final
@@ -127,4 +142,6 @@ class Past:
             elapsed_ns += one.amounts.elapsed_ns
             batch_count += one.amounts.batch_count
         amounts = Amounts.sum_of(one.amounts for one in taken)
-        return Recent(amounts, min(one.epoch for one in taken), elapsed_ns >= (1 - _NEARLY) * total_ns)
+        rates = (one.amounts.batch_count / one.amounts.elapsed_ns for one in taken if one.amounts.elapsed_ns >= _LEAST_PEAK_NS)
+        first_epoch, is_all = min(one.epoch for one in taken), elapsed_ns >= (1 - _NEARLY) * total_ns
+        return Recent(amounts, first_epoch, is_all, max(rates, default=0.0))

@@ -53,6 +53,7 @@ class _Run(NamedTuple):
     amounts: Amounts
     first_epoch: int
     is_all: bool
+    peak_rate: float = 0.0
 
     @property
     def is_stream(self) -> bool:
@@ -207,7 +208,7 @@ def _cure(run: _Run, what: str) -> str:
     if not run.statistics.is_settled:
         return f"infeed is still finding out how many workers are best, and tries {run.worker_count}"
     busy_share = run.amounts.busy_share
-    if busy_share < _IDLE:
+    if busy_share < _IDLE and run.amounts.needed_share < _IDLE:
         idle = f"workers were busy only {busy_share:.0%} of their time"
         return f"{idle}: {_slow_samples(run) or _deaths(run) or _fallback(run)}"
     worst = _worst(run)
@@ -219,9 +220,16 @@ def _cure(run: _Run, what: str) -> str:
         if run.statistics.most_workers > 1 and not run.statistics.is_auto:
             return f"one worker reads this stream, whatever num_workers is; {_SHARE} to use more"
         return f"one worker reads this stream; {_SHARE}, with num_workers=2 or more, to use them"
+    if busy_share < _IDLE:
+        return f"{_cure_by_number(run, in_bursts=True)}; they idle (busy {busy_share:.0%}) mostly while the loop works"
+    return _cure_by_number(run, in_bursts=False)
+
+
+def _cure_by_number(run: _Run, *, in_bursts: bool) -> str:
+    """What more workers would bring; ``in_bursts``: the loop asks fast after long steps, and how fast is not known."""
     if run.statistics.is_auto:
         return _cure_of_auto(run)
-    more = run.needed - run.worker_count
+    more = 0 if in_bursts else run.needed - run.worker_count
     if run.waits:
         # Beyond this they would wait for the cores.
         more = min(more, max(1, int(run.cores / run.computing) - run.worker_count))
@@ -233,7 +241,8 @@ def _cure(run: _Run, what: str) -> str:
         return _all_busy(run) + _if_python(run)
     free = round(run.free_cores) or 1
     are = "is" if free == 1 else "are"
-    return f"{_more(min(more, free))} would help, {format_count(free, 'core')} {are} free{_if_python(run)}"
+    many = "more workers" if in_bursts else _more(min(more, free))
+    return f"{many} would help, {format_count(free, 'core')} {are} free{_if_python(run)}"
 
 
 def _cure_of_inline(run: _Run) -> str:
@@ -294,7 +303,9 @@ def _may_queue_for_gil(run: _Run) -> bool:
 
 def _spare(run: _Run) -> str:
     """Which workers are too many."""
-    enough, busy_share = run.needed, run.amounts.busy_share
+    # Long steps leave time that those between cannot use.
+    peak = ceil(1.1 * run.peak_rate * run.amounts.work_ns / max(1, run.amounts.batch_count))
+    enough, busy_share = max(run.needed, peak), run.amounts.busy_share
     if run.statistics.kind == "inline" or run.statistics.is_auto or busy_share > _IDLE / 2 or enough >= run.worker_count:
         return ""
     return f"; {format_count(enough, 'worker')} would do, they were busy {busy_share:.0%} of their time"
@@ -343,7 +354,8 @@ def _fallback(run: _Run) -> str:
     """Workers idle, and nobody is to blame."""
     if 0 < run.statistics.prefetch < 2 * run.worker_count:
         return f"allow more in flight than {format_count(run.statistics.prefetch, 'batch', 'batches')} (prefetch)"
-    return "more of them would not help; a timeline shows what the loop waits for"
+    not_more = "more of them would not help; " if run.amounts.manned_ns else ""  # they may idle while the loop is away only
+    return f"{not_more}a timeline shows what the loop waits for"
 
 
 def _deaths(run: _Run) -> str:

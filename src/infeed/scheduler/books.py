@@ -129,6 +129,11 @@ class Books:
         return sum(batch.epoch == epoch for batch in self._batches.values())
 
     @property
+    def idle_count(self) -> int:
+        """How many workers have nothing to load: no task, or samples that wait for a slot."""
+        return len(self._idle) + len(self._unplaced)
+
+    @property
     def hired_workers(self) -> tuple[WorkerId, ...]:
         """Those that are there to stay, ready or being started."""
         return tuple(worker for worker, record in self._workers.items() if not record.is_leaving)
