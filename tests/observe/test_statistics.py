@@ -316,7 +316,8 @@ def test_the_verdict_is_about_how_it_goes_now() -> None:
         known = loader.statistics()
     assert known.recent is not None
     assert not known.recent.is_all
-    assert known.recent.first_epoch >= 1
+    # The samples of epoch 0 were long ago.
+    assert {one.recent_s for one in known.slowest if one.epoch == 0} == {0.0}
     assert known.recent_wait_share < known.wait_share
     assert "of the last" in known.verdict
 

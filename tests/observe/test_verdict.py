@@ -160,13 +160,20 @@ def test_one_slow_sample_that_holds_up_idle_workers_is_named() -> None:
     [
         (0.0003, {"sample_times": {"median": 0.0000061}}),  # a fraction of a millisecond
         (0.4, {}),  # once, in a wait of six seconds
-        (2.5, {"recent": Recent(lately(load_ns=3 * S), 4, is_all=False)}),  # in an epoch that is long over
     ],
 )
 def test_no_sample_is_blamed_that_did_not_hold_up_the_loop(slow_s: float, changes: dict[str, Any]) -> None:
     said = verdict_of(run(each={"load_s": 3.0}, slowest=(SlowSample(0, 7, 3, slow_s),), **changes))
     assert "workers were busy only" in said
     assert "slow samples" not in said
+
+
+@pytest.mark.parametrize(("recent_s", "is_blamed"), [(0.0, False), (0.05, False), (3.5, True)])
+def test_no_sample_is_blamed_for_what_came_long_after_it(recent_s: float, is_blamed: bool) -> None:
+    """It made most of all the waiting there ever was, and the loop waited for six of the last ten seconds."""
+    others: dict[str, Any] = {"slowest": (SlowSample(0, 5, 5, 30.0, recent_s),), "histogram": ((0.01, 1999), (30.0, 1))}
+    for busy in ({}, {"load_ns": 3 * S, "manned_ns": 12 * S, "idled_ns": 9 * S}):
+        assert ("index=5 took 30 s" in judged(busy, **others, waited_s=40.0)) is is_blamed
 
 
 def test_idle_workers_without_a_slow_sample_need_more_in_flight_where_that_is_fixed() -> None:
@@ -409,17 +416,17 @@ def test_workers_of_a_loop_that_computes_have_fewer_cores() -> None:
     )
 
 
-def part(kind: str, epoch: int, waited_s: float, away_s: float) -> Slice:
-    return Slice(kind, epoch, Amounts(batch_count=4, waited_ns=int(waited_s * S), away_ns=int(away_s * S)))
+def part(kind: str, begin_s: int, waited_s: float, away_s: float) -> Slice:
+    return Slice(kind, begin_s * S, Amounts(batch_count=4, waited_ns=int(waited_s * S), away_ns=int(away_s * S)))
 
 
 def test_the_recent_past_is_the_last_third() -> None:
     past = Past()
-    for epoch in range(9):
-        past.add(part("process", epoch, 1.0 if epoch < 6 else 0.0, 1.0 if epoch >= 6 else 0.0))
+    for begin_s in range(9):
+        past.add(part("process", begin_s, 1.0 if begin_s < 6 else 0.0, 1.0 if begin_s >= 6 else 0.0))
     recent = past.recent([])
     assert recent is not None
-    assert (recent.amounts.waited_ns, recent.amounts.away_ns, recent.first_epoch, recent.is_all) == (0, 3 * S, 6, False)
+    assert (recent.amounts.waited_ns, recent.amounts.away_ns, recent.since_ns, recent.is_all) == (0, 3 * S, 6 * S, False)
 
 
 def test_what_is_not_in_the_past_yet_counts() -> None:

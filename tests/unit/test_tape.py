@@ -173,7 +173,7 @@ def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
         run_task(tape, 1, [took], position=number)
     slowest = sorted(reader.slowest(), reverse=True)
     assert [took for took, *_ in slowest] == sorted(times, reverse=True)[:16]
-    assert all(times[position] == took for took, _, position, _ in slowest)
+    assert all(times[position] == took for took, _, position, *_ in slowest)
 
 
 def test_a_start_is_a_span() -> None:

@@ -104,7 +104,7 @@ class Gauge:
         self._taking = threading.Lock()
         self._own = OwnTime()
         self._begun_ns = 0  # when the epoch began
-        self._told = Amounts()  # what the past knows of this
+        self._told, self._told_ns = Amounts(), perf_counter_ns()  # what the past knows of this, and since when
         self._owner_pid = os.getpid()
 
     # --- the user's loop
@@ -136,7 +136,7 @@ class Gauge:
                 self.changeover_ns += took_ns
             if self.is_closed and self._is_on:  # nobody tells of it later
                 lost = Amounts(waited_ns=took_ns, blocked_ns=took_ns, changeover_ns=took_ns)
-                self._history.past.add(Slice(self.kind, self._epoch, lost))
+                self._history.past.add(Slice(self.kind, begin_ns, lost))
         if self._is_spanning and took_ns >= _LONG_NS:
             number = max(0, self.batch_count - 1) if self._idle_ns else self.batch_count
             self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
@@ -268,9 +268,7 @@ class Gauge:
         """How far this engine has come; ``is_own``: with the memory of this process, where workers are no processes."""
         members = self.members
         usages = [members.usage(worker) for worker in list(members.known)]
-        memory = sum(one.memory_bytes for one in usages)
-        if self.kind != "process":
-            memory = memory_use().resident_bytes if is_own else 0
+        own_bytes = memory_use().resident_bytes if is_own and self.kind != "process" else 0
         flight = self.flight()
         return Point(
             at_ns=now_ns,
@@ -283,7 +281,7 @@ class Gauge:
             busy_ns=sum(map(busy_ns, members.sums().values())),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
-            memory_bytes=memory,
+            memory_bytes=sum(one.memory_bytes for one in usages) if self.kind == "process" else own_bytes,
             flight_bytes=flight.nbytes,
             room_bytes=flight.room_bytes,
         )
@@ -352,12 +350,12 @@ class Gauge:
 
     def latest_slice(self) -> Slice:
         """What was done since the past was told."""
-        return Slice(self.kind, self._epoch, Amounts() if self.is_closed else self.amounts().minus(self._told))
+        return Slice(self.kind, self._told_ns, Amounts() if self.is_closed else self.amounts().minus(self._told))
 
     def _tell_past(self) -> None:
         amounts = self.amounts(is_exact=False)
-        self._history.past.add(Slice(self.kind, self._epoch, amounts.minus(self._told)))
-        self._told = amounts
+        self._history.past.add(Slice(self.kind, self._told_ns, amounts.minus(self._told)))
+        self._told, self._told_ns = amounts, perf_counter_ns()
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Read what workers have put on their tapes since the last time."""

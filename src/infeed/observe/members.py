@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, final
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import tape
 from infeed.workers.board import Board
-from infeed.workers.tape import Sums, TapeReader
+from infeed.workers.tape import Slow, Sums, TapeReader
 
 # A sample that takes less is not worth a word while it is being loaded.
 _LONG_NS: Final = 20_000_000
@@ -22,11 +22,11 @@ class Usage(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A worker's tape: sums, histogram, and the slowest samples (nanoseconds, epoch, position, index)."""
+    """A worker's tape: sums, histogram, and the slowest samples."""
 
     sums: Sums
     histogram: list[int]
-    slowest: list[tuple[int, int, int, int]]
+    slowest: list[Slow]
 
 
 _NO_READING: Final = Reading(Sums(), [0] * tape.BUCKETS, [])

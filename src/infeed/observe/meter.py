@@ -17,7 +17,7 @@ from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Tr
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.board import Board
-from infeed.workers.tape import BUCKETS, NO_INDEX, SLOWEST, Observe, bucket_end_ns
+from infeed.workers.tape import BUCKETS, NO_INDEX, SLOWEST, Observe, Slow, bucket_end_ns
 
 _NOTHING_KEPT: Final = "nothing is kept: observe='off'"
 _QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -76,6 +76,7 @@ class Meter:
             readings = [reading for tape in tapes for reading in tape.values()]
             histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
             slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:SLOWEST]
+            recent = self._history.past.recent([gauge.latest_slice() for gauge in gauges]) if gauges else None
             loops = [gauge.loop_times() for gauge in gauges]
             waited_ns = sum(one.waited_ns for one in loops)
             started_ns = sum(gauge.started_ns for gauge in gauges)
@@ -107,13 +108,10 @@ class Meter:
                 replaced_count=outcomes["replaced"],
                 sample_times=Times(_quantiles(histogram, slowest[0][0] if slowest else 0)),
                 histogram=tuple((bucket_end_ns(bucket) / 1e9, count) for bucket, count in enumerate(histogram) if count),
-                slowest=tuple(
-                    SlowSample(epoch, position, None if index == NO_INDEX else index, took / 1e9)
-                    for took, epoch, position, index in slowest
-                ),
+                slowest=tuple(_slow_sample(one, 0 if recent is None else recent.since_ns) for one in slowest),
                 verdict="",
                 most_workers=most_workers,
-                recent=self._history.past.recent([gauge.latest_slice() for gauge in gauges]) if gauges else None,
+                recent=recent,
             )
         return replace(statistics, verdict=_NOTHING_KEPT if self._observe == "off" else verdict_of(statistics))
 
@@ -164,6 +162,12 @@ def _workers(gauges: list[Gauge], tapes: list[dict[WorkerId, Reading]]) -> Itera
             retry_count=sum(one.retry_count for one in sums),
             pending_s=max(gauge.members.pending_ns(worker) for gauge in own) / 1e9,
         )
+
+
+def _slow_sample(slow: Slow, since_ns: int) -> SlowSample:
+    took_ns, epoch, position, index, end_ns = slow
+    recent_ns = min(took_ns, max(0, end_ns - since_ns))
+    return SlowSample(epoch, position, None if index == NO_INDEX else index, took_ns / 1e9, recent_ns / 1e9)
 
 
 def _quantiles(histogram: list[int], longest_ns: int) -> dict[str, float]:

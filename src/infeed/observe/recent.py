@@ -99,7 +99,7 @@ class Slice(NamedTuple):
     """What one engine did between two looks."""
 
     kind: str  # of its workers
-    epoch: int
+    begin_ns: int  # when it was last looked at before
     amounts: Amounts
 
 
@@ -107,7 +107,7 @@ class Recent(NamedTuple):
     """The part of a run that is judged."""
 
     amounts: Amounts
-    first_epoch: int  # that it has something of
+    since_ns: int  # when it began
     is_all: bool  # there was nothing before
     peak_rate: float = 0.0  # batches for each nanosecond, when the loop took most
 
@@ -143,5 +143,5 @@ class Past:
             batch_count += one.amounts.batch_count
         amounts = Amounts.sum_of(one.amounts for one in taken)
         rates = (one.amounts.batch_count / one.amounts.elapsed_ns for one in taken if one.amounts.elapsed_ns >= _LEAST_PEAK_NS)
-        first_epoch, is_all = min(one.epoch for one in taken), elapsed_ns >= (1 - _NEARLY) * total_ns
-        return Recent(amounts, first_epoch, is_all, max(rates, default=0.0))
+        since_ns, is_all = min(one.begin_ns for one in taken), elapsed_ns >= (1 - _NEARLY) * total_ns
+        return Recent(amounts, since_ns, is_all, max(rates, default=0.0))

@@ -87,6 +87,7 @@ class SlowSample:
     position: int
     index: int | None  # if it is a number
     seconds: float
+    recent_s: float | None = None  # of that, in the part of the run that the verdict judges; None: all
 
     def __str__(self) -> str:
         index = "" if self.index is None else f"index={self.index} "

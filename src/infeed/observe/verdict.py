@@ -51,7 +51,7 @@ class _Run(NamedTuple):
 
     statistics: Statistics
     amounts: Amounts
-    first_epoch: int
+    since_ns: int
     is_all: bool
     peak_rate: float = 0.0
 
@@ -212,7 +212,7 @@ def _cure(run: _Run, what: str) -> str:
         idle = f"workers were busy only {busy_share:.0%} of their time"
         return f"{idle}: {_slow_samples(run) or _deaths(run) or _fallback(run)}"
     worst = _worst(run)
-    if worst is not None and worst.seconds > _MOSTLY * run.statistics.waited_s:  # whoever else is busy meanwhile
+    if worst is not None and _recent_s(worst) > _MOSTLY * run.amounts.waited_ns / 1e9:  # whoever else is busy meanwhile
         return _blame(run, worst)
     if 0 < run.statistics.prefetch < run.worker_count:
         return f"allow more in flight than prefetch={run.statistics.prefetch}: there is not enough for all workers"
@@ -313,20 +313,26 @@ def _spare(run: _Run) -> str:
 
 def _slow_samples(run: _Run) -> str:
     """Who is to blame, if single samples are."""
-    statistics, limit_s = run.statistics, _slow_s(run)
-    # Of many only some are known by name.
-    slow_s = max(
-        sum(one.seconds for one in statistics.slowest if one.seconds >= limit_s),
-        sum(upper * count for upper, count in statistics.histogram if upper > limit_s),
-    )
-    worst = _worst(run)
-    return _blame(run, worst) if worst is not None and slow_s >= _SLOW_SHARE * statistics.waited_s else ""
+    statistics, worst, limit_s = run.statistics, _worst(run), _slow_s(run)
+    if worst is None:
+        return ""
+    slow = [one for one in statistics.slowest if one.seconds >= limit_s]
+    named_s = sum(map(_recent_s, slow))
+    # Of many only some are known by name, and of the others not when they were.
+    all_s = sum(upper * count for upper, count in statistics.histogram if upper > limit_s)
+    all_s -= sum(one.seconds - _recent_s(one) for one in slow)
+    is_much = named_s >= _SLOW_SHARE * run.amounts.waited_ns / 1e9 or all_s >= _SLOW_SHARE * statistics.waited_s
+    return _blame(run, worst) if is_much else ""
 
 
 def _worst(run: _Run) -> SlowSample | None:
     """The slowest sample of late, if it is much slower than others."""
-    slow = (one for one in run.statistics.slowest if one.seconds >= _slow_s(run) and one.epoch >= run.first_epoch)
-    return next(slow, None)
+    slow = (one for one in run.statistics.slowest if one.seconds >= _slow_s(run) and _recent_s(one))
+    return max(slow, key=_recent_s, default=None)
+
+
+def _recent_s(sample: SlowSample) -> float:
+    return sample.seconds if sample.recent_s is None else sample.recent_s
 
 
 def _pending(run: _Run) -> str:

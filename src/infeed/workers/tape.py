@@ -24,9 +24,10 @@ _SUMS: Final = 16
 # Two buckets for each doubling of a sample's time, from a quarter of a microsecond to twenty minutes.
 BUCKETS: Final = 64
 _LEAST_BITS: Final = 9
-# The slowest samples: nanoseconds, epoch, position, index.
+# The slowest samples: nanoseconds, epoch, position, index, when it was there.
+Slow: TypeAlias = tuple[int, int, int, int, int]
 SLOWEST: Final = 16
-_SLOW_NUMBERS: Final = 4
+_SLOW_NUMBERS: Final = 5
 # The latest spans: kind, begin, end, epoch, position, index, size.
 _RING: Final = 2048
 _SPAN: Final = Struct("7q")
@@ -256,7 +257,7 @@ class Tape:
         for row, took in enumerate(times):
             numbers[_HISTOGRAM_AT + bucket_of(took)] += 1
             if took > self._slow[0][0]:
-                self._note_slow(took, position + row, _number(indices, row))
+                self._note_slow(took, position + row, _number(indices, row), now + took)
             if took > _LONG_NS:
                 if short:
                     self._span(LOAD, begin, now, position + row - short, _number(indices, row - short), short)
@@ -269,8 +270,8 @@ class Tape:
         if short:
             self._span(LOAD, begin, now, position + len(times) - short, _number(indices, len(times) - short), short)
 
-    def _note_slow(self, took: int, position: int, index: int) -> None:
-        heapreplace(self._slow, (took, self._epoch, position, index))
+    def _note_slow(self, took: int, position: int, index: int, end_ns: int) -> None:
+        heapreplace(self._slow, (took, self._epoch, position, index, end_ns))
         flat = [number for one in self._slow for number in one]
         self._numbers[_SLOW_AT:_RING_AT] = array("q", flat)
 
@@ -350,11 +351,11 @@ class TapeReader:
             counts[bucket_of(_taken_apart(busy, split)[_LOAD] // rows)] += rows
         return counts
 
-    def slowest(self) -> list[tuple[int, int, int, int]]:
-        """Nanoseconds, epoch, position and index of the samples that took longest."""
+    def slowest(self) -> list[Slow]:
+        """The samples that took longest."""
         numbers = self._part(_SLOW_AT, _RING_AT)
         rows = [numbers[at : at + _SLOW_NUMBERS] for at in range(0, len(numbers), _SLOW_NUMBERS)]
-        return [(took, epoch, position, index) for took, epoch, position, index in rows if took]
+        return [(took, epoch, position, index, end) for took, epoch, position, index, end in rows if took]
 
     def copy(self) -> TapeReader:
         """Of what is there now, without the spans; it stays as it is, whatever the worker does."""
