@@ -158,6 +158,11 @@ class LoaderConfig:
         return core_limit(self.cpu_limit)
 
     @property
+    def is_cpu_limited(self) -> bool:
+        """Whether there are more cores than the user allows."""
+        return self.core_limit < core_limit(None)
+
+    @property
     def is_staged(self) -> bool:
         """Whether batches are made into something else than arrays over shared memory, before the user has them."""
         return self.device is not None or self.output is not None

@@ -220,6 +220,8 @@ class Core:
             epoch=self.epoch,
             is_auto=config.is_auto,
             is_settled=self.staff.is_settled,
+            bound=self.staff.bound,
+            cpu_limit=config.cpu_limit,
             core_count=self.cores,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),

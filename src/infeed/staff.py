@@ -8,7 +8,7 @@ from typing import Final, Literal, final
 from infeed.config import LoaderConfig, WorkerKind
 from infeed.memory.budget import available_bytes
 from infeed.tuning.kinds import Work, better_kind
-from infeed.tuning.readings import Limits
+from infeed.tuning.readings import Bound, Limits
 from infeed.tuning.tuner import Tuner
 
 _LOG: Final = logging.getLogger("infeed")
@@ -38,7 +38,8 @@ class Staff:
             return None
         given = (cores, config.most_workers, config.cpu_limit is not None, self.kind(config))
         if self._tuner is None or given != self._given:
-            limits = Limits(cores, config.most_workers, int(_RESERVE * available_bytes()), config.cpu_limit is not None)
+            reserve_bytes, is_strict = int(_RESERVE * available_bytes()), config.cpu_limit is not None
+            limits = Limits(cores, config.most_workers, reserve_bytes, is_strict, config.is_cpu_limited)
             self._tuner = Tuner(limits, None if self._tuner is None else self._tuner.count)
             self._given = given
         return self._tuner
@@ -52,6 +53,11 @@ class Staff:
     def is_settled(self) -> bool:
         """Not while it is being tried out how many there should be."""
         return self._tuner is None or self._tuner.is_settled
+
+    @property
+    def bound(self) -> Bound:
+        """What allows no more workers, though more might bring something."""
+        return "" if self._tuner is None else self._tuner.bound
 
     def kind(self, config: LoaderConfig) -> WorkerKind:
         """What workers are to be, as far as is known."""

@@ -14,6 +14,7 @@ from infeed.scheduler.machine import Scheduler
 from infeed.staffing import Staffing
 from infeed.tuning.readings import Reading
 from infeed.tuning.tuner import Tuner
+from infeed.units import format_count
 
 _LOG: Final = logging.getLogger("infeed")
 # A loop that waits for more than this while workers idle for more than that, so many looks in a row, is held up by the window:
@@ -21,6 +22,11 @@ _LOG: Final = logging.getLogger("infeed")
 _WAITS: Final = 0.1
 _IDLES: Final = 0.3
 _LOOKS: Final = 3
+_BOUNDS: Final = {
+    "memory_limit": "memory_limit allows no more",
+    "memory": "there is memory for no more",
+    "cores": "cpu_limit allows no more",
+}
 
 
 @final
@@ -65,6 +71,8 @@ class Steering:
 
     def _tune(self, tuner: Tuner, point: Point) -> None:
         usages = [self._gauge.members.usage(worker) for worker in self._scheduler.hired_workers]
+        free_bytes, is_budget = self._free_bytes(tuner, point, sum(one.private_bytes for one in usages))
+        bound = tuner.bound
         change = tuner.consider(
             Reading(
                 at_ns=point.waited_ns + point.away_ns,
@@ -78,21 +86,27 @@ class Steering:
                 worker_count=len(self._scheduler.hired_workers),
                 ready_count=point.worker_count,
                 worker_bytes=max((one.private_bytes for one in usages), default=0),
-                free_bytes=self._free_bytes(tuner, point, sum(one.private_bytes for one in usages)),
+                free_bytes=free_bytes,
+                is_budget=is_budget,
             )
         )
         if change is not None:
             _LOG.info("%s", change.why)
             self._gauge.mark("workers", LOOP, change.why)
             self._staffing.aim(change.worker_count)
+        elif tuner.bound not in ("", bound):
+            _LOG.info("no more than %s: %s", format_count(tuner.count, "worker"), _BOUNDS[tuner.bound])
 
-    def _free_bytes(self, tuner: Tuner, point: Point, taken_bytes: int) -> int:
-        """Memory for more workers: of the machine, some of which is left to others, and of the user's budget, which is ours."""
+    def _free_bytes(self, tuner: Tuner, point: Point, taken_bytes: int) -> tuple[int, bool]:
+        """Memory for more workers: of the machine, some of which is left to others, or of the user's budget, which is ours.
+
+        And whether it is the budget that says so.
+        """
         free = available_bytes()
-        if self._memory_budget is not None:
-            left = self._memory_budget - taken_bytes - point.room_bytes
-            free = min(free, left + tuner.reserve_bytes)
-        return free
+        if self._memory_budget is None:
+            return free, False
+        left = self._memory_budget - taken_bytes - point.room_bytes + tuner.reserve_bytes
+        return min(free, left), left < free
 
     def _widen(self, before: Point, now: Point) -> None:
         loop_ns = now.waited_ns - before.waited_ns + now.away_ns - before.away_ns

@@ -392,6 +392,19 @@ def test_where_all_are_there_that_the_user_allows_a_larger_number_is_the_cure() 
     assert "more cores" in verdict_of(run(most_workers=2, is_auto=True, core_count=2.0))
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ({"bound": "memory_limit"}, "; memory_limit allows no more than 2 workers: a larger one may help"),
+        ({"bound": "memory"}, "; there is memory for no more than 2 workers"),
+        ({"bound": "cores", "cpu_limit": 1.5}, "; cpu_limit=1.5 allows no more than 2 workers: a larger one may help"),
+    ],
+)
+def test_what_allows_no_more_workers_is_named(limit: dict[str, Any], said: str) -> None:
+    for each in ({}, {"cpu_s": 0.5}):
+        assert verdict_of(run(is_auto=True, each=each, most_workers=64, **limit)).endswith(said)
+
+
 def test_a_core_that_the_loop_uses_is_not_free() -> None:
     amounts = {"load_ns": 9 * S, "alive_ns": 10 * S, "cpu_ns": 9 * S}
     assert "1 core is free" in judged(amounts, workers=1, core_count=2.0)

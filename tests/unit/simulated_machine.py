@@ -53,6 +53,7 @@ class Simulation:
     limits: Limits
     seed: int = 0
     free_bytes: int | None = None
+    is_budget: bool = False
     changes: list[Change] = field(default_factory=list)
     change_times: list[int] = field(default_factory=list)
 
@@ -94,7 +95,7 @@ class Simulation:
         ready = self.count - self._starting
         self._starting = 0
         free = None if self.free_bytes is None else self.free_bytes - self.count * self.work.worker_bytes
-        reading = Reading(*(sums[name] for name in _SUMS), self.count, ready, self.work.worker_bytes, free)
+        reading = Reading(*(sums[name] for name in _SUMS), self.count, ready, self.work.worker_bytes, free, self.is_budget)
         change = self.tuner.consider(reading)
         self.now += 1
         if change is not None:

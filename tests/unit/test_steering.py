@@ -110,6 +110,7 @@ class Told:
         self.readings: list[Reading] = []
         self._answers = list(answers)
         self.reserve_bytes = 0
+        self.bound = ""
 
     def begin(self) -> None:
         pass
@@ -154,6 +155,20 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
     free = tuner.readings[0].free_bytes
     assert free is not None
     assert free - tuner.reserve_bytes == 10_000 - 3_000 - 500  # two workers have 1000 and 2000, and batches their room
+    assert tuner.readings[0].is_budget
+    monkeypatch.setattr("infeed.steering.available_bytes", lambda: 1 << 36)
+    bench.second(waited=0.9, busy=1.0)
+    assert not tuner.readings[1].is_budget
+
+
+def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("infeed.steering.available_bytes", lambda: 1 << 40)
+    bench = Bench(tuner=Tuner(Limits(cores=8, most_workers=8)), memory_budget=3_500)
+    with caplog.at_level(logging.INFO, logger="infeed"):
+        for _ in range(20):
+            bench.second(waited=0.9, busy=1.0)
+    assert [record.getMessage() for record in caplog.records] == ["no more than 2 workers: memory_limit allows no more"]
+    assert not bench.aims
 
 
 def test_epochs_that_are_too_short_by_themselves_tell_the_tuner_something_together() -> None:

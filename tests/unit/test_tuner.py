@@ -21,7 +21,12 @@ MOST_CHANGES = 12
 
 
 def simulate(work: Work, readings: int = LONG, **options: Any) -> Simulation:
-    limits = Limits(options.pop("limit", work.cores), options.pop("most", 64), is_strict=options.pop("is_strict", False))
+    limits = Limits(
+        options.pop("limit", work.cores),
+        options.pop("most", 64),
+        is_strict=options.pop("is_strict", False),
+        has_more=options.pop("has_more", False),
+    )
     return Simulation(work, limits, **options).run(readings)
 
 
@@ -152,6 +157,24 @@ def test_no_more_than_there_is_memory_for() -> None:
     assert run.count == 6
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "bound"),
+    [
+        ({"worker_bytes": 1 << 30}, {"free_bytes": 6 << 30}, "memory"),
+        ({"worker_bytes": 1 << 30}, {"free_bytes": 6 << 30, "is_budget": True}, "memory_limit"),
+        ({"worker_bytes": 1 << 30}, {"free_bytes": 60 << 30}, ""),
+        ({}, {"limit": 2.0, "is_strict": True, "has_more": True}, "cores"),
+        ({}, {"limit": 2.0, "is_strict": True}, ""),  # there are no others that a larger limit would allow
+        ({"compute_s": 0.001, "wait_s": 0.009}, {"limit": 0.5, "is_strict": True, "has_more": True}, "cores"),
+        ({}, {"most": 4}, ""),
+        ({"io_limit": 3.0, "compute_s": 0.0, "wait_s": 0.01}, {"limit": 8.0, "is_strict": True, "has_more": True}, ""),
+        ({"away_s": 0.02}, {"free_bytes": 6 << 30}, ""),
+    ],
+)
+def test_it_knows_what_allows_no_more(changes: dict[str, Any], options: dict[str, Any], bound: str) -> None:
+    assert simulate(Work(**{"cores": 16, **changes}), **options).tuner.bound == bound
+
+
 def test_fewer_when_memory_runs_out() -> None:
     """Somebody else needs it: workers leave before the kernel takes them."""
     run = simulate(Work(cores=16, worker_bytes=1 << 30), free_bytes=20 << 30)
@@ -161,6 +184,7 @@ def test_fewer_when_memory_runs_out() -> None:
 
     assert run.count == 8
     assert "memory" in run.changes[-1].why
+    assert run.run(LONG).tuner.bound == "memory"
 
 
 @pytest.mark.parametrize("away_s", [0.0, 0.003, 0.012])

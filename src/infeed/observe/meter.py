@@ -16,6 +16,7 @@ from infeed.observe.members import Reading
 from infeed.observe.records import Mark, SlowSample, Span, Statistics, Times, Trace, WorkerStatistics
 from infeed.observe.verdict import verdict_of
 from infeed.scheduler.messages import WorkerId
+from infeed.tuning.readings import Bound
 from infeed.workers.board import Board
 from infeed.workers.tape import BUCKETS, NO_INDEX, SLOWEST, Observe, Slow, bucket_end_ns
 
@@ -59,6 +60,8 @@ class Meter:
         most_workers: int,
         keeps_workers: bool,
         is_settled: bool,
+        bound: Bound,
+        cpu_limit: float | None,
         prefetch: int,
     ) -> Statistics:
         """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
@@ -97,6 +100,8 @@ class Meter:
                 kind="inline" if latest is None else latest.kind,
                 is_auto=is_auto,
                 is_settled=is_settled,
+                bound=bound,
+                cpu_limit=cpu_limit,
                 prefetch=prefetch,
                 worker_count=0 if latest is None or latest.kind == "inline" else latest.members.count,
                 workers=tuple(_workers(gauges, tapes)),

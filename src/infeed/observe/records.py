@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.observe.recent import Recent
+from infeed.tuning.readings import Bound
 from infeed.units import format_bytes, format_count, format_seconds, format_workers
 
 # What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
@@ -149,6 +150,8 @@ class Statistics:
     kind: Literal["inline", "thread", "process"]
     is_auto: bool  # whether infeed decides how many workers there are
     is_settled: bool = True  # not while it is still finding out how many are best
+    bound: Bound = ""  # what allows no more workers, though more might bring something, where infeed decides how many there are
+    cpu_limit: float | None = None  # as it was given
     worker_count: int  # now
     workers: tuple[WorkerStatistics, ...]
     core_count: float  # that this process may use

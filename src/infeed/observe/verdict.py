@@ -264,9 +264,20 @@ def _cure_of_auto(run: _Run) -> str:
     if 0 < most <= run.worker_count and (run.waits or run.free_cores >= _FREE):
         workers = format_count(run.worker_count, "worker")
         return f"there are {workers}, the most that num_workers allows, so a larger number would help"
+    if run.statistics.bound:
+        return _allowed(run)
     if run.waits:
         return "there are as many workers as bring something, so make faster what it waits for: it does not compute"
     return "there are as many workers as bring something, so make it cheaper, or give it more cores"
+
+
+def _allowed(run: _Run) -> str:
+    """Why there are no more workers."""
+    workers, bound = format_count(run.worker_count, "worker"), run.statistics.bound
+    if bound == "memory":
+        return f"there is memory for no more than {workers}"
+    name = bound if bound == "memory_limit" else f"cpu_limit={run.statistics.cpu_limit:g}"
+    return f"{name} allows no more than {workers}: a larger one may help"
 
 
 def _all_busy(run: _Run) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import exp, log
 from statistics import fmean, median, pstdev
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 # Shorter spells say nothing: the clock is coarse, and one batch is not like another...
 _LEAST_S: Final = 0.1
@@ -29,6 +29,7 @@ class Limits(NamedTuple):
     most_workers: int
     reserve_bytes: int = 0  # of memory, to be left free
     is_strict: bool = False  # cores are a budget: not even a gain may take more
+    has_more: bool = False  # the machine has more cores than that
 
 
 class Reading(NamedTuple):
@@ -45,6 +46,11 @@ class Reading(NamedTuple):
     ready_count: int  # of them, those that have started
     worker_bytes: int = 0  # memory that one worker takes; 0 if it is not known
     free_bytes: int | None = None  # memory that could be taken now
+    is_budget: bool = False  # that is what the user's own limit leaves, and the machine has more
+
+
+# What allows no more workers, though more might bring something: memory (the user's limit, or what is free), or cores.
+Bound: TypeAlias = Literal["", "memory_limit", "memory", "cores"]
 
 
 class Change(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import ceil, floor, inf
 from typing import Final, NamedTuple, final
 
-from infeed.tuning.readings import Change, Limits, Reading, Spell, Summary
+from infeed.tuning.readings import Bound, Change, Limits, Reading, Spell, Summary
 
 # A loop that waits less has nothing to gain worth a process...
 _GROW_WAIT: Final = 0.04
@@ -74,6 +74,7 @@ class Tuner:
         self._shrunk_to = 0
         self._known: Summary | None = None  # what ceiling and floor were learned from
         self._is_learning = False
+        self.bound: Bound = ""  # what allows no more, if it is not that more bring nothing
         self._refused: tuple[int, Summary] | None = None  # a step that was taken back, and how it was
 
     @property
@@ -144,16 +145,29 @@ class Tuner:
 
     @property
     def _most(self) -> int:
-        most = min(self._limits.most_workers, _whole(self._ceiling - 1))
-        if self._limits.is_strict and self._cpu_share:
-            most = min(most, floor(self._limits.cores / self._cpu_share + _ROUNDING))
-        return max(1, most)
+        return max(1, min(self._limits.most_workers, _whole(self._ceiling - 1), self._budget_most))
+
+    @property
+    def _budget_most(self) -> int:
+        """How many workers a budget of cores allows."""
+        if not self._limits.is_strict or not self._cpu_share:
+            return self._limits.most_workers
+        return floor(self._limits.cores / self._cpu_share + _ROUNDING)
 
     def _memory_most(self, reading: Reading) -> int:
         """How many workers there is memory for."""
         if not reading.worker_bytes or reading.free_bytes is None:
             return self._limits.most_workers
         return reading.worker_count + floor((reading.free_bytes - self._limits.reserve_bytes) / reading.worker_bytes)
+
+    def _bound_now(self, reading: Reading, wanted: int) -> Bound:
+        """What allows no more than there are, where the loop waits for busy workers."""
+        count = reading.worker_count
+        if min(self._limits.most_workers, self._ceiling - 1) <= count:
+            return self.bound  # more were tried, or taken back: what was said of that holds
+        if count < wanted and self._memory_most(reading) <= count:
+            return "memory_limit" if reading.is_budget else "memory"
+        return "cores" if self._limits.has_more and self._budget_most <= count else ""
 
     # --- decisions
 
@@ -164,7 +178,9 @@ class Tuner:
             return None
         self._ceiling = most + 1
         self._trial, self._is_learning = None, True
-        return self._change(most, f"there is memory for no more, at {reading.worker_bytes >> 20} MiB each")
+        change = self._change(most, f"there is memory for no more, at {reading.worker_bytes >> 20} MiB each")
+        self.bound = "memory_limit" if reading.is_budget else "memory"
+        return change
 
     def _decide(self, reading: Reading) -> Change | None:
         patience = _SOME_SPELLS if self._has_rested else _FEW_SPELLS
@@ -185,8 +201,10 @@ class Tuner:
         if seen.wait_share <= _GROW_WAIT:
             return None  # it began to wait only now
         busy_share = seen.busy_count / count
-        target = min(self._wanted(count, seen), self._most, max(count, self._memory_most(reading)))
+        wanted = self._wanted(count, seen)
+        target = min(wanted, self._most, max(count, self._memory_most(reading)))
         if busy_share < _GROW_BUSY or target <= count:
+            self.bound = self._bound_now(reading, wanted) if busy_share >= _GROW_BUSY else ""
             self._rest()
             return None
         could_gain = min(target / count, 1 / max(1e-9, 1 - seen.wait_share)) - 1
@@ -278,7 +296,7 @@ class Tuner:
 
     def _change(self, count: int, reason: str) -> Change | None:
         before, self._count = self._count, count
-        self._spells, self._is_moved = [], True
+        self._spells, self._is_moved, self.bound = [], True, ""
         if count == before:
             return None
         noun = "worker" if count == 1 else "workers"
