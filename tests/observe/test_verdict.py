@@ -429,6 +429,30 @@ def test_workers_of_a_loop_that_computes_have_fewer_cores() -> None:
     )
 
 
+INLINE: dict[str, Any] = {"workers": 0, "kind": "inline", "core_count": 2.0}
+NO_STEP = {"waited_ns": 10 * S, "away_ns": S // 100, "load_ns": 99 * S // 10}
+
+
+def test_a_loop_that_loads_by_itself_and_sleeps_leaves_all_cores() -> None:
+    """It computes, or queues for a core, while it loads; its steps are no work."""
+    for own in ({"own_cpu_ns": 6 * S}, {"own_cpu_ns": 3 * S, "loop_queued_ns": 3 * S}, {}):
+        said = judged({"load_ns": 59 * S // 10, **own}, **INLINE)
+        assert said.endswith("num_workers=2 would hide it")
+    half = {"load_ns": 59 * S // 10, "own_cpu_ns": 9 * S, "loop_queued_ns": S}
+    assert "num_workers=1, one for each core that the loop leaves free" in judged(half, **INLINE)
+
+
+def test_what_a_loop_without_a_step_loads_by_itself_nothing_hides() -> None:
+    for own in ({}, {"own_cpu_ns": 101 * S // 10, "loop_queued_ns": S}):
+        said = judged({**NO_STEP, **own}, **INLINE)
+        assert said.endswith("num_workers=2, one for each core, would help; more if it waits and does not compute")
+        # One worker would do what the loop does.
+        alone = judged({**NO_STEP, **own}, **{**INLINE, "core_count": 1.0})
+        assert alone.endswith("num_workers=2 or more would help if it waits and does not compute")
+    stream = judged(NO_STEP, **INLINE, loads_by="__iter__")
+    assert stream.endswith("; num_workers=2 or more help if __iter__ asks infeed.get_worker_info() for its share")
+
+
 def part(kind: str, begin_s: int, waited_s: float, away_s: float) -> Slice:
     return Slice(kind, begin_s * S, Amounts(batch_count=4, waited_ns=int(waited_s * S), away_ns=int(away_s * S)))
 

@@ -95,9 +95,13 @@ class _Run(NamedTuple):
     @property
     def loop_cores(self) -> float:
         """That the loop itself used, and its libraries, or would have liked to."""
-        of_workers = {"thread": self.amounts.cpu_ns, "inline": self.amounts.busy_ns, "process": 0}[self.statistics.kind]
-        wall_ns = max(1, self.amounts.away_ns) if self.statistics.kind == "inline" else self.wall_ns
-        return (max(0, self.amounts.own_cpu_ns - of_workers) + self.amounts.loop_queued_ns) / wall_ns
+        amounts = self.amounts
+        if self.statistics.kind == "inline":
+            # While it loads it is one thread, that computes, queues, or waits for something else: the rest is its own work.
+            own_ns = max(0, amounts.own_cpu_ns + amounts.loop_queued_ns - amounts.waited_ns - amounts.started_ns)
+            return 0.0 if self.has_no_step else own_ns / max(1, amounts.away_ns)
+        of_workers = amounts.cpu_ns if self.statistics.kind == "thread" else 0
+        return (max(0, amounts.own_cpu_ns - of_workers) + amounts.loop_queued_ns) / self.wall_ns
 
     @property
     def free_cores(self) -> float:
@@ -114,11 +118,14 @@ class _Run(NamedTuple):
     @property
     def needed(self) -> int:
         """Workers that load as fast as the loop works."""
-        worked_ns = self.amounts.work_ns
-        if self.amounts.away_ns * _MOST_SUGGESTED < worked_ns:
-            # The loop does next to nothing: there is never enough.
+        if self.has_no_step:
             return max(self.worker_count, max(1, int(self.cores)))
-        return max(1, ceil(1.1 * worked_ns / max(1, self.amounts.away_ns)))
+        return max(1, ceil(1.1 * self.amounts.work_ns / max(1, self.amounts.away_ns)))
+
+    @property
+    def has_no_step(self) -> bool:
+        """The loop does next to nothing: no number of workers is enough, and nothing hides what they do."""
+        return self.amounts.away_ns * _MOST_SUGGESTED < self.amounts.work_ns
 
 
 def verdict_of(statistics: Statistics) -> str:
@@ -249,11 +256,12 @@ def _cure_of_inline(run: _Run) -> str:
     if run.statistics.loads_by == "gathering rows":
         return "rows of arrays are gathered without workers, whatever num_workers is; larger batches cost less of it"
     if run.is_stream:
-        return (
-            "num_workers=1 would load while the loop works; more help if __iter__ asks infeed.get_worker_info() for its share"
-        )
+        more = "num_workers=2 or more" if run.has_no_step else "num_workers=1 would load while the loop works; more"
+        return f"{more} help if __iter__ asks infeed.get_worker_info() for its share"
     needed, cores = run.needed, max(1, int(run.cores - run.loop_cores + _FREE))
-    if needed <= cores:
+    if run.has_no_step and cores == 1:  # one worker would do what the loop does
+        return "num_workers=2 or more would help if it waits and does not compute"
+    if needed <= cores and not run.has_no_step:
         return f"num_workers={needed} would hide it"
     each = "one for each core" if run.loop_cores < _FREE else "one for each core that the loop leaves free"
     return f"num_workers={cores}, {each}, would help; more if it waits and does not compute"
