@@ -58,8 +58,11 @@ def workers_error(last_death: str) -> WorkerDiedError:
 
 
 def memory_error(shortage: MemoryLimitError, held_count: int, batch_bytes: int) -> MemoryLimitError:
-    """There is no slot to load into, and the user holds what there is."""
-    return MemoryLimitError(f"{shortage}\n  {held_count} batches of some {format_bytes(batch_bytes)} are still looked into")
+    """There is no slot to load into; what there is the user holds."""
+    if not held_count:
+        return MemoryLimitError(str(shortage))  # a new one: what is raised holds on to frames
+    held, are = format_count(held_count, "batch", "batches"), "is" if held_count == 1 else "are"
+    return MemoryLimitError(f"{shortage}\n  {held} of some {format_bytes(batch_bytes)} {are} still looked into")
 
 
 def timeout_error(timeout_s: float, busy: list[str], stack: str | None) -> LoadTimeoutError:

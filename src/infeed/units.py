@@ -1,4 +1,7 @@
-"""Numbers for people: each with a unit, and with no more digits than can be read at a glance."""
+"""Numbers for people: each with a unit, and with no more digits than can be read at a glance.
+
+In ASCII, whatever the unit: they are printed, and nobody knows where to.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ def format_seconds(seconds: float) -> str:
     """A duration for people.
 
     >>> [format_seconds(seconds) for seconds in (0, 0.0000123, 0.01234, 3.21, 75, 7384)]
-    ['0 s', '12.3 µs', '12.3 ms', '3.21 s', '1 min 15 s', '2 h 3 min']
+    ['0 s', '12.3 us', '12.3 ms', '3.21 s', '1 min 15 s', '2 h 3 min']
     """
     if seconds == 0:
         return "0 s"
     if abs(seconds) < 59.95:
-        for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        for unit, factor in (("us", 1e6), ("ms", 1e3)):
             if abs(seconds) * factor < 999.5:
                 return f"{_three_digits(seconds * factor)} {unit}"
         return f"{_three_digits(seconds)} s"

@@ -115,6 +115,11 @@ def test_a_report_of_nothing_says_so() -> None:
     assert list(figures_of(html)) == []
 
 
+def test_who_has_iterated_is_not_told_to() -> None:
+    html = report_page(with_statistics(empty_trace(), ended_count=2))
+    assert "iterate over the loader" not in html
+
+
 def test_what_was_not_recorded_is_said() -> None:
     """One sees why a chart is not there."""
     html = report_page(CASES["untimed"]())

@@ -75,6 +75,14 @@ def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> Non
     assert not any(one.is_alive for one in after.workers)
 
 
+@pytest.mark.parametrize("workers", KINDS, ids=IDS)
+def test_epochs_without_a_batch_are_told_from_none(workers: dict[str, Any]) -> None:
+    with infeed.DataLoader(Squares(0), 8, **workers) as loader:
+        assert str(loader.statistics()) == "nothing was loaded yet"
+        assert [list(loader), list(loader)] == [[], []]
+        assert str(loader.statistics()) == "nothing was loaded: 2 epochs had no batch"
+
+
 def test_nested_loops_count_together() -> None:
     with infeed.DataLoader(Squares(40), 10, num_workers=1) as loader:
         for _ in loader:
@@ -240,6 +248,13 @@ def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
     assert first == known.verdict
     assert first.startswith("input-bound: the loop loaded by itself")
     assert [row.split()[0] for row in rows] == ["given", "rate", "loop", "workers", "time", "a", "in"]
+
+
+def test_it_can_be_printed_wherever_it_goes() -> None:
+    """Not all outputs know more letters than ASCII."""
+    with infeed.DataLoader(Squares(1000), 8) as loader:
+        list(loader)
+        assert str(loader.statistics()).isascii()
 
 
 def test_batches_that_go_to_a_device_are_counted_when_the_loop_has_them() -> None:

@@ -320,6 +320,7 @@ def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None
 
 def test_nothing_is_said_too_early() -> None:
     assert verdict_of(run(batch_count=0)) == "nothing was loaded yet"
+    assert verdict_of(run(batch_count=0, ended_count=3)) == "nothing was loaded: 3 epochs had no batch"
     assert verdict_of(run(batch_count=2)).startswith("too early to tell")
 
 

@@ -11,9 +11,9 @@ from infeed.units import format_bytes, format_count, format_rate, format_seconds
     ("seconds", "text"),
     [
         (0, "0 s"),
-        (4.2e-7, "0.42 µs"),
-        (5e-5, "50 µs"),
-        (9.994e-4, "999 µs"),
+        (4.2e-7, "0.42 us"),
+        (5e-5, "50 us"),
+        (9.994e-4, "999 us"),
         (9.997e-4, "1 ms"),
         (0.25, "250 ms"),
         (0.9997, "1 s"),

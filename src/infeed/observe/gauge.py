@@ -47,7 +47,7 @@ class Flight(NamedTuple):
 # Of a gauge, what engines have in common.
 _SUMMED: Final = (
     "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
-    "hired_ns", "manned_ns", "idled_ns", "_final_bytes",
+    "hired_ns", "manned_ns", "idled_ns", "ended_count", "_final_bytes",
 )  # fmt: skip
 
 
@@ -76,8 +76,8 @@ class Gauge:
         self.flight: Callable[[], Flight] = _no_flight  # the engine says what is
         self.bytes_given: Callable[[], int] = _no_bytes
         self._final_bytes = 0
-        self.batch_count = 0
-        self.sample_count = 0
+        self.batch_count = self.sample_count = 0
+        self.ended_count = 0  # epochs that were not left before their end
         self.waited_ns = 0
         self.started_ns = 0
         self.away_ns = 0
@@ -208,6 +208,7 @@ class Gauge:
             self._record_last(left_ns, end_ns)
         away_ns, waited_ns = self.away_ns + away_ns, self.waited_ns + waited_ns
         self.away_ns, self.waited_ns, self.asked_ns, self._idle_ns = away_ns, waited_ns, 0, now_ns
+        self.ended_count += bool(asked_ns)
         is_live = self._is_on and not self.is_closed
         is_long = now_ns - self._begun_ns >= _SHORT_NS
         self.members.rest(now_ns, is_still=is_live and is_long and self.kind != "inline")

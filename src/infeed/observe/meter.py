@@ -85,6 +85,7 @@ class Meter:
             started_ns = sum(gauge.started_ns for gauge in gauges)
             statistics = Statistics(
                 epoch=epoch,
+                ended_count=sum(gauge.ended_count for gauge in gauges),
                 batch_count=sum(gauge.batch_count for gauge in gauges),
                 sample_count=sum(gauge.sample_count for gauge in gauges),
                 byte_count=sum(gauge.byte_count for gauge in gauges),

@@ -135,6 +135,7 @@ class Statistics:
     __module__ = "infeed"
 
     epoch: int
+    ended_count: int = 0  # epochs that were not left before their end
     batch_count: int
     sample_count: int
     byte_count: int  # of batches given to the loop; 0 for what is handed over as it is

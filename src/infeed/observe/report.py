@@ -49,12 +49,12 @@ def report_page(trace: Trace) -> str:
 def _blocks(trace: Trace) -> Iterator[Block]:
     statistics = trace.statistics
     yield verdict(statistics.verdict or "No verdict yet.", _tone(trace))
-    if not statistics.batch_count:
+    if statistics.batch_count:
+        yield tiles(_tiles(statistics))
+    elif not statistics.ended_count:
         yield paragraph(
             "No batch was given yet, so there is little to tell: iterate over the loader, then write the report again."
         )
-    else:
-        yield tiles(_tiles(statistics))
     yield from _over_time(trace)
     timeline = timeline_chart(trace, most=_MOST_PIECES)
     if timeline is not None:

@@ -130,7 +130,12 @@ class _Run(NamedTuple):
 
 def verdict_of(statistics: Statistics) -> str:
     if not statistics.batch_count:
-        return "nothing was loaded yet"
+        ended_count = statistics.ended_count
+        return (
+            f"nothing was loaded: {format_count(ended_count, 'epoch')} had no batch"
+            if ended_count
+            else "nothing was loaded yet"
+        )
     if statistics.batch_count < _LEAST_BATCHES or statistics.elapsed_s < _LEAST_S:
         return f"too early to tell: {format_count(statistics.batch_count, 'batch', 'batches')} in {statistics.elapsed_s:.2f} s"
     recent = statistics.recent
