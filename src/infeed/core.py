@@ -221,7 +221,7 @@ class Core:
             is_auto=config.is_auto,
             is_settled=self.staff.is_settled,
             bound=self.staff.bound,
-            cpu_limit=config.cpu_limit,
+            cpu_limit=None if config.cpu_limit is None else float(config.cpu_limit),
             core_count=self.cores,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,
             loads_by=_loads_by(config, self.plan),

@@ -58,6 +58,8 @@ def test_the_cores_are_held_to_the_limit() -> None:
     """What the tuner may use: no more than there is, and no more than is allowed."""
     assert config(num_workers="auto", cpu_limit=2.5).core_limit == 2.5
     assert config(num_workers="auto", cpu_limit=100).core_limit == 8
+    for cpu_limit, is_limited in ((2.5, True), (8, False), (100, False), (None, False)):
+        assert config(num_workers="auto", cpu_limit=cpu_limit).is_cpu_limited is is_limited
     assert config(num_workers="auto").core_limit == 8
 
 
