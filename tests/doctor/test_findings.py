@@ -9,8 +9,8 @@ import pytest
 
 from infeed.doctor.evidence import EpochSeen, Fork, Moment, Probe, ProcessSeen, SlowIndex
 from infeed.doctor.findings import NAMES, examine
+from infeed.doctor.findings.counting import best_workers, slowest_s
 from infeed.doctor.findings.finding import way_s
-from infeed.doctor.findings.workers import best_workers, slowest_s
 from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, run, stream, uneven
 
 
@@ -445,7 +445,8 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
     [
         ({"num_workers": 0, "kind": "inline"}, "num_workers=1 or more"),
         ({"num_workers": 0, "kind": "inline", "is_gathered": True}, "larger batches"),
-        ({"probe": costly(0.1)}, "more workers"),
+        ({"probe": costly(0.1)}, "num_workers=4; cheaper samples"),
+        ({"probe": costly(0.01), "num_workers": 0, "kind": "inline"}, "num_workers=4, which load while"),
         ({"probe": costly(0.1), "num_workers": 4}, "cheaper samples"),
         ({"probe": costly(1e-4)}, "num_workers=0"),
         ({"probe": costly(0.02)}, "fewer, larger arrays"),

@@ -9,7 +9,7 @@ import pytest
 
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Moment, Probe, ProcessSeen, SlowIndex
 from infeed.doctor.findings import Finding
-from infeed.doctor.findings.workers import best_workers
+from infeed.doctor.findings.counting import best_workers
 from tests.doctor.evidence_of import MB, auto, costly, found, loader, run, stream, uneven
 
 BENCH = "; infeed bench module:dataset tries settings"

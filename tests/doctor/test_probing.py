@@ -163,6 +163,48 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
     assert "collate_fn -> lock (closed over) is a _thread.lock" in facts["unsendable"]
 
 
+def test_a_collate_fn_is_timed_on_a_batch_of_samples(tmp_path: Path) -> None:
+    """Which waits, and so gives the processor up."""
+    given: list[int] = []
+
+    def collate(samples: list[float]) -> list[float]:
+        given.append(len(samples))
+        threading.Event().wait(0.02)
+        return samples
+
+    facts = probed(Dice(), tmp_path, collate_fn=collate)
+
+    assert set(given) == {4}
+    assert facts["collate_s"] >= 0.02 > facts["collate_cpu_s"]
+    assert (facts["has_collate_fn"], facts["is_collate_known"]) == (True, True)
+    if sys.platform == "linux":
+        assert facts["collate_switches"] >= 1
+
+
+def test_of_a_collate_fn_that_fails_it_is_not_known_what_it_takes(tmp_path: Path) -> None:
+    """Here, where nothing is as in a worker."""
+
+    def collate(samples: list[float]) -> list[float]:
+        raise OSError("no such device")
+
+    facts = probed(Dice(), tmp_path, collate_fn=collate)
+
+    assert (facts["has_collate_fn"], facts["is_collate_known"]) == (True, False)
+    assert facts["sample_count"] > 0
+
+
+@pytest.mark.linux
+def test_a_call_for_many_samples_waits_if_it_gives_the_processor_up_once(tmp_path: Path) -> None:
+    """Each of its samples would have done so less than once."""
+
+    class Remote(Dice):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            threading.Event().wait(0.001)
+            return indices
+
+    assert probed(Remote(), tmp_path)["switches"] >= 1
+
+
 def test_a_batch_is_measured_wherever_its_arrays_are() -> None:
     """Bytes, rows, and whether it is on a device."""
     batch = {"image": np.zeros((8, 3), np.float32), "more": [np.zeros(8), "text"]}

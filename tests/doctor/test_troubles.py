@@ -273,6 +273,31 @@ for batch in DataLoader(Product(), batch_size=16, num_workers=len(os.sched_getaf
     assert first["cure"]["torch"] == second["cure"]["torch"]
 
 
+SLOW_COLLATE = """
+import infeed, infeed.torch
+
+def collate(samples):
+    time.sleep(0.08)
+    return torch.stack(samples)
+
+class Quick(Base):
+    def __len__(self): return 320
+
+for batch in {library}(Quick(), batch_size=8, num_workers=2, collate_fn=collate): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("library", ["DataLoader", "infeed.DataLoader", "infeed.torch.DataLoader"])
+def test_a_slow_collate_fn_is_what_the_loop_waits_for(tmp_path: Path, library: str) -> None:
+    """It waits and does not compute: more workers help, however few cores there are. Samples cost next to nothing."""
+    _, told = diagnose(tmp_path, SLOW_COLLATE.format(library=library), "--seconds", "3")
+
+    found = {finding["name"]: finding for finding in told["findings"]}
+    assert found["loop-waits"]["evidence"]["for"].startswith("collate_fn: it takes ")
+    assert "a cheaper collate_fn" in found["loop-waits"]["cure"]["infeed"]
+    assert int(found["num-workers"]["cure"]["infeed"].removeprefix("num_workers=")) > 2
+
+
 def test_there_is_a_program_for_each_finding() -> None:
     """Nothing is claimed that was not seen."""
     from infeed.doctor.findings import NAMES

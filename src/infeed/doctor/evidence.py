@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 from infeed.doctor.journal import EVENT
 
 Library: TypeAlias = Literal["torch", "infeed", "infeed.torch"]
 Kind: TypeAlias = Literal["inline", "thread", "process"]
 Ending: TypeAlias = Literal["finished", "exit", "error", "time", "stuck", "died"]
+
+# How often a call must give the processor up by itself to be said to wait: a busy machine takes it away as well.
+_LEAST_SWITCHES: Final = 0.5
 
 
 @final
@@ -47,6 +50,11 @@ class Fork:
     libraries: dict[str, int]  # native threads by library
 
 
+def gives_up(switches: float | None) -> bool:
+    """Whether so many times are enough to say that a call waits; if not, others took the processor away."""
+    return switches is None or switches >= _LEAST_SWITCHES
+
+
 class SlowIndex(NamedTuple):
     """A sample that took much longer than others, twice."""
 
@@ -63,9 +71,13 @@ class Probe:
     sample_s: float = 0.0  # on average
     median_s: float = 0.0
     cpu_s: float = 0.0  # of it, on a processor
-    switches: float | None = None  # how often a sample gave up the processor by itself, on average
+    switches: float | None = None  # how often a call for a sample, or for several, gave up the processor by itself, on average
     read_bytes: float = 0.0  # a sample, on average
+    has_collate_fn: bool = False  # of the program's own
+    is_collate_known: bool = True  # what it takes
     collate_s: float = 0.0  # a batch
+    collate_cpu_s: float = 0.0
+    collate_switches: float | None = None
     slow: list[SlowIndex] = field(default_factory=list)
     shards_itself: bool = False  # a stream that asks which worker reads it
     heavy: list[tuple[str, int, bool]] = field(default_factory=list)  # what it is, bytes, whether it is an array
@@ -171,15 +183,36 @@ class LoaderSeen:
 
     @property
     def slow_share(self) -> float:
-        """Of the time that samples by hand took, what the few slow ones took beyond the usual."""
+        """Of the time that loading by hand took, what the few slow samples took beyond the usual."""
         probe = self.probe
         lost = sum(one.seconds - probe.median_s for one in probe.slow)
-        return min(1.0, lost / (probe.sample_s * probe.sample_count)) if probe.sample_s * probe.sample_count else 0.0
+        all_s = self.load_s / self.rows * probe.sample_count
+        return min(1.0, lost / all_s) if all_s else 0.0
+
+    @property
+    def collate_share(self) -> float:
+        """Of loading a batch, what making it of its samples takes."""
+        return self.probe.collate_s / self.load_s if self.load_s else 0.0
+
+    @property
+    def cpu_share(self) -> float:
+        """Of loading a batch, how much is on a processor; all of it counts where nothing gives that up by itself."""
+        if not self.load_s:
+            return 1.0
+        probe = self.probe
+        samples_s = probe.cpu_s if gives_up(probe.switches) else probe.sample_s
+        collate_s = probe.collate_cpu_s if gives_up(probe.collate_switches) else probe.collate_s
+        return min(1.0, (self.rows * samples_s + collate_s) / self.load_s)
 
     @property
     def has_one_reader(self) -> bool:
         """Whether more workers bring nothing: of such a stream infeed lets one read, and each of torch's reads all of it."""
         return self.is_stream and bool(self.probe.sample_count) and not self.probe.shards_itself
+
+    @property
+    def is_load_known(self) -> bool:
+        """Whether all that loading takes was seen by hand."""
+        return bool(self.probe.sample_count) and self.probe.is_collate_known
 
     @property
     def load_s(self) -> float:

@@ -33,6 +33,9 @@ _WARM: Final = 2
 _SLOW_TIMES: Final = 10
 _SLOW_S: Final = 0.005
 _MOST_SLOW: Final = 5
+# The first call may import modules; of one that takes so long that is no matter.
+_COLLATES: Final = 2
+_COLLATE_S: Final = 0.5
 # Bounds of the search for generators.
 _LOOKS: Final = 500
 _DEPTH: Final = 4
@@ -189,17 +192,34 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
         "sample_s": sum(one * count for one, count in zip(times, counts, strict=True)) / total,
         "median_s": statistics.median(times),
         "cpu_s": (time.process_time() - cpu) / total,  # of all threads: libraries have pools
-        "switches": (_switches() - switches) / total if _has_usage() else None,
+        # Of a call: one for many samples waits for all of them at once.
+        "switches": (_switches() - switches) / len(times) if _has_usage() else None,
         "read_bytes": (_read_bytes() - read) / total,
     }
     if total == len(times) and not watched.settings["is_stream"]:
         facts["slow"] = _find_slow(loaded, times, take)
-    if watched.settings["library"] != "infeed" and callable(watched.collate_fn):
-        began = time.perf_counter()
-        with suppress(Exception):  # it may want other samples than these; then its time is not known
-            watched.collate_fn(samples if watched.settings["batch_size"] or watched.batch_rows else samples[0])
-            facts["collate_s"] = time.perf_counter() - began
+    module = getattr(watched.collate_fn, "__module__", None) or ""
+    is_own = watched.collate_fn is not None and not module.startswith("torch.utils.data")
+    if is_own or watched.settings["library"] == "torch":  # infeed writes rows where torch's default would be called
+        is_batch = watched.settings["batch_size"] or watched.batch_rows
+        facts |= {"has_collate_fn": is_own, "is_collate_known": False}
+        with suppress(Exception):  # it may want other samples than these
+            for _ in range(_COLLATES):
+                facts |= _collate(watched.collate_fn, samples if is_batch else samples[0])
+                if facts["collate_s"] > _COLLATE_S:
+                    break
     return facts
+
+
+def _collate(collate_fn: Callable[[Any], Any], samples: Any) -> dict[str, Any]:
+    began, cpu, switches = time.perf_counter(), time.process_time(), _switches()
+    collate_fn(samples)
+    return {
+        "is_collate_known": True,
+        "collate_s": time.perf_counter() - began,
+        "collate_cpu_s": time.process_time() - cpu,
+        "collate_switches": _switches() - switches if _has_usage() else None,
+    }
 
 
 def _find_slow(indices: list[Any], times: list[float], take: Callable[[Any], Any]) -> list[tuple[str, float]]:

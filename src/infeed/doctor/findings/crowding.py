@@ -36,7 +36,7 @@ def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
     evidence = {
         "threads at work": ", ".join(f"{name}: {count} besides the worker's own" for name, count in crowd.pools.items())
     }
-    if loader.probe.sample_count and loader.batch_count:
+    if loader.is_load_known and loader.batch_count:
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         workers = format_count(loader.num_workers, "worker")
         alone = f"{format_seconds(loader.load_s)} by one worker that has one thread"
@@ -74,7 +74,7 @@ def _find_crowd(run: Run, loader: LoaderSeen) -> _Crowd | None:
 
 def _lost_s(run: Run, loader: LoaderSeen, total: int) -> float:
     """By what samples take by hand, with one thread; if none could be loaded, as if threads beyond the cores were all lost."""
-    if not loader.probe.sample_count:
+    if not loader.is_load_known:
         return loader.waited_s * (1 - run.core_count / total)
     could_s = loader.load_s / min(loader.num_workers, run.core_count)
     comes_s = max(could_s, loader.away_s / max(1, loader.batch_count)) + way_s(loader)

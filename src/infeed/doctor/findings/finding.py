@@ -61,7 +61,17 @@ def way_s(loader: LoaderSeen) -> float:
 
 
 def sample_text(probe: Probe) -> str:
-    """What a sample takes. Threads of libraries may use several processors at once, and clocks differ a little."""
-    if probe.cpu_s > 1.1 * probe.sample_s:
-        return f"{format_seconds(probe.sample_s)}, with threads that use {format_seconds(probe.cpu_s)} of processors"
-    return f"{format_seconds(probe.sample_s)}, of which {format_seconds(min(probe.cpu_s, probe.sample_s))} on a processor"
+    """What a sample takes."""
+    return _time_text(probe.sample_s, probe.cpu_s)
+
+
+def collate_text(probe: Probe) -> str:
+    """What making a batch of its samples takes."""
+    return _time_text(probe.collate_s, probe.collate_cpu_s)
+
+
+def _time_text(seconds: float, cpu_s: float) -> str:
+    """Threads of libraries may use several processors at once, and clocks differ a little."""
+    if cpu_s > 1.1 * seconds:
+        return f"{format_seconds(seconds)}, with threads that use {format_seconds(cpu_s)} of processors"
+    return f"{format_seconds(seconds)}, of which {format_seconds(min(cpu_s, seconds))} on a processor"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.evidence import LoaderSeen, Run, gives_up
+from infeed.doctor.findings.counting import MOST_WORKERS, best_workers
 from infeed.doctor.findings.crowding import ONE_THREAD, waits_for_pools
-from infeed.doctor.findings.finding import MOST_OF_IT, Finding, describe, sample_text
+from infeed.doctor.findings.finding import MOST_OF_IT, Finding, collate_text, describe, sample_text
 from infeed.units import format_bytes, format_count, format_seconds
 
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
@@ -16,7 +17,6 @@ _LEAST_BATCHES: Final = 4
 # Workers that could bring a batch in less than this part of the time that one takes to come are not what the loop waits for.
 _IDLING: Final = 0.5
 _LEAST_WAITED_S: Final = 0.25  # in all; of less, chance may be the cause
-MOST_WORKERS: Final = 64
 # A batch that is loaded in less gains so little from a worker that a busy machine takes it back.
 LEAST_LOAD_S: Final = 5e-3
 # Loading by hand is quicker than what comes from workers if it takes less than this part of it.
@@ -24,10 +24,8 @@ _QUICKER: Final = 0.8
 # Processors are all at work if workers use this part of them; the loop has its own.
 _BUSY: Final = 0.5
 
-# Of a sample's time, how much it must be off the processor to be called waiting; and how often it must have given the processor
-# up by itself, because a busy machine takes it away as well.
+# Of a sample's time, how much it must be off the processor to be called waiting.
 _OFF_CPU: Final = 0.6
-LEAST_SWITCHES: Final = 0.5
 _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
 
@@ -66,6 +64,8 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence["workers"] = f"{sum(one.cpu_share for one in workers) / len(workers):.0%} of a core each"
     if loader.probe.sample_count and not loader.is_gathered:  # by hand it is another way
         evidence["a sample"] = sample_text(loader.probe)
+        if waits_for_collate(loader):
+            evidence["collate_fn"] = f"{collate_text(loader.probe)}, for a batch"
     change = f"{reason.cure}; {_BENCH}" if reason.is_for_bench else reason.cure
     return Finding(
         name="loop-waits",
@@ -103,7 +103,7 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
         text = f"a few slow samples: they take {loader.slow_share:.0%} of the loading; {worst_s}"
         return _Reason(text, "make these samples cheaper or leave them out; more workers would wait for them as well", False)
     if loader.kind == "inline":
-        return _reason_inline(loader)
+        return _reason_inline(run, loader)
     if loader.has_one_reader:
         is_read_once = loader.library == "infeed" or loader.num_workers == 1
         how = "one worker reads all of it" if is_read_once else "each worker reads all of it, and gives the same samples again"
@@ -113,27 +113,42 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
     if threads:
         text = "processors: libraries use more threads in workers than there are cores, and with one each it would come sooner"
         return _Reason(text, threads if loader.library == "torch" else ONE_THREAD, False, ONE_THREAD)
-    if storage_bound(run, loader) is not None:
+    if storage_bound(run, loader) is not None and not waits_for_collate(loader):
         is_most = loader.is_auto or loader.num_workers >= MOST_WORKERS
         return _Reason("storage: samples wait to be read", _CLOSER if is_most else f"more workers than cores; {_CLOSER}")
-    if loader.probe.sample_count and loader.load_s < _QUICKER * loader.waited_s / loader.batch_count:
+    if loader.is_load_known and loader.load_s < _QUICKER * loader.waited_s / loader.batch_count:
         text = "the way from the workers: loading a batch here takes less than its coming over"
         return _Reason(text, _LIGHTER if loader.is_auto else f"num_workers=0; or {_LIGHTER}")
-    if loader.probe.sample_count and not loader.is_auto:  # of which there were fewer before
+    if loader.is_load_known and not loader.is_auto:  # of which there were fewer before
         could_s = loader.load_s / max(1, loader.num_workers)
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         if could_s < _IDLING * comes_s:
             could, comes = format_seconds(could_s), format_seconds(comes_s)
             text = f"the way from workers: they could load one every {could}, one comes every {comes}"
             return _Reason(text, f"{_LIGHTER}; nothing else on these processors")
+    text, cure = _reason_workers(run, loader)
+    if waits_for_collate(loader):
+        text = f"collate_fn: it takes {loader.collate_share:.0%} of the loading; {text}"
+        cheaper = "a cheaper collate_fn" if loader.probe.has_collate_fn else "fewer, larger arrays in a sample"
+    else:
+        cheaper = _CHEAPER
+    return _Reason(text, f"{cure}; {cheaper}" if cure else cheaper)
+
+
+def _reason_workers(run: Run, loader: LoaderSeen) -> tuple[str, str]:
+    """What is to be said of workers that load as they should, and what to do besides making that cheaper."""
     if loader.num_workers >= run.core_count and _cores_used(run, loader) >= _BUSY * run.core_count:
-        return _Reason("processors: all are at work", _CHEAPER)
+        return "processors: all are at work", ""
+    less = "workers: they bring less than the loop takes"
     if loader.is_auto:
-        return _Reason("workers: they bring less than the loop takes; infeed decides how many there are", _CHEAPER)
-    return _Reason("workers: there are too few", f"more workers; {_CHEAPER}")
+        return f"{less}; infeed decides how many there are", ""
+    if not loader.is_load_known:
+        return "workers: there are too few", "more workers"
+    best = best_workers(run, loader)
+    return ("workers: there are too few", f"num_workers={best}") if best > loader.num_workers else (less, "")
 
 
-def _reason_inline(loader: LoaderSeen) -> _Reason:
+def _reason_inline(run: Run, loader: LoaderSeen) -> _Reason:
     if loader.is_gathered:
         text = "itself: rows are taken out of arrays"
         return _Reason(text, "larger batches, narrower rows; workers have nothing to do there", False)
@@ -141,7 +156,13 @@ def _reason_inline(loader: LoaderSeen) -> _Reason:
         return _Reason(_INLINE, "larger batches, cheaper samples; so little work gains nothing from workers", False)
     if loader.has_one_reader:
         return _Reason(_INLINE, f"num_workers=1, which loads while the loop works; for more of them {_SHARE}", False)
-    return _Reason(_INLINE, "num_workers=1 or more, which load while the loop works")
+    best = f"num_workers={best_workers(run, loader)}" if loader.is_load_known else "num_workers=1 or more"
+    return _Reason(_INLINE, f"{best}, which load{'s' if best.endswith('=1') else ''} while the loop works")
+
+
+def waits_for_collate(loader: LoaderSeen) -> bool:
+    """Whether making batches of samples is most of what loading takes."""
+    return loader.collate_share >= MOST_OF_IT
 
 
 def _cores_used(run: Run, loader: LoaderSeen) -> float:
@@ -149,8 +170,7 @@ def _cores_used(run: Run, loader: LoaderSeen) -> float:
     workers = run.workers_of(loader) if loader.kind == "process" else []
     if workers:
         return sum(one.cpu_share for one in workers)
-    probe = loader.probe
-    return loader.num_workers * (min(1.0, probe.cpu_s / probe.sample_s) if probe.sample_s else 1.0)
+    return loader.num_workers * loader.cpu_share
 
 
 def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
@@ -161,7 +181,7 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     on = probe.cpu_s / probe.sample_s
     off = 1 - on
-    if off < _OFF_CPU or (probe.switches is not None and probe.switches < LEAST_SWITCHES):
+    if off < _OFF_CPU or not gives_up(probe.switches):
         return None
     if run.has_own_loop and not waits(loader):
         return None  # it is read in time
@@ -179,7 +199,7 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
         name="storage-bound",
         title=f"Reading is slow: samples wait {off:.0%} of their time for storage",
         risk="time",
-        cost=off * _waited_share(run, loader),
+        cost=off * (1 - loader.collate_share) * _waited_share(run, loader),
         evidence={
             "a sample": sample_text(probe),
             "read": f"{format_bytes(read)} a sample, {format_bytes(read / probe.sample_s)}/s by one reader",

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
+from infeed.doctor.findings.counting import MOST_WORKERS, best_workers, slowest_s
 from infeed.doctor.findings.crowding import waits_for_pools
 from infeed.doctor.findings.finding import Finding, describe, way_s
-from infeed.doctor.findings.waiting import LEAST_LOAD_S, LEAST_SWITCHES, MOST_WORKERS, waits, waits_for_slow
+from infeed.doctor.findings.waiting import LEAST_LOAD_S, waits, waits_for_collate, waits_for_slow
 from infeed.units import format_seconds
 
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1
-# Some room, because samples are not all alike.
-_ROOM: Final = 1.1
-# Where slow samples are what bounds it: the least number of workers that comes so close to the most that would be of use.
-_ALMOST: Final = 1.05
 
 
 def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     """Another number of workers would do better."""
-    probe = loader.probe
-    if not run.has_own_loop or not probe.sample_count or not waits(loader):
+    if not run.has_own_loop or not loader.is_load_known or not waits(loader):
         return None
     if loader.is_auto or loader.is_gathered or waits_for_pools(run, loader):
         return None  # infeed decides; nobody loads samples; or without so many threads it will be another number
@@ -42,6 +37,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     gain = 1 - after / (away + wait)
     if gain < _GAIN:
         return None
+    mostly = ", mostly in collate_fn" if waits_for_collate(loader) else ""
     # What slow samples take is theirs: without them fewer workers are needed.
     rest = 1 - loader.slow_share if waits_for_slow(loader) else 1.0
     return Finding(
@@ -50,7 +46,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         risk="time",
         cost=rest * gain * (loader.waited_s + loader.away_s) / run.seconds,
         evidence={
-            "loading a batch": f"{format_seconds(loader.load_s)} by one worker",
+            "loading a batch": f"{format_seconds(loader.load_s)} by one worker{mostly}",
             "the loop's own work": f"{format_seconds(away)} a batch",
             **({"the way from a worker": f"about {format_seconds(way)} a batch"} if best else {}),
             "cores": f"{run.core_count:g}",
@@ -78,39 +74,3 @@ def _why(run: Run, loader: LoaderSeen, best: int) -> str:
     if best == MOST_WORKERS:
         return "the most that is ever proposed"
     return "as many as there are processors for" + (", because they mostly wait" if best > run.core_count else "")
-
-
-def best_workers(run: Run, loader: LoaderSeen) -> int:
-    """How many would load as fast as the loop works, as far as there are cores for what they compute."""
-    probe = loader.probe
-    away = loader.away_s / loader.batch_count
-    # One that never gives the processor up by itself was only interrupted by others.
-    is_waiting = probe.sample_s > 0 and (probe.switches is None or probe.switches >= LEAST_SWITCHES)
-    share = min(1.0, max(probe.cpu_s / probe.sample_s, 0.05)) if is_waiting else 1.0
-    most = min(MOST_WORKERS, max(1, int(run.core_count / share)))
-    needed = math.ceil(_ROOM * loader.load_s / away) if away > loader.load_s / MOST_WORKERS else most
-    best = max(1, min(needed, most)) if not loader.has_one_reader else 1
-    if not probe.slow:
-        return best
-
-    def comes_s(workers: int) -> float:
-        return max(away, loader.load_s / workers, slowest_s(loader, workers))
-
-    return next(count for count in range(1, best + 1) if comes_s(count) <= _ALMOST * comes_s(best))
-
-
-def slowest_s(loader: LoaderSeen, workers: int) -> float:
-    """What lies between two batches at least, on average, because of slow samples.
-
-    No batch comes sooner after it was begun than its slowest sample takes, and no more than one for each worker are begun. What
-    else is ahead of the loop lies behind the slow one, in the queue of the same worker. An epoch begins with nothing ahead.
-    """
-    probe = loader.probe
-    if not probe.slow:
-        return 0.0
-    slow_s = max(one.seconds for one in probe.slow)
-    if loader.library == "torch":  # where one worker loads the whole batch
-        slow_s += (loader.rows - 1) * probe.median_s
-    apart = probe.sample_count / (len(probe.slow) * loader.rows)  # batches, from one with a slow sample to the next
-    epoch = max((epoch.batch_count for epoch in loader.epochs), default=1)
-    return slow_s / max(1.0, apart, min(workers, epoch))
