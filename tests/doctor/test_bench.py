@@ -147,11 +147,11 @@ def make(): raise OSError("no such folder")
 """
 
 
-def run_bench(tmp_path: Path, *arguments: str) -> ScriptResult:
+def run_bench(tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> ScriptResult:
     (tmp_path / "data.py").write_text("def make(): return list(range(1000))\nnumber = 7\n")
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "worse.py").write_text("1 / 0")
-    return start_python(["-m", "infeed", "bench", *arguments], cwd=tmp_path).finish(60)
+    return start_python(["-m", "infeed", "bench", *arguments], cwd=tmp_path, env=env).finish(60)
 
 
 @pytest.mark.process
@@ -190,6 +190,19 @@ def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, te
 
     assert text in result.err
     assert result.code == code
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_terminal_that_knows_few_letters_gets_others(tmp_path: Path) -> None:
+    """And files are written as ever."""
+    arguments = ("data:make", "--seconds", "0.05", "--worker", "thread", "--json", "found.json")
+    result = run_bench(tmp_path, *arguments, env={"PYTHONIOENCODING": "ascii"})
+
+    assert "########################" in result.out
+    assert "infeed.DataLoader(dataset, " in result.out
+    assert (tmp_path / "found.json").is_file()
+    assert result.code == 0
 
 
 @pytest.mark.process

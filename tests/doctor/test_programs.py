@@ -424,3 +424,22 @@ if __name__ == "__main__":
     assert (loader["library"], loader["epochs"], loader["batches"]) == (expected, 2, 8)
     assert 0 < loader["num_workers"] < 64
     assert ("num_workers='auto'), by now " in loader["loader"]) is (way == "auto")
+
+
+def test_a_terminal_that_knows_few_letters_gets_others(tmp_path: Path) -> None:
+    """Of names as well as of units. What the program prints is its own affair."""
+    code = """
+class Däta:
+    def __init__(self): self.kept = __import__("random").Random(0)
+    def __len__(self): return 8
+    def __getitem__(self, index): return self.kept.random()
+for batch in infeed.DataLoader(Däta(), batch_size=2, num_workers=2): pass
+print(sys.stdout.errors)
+"""
+    (tmp_path / "program.py").write_text(HEAD + code, encoding="utf-8")
+    arguments = ["-m", "infeed", "doctor", "program.py"]
+    result = start_python(arguments, cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"}).finish(60)
+
+    assert result.out.startswith("strict\n")
+    assert "infeed.DataLoader(D?ta, " in result.out
+    assert result.code == 1

@@ -10,6 +10,7 @@ from typing import Final
 
 from infeed import __version__
 from infeed.cli import bench, demo, doctor, run
+from infeed.cli.outputs import replacing
 
 __all__ = ["main"]
 
@@ -40,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE
     command: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        return command(arguments)
+        if command is run.run:  # where a program prints as it would without us, and we have only words
+            return command(arguments)
+        with replacing():
+            return command(arguments)
     except KeyboardInterrupt:
         print(f"infeed {arguments.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED

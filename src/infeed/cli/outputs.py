@@ -1,11 +1,19 @@
-"""Files that a command writes its result to: looked at before the work begins, so that no result is lost at its end."""
+"""Where results go, so that none is lost at the end of the work: files, and streams that cannot show every letter."""
 
+import codecs
+import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
-__all__ = ["Output", "find_trouble"]
+__all__ = ["Output", "find_trouble", "replacing"]
+
+# What is as good where the output has only ASCII, or Latin letters.
+_PLAIN: Final = {"µ": "u", "█": "#", "…": "..."}
+_HANDLER: Final = "infeed-plain"
 
 
 @final
@@ -58,3 +66,25 @@ class Output:
 def find_trouble(outputs: list[Output]) -> str:
     """The first thing that is wrong with them."""
     return next((trouble for one in outputs if (trouble := one.trouble())), "")
+
+
+@contextmanager
+def replacing() -> Iterator[None]:
+    """Let standard output and error replace what they cannot show, instead of raising."""
+    codecs.register_error(_HANDLER, _replace)
+    streams = [one for one in (sys.stdout, sys.stderr) if isinstance(one, io.TextIOWrapper)]
+    before = [(one, one.errors) for one in streams]
+    for one in streams:
+        one.reconfigure(errors=_HANDLER)
+    try:
+        yield
+    finally:
+        for one, errors in before:
+            with suppress(OSError, ValueError):  # it writes what is held back, and nobody may be there to read it
+                one.reconfigure(errors=errors)
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
