@@ -221,6 +221,7 @@ def test_a_batch_is_measured_wherever_its_arrays_are() -> None:
         ({"num_workers": 8, "worker": "auto"}, "process", True),
         ({"num_workers": 0, "worker": "auto"}, "inline", False),
         ({"num_workers": 2}, "process", False),
+        ({"num_workers": 2, "worker": "thread"}, "thread", False),
     ],
 )
 def test_auto_is_no_kind_and_no_number_of_workers(asked: dict[str, Any], kind: str, is_auto: bool) -> None:
@@ -230,6 +231,7 @@ def test_auto_is_no_kind_and_no_number_of_workers(asked: dict[str, Any], kind: s
     assert (settings["kind"], settings["is_auto"]) == (kind, is_auto)
     assert settings["num_workers"] == (1 if is_auto else asked["num_workers"])
     assert ("'auto'" in settings["asked"]) is ("auto" in asked.values())
+    assert ("worker='thread'" in settings["asked"]) is (asked.get("worker") == "thread")
 
 
 @pytest.mark.parametrize("observe", ["timeline", "off"])

@@ -298,6 +298,30 @@ def test_a_slow_collate_fn_is_what_the_loop_waits_for(tmp_path: Path, library: s
     assert int(found["num-workers"]["cure"]["infeed"].removeprefix("num_workers=")) > 2
 
 
+IN_PYTHON = """
+import infeed
+
+class Computed(Base):
+    def __len__(self): return 1_000_000
+    def __getitem__(self, index): return sum(i for i in range(40_000))
+
+for batch in infeed.DataLoader(Computed(), batch_size=8, num_workers=2, worker="thread"): pass
+"""
+
+
+def test_threads_that_compute_in_python_are_told_of_the_gil(tmp_path: Path) -> None:
+    """They come to one core, whatever there is."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("with one core processes are no better")
+    _, told = diagnose(tmp_path, IN_PYTHON, "--seconds", "2")
+
+    first = told["findings"][0]
+    assert first["name"] == "loop-waits"
+    assert "the GIL" in first["evidence"]["for"]
+    assert first["cure"]["infeed"].startswith("worker='process'")
+    assert "worker='thread'" in first["loader"]
+
+
 def test_there_is_a_program_for_each_finding() -> None:
     """Nothing is claimed that was not seen."""
     from infeed.doctor.findings import NAMES

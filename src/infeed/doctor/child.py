@@ -134,7 +134,8 @@ class _Child:
         self._journal.write("end", at=at, ending=ending, exit_code=code, error=told)
         torch: Any = sys.modules.get("torch")
         has_gpu = bool(torch is not None and torch.cuda.is_available())
-        self._journal.write("machine", has_gpu=has_gpu, is_fork_default=_is_fork_default())
+        has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+        self._journal.write("machine", has_gpu=has_gpu, is_fork_default=_is_fork_default(), has_gil=has_gil)
         # As it should be in workers. Of the program, no more than its end is still to come.
         limit_pools(1)
         threadpoolctl.threadpool_limits(1)

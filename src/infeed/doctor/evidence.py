@@ -26,6 +26,7 @@ class EpochSeen:
     has_batch: bool = False
     waits: list[float] = field(default_factory=list)  # for every batch but the first, of those that count
     aways: list[float] = field(default_factory=list)  # what the loop did before it asked for each of them
+    cpu_s: float = 0.0  # what the program's own process used meanwhile, with all its threads
     # Others came while infeed found out how many workers are best, by which it is not judged.
     warm_count: int = 0
     warm_s: float = 0.0
@@ -129,16 +130,17 @@ class LoaderSeen:
         if self.settled_as is not None:
             for epoch in self.epochs:  # what came with others says nothing of these
                 epoch.warm(epoch.waits, epoch.aways)
-                epoch.waits, epoch.aways = [], []
+                epoch.waits, epoch.aways, epoch.cpu_s = [], [], 0.0
         self.settled_as = (kind, count)
 
-    def see_batches(self, waits: Sequence[float], aways: Sequence[float]) -> None:
+    def see_batches(self, waits: Sequence[float], aways: Sequence[float], cpu_s: float = 0.0) -> None:
         """Take in what came in the latest epoch."""
         if not self.is_settled:
             self.epochs[-1].warm(waits, aways)
             return
         self.epochs[-1].waits += waits
         self.epochs[-1].aways += aways
+        self.epochs[-1].cpu_s += cpu_s
 
     def add_pids(self, pids: Sequence[int]) -> None:
         self.pids += [pid for pid in pids if pid not in self.pids]
@@ -175,6 +177,12 @@ class LoaderSeen:
     def wait_share(self) -> float:
         total = self.waited_s + self.away_s
         return self.waited_s / total if total else 0.0
+
+    @property
+    def own_cores(self) -> float:
+        """That the program's own process used, with all its threads."""
+        total = self.waited_s + self.away_s
+        return sum(epoch.cpu_s for epoch in self.epochs) / total if total else 0.0
 
     @property
     def rows(self) -> int:
@@ -262,6 +270,7 @@ class Run:
     core_count: float = 1
     memory_bytes: int = 0  # that is free
     is_fork_default: bool = True
+    has_gil: bool = True
     loaders: list[LoaderSeen] = field(default_factory=list)
     processes: dict[int, ProcessSeen] = field(default_factory=dict)
 
@@ -314,7 +323,7 @@ def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
                     is_slow = name == "slow"
                     setattr(loaders[event["loader"]].probe, name, [SlowIndex(*one) for one in value] if is_slow else value)
             case "machine":
-                run.has_gpu, run.is_fork_default = facts["has_gpu"], facts["is_fork_default"]
+                run.has_gpu, run.is_fork_default, run.has_gil = facts["has_gpu"], facts["is_fork_default"], facts["has_gil"]
             case "end":
                 run.ending, run.exit_code, run.error = facts["ending"], facts["exit_code"], facts["error"]
                 run.seconds = at - began if began is not None else 0.0

@@ -18,7 +18,8 @@ def settings_of(loader: Any) -> dict[str, Any]:
     worker = getattr(config, "worker", "process")
     is_open = str(count) == "auto"  # the number that it is then is the most that there may be
     is_auto = bool(count) and (is_open or worker == "auto")
-    asked = ("'auto'" if is_open else str(count)) + (", worker='auto'" if worker == "auto" else "")
+    kind = f", worker='{worker}'" if worker in ("auto", "thread") else ""
+    asked = ("'auto'" if is_open else str(count)) + kind
     context = getattr(config, "multiprocessing_context", None)
     method = ""
     if is_torch and not is_ours and not is_installed and count:

@@ -52,6 +52,7 @@ class _Epoch:
         self.waits: list[float] = []
         self.aways: list[float] = []
         self.flushed = asked
+        self.cpu = self.cpu_flushed = 0.0  # of the process, when the loop got its latest batch, and the latest that is written
 
 
 @final
@@ -155,7 +156,9 @@ class Watcher:
         if epoch.left is None:
             self._note_first(epoch, iterator, batch, got)
             self._note_workers(epoch, iterator)
+            epoch.cpu = epoch.cpu_flushed = time.process_time()
         else:
+            epoch.cpu = time.process_time()
             epoch.waits.append(got - asked)
             epoch.aways.append(asked - epoch.left)
             self._unwritten[epoch] = None
@@ -200,7 +203,9 @@ class Watcher:
     def _flush(self, epoch: _Epoch, now: float) -> None:
         self._unwritten.pop(epoch, None)
         if epoch.waits:
-            self._journal.write("batches", loader=epoch.watched.number, waits=epoch.waits, aways=epoch.aways)
+            cpu_s = epoch.cpu - epoch.cpu_flushed
+            self._journal.write("batches", loader=epoch.watched.number, waits=epoch.waits, aways=epoch.aways, cpu_s=cpu_s)
+            epoch.cpu_flushed = epoch.cpu
         epoch.waits, epoch.aways, epoch.flushed = [], [], now
 
     def _before_fork(self) -> None:

@@ -1,4 +1,4 @@
-"""Threads of libraries in workers, more in all than there are cores."""
+"""Workers in each other's way: threads of libraries, more in all than there are cores; and threads that wait for the GIL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from infeed.units import format_count, format_seconds
 ONE_THREAD: Final = "threads_per_worker=1, which is the default"
 # Of the run. With less, all that is wrong is how it looks.
 _LEAST_COST: Final = 0.02
+
+# Work that uses the processor for less of its time waits. Threads that together use more cores than this leave the GIL. Where
+# loading by hand takes less of the time in which a batch comes, something else takes it; on a busy machine that is not exact.
+_COMPUTES: Final = 0.6
+_GIL_CORES: Final = 1.2
+_GIL_LOAD: Final = 0.3
 
 
 class _Crowd(NamedTuple):
@@ -79,3 +85,18 @@ def _lost_s(run: Run, loader: LoaderSeen, total: int) -> float:
     could_s = loader.load_s / min(loader.num_workers, run.core_count)
     comes_s = max(could_s, loader.away_s / max(1, loader.batch_count)) + way_s(loader)
     return min(loader.waited_s, max(0.0, loader.waited_s + loader.away_s - loader.batch_count * comes_s))
+
+
+def may_hold_gil(run: Run, loader: LoaderSeen) -> bool:
+    """Whether workers are threads that compute: how many can do so at the same time depends on who leaves the GIL."""
+    return loader.kind == "thread" and run.has_gil and loader.is_load_known and loader.cpu_share >= _COMPUTES
+
+
+def waits_for_gil(run: Run, loader: LoaderSeen) -> bool:
+    """Whether several threads that compute use no more than one core, though there are others."""
+    if not may_hold_gil(run, loader) or loader.num_workers < 2 or run.core_count < 2:
+        return False
+    if "worker='auto'" in loader.asked:
+        return False  # infeed has tried both kinds
+    comes_s = (loader.waited_s + loader.away_s) / max(1, loader.batch_count)
+    return 0 < loader.own_cores < _GIL_CORES and loader.load_s >= _GIL_LOAD * comes_s

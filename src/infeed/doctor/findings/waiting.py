@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 
 from infeed.doctor.evidence import LoaderSeen, Run, gives_up
 from infeed.doctor.findings.counting import MOST_WORKERS, best_workers
-from infeed.doctor.findings.crowding import ONE_THREAD, waits_for_pools
+from infeed.doctor.findings.crowding import ONE_THREAD, may_hold_gil, waits_for_gil, waits_for_pools
 from infeed.doctor.findings.finding import MOST_OF_IT, Finding, collate_text, describe, sample_text
-from infeed.units import format_bytes, format_count, format_seconds
+from infeed.units import format_bytes, format_count, format_seconds, format_workers
 
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
 _WAIT_SHARE: Final = 0.1
@@ -66,7 +66,9 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence["a sample"] = sample_text(loader.probe)
         if waits_for_collate(loader):
             evidence["collate_fn"] = f"{collate_text(loader.probe)}, for a batch"
-    change = f"{reason.cure}; {_BENCH}" if reason.is_for_bench else reason.cure
+    change, in_infeed = (
+        f"{cure}; {_BENCH}" if reason.is_for_bench else cure for cure in (reason.cure, reason.in_infeed or reason.cure)
+    )
     return Finding(
         name="loop-waits",
         title=f"{who} waits for data {loader.wait_share:.0%} of the time",
@@ -75,7 +77,7 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence=evidence,
         cure={
             "torch": change,
-            "infeed": f"{_USE_INFEED}; {reason.in_infeed or change}" if loader.library == "torch" else change,
+            "infeed": f"{_USE_INFEED}; {in_infeed}" if loader.library == "torch" else in_infeed,
         },
         loader=describe(loader),
     )
@@ -113,6 +115,11 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
     if threads:
         text = "processors: libraries use more threads in workers than there are cores, and with one each it would come sooner"
         return _Reason(text, threads if loader.library == "torch" else ONE_THREAD, False, ONE_THREAD)
+    if waits_for_gil(run, loader):
+        cores = format_count(run.core_count, "core")
+        used = f"{format_workers(loader.num_workers, loader.kind)} use {loader.own_cores:.1f} of {cores}"
+        text = f"the GIL, probably: in Python one thread computes at a time, and {used}"
+        return _Reason(text, "workers that are processes, as torch's are", in_infeed="worker='process'")
     if storage_bound(run, loader) is not None and not waits_for_collate(loader):
         is_most = loader.is_auto or loader.num_workers >= MOST_WORKERS
         return _Reason("storage: samples wait to be read", _CLOSER if is_most else f"more workers than cores; {_CLOSER}")
@@ -145,7 +152,10 @@ def _reason_workers(run: Run, loader: LoaderSeen) -> tuple[str, str]:
     if not loader.is_load_known:
         return "workers: there are too few", "more workers"
     best = best_workers(run, loader)
-    return ("workers: there are too few", f"num_workers={best}") if best > loader.num_workers else (less, "")
+    if best <= loader.num_workers:
+        return less, ""
+    kind = ", worker='process'" if may_hold_gil(run, loader) else ""
+    return "workers: there are too few", f"num_workers={best}{kind}"
 
 
 def _reason_inline(run: Run, loader: LoaderSeen) -> _Reason:

@@ -6,7 +6,7 @@ from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.findings.counting import MOST_WORKERS, best_workers, slowest_s
-from infeed.doctor.findings.crowding import waits_for_pools
+from infeed.doctor.findings.crowding import may_hold_gil, waits_for_gil, waits_for_pools
 from infeed.doctor.findings.finding import Finding, describe, way_s
 from infeed.doctor.findings.waiting import LEAST_LOAD_S, waits, waits_for_collate, waits_for_slow
 from infeed.units import format_seconds
@@ -19,8 +19,8 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     """Another number of workers would do better."""
     if not run.has_own_loop or not loader.is_load_known or not waits(loader):
         return None
-    if loader.is_auto or loader.is_gathered or waits_for_pools(run, loader):
-        return None  # infeed decides; nobody loads samples; or without so many threads it will be another number
+    if loader.is_auto or loader.is_gathered or waits_for_pools(run, loader) or waits_for_gil(run, loader):
+        return None  # infeed decides; nobody loads samples; or without so many threads, or with processes, it is another number
     away, wait = loader.away_s / loader.batch_count, loader.waited_s / loader.batch_count
     best = best_workers(run, loader)
     # Some of the way is the loop's work and some is the workers'. All of it is counted, so that not too much is promised.
@@ -37,6 +37,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
     gain = 1 - after / (away + wait)
     if gain < _GAIN:
         return None
+    kind = ", worker='process'  # threads compute one at a time in Python" if best > 1 and may_hold_gil(run, loader) else ""
     mostly = ", mostly in collate_fn" if waits_for_collate(loader) else ""
     # What slow samples take is theirs: without them fewer workers are needed.
     rest = 1 - loader.slow_share if waits_for_slow(loader) else 1.0
@@ -54,7 +55,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         },
         cure={
             "torch": f"num_workers={best}" + (", persistent_workers=True" if best else ""),
-            "infeed": f"num_workers={best}",
+            "infeed": f"num_workers={best}{kind}",
         },
         loader=describe(loader),
     )
