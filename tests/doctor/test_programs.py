@@ -196,6 +196,8 @@ def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, t
         (("--seconds", "soon"), "program.py", "'soon' is not a number; give seconds"),
         (("--batch-size", "0"), "data:dataset", "'0' is no number of samples; give 1 or more"),
         (("--num-workers", "-1"), "data:dataset", "'-1' is no number of workers; give 0 or more"),
+        (("--num-workers", "2"), "program.py", "--num-workers is for module:dataset only; loaders of program.py have what"),
+        (("--batch-size", "2", "-m"), "program", "--batch-size is for module:dataset only; loaders of program have what"),
     ],
 )
 def test_wrong_usage_is_told(tmp_path: Path, options: tuple[str, ...], program: str, text: str) -> None:

@@ -44,8 +44,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a finding out; may be repeated")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="write a page")
-    parser.add_argument("--num-workers", type=numbers.workers, default=2, metavar="N", help="for module:dataset (default: 2)")
-    parser.add_argument("--batch-size", type=numbers.samples, default=32, metavar="N", help="for module:dataset (default: 32)")
+    parser.add_argument("--num-workers", type=numbers.workers, metavar="N", help="for module:dataset (default: 2)")
+    parser.add_argument("--batch-size", type=numbers.samples, metavar="N", help="for module:dataset (default: 32)")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="what to run, and its arguments")
     parser.set_defaults(run=run)
 
@@ -67,6 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _USAGE
     if kind == "dataset" and program[1:]:
         return _complain(f"{' '.join(program[1:])}: a dataset takes no arguments; options come before {program[0]}")
+    of_dataset = {"num_workers": arguments.num_workers, "batch_size": arguments.batch_size}
+    given = {name: value for name, value in of_dataset.items() if value is not None}
+    if kind != "dataset" and given:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        return _complain(f"{option} is for module:dataset only; loaders of {program[0]} have what the program gives them")
     data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
     trouble = find_trouble([data, page])
     if trouble:
@@ -76,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         kind=kind,
         seconds=arguments.seconds,
         with_infeed=arguments.infeed,
-        num_workers=arguments.num_workers,
-        batch_size=arguments.batch_size,
+        **given,
     )
     # What the program prints must not get between the braces.
     seen = survey(

@@ -179,6 +179,12 @@ class LoaderSeen:
         return self.waited_s / total if total else 0.0
 
     @property
+    def told_share(self) -> float:
+        """Of its time, what the loop waited: with the wait that still went on when time was up, by which it is not judged."""
+        waited_s = self.waited_s + self.waiting_s
+        return waited_s / (waited_s + self.away_s) if waited_s else 0.0
+
+    @property
     def own_cores(self) -> float:
         """That the program's own process used, with all its threads."""
         total = self.waited_s + self.away_s

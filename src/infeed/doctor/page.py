@@ -41,7 +41,7 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
             describe(loader),
             str(len(loader.epochs)),
             f"{loader.given_count:,}",
-            f"{loader.wait_share:.0%}" if run.has_own_loop and loader.batch_count else "",
+            f"{loader.told_share:.0%}" if run.has_own_loop and (loader.batch_count or loader.waiting_s) else "",
             format_seconds(loader.probe.sample_s) if loader.probe.sample_count else "",
         )
         for loader in run.loaders

@@ -62,10 +62,10 @@ def summary(run: Run) -> str:
 
 
 def _waiting(loader: LoaderSeen) -> str:
-    if loader.has_warmed_up and not loader.batch_count:
+    if loader.has_warmed_up and not loader.batch_count and not loader.waiting_s:
         return "infeed was still finding out how many are best"
     since = " once infeed had found out how many are best" if loader.has_warmed_up else ""
-    return f"the loop waited {loader.wait_share:.0%} of its time{since}"
+    return f"the loop waited {loader.told_share:.0%} of its time{since}"
 
 
 def ending(run: Run) -> str:
@@ -76,7 +76,7 @@ def ending(run: Run) -> str:
         "error": f"it failed: {run.error}",
         "time": "it was stopped when its time was up",
         "stuck": "it did not ask for a batch any more and was stopped",
-        "died": f"its process died with code {run.exit_code}{_signal_name(run.exit_code)}",
+        "died": _death(run.exit_code or 0),
     }[run.ending]
 
 
@@ -89,12 +89,14 @@ def conclusion(run: Run) -> str:
     return "nothing found"
 
 
-def _signal_name(code: int | None) -> str:
-    """Of the signal that a negative exit code means."""
+def _death(code: int) -> str:
+    """Of a process that could not tell its end. A negative code means a signal; else it left by itself, as os._exit does."""
+    if code >= 0:
+        return f"its process ended at once, with exit code {code}, so that its datasets could not be looked at"
     try:
-        return f" ({signal.Signals(-(code or 0)).name})"
-    except ValueError:  # it is none
-        return ""
+        return f"its process died with code {code} ({signal.Signals(-code).name})"
+    except ValueError:  # it has no name
+        return f"its process died with code {code}"
 
 
 def cost_text(finding: Finding) -> str:

@@ -1,0 +1,45 @@
+"""The first lines of a report: how long the loop waited, and how the program ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infeed.doctor.evidence import LoaderSeen
+from infeed.doctor.findings import examine
+from infeed.doctor.page import findings_page
+from infeed.doctor.report import ending, summary
+from tests.doctor.evidence_of import loader, run
+
+
+@pytest.mark.parametrize(
+    ("seen", "share"),
+    [
+        (loader(wait=0.1, away=0.1), "50%"),
+        (loader(wait=0.0, away=0.1, waiting_s=18.0), "90%"),  # 2 s of work, then a wait that does not end
+        (loader(batches=0, waiting_s=9.0), "100%"),
+        (loader(batches=0), "0%"),
+    ],
+)
+def test_a_wait_that_goes_on_counts_in_the_head_line(seen: LoaderSeen, share: str) -> None:
+    """In the page as well. What a finding says of one batch must not be contradicted above it."""
+    program = run(seen)
+
+    assert summary(program).endswith(f"the loop waited {share} of its time")
+    if share != "0%":
+        assert share in findings_page(program, examine(program)).partition("What was watched")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"exit_code": -9}, "its process died with code -9 (SIGKILL)"),
+        ({"exit_code": -99}, "its process died with code -99"),
+        ({"exit_code": 0}, "its process ended at once, with exit code 0, so that its datasets could not be looked at"),
+    ],
+)
+@pytest.mark.linux
+def test_a_process_that_leaves_by_itself_has_not_died(options: dict[str, Any], text: str) -> None:
+    """As with os._exit."""
+    assert ending(run(loader(), ending="died", **options)) == text
