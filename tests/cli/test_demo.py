@@ -12,7 +12,7 @@ import pytest
 
 import infeed
 from infeed.cli import main
-from infeed.cli.demo import Timing, measure
+from infeed.cli.demo import Timing, _print_table, measure
 
 SMALL = ["demo", "--pictures", "6", "--workers", "1", "--batch-size", "2", "--epochs", "1"]
 ROWS = ["infeed, inline", "infeed, threads", "infeed, processes"]
@@ -139,3 +139,13 @@ def test_time_outside_the_loops_own_work_counts_as_waiting() -> None:
     assert timing == Timing("slow", image_count=6, total_s=5 + 2 * (3 + 20 + 3 + 10 + 1), first_batch_s=8, waited_s=19)
     assert timing.images_per_s == pytest.approx(6 / 79)
     assert timing.waited_share == pytest.approx(19 / 79)
+
+
+def test_no_number_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Words and numbers are broken into lines instead."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "40")
+
+    _print_table([Timing("infeed, processes", 1_234_567_890, 1.0, 0.123, 0.5)], [])
+
+    assert "…" not in capsys.readouterr().out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from infeed.cli import bench
 from infeed.doctor.benching import Bench, Measured, Setting, choose, confirm, search
 from infeed.doctor.page import bench_page, rate_figure
 from infeed.errors import ConfigError
@@ -128,6 +130,32 @@ def test_the_page_has_a_line_for_each_kind() -> None:
     ]
     pytest.importorskip("plotly")
     assert "num_workers=2" in bench_page("data:train", 32, 2, results, results[-1])
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (24, ["no workers", "1,234,567"]),
+        (40, ["no workers", "1,234,567", "4 s"]),
+        (60, ["no workers", "1,234,567", "█" * 9, "4 s", "5.0 MiB"]),
+        (80, ["no workers", "1,234,567", "█" * 24, "4 s", "5.0 MiB"]),
+    ],
+)
+def test_no_number_is_cut_off_on_a_narrow_terminal(
+    columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bars are shorter, and then columns are left out."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "dumb")
+    one = Measured(setting=Setting("inline", 0), samples_per_s=1_234_567, first_s=4.0, memory_bytes=5 << 20)
+
+    bench._print_table([one, rated(99, "thread", 16)], one)
+
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "no workers" in line)
+    assert re.split(r"  +", row.strip()) == shown
+    assert not any("…" in line for line in lines)
 
 
 BAD = """

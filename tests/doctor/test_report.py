@@ -1,7 +1,8 @@
-"""The first lines of a report: how long the loop waited, and how the program ended."""
+"""A report's first lines, how long the loop waited and how the program ended; and a report on a narrow terminal."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from infeed.doctor.evidence import LoaderSeen
 from infeed.doctor.findings import examine
 from infeed.doctor.page import findings_page
-from infeed.doctor.report import ending, summary
-from tests.doctor.evidence_of import loader, run
+from infeed.doctor.report import ending, print_report, summary
+from tests.doctor.evidence_of import costly, loader, run
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,15 @@ def test_a_wait_that_goes_on_counts_in_the_head_line(seen: LoaderSeen, share: st
 def test_a_process_that_leaves_by_itself_has_not_died(options: dict[str, Any], text: str) -> None:
     """As with os._exit."""
     assert ending(run(loader(), ending="died", **options)) == text
+
+
+def test_no_word_is_cut_off_on_a_narrow_terminal() -> None:
+    """It is broken into two."""
+    console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=40)
+    program = run(loader(wait=0.3, away=0.01, probe=costly(0.1)))
+
+    print_report(program, examine(program), console)
+
+    told = console.file.getvalue()
+    assert "…" not in told
+    assert "=True" in told

@@ -22,7 +22,11 @@ _FORMAT_VERSION: Final = 1
 _EPILOG: Final = """\
 exit codes: 0 done, 2 wrong usage or a file that cannot be written, 3 the dataset could not be loaded, 130 interrupted
 """
+# In letters. Between two columns, and at both edges, the table has so many.
 _BAR: Final = 24
+_LEAST_BAR: Final = 4
+_GAP: Final = 3
+_EDGES: Final = 2
 
 
 def add_parser(commands: Any) -> None:
@@ -109,39 +113,52 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
     from infeed.units import format_bytes, format_seconds
 
-    most = max(one.samples_per_s for one in results)
-    rows = [
-        (
-            str(one.setting),
-            f"{one.samples_per_s:,.0f}",
-            "█" * max(1, round(_BAR * one.samples_per_s / most)),
-            format_seconds(one.first_s),
-            format_bytes(one.memory_bytes),
-        )
-        for one in results
-        if not one.error
-    ]
-    head = ("workers", "samples/s", "", "first batch", "memory")
+    good = [one for one in results if not one.error]
+    rows = [["workers", "samples/s", "first batch", "memory"]]
+    for one in good:
+        rate = f"{one.samples_per_s:,.0f}"
+        rows.append([str(one.setting), rate, format_seconds(one.first_s), format_bytes(one.memory_bytes)])
     if importlib.util.find_spec("rich") is None:
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        for row in [head, *rows]:
+        rows = _with_bars(rows, [one.samples_per_s for one in good], _BAR)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     else:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
+        console = Console()
+        rows = _fitting(rows, [one.samples_per_s for one in good], console.width)
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for number, title in enumerate(head):
-            table.add_column(title, justify="right" if number in (1, 3, 4) else "left", no_wrap=True)
-        for row in rows:
+        for number, title in enumerate(rows[0]):
+            table.add_column(title, justify="right" if number and title else "left", no_wrap=True)
+        for row in rows[1:]:
             table.add_row(*row, style="green" if row[0] == str(best.setting) else None)
-        Console().print(table)
+        console.print(table)
     failed = [one for one in results if one.error]
     for one in failed:
         print(f"{one.setting}: {one.error}")
     if failed:
         print("the choice is among the others, and more of those that failed were not tried")
+
+
+def _with_bars(rows: list[list[str]], rates: Sequence[float], length: int) -> list[list[str]]:
+    bars = ["", *("█" * max(1, round(length * rate / max(rates))) for rate in rates)]
+    return [[*row[:2], bar, *row[2:]] for row, bar in zip(rows, bars, strict=True)]
+
+
+def _fitting(rows: list[list[str]], rates: Sequence[float], width: int) -> list[list[str]]:
+    """With bars as long as there is room for; on a narrow terminal without them, and without the last columns."""
+    while len(rows[0]) > 2 and _room(rows, width) < 0:
+        rows = [row[:-1] for row in rows]
+    length = min(_BAR, _room(rows, width) - _GAP)
+    return _with_bars(rows, rates, length) if length >= _LEAST_BAR else rows
+
+
+def _room(rows: list[list[str]], width: int) -> int:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return width - sum(widths) - _GAP * (len(widths) - 1) - _EDGES
 
 
 def _complain(text: str, code: int) -> int:

@@ -228,9 +228,9 @@ def _print_table(timings: Sequence[Timing], notes: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("loader")
-    for heading in ("images/s", "first batch", "loop waited"):
-        table.add_column(heading, justify="right")
+    table = Table()
+    for heading in ("loader", "images/s", "first batch", "loop waited"):
+        table.add_column(heading, justify="left" if heading == "loader" else "right", overflow="fold")
     for timing in timings:
         table.add_row(
             timing.loader,

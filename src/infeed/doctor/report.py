@@ -139,6 +139,8 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
             highlight=False,
         )
         grid = Table.grid(padding=(0, 2))
+        grid.add_column(overflow="fold")
+        grid.add_column(overflow="fold")  # a long word is broken, and not cut off
         grid.add_row("[dim]in[/]", f"[dim]{escape(finding.loader)}[/]")
         for name, value in finding.evidence.items():
             grid.add_row(escape(name), escape(value))
