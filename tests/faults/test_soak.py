@@ -81,7 +81,8 @@ def burdens() -> dict[str, Burden]:
 
 
 def check_soak(case: str, count: int) -> None:
-    with CASES[case](batch_size=2, num_workers=2, seed=0, timeout=60) as loader:
+    # Without a timeline: what is kept for it grows to a size of its own, by how much there is to tell.
+    with CASES[case](batch_size=2, num_workers=2, seed=0, timeout=60, observe="counters") as loader:
         batches = batches_of(loader)
         for _ in range(count // _WARM_SHARE):
             next(batches)
