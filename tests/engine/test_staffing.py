@@ -214,6 +214,9 @@ class SlowStart:
     def start(self) -> None:
         assert self._may_start.wait(30)
 
+    def held_count(self) -> int:
+        return 0
+
     def finish(self) -> None:
         pass
 
