@@ -50,9 +50,10 @@ class Turns(Generic[T]):
 
     def next(self) -> T:
         """What to do next."""
-        self.done()
+        if self._is_needed:
+            self.done()
         if not self._held_count():
-            return self._take()
+            return self._take() if self._put_off else self._receive(None)
         try:
             while True:
                 message = self._receive(0.0)
