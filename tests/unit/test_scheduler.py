@@ -1038,6 +1038,26 @@ def test_an_abandoned_epoch_leaves_room_at_once() -> None:
     assert model.delivered == []
 
 
+def test_who_is_at_what_was_abandoned_gets_nothing_before_it_tells() -> None:
+    """It may be stuck with it, and then the next epoch would be stuck behind it; whoever is done first takes that."""
+    model = ready_model(workers=2, window=8)
+    model.plan(1)
+    (task,) = model.tasks.values()
+    place(model, task)
+    model.load(task, 1000)
+    model.want(away_ns=1000)
+    for _ in range(4):
+        model.plan(1)
+    assert sent(model, W0)
+    assert sent(model, W1)
+    model.abandon()
+    batch = model.plan(1)
+    assert [task.worker for task in model.tasks.values() if task.batch.batch == batch] == []
+
+    model.load(sent(model, W1)[0], 1000)
+    assert [task.worker for task in model.tasks.values() if task.batch.batch == batch] == [W1]
+
+
 def test_an_abandoned_epoch_does_not_touch_what_is_prefetched_of_the_next() -> None:
     """Leaving by break keeps the work that was done ahead."""
     model = ready_model(workers=1, whole_batches=True)

@@ -147,6 +147,9 @@ class Scheduler(Shortage):
             self._actions.append(Forget(batch.batch))
             self._drop_unplaced(batch)
             self._settle(batch)
+        for worker, record in self._workers.items():
+            if record.tasks:  # it may be stuck with something that nobody wants any more: until it tells, others come first
+                self._roomy.pop(worker, None)
         self._assign()
 
     def _on_window_changed(self, event: WindowChanged) -> None:
