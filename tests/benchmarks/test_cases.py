@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import math
@@ -29,10 +28,29 @@ RUNS = [
 ]
 
 
-@functools.cache
-def records_of(family: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Run all cases of one library in one child: a child for each would import torch a dozen times."""
-    runs = [f"{name}:{library}:tiny" for name, library in RUNS if adapters.family_of(library) == family]
+@pytest.mark.process
+@pytest.mark.parametrize("family", ["infeed", pytest.param("torch", marks=pytest.mark.torch)])
+def test_every_case_gives_a_whole_record(family: str) -> None:
+    """The record of a run has every figure of every run and the metrics that the case declares."""
+    if family != "infeed" and importlib.util.find_spec(family) is None:
+        pytest.skip(f"{family} is not installed")
+    runs = [(name, library) for name, library in RUNS if adapters.family_of(library) == family]
+    records = records_of([f"{name}:{library}:tiny" for name, library in runs])
+    assert set(records) == set(runs)
+    for (name, _), record in records.items():
+        assert "error" not in record, record["error"]
+        case = cases.load(name)
+        assert case.metrics[0].name in record["metrics"], name
+        assert set(record["metrics"]) <= {metric.name for metric in case.metrics}, name
+        assert {target.metric for target in case.targets} <= set(record["metrics"]), name
+        assert all(math.isfinite(value) for value in record["metrics"].values()), name
+        assert all(math.isfinite(record[number]) and record[number] >= 0 for number in NUMBERS), name
+        assert report.metric_rows(case, [record])
+        assert report.cost_rows(case, [record])
+
+
+def records_of(runs: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Run all these in one child: a child for each would import torch a dozen times."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.measure", *runs],
@@ -48,32 +66,6 @@ def records_of(family: str) -> dict[tuple[str, str], dict[str, Any]]:
     records = [json.loads(line) for line in lines]
     assert records, done.stderr
     return {(record["case"], record["library"]): record for record in records}
-
-
-def parameters() -> list[Any]:
-    return [
-        pytest.param(name, library, marks=[pytest.mark.torch] if adapters.family_of(library) == "torch" else [])
-        for name, library in RUNS
-    ]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("name", "library"), parameters())
-def test_a_case_gives_a_whole_record(name: str, library: str) -> None:
-    """The record of a run has every figure of every run and the metrics that the case declares."""
-    family = adapters.family_of(library)
-    if family != "infeed" and importlib.util.find_spec(family) is None:
-        pytest.skip(f"{family} is not installed")
-    record = records_of(family)[name, library]
-    assert "error" not in record, record["error"]
-    case = cases.load(name)
-    assert case.metrics[0].name in record["metrics"]
-    assert set(record["metrics"]) <= {metric.name for metric in case.metrics}
-    assert {target.metric for target in case.targets} <= set(record["metrics"])
-    assert all(math.isfinite(value) for value in record["metrics"].values())
-    assert all(math.isfinite(record[number]) and record[number] >= 0 for number in NUMBERS)
-    assert report.metric_rows(case, [record])
-    assert report.cost_rows(case, [record])
 
 
 @pytest.mark.parametrize("name", cases.NAMES)

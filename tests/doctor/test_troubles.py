@@ -293,7 +293,7 @@ for batch in {library}(Quick(), batch_size=8, num_workers=2, collate_fn=collate)
 """
 
 
-@pytest.mark.parametrize("library", ["DataLoader", "infeed.DataLoader", "infeed.torch.DataLoader"])
+@pytest.mark.parametrize("library", ["DataLoader", "infeed.DataLoader"])
 def test_a_slow_collate_fn_is_what_the_loop_waits_for(tmp_path: Path, library: str) -> None:
     """It waits and does not compute: more workers help, however few cores there are. Samples cost next to nothing."""
     _, told = diagnose(tmp_path, SLOW_COLLATE.format(library=library))
