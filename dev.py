@@ -2,6 +2,10 @@
 
     python dev.py demo  [options]       see infeed work, on pictures that it makes itself
     python dev.py test  [pytest args]   lint, format, types, then the tests: what CI runs
+    python dev.py test --windows [--python 3.13] [pytest args]
+                                        the tests on Windows' Python, under Wine: see tools/windows.py
+    python dev.py test --libraries [pytest args]
+                                        the tests with third-party libraries: see tools/libraries.py
     python dev.py check                 lint, format and types only
     python dev.py bench [options]       run benchmarks/run.py
 
@@ -32,6 +36,8 @@ STAMP = VENV / "infeed-installed.json"
 
 # Which extra each command needs.
 EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "bench": "dev"}
+# Tests that have an environment of their own, and need none here.
+TIERS = {"--windows": "tools/windows.py", "--libraries": "tools/libraries.py"}
 INTERRUPTED = 130
 
 
@@ -168,6 +174,9 @@ def main(argv: list[str]) -> int:
         print(f"dev.py: arguments={arguments!r} mean nothing to check; use test to pass arguments on to pytest")
         return 2
     try:
+        for option, script in TIERS.items():
+            if command == "test" and option in arguments:
+                return call([sys.executable, script, *(word for word in arguments if word != option)])
         if code := prepare(EXTRAS[command]):
             return code
         for together in steps(command, arguments):

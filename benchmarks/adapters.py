@@ -13,6 +13,12 @@ grain   ``grain.MapDataset``, batched before it is spread over worker processes,
         samples as ``grain.DataLoader`` and keeps the order. No reader threads inside the workers: that is the library's
         advice for data in memory, and the only way that ``num_workers`` means the same as elsewhere. One iterator over
         endless epochs, cut into epochs here, because its workers live as long as one iterator.
+tensorflow
+        ``tf.data.Dataset`` of shuffled indices, batched; ``numpy_function`` loads a whole batch, on as many threads as there
+        are workers, in order.
+ray     Ray Data on this machine: ``from_numpy`` with the indices of one batch per block, and ``map_batches`` over as many tasks
+        as there are workers, in order; the dataset is in the object store. ``ray.init`` has run before anything is timed. Each
+        epoch is an execution of its own: that is how Ray Data is iterated twice.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Final, Protocol, TypeAlias
@@ -177,6 +184,73 @@ class GrainLoader:
             self._batches.close()
 
 
+class TensorFlowLoader:
+    keeps_order = True
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        import tensorflow as tf
+
+        load = _batch_loader(spec)
+        sample = _ArraySamples(spec.dataset)[0] if spec.is_arrays else spec.dataset[0]
+        types = [np.asarray(leaf).dtype for leaf in sample]
+        threads = max(1, spec.num_workers)
+        indices = tf.data.Dataset.range(spec.length)
+        if spec.shuffle:
+            indices = indices.shuffle(spec.length, seed=spec.seed)
+
+        def load_batch(batch: Any) -> Any:
+            return tf.numpy_function(lambda chosen: load(chosen.tolist()), [batch], types)
+
+        batches = indices.batch(spec.batch_size).map(load_batch, num_parallel_calls=threads, deterministic=True)
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = threads
+        self._dataset = batches.prefetch(2 * threads).with_options(options)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._dataset.as_numpy_iterator()
+
+    def close(self) -> None:
+        self._dataset = None
+
+
+class RayLoader:
+    keeps_order = True
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        import ray
+
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False
+        self._spec, self._epoch = spec, 0
+        self._names = [f"leaf{number}" for number in range(len(spec.dataset if spec.is_arrays else spec.dataset[0]))]
+        self._source = ray.put(_ArraySamples(spec.dataset) if spec.is_arrays else spec.dataset)
+
+    def __iter__(self) -> Iterator[Batch]:
+        import ray
+
+        names, source, size = self._names, self._source, self._spec.batch_size
+        length = self._spec.length
+        order = np.arange(length)
+        if self._spec.shuffle:
+            order = np.random.default_rng(self._spec.seed + self._epoch).permutation(length)
+        self._epoch += 1
+
+        def load(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            dataset = ray.get(source)
+            return dict(zip(names, _collate([dataset[int(index)] for index in batch["item"]]), strict=True))
+
+        indices = ray.data.from_numpy([order[start : start + size] for start in range(0, length, size)])
+        batches = indices.rename_columns({"data": "item"}).map_batches(
+            load, batch_size=size, num_cpus=1, concurrency=max(1, self._spec.num_workers)
+        )
+        for batch in batches.iter_batches(batch_size=size, prefetch_batches=2 * max(1, self._spec.num_workers)):
+            yield tuple(batch[name] for name in names)
+
+    def close(self) -> None:
+        self._source = None
+
+
 _BUILDERS: Final[Mapping[str, Callable[[LoaderSpec], Loader]]] = {
     "infeed": InfeedLoader,
     "infeed-torch": lambda spec: TorchLoader(spec, is_infeed=True),
@@ -185,10 +259,13 @@ _BUILDERS: Final[Mapping[str, Callable[[LoaderSpec], Loader]]] = {
     "torch-spawn": lambda spec: TorchLoader(spec, "spawn"),
     "spdl": SpdlLoader,
     "grain": GrainLoader,
+    "tensorflow": TensorFlowLoader,
+    "ray": RayLoader,
 }
 
-FAMILIES: Final = ("infeed", "torch", "spdl", "grain")
-_MODULES: Final = {"spdl": "spdl.pipeline"}
+FAMILIES: Final = ("infeed", "torch", "spdl", "grain", "tensorflow", "ray")
+PEERS: Final = ("spdl", "grain", "tensorflow", "ray")
+_MODULES: Final = {"spdl": "spdl.pipeline", "ray": "ray.data"}
 
 
 def family_of(library: str) -> str:
@@ -213,6 +290,9 @@ def prepare(library: str) -> None:
     if family == "torch":
         importlib.import_module("torch.utils.data")
         importlib.import_module("torch").set_num_threads(1)
+    if family == "ray":
+        ray = importlib.import_module("ray")
+        ray.init(num_cpus=max(64, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)  # as many as workers
 
 
 def build(library: str, spec: LoaderSpec) -> Loader:

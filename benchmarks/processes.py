@@ -6,7 +6,6 @@ for, and never a worker which is the child of a helper process that still lives.
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -45,8 +44,12 @@ def descendants() -> list[psutil.Process]:
 def cpu_seconds() -> CpuSeconds:
     import psutil
 
-    reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
-    children = reaped.ru_utime + reaped.ru_stime
+    children = 0.0
+    if sys.platform != "win32":  # which counts no children that have ended
+        import resource
+
+        reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+        children = reaped.ru_utime + reaped.ru_stime
     for process in descendants():
         try:
             times = process.cpu_times()
@@ -93,6 +96,12 @@ def peak_rss_bytes() -> int:
     peak = _status_bytes("VmHWM")
     if peak is not None:
         return peak
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
     maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return maxrss if sys.platform == "darwin" else maxrss * 1024
 

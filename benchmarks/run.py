@@ -14,11 +14,13 @@ import argparse
 import compileall
 import json
 import os
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 # This tree comes before anything installed: the result file names this tree's commit.
@@ -39,6 +41,13 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONHASHSEED": "0"}
 
 
+def _kill_all(child: subprocess.Popen[str]) -> None:
+    """End a process and its workers."""
+    for process in (*psutil.Process(child.pid).children(recursive=True), child):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
     """Run one case for one library in a fresh process; a failure or a hang is a record too."""
     command = [sys.executable, "-m", "benchmarks.measure", f"{case_name}:{library}:{size}"]
@@ -49,18 +58,18 @@ def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A session of its own, so that a time-out ends the workers too.
+        # A session of its own: Ctrl+C is for this process, which ends the child and its workers.
         start_new_session=True,
     )
     failed: report.Record = {"case": case_name, "library": library, "size": size}
     try:
         output, errors = child.communicate(timeout=_CHILD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
+        _kill_all(child)
         child.communicate()
         return {**failed, "error": f"no result after {_CHILD_TIMEOUT_S:.0f} s"}
     except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)
+        _kill_all(child)
         child.communicate()
         raise
     for line in output.splitlines():

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ _ENGINES = {
     "forkserver": {"num_workers": 2, "start_method": "forkserver"},
     "spawn": {"num_workers": 2, "start_method": "spawn"},
     "portable": {"num_workers": 2, "start_method": "auto"},
+    "macos": {"num_workers": 2, "start_method": "auto"},
 }
 # With these, a hang is an error of one test and not the end of all.
 _NO_HANG: dict[str, Any] = {"timeout": DEADLINE_S}
@@ -44,6 +46,15 @@ for _number in (signal.SIGINT, getattr(signal, "SIGQUIT", signal.SIGINT)):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs Linux elsewhere, with the reason that the mark gives."""
+    for item in items:
+        for mark in item.iter_markers("linux"):
+            (reason,) = mark.args
+            if sys.platform != "linux":
+                item.add_marker(pytest.mark.skip(reason=f"Linux only: {reason}"))
+
+
 def pytest_collection_finish() -> None:
     """Keep what is there before the first test out of every collection: torch and all tests take it a tenth of a second."""
     gc.collect()
@@ -52,8 +63,11 @@ def pytest_collection_finish() -> None:
 
 def engine_params(*names: str) -> list[Any]:
     """Kinds of workers as parameters, marked as what they need."""
-    marks = {"forkserver": [pytest.mark.process, pytest.mark.linux]}
-    marks |= {name: [pytest.mark.process] for name in ("spawn", "portable")}
+    marks = {"forkserver": [pytest.mark.process, pytest.mark.linux("only Linux has the fork server")]}
+    marks |= {name: [pytest.mark.process] for name in ("spawn", "portable", "macos")}
+    if sys.platform != "linux":
+        # Stand-ins for other platforms: there they are the same as spawned workers.
+        names = tuple(name for name in names if name not in ("portable", "macos") or "spawn" not in names)
     return [pytest.param(name, id=name, marks=marks.get(name, [])) for name in names]
 
 
@@ -62,6 +76,9 @@ def leak_guard() -> Iterator[None]:
     """Whatever a test does, afterwards there is no thread, process, descriptor or shared memory more than before."""
     before = possessions()
     yield
+    idle = sys.modules.get("infeed.workers.idle")
+    if idle is not None:
+        idle.IDLE_WORKERS.clear()  # they would wait for the next loader for a minute
     deadline = time.monotonic() + _VANISH_S
     while left := possessions().beyond(before):
         gc.collect()
@@ -70,40 +87,59 @@ def leak_guard() -> Iterator[None]:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def windows_stand_in() -> Iterator[None]:
+    """Let this process and all that it starts behave like Windows, and check that no named memory is held at the end."""
+    from tests.stand_in.windows_stand_in import active, live_names
+
+    with active():
+        yield
+        deadline = time.monotonic() + _VANISH_S
+        while left := live_names():
+            gc.collect()
+            if time.monotonic() > deadline:
+                pytest.fail(f"named memory is still held: {sorted(left)}")
+            time.sleep(0.01)
+
+
 def make_portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what only Linux has: named shared memory, connections of multiprocessing and spawning are left."""
+    """Take away what only Linux has, and leave what macOS has: named memory, connections of multiprocessing, and spawning."""
     for module, name in ((os, "memfd_create"), (socket, "send_fds"), (socket, "recv_fds"), (select, "poll")):
         monkeypatch.delattr(module, name, raising=False)
 
 
+def _engine_options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "portable" and sys.platform == "linux":
+        request.getfixturevalue("windows_stand_in")
+    if request.param == "macos":
+        monkeypatch = request.getfixturevalue("monkeypatch")
+        for module, name in ((os, "memfd_create"), (socket, "send_fds"), (socket, "recv_fds")):
+            monkeypatch.delattr(module, name, raising=False)
+    return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
+
+
 @pytest.fixture(params=engine_params(*_ENGINES))
-def every_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def every_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arguments of ``DataLoader`` for each kind of worker."""
-    if request.param == "portable":
-        make_portable(monkeypatch)
-    return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
+    return _engine_options(request)
 
 
-@pytest.fixture(params=engine_params(*(name for name in _ENGINES if name != "spawn")))
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+@pytest.fixture(params=engine_params("inline", "thread", "forkserver", "portable"))
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The same without spawned workers on Linux: they start as the portable ones do, and then work as the forked ones do."""
-    if request.param == "portable":
-        make_portable(monkeypatch)
-    return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
+    return _engine_options(request)
 
 
 @pytest.fixture(params=engine_params("inline", "thread", "forkserver"))
 def light_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The kinds of workers that start quickly, for what does not depend on how they are started."""
-    return {**_ENGINES[request.param], **(_NO_HANG if request.param != "inline" else {})}
+    return _engine_options(request)
 
 
 @pytest.fixture(params=engine_params("forkserver", "spawn", "portable"))
-def process_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def process_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arguments of ``DataLoader`` for each kind of worker that is a process."""
-    if request.param == "portable":
-        make_portable(monkeypatch)
-    return {**_ENGINES[request.param], **_NO_HANG}
+    return _engine_options(request)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -137,6 +138,10 @@ class Blocking:
     def let_go(self) -> None:
         (self.folder / "go").touch()
 
+    @property
+    def may_go(self) -> bool:
+        return (self.folder / "go").exists()
+
 
 class Journal:
     """A file to which processes append lines; each line arrives whole."""
@@ -208,17 +213,30 @@ def assert_same(left: Any, right: Any, path: str = "batch") -> None:
 
 
 def worker_processes() -> list[Any]:
-    """All live processes below this one except the fork server: the workers of loaders, and whatever else there is."""
+    """All live processes below this one except servers that outlive loaders: the workers, and whatever else there is."""
     import psutil
 
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and not is_fork_server(process):
+            if not has_ended(process) and not is_fork_server(process) and not is_resource_tracker(process):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def has_ended(process: Any) -> bool:
+    """Whether a process of `psutil` has ended, though it is still listed: nobody has asked how, or a handle of it is open."""
+    import psutil
+
+    if sys.platform != "win32":
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    try:
+        process.wait(0)
+    except psutil.TimeoutExpired:
+        return False
+    return True
 
 
 def fork_server() -> Any:
@@ -230,9 +248,21 @@ def fork_server() -> Any:
     return server
 
 
+def close_fork_server() -> None:
+    """Close the fork server of this process, which the test has killed, so that the next test finds none."""
+    from infeed.workers.forkserver import close_fork_server  # on Linux only
+
+    close_fork_server()
+
+
 def is_fork_server(process: Any) -> bool:
     """Whether this is the fork server of this very process."""
     return process.ppid() == os.getpid() and any("infeed.workers.server" in word for word in process.cmdline())
+
+
+def is_resource_tracker(process: Any) -> bool:
+    """Whether this is the process that multiprocessing starts beside the first named semaphore, and keeps."""
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def shm_names(owner: int | None = None) -> set[str]:
@@ -267,9 +297,10 @@ class ScriptResult(NamedTuple):
 
 @dataclass
 class Script:
-    """A script running in a fresh interpreter, whose processes can all be found: they share the id that setsid() gave."""
+    """A script in a fresh interpreter. Its processes are found by session id, on Windows by a marker in their environment."""
 
     process: subprocess.Popen[str]
+    marker: str
 
     @property
     def pid(self) -> int:
@@ -301,7 +332,7 @@ class Script:
         found = []
         for process in self._processes():
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                found.append(f"{process.name()} {process.pid}")
+                found.append(f"{process.cmdline()} {process.pid}")
         return found
 
     def kill_all(self) -> str:
@@ -320,16 +351,31 @@ class Script:
         found = []
         for process in psutil.process_iter():
             try:
-                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if self._owns(process) and not has_ended(process):
                     found.append(process)
-            except (ProcessLookupError, psutil.NoSuchProcess):
+            except (OSError, psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
 
+    def _owns(self, process: Any) -> bool:
+        if sys.platform == "win32":
+            # Only Python: the host of a console, and Wine's desktop, are no processes of the script's.
+            return process.environ().get(_MARKER) == self.marker and "python" in process.cmdline()[0]
+        return os.getsid(process.pid) == self.pid
 
-def start_python(arguments: list[str], *, cwd: Path, stdin: str | None = None, env: dict[str, str] | None = None) -> Script:
-    """Start a fresh interpreter that can import infeed and the tests' helpers."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), **(env or {})}
+
+def start_python(
+    arguments: list[str],
+    *,
+    cwd: Path,
+    stdin: str | None = None,
+    env: dict[str, str] | None = None,
+    has_console: bool = False,
+) -> Script:
+    """Start a fresh interpreter that can import infeed and the tests' helpers; `has_console` if it is to be interrupted."""
+    marker = uuid.uuid4().hex
+    paths = [str(ROOT / "src"), str(ROOT)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {}), _MARKER: marker}
     environ.pop("PYTHONWARNINGS", None)
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -339,21 +385,37 @@ def start_python(arguments: list[str], *, cwd: Path, stdin: str | None = None, e
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        **_of_its_own(has_console=has_console),
     )
     if stdin is not None:
         assert process.stdin is not None
         process.stdin.write(stdin)
         process.stdin.close()
         process.stdin = None
-    return Script(process)
+    return Script(process, marker)
 
 
-def start_script(folder: Path, code: str, *arguments: str, env: dict[str, str] | None = None) -> Script:
+# In the environment of a script and of all processes that it starts.
+_MARKER = "INFEED_TEST_SCRIPT"
+
+
+def _of_its_own(*, has_console: bool) -> dict[str, Any]:
+    """Options of `Popen` for a program that can be interrupted alone; on Windows it needs a console for that."""
+    if sys.platform != "win32":
+        return {"start_new_session": True}
+    if not has_console:
+        return {}
+    hidden = subprocess.STARTUPINFO(dwFlags=subprocess.STARTF_USESHOWWINDOW, wShowWindow=subprocess.SW_HIDE)
+    return {"creationflags": subprocess.CREATE_NEW_CONSOLE, "startupinfo": hidden}
+
+
+def start_script(
+    folder: Path, code: str, *arguments: str, env: dict[str, str] | None = None, has_console: bool = False
+) -> Script:
     """Write a script into a folder and start it."""
     path = folder / "script.py"
     path.write_text(code)
-    return start_python([str(path), *arguments], cwd=folder, env=env)
+    return start_python([str(path), *arguments], cwd=folder, env=env, has_console=has_console)
 
 
 def run_script(folder: Path, code: str, *arguments: str, seconds: float = DEADLINE_S) -> ScriptResult:
@@ -367,15 +429,38 @@ def assert_clean(result: ScriptResult) -> None:
     assert result.err == "", result.err
 
 
-def kill_group(script: Script, number: int = signal.SIGINT) -> None:
-    """What a terminal does on Ctrl+C: the signal goes to the foreground process group."""
-    os.killpg(script.pid, number)
+def press_ctrl_c(script: Script) -> None:
+    """Do what a terminal does: interrupt the foreground process group, or on Windows every process of the console."""
+    if sys.platform == "win32":
+        press = (
+            "import ctypes, sys; kernel = ctypes.windll.kernel32; kernel.FreeConsole();"
+            "assert kernel.AttachConsole(int(sys.argv[1]));"
+            "kernel.SetConsoleCtrlHandler(None, 1); assert kernel.GenerateConsoleCtrlEvent(0, 0)"
+        )
+        subprocess.run([sys.executable, "-c", press, str(script.pid)], check=True)
+    else:
+        os.killpg(script.pid, signal.SIGINT)
 
 
-# For scripts: the calls that only Linux has are gone, so that the portable ways are taken.
+def kill_process(pid: int) -> None:
+    """End a process at once, without its consent: SIGKILL, or TerminateProcess on Windows."""
+    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+# How a killed process ends, as `Popen.returncode`, and as messages name it: there is no SIGKILL on Windows and its stand-in.
+KILLED_CODE = 15 if sys.platform == "win32" else -9
+KILLED_TEXT = r"(SIGKILL|SIGTERM|exit code 15)"
+
+
+# For scripts: the calls that only Linux has are gone, so that the portable ways are taken, as on macOS.
 PORTABLE = """
 import os, select, socket
 del os.memfd_create, socket.send_fds, socket.recv_fds, select.poll
+"""
+# For scripts: the same as on Windows.
+WINDOWS = """
+from tests.stand_in.windows_stand_in import install
+install()
 """
 
 

@@ -6,11 +6,12 @@ For the guard against leaks around every test, and for the programs of tests/sto
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers import is_foreign, is_fork_server, shm_names
+from tests.helpers import has_ended, is_foreign, is_fork_server, shm_names
 
 
 class Possessions(NamedTuple):
@@ -42,8 +43,8 @@ def possessions() -> Possessions:
         try:
             if is_fork_server(process):
                 server_sockets += 1
-            else:
-                processes[process.pid] = f"{process.name()} ({process.status()})"
+            elif sys.platform != "win32" or not has_ended(process):
+                processes[process.pid] = f"{process.cmdline()} ({process.status()})"
         except psutil.ZombieProcess:
             server_sockets += 1  # a fork server that ended by itself, because nobody needed it; its socket goes with the next
         except psutil.NoSuchProcess:

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.adapters import PEERS
 from benchmarks.drive import steady
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
 
@@ -29,7 +30,7 @@ CASES: Final = (
             Metric("us_per_batch", "time per batch", "us", "lower"),
         ),
         targets=(Target("samples_per_s", at_least=50, against="torch"),),
-        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
         baseline="torch",
         warm_up="one epoch, in which labels are checked",
         sizes={

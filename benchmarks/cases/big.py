@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.adapters import PEERS
 from benchmarks.drive import steady
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
 
@@ -43,7 +44,7 @@ CASES: Final = (
             Metric("gb_per_s", "bytes moved", "GB/s", "higher"),
         ),
         targets=(Target("samples_per_s", at_least=10, against="torch"),),
-        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
         baseline="torch",
         warm_up="one epoch, in which labels are checked; then the second and third are timed",
         sizes={

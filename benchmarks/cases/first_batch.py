@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from benchmarks.adapters import PEERS
 from benchmarks.drive import Run
 from benchmarks.rows import Rows
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
@@ -33,7 +34,7 @@ def run_warm(library: str, parameters: Parameters) -> Outcome:
     return Outcome({"later_loader_s": figures.first_batch_s, "later_epoch_s": later_epoch_s}, figures)
 
 
-_LIBRARIES: Final = ("infeed", "infeed-torch", "torch-fork", "torch-spawn", "spdl", "grain")
+_LIBRARIES: Final = ("infeed", "infeed-torch", "torch-fork", "torch-spawn", *PEERS)
 
 CASES: Final = (
     Case(

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
+from benchmarks.adapters import PEERS
 from benchmarks.drive import Run
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
 
@@ -117,7 +118,7 @@ CASES: Final = (
             Metric("one_core_samples_per_s", "one core alone", "samples/s", "neither"),
         ),
         targets=(Target("efficiency", at_least=0.97, note="means something only with exactly two idle cores"),),
-        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
         baseline="torch",
         warm_up="16 images inline; one epoch of the loader, in which labels are checked; then one is timed",
         sizes={

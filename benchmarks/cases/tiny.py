@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from benchmarks.adapters import PEERS
 from benchmarks.drive import steady
 from benchmarks.rows import Rows
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
@@ -31,7 +32,7 @@ CASES: Final = (
         title="batches of 32 tiny samples, 2 workers",
         metrics=_METRICS,
         targets=(Target("us_per_batch", at_least=25, against="torch"),),
-        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
         baseline="torch",
         warm_up=_WARM_UP,
         sizes={
@@ -46,7 +47,7 @@ CASES: Final = (
         title="batches of 256 tiny samples, 2 workers",
         metrics=_METRICS,
         targets=(),
-        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
         baseline="torch",
         warm_up=_WARM_UP,
         sizes={

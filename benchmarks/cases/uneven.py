@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.adapters import PEERS
 from benchmarks.drive import Run
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
 
@@ -70,7 +71,7 @@ CASES: Final = (
             Metric("nominal_efficiency", "the same with sleeps taken at their word", "", "higher"),
         ),
         targets=(Target("efficiency", at_least=0.93),),
-        libraries=("infeed", "infeed-torch", "torch", "spdl", "grain"),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
         baseline="torch",
         warm_up="one epoch, in which order and labels are checked; then one is timed",
         sizes={

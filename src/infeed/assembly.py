@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from math import ceil
-from typing import Final
+from typing import Any, Final
 
 from infeed.batch.arrays import ArrayTable
 from infeed.batch.torchlike import collate_as_torch
@@ -105,6 +106,7 @@ def build_engine(
             cut=plan.cut,
             kind=kind,
             torch_seed=plan.torch_seed,
+            tells_epochs=plan.tells_epochs,
             retries=config.retries,
             mends=config.on_error != "raise",
             is_watched=config.sample_timeout > 0,
@@ -118,10 +120,13 @@ def build_engine(
     if stream is not None and config.is_torch:
         stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
     limits = Limits(float(config.sample_timeout), config.hang_warning)
-    is_whole = count == 1 or source.making is not Making.ROWS or source.is_batched
+    # A generator that worker_init_fn seeds gives numbers that depend on which batches its worker loads. That must not depend on
+    # timing: worker i % count loads batch i, as with torch. With num_workers="auto" the count changes, so it is not done there.
+    binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
+    is_whole = count == 1 or binds or source.making is not Making.ROWS or source.is_batched
     windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
     # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
-    is_shared_hearer = kind == "thread" and bool(Hearers(source.dataset, source.collate_fn))
+    is_shared_hearer = kind == "thread" and plan.tells_epochs and bool(Hearers(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
     with undo:
@@ -140,13 +145,14 @@ def build_engine(
             is_lazy=kind == "inline",
             in_order=config.in_order,
             whole_batches=is_whole,
+            binds_batches=binds,
             grain_size=grain_size,
             timeout_s=float(config.timeout),
             sample_timeout_s=float(config.sample_timeout),
-            drop_last=config.drop_last,
+            has_init=kind != "inline" and config.worker_init_fn is not None,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
-            delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None),
+            delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged),
             mender=Mender(config.on_error, plan),
             board=board,
             gauge=meter.gauge(board, workers, kind, limit),
@@ -224,6 +230,7 @@ def _crew(
         specs=specs,
         start_method=config.start_method,
         threads=config.threads_per_worker,
+        init_fn=config.worker_init_fn,
     )
 
 
@@ -234,10 +241,14 @@ def _make_feed(
     stream: StreamShares | None,
     only: BatchPlan | None,
     cursor: Cursor,
+    asked: Iterator[Any] | None,
 ) -> Feed:
     if stream is not None:
         return StreamFeed(cursor, config.batch_size or 1, stream)
-    return IndexedFeed(cursor, plan.batches(cursor) if only is None else iter([only]), grain_size)
+    if only is not None:
+        return IndexedFeed(cursor, iter([only]), grain_size)
+    is_inline = config.kind == "inline"
+    return IndexedFeed(cursor, plan.batches(cursor, asked), grain_size, plan.lookahead(cursor), is_inline=is_inline)
 
 
 def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:

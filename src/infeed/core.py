@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from infeed.assembly import build_engine
 from infeed.config import LoaderConfig
 from infeed.engine import Engine
-from infeed.errors import ConfigError, LoaderClosedError, WorkerStartError
+from infeed.errors import ConfigError, LoaderClosedError, StateError, WorkerStartError
 from infeed.garage import MSG_CLOSED, Garage
 from infeed.ledger import BadSample, Ledger, new_list
 from infeed.lineage import Lineage, lineage_of
@@ -27,6 +27,7 @@ from infeed.observe.records import Statistics, Trace
 from infeed.observe.showing import Show, check_progress
 from infeed.plan.batches import BatchPlan
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor, read_state, write_state
+from infeed.plan.stateful import is_stateful, load_own_state, own_state, source_state
 from infeed.planning import Plan, seed_grain
 from infeed.staff import Staff
 from infeed.trail import Past, Trail
@@ -45,7 +46,9 @@ class Core:
         # begins nothing.
         self._next = Cursor()
         self._trail: Trail | None = None  # of the epoch that was begun last
-        self._lock = threading.Lock()  # guards both while an epoch begins
+        # The latest iteration that was made and has not begun. A state is of it while somebody holds it.
+        self._made: weakref.ref[object] | None = None
+        self._lock = threading.Lock()  # guards these while an epoch begins
         self.garage = Garage()
         self._shows: weakref.WeakSet[Show] = weakref.WeakSet()
         self._bad_samples = new_list()
@@ -58,14 +61,20 @@ class Core:
     def __reduce__(self) -> Any:
         return _no_core, ()  # a loader that is copied or sent makes another
 
-    def offer(self) -> Cursor:
-        """Where an iteration would begin that is made now.
+    def offer(self, iteration: object) -> Cursor:
+        """Where ``iteration`` would begin, which is being made.
 
         Raises:
             LoaderClosedError: there is none any more.
         """
         if self.garage.is_closed:
             raise LoaderClosedError(MSG_CLOSED)
+        self._made = weakref.ref(iteration)
+        return self._next
+
+    @property
+    def next(self) -> Cursor:
+        """Where the next iteration begins."""
         return self._next
 
     @property
@@ -90,21 +99,72 @@ class Core:
             self._trail = None
 
     def state_dict(self) -> dict[str, Any]:
-        cursor = self._cursor()
+        trail = self._trail
+        if trail is None or trail.is_over or (self._made is not None and self._made() is not None):
+            cursor, start = self._next, None  # between epochs
+            if cursor.stream is None:
+                cursor = replace(cursor, stream=self._beginning())
+        else:
+            cursor, start = trail.cursor(), trail.start
         state = write_state(cursor, self.plan.identity(is_fresh=False))
-        sampler = self.plan.sampler_state(cursor)
-        return state if sampler is None else {**state, "sampler": sampler}
+        sampler, dataset = self.plan.sampler_state(cursor, start), self._dataset_state(cursor)
+        if sampler is not None:
+            state["sampler"] = sampler
+        if dataset is not None:
+            state["dataset"] = dataset
+        return state
 
     def load_state_dict(self, state: Any) -> None:
         if isinstance(state, dict) and not state:
             return
         cursor, seed = read_state(state, self.plan.identity())
-        self.plan.load_sampler_state(state.get("sampler"))
-        if seed != self.plan.seed:
+        dataset = state.get("dataset")
+        if dataset is not None:
+            self._check_dataset_state()
+        self._next = replace(cursor, sampler=self.plan.read_sampler_state(state.get("sampler"), cursor), dataset=dataset)
+        self._trail = self._made = None
+        # Its workers were born with the other seed, or have gone on with the stream.
+        if seed != self.plan.seed or self.config.is_stream:
             self.plan.seed = seed
-            self.garage.clear()  # its workers were born with the other seed
-        self._next = cursor
-        self._trail = None
+            self.garage.clear()
+
+    def _beginning(self) -> StreamCursor | None:
+        """The states that the shares of a stream begin the next epoch with, unless a loaded state says otherwise."""
+        config = self.config
+        if not config.is_stream or self.plan.cut.shard.world_size > 1:
+            return None
+        if self.staff.kind(config) == "process":
+            # Worker processes that are kept go on with their copy of the dataset; others get a new copy.
+            return self._trail.carried if self._trail is not None and self._trail.is_over and self.garage.is_keeping else None
+        state = source_state(config.dataset) if config.most_workers <= 1 else None
+        return None if state is None else StreamCursor(0, (ShareCursor(state=state),))
+
+    def _dataset_state(self, cursor: Cursor) -> Any:
+        """An indexed dataset's own state, if it has one.
+
+        Raises:
+            StateError: it cannot be known.
+        """
+        if cursor.dataset is not None or self.config.is_stream or not is_stateful(self.config.dataset):
+            return cursor.dataset
+        self._check_dataset_state()
+        return own_state(self.config.dataset)
+
+    def _check_dataset_state(self) -> None:
+        config = self.config
+        name = type(config.dataset).__qualname__
+        if config.is_stream or not is_stateful(config.dataset):
+            raise StateError(f"state holds one of the dataset, but {name} has no state_dict() and load_state_dict(state)")
+        if config.kind != "inline" or config.is_staged:
+            raise StateError(
+                f"the dataset {name} has a state_dict, but workers load ahead, each from its own copy of it, so its state is "
+                "not that of what was delivered; use num_workers=0 without device, or a dataset without state_dict"
+            )
+
+    def restore_dataset(self, start: Cursor) -> None:
+        """Put an indexed dataset where a loaded state says, before the epoch is read."""
+        if start.dataset is not None:
+            load_own_state(self.config.dataset, start.dataset)
 
     def explain(self, step: int, epoch: int | None) -> Lineage:
         epoch, plan, past = self._look_up(epoch, step)
@@ -118,7 +178,7 @@ class Core:
         if past is not None and past.plan.indices is not None:
             if not len(past.plan.indices):
                 raise IndexError(f"batch {step} of epoch {epoch} has nothing to replay; all its samples were bad and left out")
-            plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop)
+            plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop, past.plan.rows)
         elif past is not None:
             start = self._stream_start(start, past)
         # Without a time-out: whoever replays may be looking around in a debugger.
@@ -172,22 +232,24 @@ class Core:
 
     def begin(self, offered: Cursor) -> Trail:
         """Begin an epoch for an iteration that was made when ``offered`` was the next."""
+        beginning = self._beginning() if self._next.stream is None else None
         with self._lock:
             if self._next is not offered and self._trail is None:
                 # A state was loaded, or an epoch set, after `iter`: that is for the next one.
                 return Trail(offered, self._ledger())
             start = self._next
-            self._trail = Trail(start, self._ledger())
-            self._next = Cursor(start.epoch + 1)
-            return self._trail
+            trail = self._trail = Trail(start, self._ledger(), beginning)
+            self._next, self._made = Cursor(start.epoch + 1), None
+        self.plan.begin(start, lambda: trail.cursor().step)
+        return trail
 
     @property
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
 
-    def build(self) -> Engine:
+    def build(self, config: LoaderConfig) -> Engine:
         """An engine for an epoch, with as many workers, and of the kind, that have turned out best so far."""
-        config, staff = self.config, self.staff
+        staff = self.staff
         tuner = staff.tuner(config, self.cores)
         # Of several engines at a time only one is tuned by what it does: the others have as many workers as that.
         is_alone = not self.garage.has_engines_out

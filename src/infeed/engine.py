@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, assert_never, final
 
@@ -28,6 +29,7 @@ from infeed.workers.crew import Death, News
 from infeed.workers.messages import (
     Emptied,
     FromWorker,
+    Idle,
     LoadFailed,
     Mismatched,
     PackedLoaded,
@@ -37,6 +39,7 @@ from infeed.workers.messages import (
     StartFailed,
     Unplaced,
 )
+from infeed.workers.starting import Process
 
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
@@ -44,6 +47,8 @@ _COOLING_LOOK_S: Final = 0.0005
 # A loop that finds its batches ready need not hear workers. But they have need of it: what they are sent ahead may last for two
 # milliseconds only. So they are heard once in this time, at the price of a system call.
 _HEAR_NS: Final = 1_000_000
+# How long an epoch that has no more batches waits for workers that are in worker_init_fn.
+_INIT_S: Final = 5.0
 # A grain of a batch that is collated as a whole has no length of its own.
 _LONG_GRAIN: Final = 1 << 20
 
@@ -69,7 +74,7 @@ class Engine:
             workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
         orders = Orders(setup, self._scheduler, self.close)
-        self._tell, self._fail_workers = orders.tell, orders.fail_workers
+        self._tell, self._lose_workers, self._fail_workers = orders.tell, orders.lose_workers, orders.fail_workers
         self._records, self._rooms = orders.records, orders.rooms
         self._intake, self._handout = orders.intake, orders.handout
         self._exchange, self._staffing, self._troubles = orders.exchange, orders.staffing, orders.troubles
@@ -80,7 +85,6 @@ class Engine:
         self._next_look = 0.0  # when to look after workers, while waiting
         self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
         self._heard_ns = 0  # when workers were last heard
-        self._put_off: list[News] = []  # what was heard too early, and is taken in when the loop has to wait
         self._is_polled = False  # whoever asks prefetches by itself, and says when the loop has what it waited for
         self._is_closed = False
         self._is_down = False
@@ -103,7 +107,11 @@ class Engine:
 
     def worker_pids(self) -> list[int]:
         """Process numbers of its workers, in their order."""
-        return list(self._crew.pids().values())
+        return [process.pid for process in self.worker_processes()]
+
+    def worker_processes(self) -> list[Process]:
+        """Its workers, as far as they are processes, in their order."""
+        return list(self._crew.processes().values())
 
     def asked(self, asked_ns: int) -> None:
         """The loop has asked for a batch. Then it is ``given``, or there is none (``ended``), or it waits no more."""
@@ -148,9 +156,15 @@ class Engine:
     # --- the user's side
 
     def prime(self) -> None:
-        """Let workers begin with the epoch before its first batch is asked for."""
+        """Let workers begin with the epoch before its first batch is asked for.
+
+        Raises:
+            Exception: what the user's sampler raised.
+        """
         with self._lock:
             began_ns = time.perf_counter_ns()
+            assert self._intake.feed is not None
+            self._intake.feed.prime()
             # Some at a time: workers load the first while the others are planned.
             while self._intake.plan_some():
                 self._crew.flush()
@@ -160,14 +174,18 @@ class Engine:
         arena = self._arena
         return Flight(len(self._records), arena.used_bytes(self._scheduler.free_slots), arena.total_bytes)
 
-    def begin_epoch(self, trail: Trail, *, is_polled: bool = False) -> None:
-        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts."""
+    def begin_epoch(self, trail: Trail, asked: Iterator[Any] | None = None, *, is_polled: bool = False) -> None:
+        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts.
+
+        Args:
+            asked: the iterator of the sampler that belongs to this iteration, where ``iter`` was called on it already.
+        """
         self._handout.begin(trail)
         self._is_polled = is_polled
         self._gauge.begin_epoch(trail.epoch, trail.start.step)
         self._steering.begin_epoch()
         self._left_ns = 0  # what the user did between epochs says nothing about their loop
-        self._intake.begin(trail.start)
+        self._intake.begin(trail.start, asked)
 
     def leave_epoch(self) -> None:
         """Forget what is left of the epoch; the next may begin."""
@@ -214,21 +232,25 @@ class Engine:
         if not self._is_polled:
             self.asked(asked_ns)
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
-        intake.plan()
         # Either may be there, if it was asked for before and not waited for.
         if handout.error is None and handout.is_empty:
+            intake.plan()
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0, waits))
         while handout.error is not None or handout.is_empty:
             if handout.error is not None:
                 raise handout.take_error()
-            self._check_end(feed, asked_ns)
+            self._check_end(feed, asked_ns, waits)
+            if handout.error is not None:
+                continue
             if waits:
                 self._wait(deadline)
             elif not self._look_around():
                 return NOTHING
         if not self._setup.is_lazy:
             if asked_ns - self._heard_ns > _HEAR_NS:
-                self._hear_ahead()
+                news = self._crew.receive(0)
+                self._heard_ns = time.perf_counter_ns()
+                self._hear_all(news)
             intake.plan()
             self._crew.flush()
         left_ns = time.perf_counter_ns()
@@ -243,11 +265,19 @@ class Engine:
         self._left_ns = left_ns
         return handout.take()
 
-    def _check_end(self, feed: Feed, asked_ns: int) -> None:
-        if not feed.is_exhausted or self._scheduler.remaining(feed.epoch):
+    def _check_end(self, feed: Feed, asked_ns: int, waits: bool) -> None:
+        if not (feed.is_exhausted or feed.error is not None) or self._scheduler.has_undelivered(feed.epoch):
             return
         if feed.error is not None:
-            raise feed.take_error()  # told once; then the epoch is over
+            raise feed.take_error()
+        if self._staffing.awaits_init:
+            if waits:
+                self._await_init()
+            if not waits or self._handout.error is not None:
+                return
+        # An engine that can start no more workers is of no use to the next epoch.
+        self._is_closed |= self._scheduler.is_lost
+        self._handout.end(feed.carried())
         self._intake.end()
         if not self._is_polled:
             self.ended(asked_ns)
@@ -256,15 +286,31 @@ class Engine:
             raise emptiness
         raise EpochEnd
 
+    def _await_init(self) -> None:
+        """All batches are delivered. Whether ``worker_init_fn`` has raised must not depend on how fast workers start, so those
+        that are still starting are waited for; not for long, because one may hang there."""
+        deadline_s = time.perf_counter() + _INIT_S
+        while self._staffing.awaits_init and not self._scheduler.is_lost:
+            left_s = deadline_s - time.perf_counter()
+            if left_s <= 0:
+                self._staffing.stop_awaiting()
+                return
+            self._listen(left_s)
+        if self._staffing.awaits_init:
+            self._fail_workers()
+
     def _wait(self, deadline: float | None) -> None:
+        timeout_s = None if deadline is None else deadline - time.perf_counter()
+        if timeout_s is not None and timeout_s <= 0:
+            raise self._troubles.timeout_error()
+        self._listen(timeout_s)
+
+    def _listen(self, timeout_s: float | None) -> None:
         """The one place where the user's thread waits: for news, a death, the time-out, a look at the workers, or close."""
         if self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
         now_ns = time.perf_counter_ns()
         now = now_ns / 1e9
-        timeout_s = None if deadline is None else deadline - now
-        if timeout_s is not None and timeout_s <= 0:
-            raise self._troubles.timeout_error()
         watch = self._setup.watch
         if watch is not None:
             if now >= self._next_look:
@@ -274,7 +320,7 @@ class Engine:
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
         worker_count, idle_count = self._gauge.members.count, self._scheduler.idle_count
-        news = self._put_off or self._crew.receive(0 if self._troubles.is_storm else timeout_s)
+        news = self._crew.receive(0 if self._troubles.is_storm else timeout_s)
         self._heard_ns = time.perf_counter_ns()
         took_ns = self._heard_ns - now_ns
         if worker_count:
@@ -288,27 +334,18 @@ class Engine:
 
     def _look_around(self) -> bool:
         """Hear what there is to hear without waiting; whether there was anything."""
-        news = self._put_off or self._crew.receive(0)
+        news = self._crew.receive(0)
         self._heard_ns = time.perf_counter_ns()
         self._take_in(news)
         return bool(news)
 
     def _take_in(self, news: list[News]) -> None:
-        self._put_off = []
         self._hear_all(news)
         if self._troubles.is_storm and not self._is_closed:
             self._fail_workers()
-        self._intake.plan()
-
-    def _hear_ahead(self) -> None:
-        """Hear workers although nothing is waited for. What ends the epoch is put off: batches that are ready come first."""
-        if self._put_off:
-            return
-        news = self._crew.receive(0)
-        self._heard_ns = time.perf_counter_ns()
-        early = next((number for number, (_, message) in enumerate(news) if isinstance(message, StartFailed)), len(news))
-        self._put_off = news[early:]
-        self._hear_all(news[:early])
+        # Without workers nothing is planned while a batch waits to be delivered: the sampler is asked when the loop asks.
+        if not self._setup.is_lazy or (self._handout.is_empty and self._handout.error is None):
+            self._intake.plan()
 
     def _hear_all(self, news: list[News]) -> None:
         try:
@@ -319,8 +356,11 @@ class Engine:
             self._is_closed = True
             raise
 
-    def close(self) -> None:
+    def close(self, *, keeps_workers: bool = False) -> None:
         """Stop all workers and let go of all memory that the user does not look into. Idempotent.
+
+        Args:
+            keeps_workers: Whether worker processes that are slow to start may wait for another loader.
 
         NOTE [close order]
           1. mark closed and wake whoever waits in `next_batch`; wait until they are out, because a descriptor that is closed
@@ -337,15 +377,15 @@ class Engine:
         if self._driver == threading.get_ident():
             return
         with self._lock:
-            self._tear_down()
+            self._tear_down(keeps_workers=keeps_workers)
 
-    def _tear_down(self) -> None:
+    def _tear_down(self, *, keeps_workers: bool = False) -> None:
         if self._is_down:
             return
         self._is_down = True
         self._scheduler.handle(Closed())
         self._records.clear()
-        self._setup.close()
+        self._setup.close(keeps_workers=keeps_workers)
 
     # --- what workers say
 
@@ -355,6 +395,7 @@ class Engine:
                 self._exchange.loaded(worker, message)
             case Started():
                 self._gauge.members.started(worker, self._crew.pids().get(worker))
+                self._staffing.note_started(worker)
                 self._tell(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
                 self._exchange.unplaced(worker, task, nbytes, layout)
@@ -364,12 +405,13 @@ class Engine:
                 self._exchange.emptied(worker, message)
             case LoadFailed():
                 self._exchange.failed(worker, message)
-            case Stack():
-                pass  # asked for, and too late
+            case Stack() | Idle():
+                pass  # a stack that arrived after the timeout
             case StartFailed(failure):
-                # Nothing that this engine starts would fare better.
-                self.close()
-                self._handout.error = start_error(worker, failure)
+                # Nothing that this engine starts would fare better. Its end is no death to be logged.
+                self._crew.stop(worker)
+                self._gauge.members.ended(worker)
+                self._lose_workers(start_error(worker, failure))
             case Death():
                 self._gauge.members.ended(worker)
                 self._troubles.died(worker, message)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-import traceback
+import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from time import perf_counter_ns
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 from infeed.core import Core
 from infeed.delivery.ahead import Ahead
@@ -15,21 +16,32 @@ from infeed.delivery.backend import open_stage
 from infeed.engine import NOTHING, Engine, EpochEnd
 from infeed.observe.showing import Show
 from infeed.trail import Trail
-from infeed.workers.failures import WorkerTraceback
+from infeed.workers.failures import kept
+from infeed.workers.starting import Process
 
 _MSG_ALREADY: Final = (
     "this iteration is asked for a batch by code that runs while it gets one (a callback, a handler, the dataset)"
 )
+
+_FOREVER_S: Final = 3600.0
 
 
 @final
 class Epoch(Iterator[Any]):
     """One iteration of a loader. Starts nothing before the first batch is asked for."""
 
-    def __init__(self, core: Core, owner: object = None) -> None:
-        """It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it."""
+    def __init__(self, core: Core, owner: object = None, asked: Iterator[Any] | None = None) -> None:
+        """It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it.
+
+        Args:
+            asked: the sampler's iterator, where ``iter`` was called on the sampler already.
+        """
         self._core = core
-        self._offered = core.offer()
+        self._config = core.config  # as it is now: a torch loader's options may be changed before the first batch
+        self._asked = asked
+        if core.garage.is_closed and _is_python_exiting():
+            _stop_here()
+        self._offered = core.offer(self)
         self._owner = owner
         self._trail: Trail | None = None
         self._lock = threading.Lock()  # one thread at a time drives the engine
@@ -52,13 +64,17 @@ class Epoch(Iterator[Any]):
             self._driver = threading.get_ident()
             try:
                 return self._next()
+            except Exception as error:
+                if isinstance(error, StopIteration) or not _is_python_exiting():
+                    raise
             finally:
                 self._driver = 0
+        _stop_here()
 
     def _next(self) -> Any:
         if self._is_over:
             raise StopIteration
-        engine = self._engine or self.begin()
+        engine = self._engine or self._begin_once()
         if self._show is not None:
             if self._has_given:
                 self._show.step()  # the loop is done with a batch
@@ -99,7 +115,7 @@ class Epoch(Iterator[Any]):
                 self._is_drained = True
                 break
             except Exception as error:
-                ahead.push_error(_kept(error), self._trail.reached())
+                ahead.push_error(kept(error), self._trail.reached())
                 self._is_drained = not engine.is_usable or engine.is_between_epochs
                 break
             if batch is NOTHING:
@@ -107,7 +123,7 @@ class Epoch(Iterator[Any]):
             try:
                 ahead.push(batch, self._trail.reached())
             except Exception as error:  # the user's `convert`, or a device without memory
-                ahead.push_error(_kept(error), self._trail.reached())
+                ahead.push_error(kept(error), self._trail.reached())
             except BaseException:
                 engine.close()  # as wherever it is interrupted: what was on its way is lost, and nothing may follow it
                 raise
@@ -121,17 +137,26 @@ class Epoch(Iterator[Any]):
             raise batch
         return batch
 
+    def _begin_once(self) -> Engine:
+        """An iteration whose sampler or dataset raised before the first batch has ended, like a generator."""
+        try:
+            return self.begin()
+        except Exception:
+            self._end()
+            raise
+
     def begin(self) -> Engine:
         """Take an engine and begin. Happens by itself with the first batch."""
         asked_ns = perf_counter_ns()
-        core = self._core
-        config, garage = core.config, core.garage
+        core, config = self._core, self._config
+        garage = core.garage
         stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
-        engine = garage.take(core.build)
+        engine = garage.take(partial(core.build, config))
         trail = core.begin(self._offered)
         try:
             show = core.show(trail)
-            engine.begin_epoch(trail, is_polled=stage is not None)
+            core.restore_dataset(trail.start)
+            engine.begin_epoch(trail, self._asked, is_polled=stage is not None)
         except BaseException:
             core.take_back(trail)
             garage.give_back(engine)
@@ -150,10 +175,18 @@ class Epoch(Iterator[Any]):
 
     def worker_pids(self) -> list[int]:
         """Process numbers of the workers that load for it."""
-        return [] if self._engine is None else self._engine.worker_pids()
+        return [process.pid for process in self.worker_processes()]
 
-    def leave(self) -> None:
-        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told."""
+    def worker_processes(self) -> list[Process]:
+        """The worker processes that load for it."""
+        return [] if self._engine is None else self._engine.worker_processes()
+
+    def leave(self, *, stops_workers: bool = False) -> None:
+        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told.
+
+        Args:
+            stops_workers: Whether its workers end now, and wait for no other epoch or loader.
+        """
         engine = self._engine
         if not self._lock.acquire(blocking=False):
             if engine is not None:
@@ -162,6 +195,8 @@ class Epoch(Iterator[Any]):
                 return
             self._lock.acquire()  # it is beginning only
         try:
+            if stops_workers and self._engine is not None:
+                self._engine.close()
             self._end()
         finally:
             self._lock.release()
@@ -179,11 +214,15 @@ class Epoch(Iterator[Any]):
         self._engine = None
 
 
-def _kept(error: Exception) -> Exception:
-    """An exception that waits for its turn. Its frames know the iteration, which would never end; so they are kept as text."""
-    if error.__cause__ is None:
-        error.__cause__ = WorkerTraceback("".join(traceback.format_exception(error)))
-    return error.with_traceback(None)
+def _is_python_exiting() -> bool:
+    """Whether Python closes all loaders, and this is a daemon thread, which it does not wait for."""
+    return not threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread()
+
+
+def _stop_here() -> NoReturn:
+    """Wait for the end of the process, as daemon threads do: an exception would be printed, and nobody could handle it."""
+    while True:
+        time.sleep(_FOREVER_S)
 
 
 def _leave(core: Core, engine: Engine, ahead: Ahead | None) -> None:

@@ -20,7 +20,10 @@ class ConfigError(InfeedError, ValueError):
 
 
 class StateError(InfeedError, ValueError):
-    """A state cannot be loaded: it is damaged, of another version, or of another dataset or other options."""
+    """A state cannot be loaded: it is damaged, of another version, or of another dataset or other options.
+
+    Or it cannot be taken: worker processes have copies of a map-style dataset that has a state of its own.
+    """
 
     __module__ = "infeed"
 
@@ -53,6 +56,8 @@ class WorkerStartError(WorkerError):
     """A worker never became ready: the dataset cannot be sent, an import failed, or ``worker_init_fn`` raised."""
 
     __module__ = "infeed"
+    # What cannot be pickled, if that is why: "dataset.file is a h5py.File, which cannot be pickled".
+    unpicklable: str | None = None
 
 
 class WorkerDiedError(WorkerError):

@@ -81,12 +81,13 @@ class Exchange:
         indices = plan.indices
         if not action.is_whole:
             indices = indices[first_row : first_row + action.grain_count * grain_size]
+        rows = None if plan.rows is None else plan.rows[first_row : first_row + len(indices)]
         self._tasks[action.task] = Task(action.worker, action.batch, first_row, len(indices), layout)
         self._crew.send(
             action.worker,
             LoadGrains(
                 action.task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
-                action.is_whole, indices, record.deaths is not None,
+                action.is_whole, indices, record.deaths is not None, rows,
             ),
         )  # fmt: skip
 
@@ -123,13 +124,9 @@ class Exchange:
                 record.beside[entry.first_row] = message.beside
             if self._setup.stream is not None:
                 self._setup.stream.decide(shards_itself=message.shards_itself)
-                is_short = message.row_count < record.plan.row_count
                 record.stream_state = message.stream_state
                 self._intake.stream_loaded(record, message.row_count, message.stream_state)
                 if message.bad and not self._troubles.left_out(worker, record, message.task, message.bad):
-                    return
-                if is_short and self._setup.drop_last:
-                    self._tell(TaskEmpty(worker, message.task))
                     return
         self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
 
@@ -166,7 +163,7 @@ class Exchange:
         if self._setup.stream is not None:
             self._setup.stream.decide(shards_itself=message.shards_itself)
         if record is not None:
-            self._intake.stream_loaded(record, 0, None)
+            self._intake.stream_loaded(record, 0, message.stream_state)
             if message.bad:
                 if not self._troubles.left_out(worker, record, message.task, message.bad):
                     return
@@ -175,11 +172,11 @@ class Exchange:
         self._tell(TaskEmpty(worker, message.task))
 
     def failed(self, worker: WorkerId, message: LoadFailed) -> None:
-        """A stream has given something before it raised, which counts; the rest is trouble."""
+        """Of a stream, all positions of the batch are used up: what it reads next belongs to the next batch."""
         entry = self._tasks.get(message.task)
         record = None if entry is None else self._records.get(entry.batch)
         if record is not None and self._setup.stream is not None:
-            record.row_count = message.row_count
-            self._setup.stream.decide(shards_itself=False)
-            self._intake.stream_loaded(record, message.row_count, None)
+            record.row_count = record.plan.row_count
+            self._setup.stream.decide(shards_itself=message.shards_itself)
+            self._intake.stream_loaded(record, record.plan.row_count, None)
         self._troubles.load_failed(worker, message)

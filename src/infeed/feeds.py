@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, final
 
-from infeed.plan.batches import BatchPlan, grain_count
-from infeed.plan.cursor import Cursor, StreamCursor
+from infeed.plan.batches import BatchPlan, Lookahead, grain_count
+from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
 from infeed.plan.order import Indices
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.failures import kept
 from infeed.workers.messages import OpenStream
 
 
@@ -25,6 +29,7 @@ class PlannedBatch(NamedTuple):
     stop: int  # the position that all ranks have come to with it
     indices: Indices | list[Any] | None = None
     worker: WorkerId | None = None
+    rows: list[int] | None = None  # where each sample stood before others were left out; None: none were
 
 
 class Feed(ABC):
@@ -34,19 +39,36 @@ class Feed(ABC):
         self.epoch = cursor.epoch
         self._step = cursor.step
         self.is_exhausted = False
-        # What the user's sampler raised; kept until the batches before it are delivered, as without prefetching.
+        # What the user's sampler raised. No batch is taken until those before it are delivered and it was raised.
         self.error: Exception | None = None
 
     def take_error(self) -> Exception:
-        """What is to be raised, once."""
+        """What is to be raised, once; the epoch goes on behind it."""
         error, self.error = self.error, None
         assert error is not None
+        self.delivered()
         return error
+
+    def prime(self) -> None:
+        """Ask for as many batches as may be asked for before the first is delivered.
+
+        Raises:
+            Exception: what the user's sampler raised.
+        """
+        return
+
+    def delivered(self) -> None:
+        """A batch, or an exception in its place, is delivered: the sampler may be asked for another."""
+        return
 
     @property
     def share_count(self) -> int:
         """Into how many shares a stream is cut; 0 if this is none."""
         return 0
+
+    def carried(self) -> StreamCursor | None:
+        """What the shares of a stream that has ended hand on to the next epoch, if its dataset has a state."""
+        return None
 
     @abstractmethod
     def take(self) -> PlannedBatch | None:
@@ -55,32 +77,84 @@ class Feed(ABC):
 
 @final
 class IndexedFeed(Feed):
-    def __init__(self, cursor: Cursor, batches: Iterator[BatchPlan], grain_size: int) -> None:
+    def __init__(
+        self,
+        cursor: Cursor,
+        batches: Iterator[BatchPlan | Exception],
+        grain_size: int,
+        lookahead: Lookahead | None = None,
+        *,
+        is_inline: bool = False,
+    ) -> None:
+        """``batches`` may go on after it raised. An exception that it yields is raised in the place of a batch.
+
+        With ``is_inline``, an exception is raised at once, with its traceback.
+        """
         super().__init__(cursor)
         self._ahead = set(cursor.ahead)
         self._batches = batches
         self._grain_size = grain_size
+        self._lookahead, known_count = lookahead or (0, sys.maxsize)
+        self._asked: deque[BatchPlan | Exception] = deque()  # yielded by the sampler, not taken yet
+        self._asked_count = 0
+        self._due_count = self._lookahead  # as many are asked for whether there is room for them or not
+        self._limit = max(known_count, self._due_count)  # as many may be asked for when there is
+        self._is_at_end = False
+        self._is_inline = is_inline
 
-    def take(self) -> PlannedBatch | None:
-        if self.is_exhausted:
+    def prime(self) -> None:
+        self._asked.extend(islice(self._batches, self._lookahead))
+        self._asked_count = len(self._asked)
+        self._is_at_end = self._asked_count < self._lookahead
+
+    def delivered(self) -> None:
+        if not self._lookahead:
+            return
+        self._due_count += 1
+        self._limit = max(self._limit, self._due_count)
+        while self._asked_count < self._due_count and (plan := self._ask()) is not None:
+            self._asked.append(plan)
+
+    def _ask(self) -> BatchPlan | Exception | None:
+        if self._is_at_end:
             return None
+        self._asked_count += 1
         try:
-            plan = next(self._batches)
-            while self._step in self._ahead:  # the user had it before the ones that were still missing
-                self._step += 1
-                plan = next(self._batches)
+            return next(self._batches)
         except StopIteration:
-            self.is_exhausted = True
+            self._is_at_end = True
             return None
         except Exception as error:  # the user's sampler
-            self.is_exhausted = True
-            self.error = error
+            return error if self._is_inline else kept(error)
+
+    def _next(self) -> BatchPlan | None:
+        if self.error is not None:
             return None
-        indices, first_position, stop = plan
-        rows = len(indices)
+        if self._asked:
+            plan: BatchPlan | Exception | None = self._asked.popleft()
+        else:
+            plan = self._ask() if self._asked_count < self._limit else None
+        if plan is None:
+            self.is_exhausted = self._is_at_end
+        elif isinstance(plan, Exception):
+            self.error = plan
+            return None
+        return plan
+
+    def take(self) -> PlannedBatch | None:
+        plan = self._next()
+        while plan is not None and self._step in self._ahead:  # the user had it before the ones that were still missing
+            self._step += 1
+            self.delivered()
+            plan = self._next()
+        if plan is None:
+            return None
+        indices, first_position, stop, rows = plan
+        count = len(indices)
         step = self._step
         self._step += 1
-        return PlannedBatch(self.epoch, first_position, rows, max(1, grain_count(rows, self._grain_size)), step, stop, indices)
+        grains = max(1, grain_count(count, self._grain_size))
+        return PlannedBatch(self.epoch, first_position, count, grains, step, stop, indices, None, rows)
 
 
 @final
@@ -90,8 +164,10 @@ class _Share:
     loaded_rows: int = 0
     is_open: bool = False
     is_ended: bool = False
+    is_over: bool = False  # had ended before this run: its worker puts the dataset where it was, and reads nothing
     state: Any = None  # the dataset's own, when it had given ``state_rows``
     state_rows: int = 0
+    final_state: Any = None  # the dataset's own, when the share had ended
 
 
 @final
@@ -132,9 +208,14 @@ class StreamFeed(Feed):
         self._turn = stream.turn
         self._was_alone = stream.is_alone
         for number, share in enumerate(stream.shares):
-            state_rows = share.rows if share.state is not None else 0
+            has_state = share.state is not None
             self._by_worker[WorkerId(number)] = _Share(
-                share.rows, share.rows, is_ended=share.is_ended, state=share.state, state_rows=state_rows
+                share.rows,
+                share.rows,
+                is_ended=share.is_ended and not has_state,
+                is_over=share.is_ended,
+                state=share.state,
+                state_rows=share.rows if has_state else 0,
             )
         if not stream.is_alone:
             self._shares.decide(shards_itself=True)
@@ -184,8 +265,9 @@ class StreamFeed(Feed):
         """What a worker is told that begins to read this share, or goes on where another has died."""
         share = self._by_worker.get(worker) or _Share()
         return OpenStream(
-            self.epoch, share.state_rows, share.loaded_rows - share.state_rows, share.state, self.is_alone, self.is_known
-        )
+            self.epoch, share.state_rows, share.loaded_rows - share.state_rows, share.state, self.is_alone, self.is_known,
+            share.is_over or share.is_ended,
+        )  # fmt: skip
 
     def loaded(self, worker: WorkerId, row_count: int, planned_count: int, state: Any = None) -> None:
         share = self._by_worker[worker]
@@ -194,3 +276,9 @@ class StreamFeed(Feed):
             share.state, share.state_rows = state, share.loaded_rows
         if row_count < planned_count:
             share.is_ended = True
+            share.final_state = state
+
+    def carried(self) -> StreamCursor | None:
+        if all(share.final_state is None for share in self._by_worker.values()):
+            return None
+        return StreamCursor(0, tuple(ShareCursor(state=share.final_state) for share in self._by_worker.values()))

@@ -58,7 +58,7 @@ class Garage:
                 self._parked = engine
                 return
         if engine.is_usable:
-            engine.close()
+            engine.close(keeps_workers=True)
 
     @property
     def has_engines_out(self) -> bool:
@@ -70,13 +70,13 @@ class Garage:
         with self._lock:
             self._outdated.add(engine)
 
-    def clear(self) -> None:
+    def clear(self, *, keeps_workers: bool = True) -> None:
         """Let no later epoch have the engine that waits for one."""
         with self._lock:
             parked, self._parked = self._parked, None
             self._outdated |= self._out
         if parked is not None and parked.is_usable:
-            parked.close()
+            parked.close(keeps_workers=keeps_workers)
 
     def close(self) -> None:
         self.is_closed = True
@@ -88,13 +88,15 @@ class Garage:
         Ctrl+C ends the wait for workers here as well, but there is nobody to raise it to: Python would print it and go on.
         """
         with suppress(KeyboardInterrupt):
-            self.close()
+            self.is_closed = True
+            # When Python ends there is no next loader, and finalizers may have closed the pipes already.
+            self.stop(keeps_workers=threading.main_thread().is_alive())
 
-    def stop(self) -> None:
+    def stop(self, *, keeps_workers: bool = False) -> None:
         """Close all engines, also those of epochs in progress; another epoch may begin."""
         with self._lock:
             engines = [engine for engine in (self._parked, *self._out) if engine is not None]
             self._parked = None
         for engine in engines:
             if engine.is_usable:
-                engine.close()
+                engine.close(keeps_workers=keeps_workers)

@@ -7,11 +7,12 @@ from typing import Any, final
 
 from infeed.errors import SampleError
 from infeed.observe.records import LOOP
+from infeed.plan.cursor import StreamCursor
 from infeed.records import EngineSetup, Record
 from infeed.reports import batch_error
 from infeed.scheduler.messages import SlotId, TaskId, WorkerId
 from infeed.trail import Trail
-from infeed.workers.failures import Failure
+from infeed.workers.failures import Failure, kept, text_of
 
 
 @final
@@ -47,6 +48,11 @@ class Handout:
             self._trail.delivered(record, share_count)
         return value
 
+    def end(self, carried: StreamCursor | None) -> None:
+        """All batches of the epoch have been delivered; its stream hands this on to the next."""
+        if self._trail is not None:
+            self._trail.carried = carried
+
     def take_error(self) -> BaseException:
         """What is to be raised. No local of who raises it: the traceback has their frame, and would keep the loader alive."""
         error, self.error = self.error, None
@@ -64,7 +70,7 @@ class Handout:
             except Exception as error:  # the user's objects are built again here, and may raise anything
                 self._note_failed(record)
                 place = f"position {record.plan.first_position} of epoch {record.plan.epoch}"
-                failure = Failure.of(error, "receiving a batch (an object of it cannot be built again in this process)")
+                failure = Failure.of(kept(error), "receiving a batch (an object of it cannot be built again in this process)")
                 self.error = failure.exception(place)
                 return
         self._gauge.sample_count += record.row_count
@@ -76,7 +82,7 @@ class Handout:
     def fail(self, record: Record, task: TaskId | None) -> None:
         """Raise what went wrong with a batch, in its turn."""
         self.error = batch_error(record, task, self._name)
-        self._gauge.mark("failure", LOOP, f"{type(self.error).__name__}: {self.error}")
+        self._gauge.mark("failure", LOOP, f"{type(self.error).__name__}: {text_of(self.error)}")
         self._note_failed(record)
 
     def pass_over(self, record: Record) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 from infeed.feeds import Feed, PlannedBatch, StreamFeed
@@ -10,7 +10,7 @@ from infeed.plan.cursor import Cursor
 from infeed.records import EngineSetup, Record, Task
 from infeed.rooms import Rooms
 from infeed.scheduler.machine import Scheduler
-from infeed.scheduler.messages import BatchId, BatchPlanned, EpochAbandoned, Event, SlotFreed, TaskId, WindowChanged
+from infeed.scheduler.messages import BatchId, BatchPlanned, EpochAbandoned, Event, SlotFreed, TaskId, WindowChanged, WorkerId
 from infeed.staffing import Staffing
 
 # Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
@@ -44,10 +44,11 @@ class Intake:
         self._next_feed: Feed | None = None
         self._next_count = 0  # batches that were taken from it
         self._is_sparing = setup.gauge.kind == "thread"
+        self._binds_batches = setup.binds_batches
 
     # --- epochs
 
-    def begin(self, start: Cursor) -> None:
+    def begin(self, start: Cursor, asked: Iterator[Any] | None = None) -> None:
         """Take the batches of an epoch from here on; some may have been planned already, behind those of the one before."""
         prefetched, self._next_feed, self._next_count = self._next_feed, None, 0
         self._is_sparing = self._setup.gauge.kind == "thread"
@@ -56,7 +57,7 @@ class Intake:
             return
         if prefetched is not None:
             self.abandon(prefetched.epoch)
-        self.feed = self._setup.make_feed(start)
+        self.feed = self._setup.make_feed(start, asked)
 
     def abandon(self, epoch: int) -> None:
         """What was planned of an epoch is not wanted any more."""
@@ -96,7 +97,10 @@ class Intake:
             batch = BatchId(self._batch_count)
             self._batch_count += 1
             self._records[batch] = Record(planned)
-            self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, planned.worker))
+            worker = planned.worker
+            if self._binds_batches:
+                worker = WorkerId(planned.step % len(self._setup.workers))
+            self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, worker, planned.indices is None))
         return True
 
     def _take(self) -> PlannedBatch | None:
@@ -111,12 +115,17 @@ class Intake:
             if self._is_sparing and self._next_count >= _SPARING * len(self._scheduler.hired_workers):
                 return None
             if self._next_feed is None:
-                self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1))
+                self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1), None)
             self._next_count += 1
             return self._next_feed.take()
         if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
             self._staffing.open_share(planned.worker, feed)
         return planned
+
+    def delivered(self) -> None:
+        """A batch, or an exception in its place, is delivered."""
+        if self.feed is not None:
+            self.feed.delivered()
 
     def stream_loaded(self, record: Record, row_count: int, state: Any) -> None:
         """So much came of a batch of a stream, which says whether there is more to ask for."""

@@ -15,6 +15,7 @@ from infeed.lineage import Lineage
 from infeed.observe.records import Statistics
 from infeed.plan.shards import Shard
 from infeed.planning import Planner
+from infeed.workers.early import start_for_loader
 
 
 @final
@@ -178,6 +179,8 @@ class DataLoader:
         self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
         self._finalizer = weakref.finalize(self, self._core.garage.close_unasked)
+        if config.kind == "process" and self._core.plan.table is None:
+            start_for_loader(config.start_method, dataset, collate_fn, worker_init_fn)
 
     def __iter__(self) -> Iterator[Any]:
         return Epoch(self._core, self)
@@ -251,14 +254,17 @@ class DataLoader:
         """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
 
         It can be loaded with another number or kind of workers, another batch size, another number of ranks.
+
+        Raises:
+            StateError: the dataset is map-style and has a ``state_dict``, which cannot be followed with workers.
         """
         return self._core.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state says, with the next iteration. Nothing is loaded again; ``{}`` changes nothing.
 
-        Samplers are asked anew and what they yielded before is passed over, so they must yield the same again. Streams go on by
-        their own ``load_state_dict`` if they have one, else they are read from the beginning and what was had is forgotten.
+        Samplers and iterable datasets continue by their own ``load_state_dict`` if they have one. Others are read from the
+        beginning, and what was delivered is skipped, so they must yield the same again.
 
         Raises:
             StateError: it is damaged, or of another dataset or other options. The loader is as it was.

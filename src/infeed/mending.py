@@ -75,7 +75,8 @@ class Mend:
         self._changes = {}
         if isinstance(planned.indices, np.ndarray):
             kept = np.array(kept, dtype=np.int64)  # that is how indices travel fastest
-        return planned._replace(indices=kept, row_count=len(kept), grain_count=grain_count(len(kept), grain_size))
+        rows = None if len(self._rows) == len(self.first_indices) else self._rows
+        return planned._replace(indices=kept, row_count=len(kept), grain_count=grain_count(len(kept), grain_size), rows=rows)
 
 
 @final

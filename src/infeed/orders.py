@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never, final
 
+from infeed.errors import WorkerStartError
 from infeed.exchange import Exchange
 from infeed.handout import Handout
 from infeed.intake import Intake
@@ -34,6 +35,7 @@ from infeed.scheduler.messages import (
     StartWorker,
     StopWorker,
     TaskId,
+    WorkersLost,
 )
 from infeed.staffing import Staffing
 from infeed.troubles import Troubles
@@ -46,6 +48,7 @@ class Orders:
     def __init__(self, setup: EngineSetup, scheduler: Scheduler, close: Callable[[], None]) -> None:
         """``close`` is the engine's own, for when nothing can be loaded any more."""
         self._setup, self._gauge, self._scheduler, self._close = setup, setup.gauge, scheduler, close
+        self._fatal: BaseException | None = None  # why no more workers can be started
         self.records: dict[BatchId, Record] = {}
         tasks: dict[TaskId, Task] = {}
         self.rooms = Rooms(setup, scheduler)
@@ -67,6 +70,7 @@ class Orders:
             case Deliver(batch, slot):
                 feed = self.intake.feed
                 self.handout.deliver(self.records.pop(batch), slot, 0 if feed is None else feed.share_count)
+                self.intake.delivered()
             case Place(worker, task, batch, slot):
                 self.exchange.place(worker, task, self.records[batch], slot)
             case Drop(worker, task):
@@ -75,15 +79,20 @@ class Orders:
                 self._grow()
             case DeliverError(batch, task):
                 self.handout.fail(self.records.pop(batch), task)
+                self.intake.delivered()
             case Reload(batch):
                 self._reload(batch)
             case Pass(batch):
                 self.handout.pass_over(self.records.pop(batch))
+                self.intake.delivered()
             case Forget(batch):
                 self.records.pop(batch, None)
             case StartWorker(worker):
                 self._gauge.members.restarted(worker)
-                self.staffing.replace(worker, self.intake.feed)
+                try:
+                    self.staffing.replace(worker, self.intake.feed)
+                except WorkerStartError as error:
+                    self.lose_workers(error.with_traceback(None))
             case StopWorker(worker):
                 self._gauge.members.ended(worker)
                 self.staffing.stop(worker)
@@ -106,10 +115,16 @@ class Orders:
             plan = before.mend.apply(plan, self._setup.grain_size)
         self.records[batch] = Record(plan, before)
 
+    def lose_workers(self, error: BaseException) -> None:
+        """No more workers can be started, for this reason. It is raised when no batch is ready any more."""
+        self._fatal = self._fatal or error
+        self.tell(WorkersLost())
+
     def fail_workers(self) -> None:
-        """Workers die, one after another: end it."""
+        """Workers die, one after another, or cannot be started: end it."""
         self._close()
-        self.handout.error = workers_error(self.troubles.last_death)
+        error, self._fatal = self._fatal, None
+        self.handout.error = error or workers_error(self.troubles.last_death)
 
     def _fail_memory(self) -> None:
         ended = self.rooms.collect()

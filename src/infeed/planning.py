@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol, final
 
 from infeed.batch.arrays import ArrayTable, as_rows, table_of
 from infeed.config import LoaderConfig
 from infeed.errors import ConfigError
-from infeed.plan.batches import BatchPlan, default_grain_size, given_batches, ordered_batch, ordered_batches, sampled_batches
+from infeed.plan.batches import (
+    BatchPlan,
+    Lookahead,
+    default_grain_size,
+    given_batches,
+    ordered_batch,
+    ordered_batches,
+    sampled_batches,
+)
 from infeed.plan.cursor import Cursor, Identity
 from infeed.plan.order import Order, RepeatingOrder, SequentialOrder, ShuffledOrder, WeightedOrder, weight_ladder
 from infeed.plan.shards import Cut, Shard, Steps
+from infeed.plan.stateful import Reading, Readings, check_reading
 
 _ALL: Final = sys.maxsize
 # The size of a batch sampler's batches is not known; what batches usually have is the best guess there is.
@@ -26,6 +35,7 @@ class Plan(Protocol):
     seed: int
     cut: Cut
     torch_seed: int | None  # what the seeds of torch's workers are counted from
+    tells_epochs: bool  # workers call set_epoch of the dataset, its transforms and collate_fn
 
     @property
     def table(self) -> ArrayTable | None:
@@ -39,8 +49,18 @@ class Plan(Protocol):
     def is_foreseeable(self) -> bool:
         """Whether the next epoch may be begun before the user asks for it."""
 
-    def batches(self, cursor: Cursor) -> Iterator[BatchPlan]:
-        """The batches of an epoch of this rank, from a cursor on."""
+    def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
+        """An epoch begins that states are taken of; ``reached`` is the next step of its user."""
+
+    def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
+        """The batches of an epoch of this rank, from a cursor on.
+
+        Args:
+            asked: the iterator of the sampler that belongs to this iteration, where ``iter`` was called on it already.
+        """
+
+    def lookahead(self, cursor: Cursor) -> Lookahead | None:
+        """How far ahead an epoch that begins at ``cursor`` may ask its sampler; ``None`` sets no limit."""
 
     def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
         """Batch ``step`` of an epoch that goes on at ``cursor``; ``None`` if there is none. Not if ``is_given``."""
@@ -58,14 +78,17 @@ class Plan(Protocol):
     def identity(self, *, is_fresh: bool = True) -> Identity:
         """What this loader's states belong to. Unless ``is_fresh``, the length is what it was when the epoch began."""
 
-    def sampler_state(self, cursor: Cursor) -> Any:
-        """What else is needed to plan this epoch again, as plain data; ``None`` if nothing is."""
+    def sampler_state(self, cursor: Cursor, start: Cursor | None) -> Any:
+        """What else is needed to plan again from ``cursor`` on, as plain data; ``None`` if nothing is.
 
-    def load_sampler_state(self, state: Any) -> None:
-        """Plan the next epoch as ``sampler_state`` says.
+        ``start`` is where the epoch began that ``cursor`` is in; ``None`` if it has yet to begin.
+        """
+
+    def read_sampler_state(self, state: Any, cursor: Cursor) -> Any:
+        """Check what ``sampler_state`` returned. To be ``cursor.sampler`` of an epoch that begins there.
 
         Raises:
-            StateError: it is not such a state.
+            StateError: it is not such a state, or not one of this plan.
         """
 
 
@@ -74,6 +97,7 @@ class Planner(Plan):
     """The plan of ``infeed.DataLoader``. ``seed`` may change, when a state is loaded; all else is fixed by the options."""
 
     torch_seed = None
+    tells_epochs = True
 
     def __init__(self, config: LoaderConfig, seed: int) -> None:
         assert isinstance(config.shard, Shard)
@@ -84,6 +108,7 @@ class Planner(Plan):
         self._ladder = None if config.weights is None else weight_ladder(config.weights)
         self._order_name = self._named_order()
         self._length: int | None = None
+        self._readings = Readings()
         self._check_lengths()
 
     @property
@@ -100,13 +125,23 @@ class Planner(Plan):
         # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
         return not self.is_given
 
-    def batches(self, cursor: Cursor) -> Iterator[BatchPlan]:
+    def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
+        del asked
         config = self._config
-        if config.batch_sampler is not None:
-            return given_batches(config.batch_sampler, self.cut, cursor.position)
-        if config.sampler is not None:
-            return sampled_batches(config.sampler, self.cut, cursor.position)
+        sampler = self._sampler()
+        if sampler is not None:
+            is_batched = config.batch_sampler is not None
+            # The epoch's first rows, which ranks are padded with, are known only if it is read from its beginning.
+            is_alone = self.cut.shard.world_size == 1
+            size = None if is_batched else self.cut.batch_size
+            reading = Reading(sampler, cursor, cursor.sampler, is_kept=is_alone, full_size=size if is_alone else None)
+            self._readings.follow(cursor, reading)
+            return reading.watched((given_batches if is_batched else sampled_batches)(reading, self.cut, reading.skip))
         return ordered_batches(self._order(cursor.epoch), self.cut, cursor.position)
+
+    def lookahead(self, cursor: Cursor) -> Lookahead | None:
+        del cursor
+        return None
 
     def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
         order = self._order(cursor.epoch)
@@ -143,11 +178,19 @@ class Planner(Plan):
             worker_count=max(1, config.most_workers),
         )
 
-    def sampler_state(self, cursor: Cursor) -> Any:
-        del cursor  # samplers are asked anew
+    def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
+        self._readings.begin(start, reached)
 
-    def load_sampler_state(self, state: Any) -> None:
-        del state
+    def sampler_state(self, cursor: Cursor, start: Cursor | None) -> Any:
+        sampler = self._sampler()
+        return None if sampler is None else self._readings.state(sampler, cursor, start)
+
+    def read_sampler_state(self, state: Any, cursor: Cursor) -> Any:
+        return check_reading(state, cursor, self._sampler())
+
+    def _sampler(self) -> Any:
+        config = self._config
+        return config.sampler if config.batch_sampler is None else config.batch_sampler
 
     def _order(self, epoch: int) -> Order:
         config = self._config
@@ -201,13 +244,25 @@ class Planner(Plan):
             )
 
 
+def _is_single(config: LoaderConfig) -> bool:
+    return config.batch_size is None and config.batch_sampler is None
+
+
+def is_loaded_together(config: LoaderConfig) -> bool:
+    """Whether ``__getitems__`` of the dataset loads several samples at once."""
+    return not _is_single(config) and callable(getattr(rows_of(config), "__getitems__", None))
+
+
 def seed_grain(config: LoaderConfig) -> int:
     """Rows that share one seed. What is fetched or collated as a whole is seeded as a whole."""
+    is_together = is_loaded_together(config)
+    if is_together and config.is_torch:
+        return _ALL  # torch's loader calls it once for a batch
     if config.grain_size is not None:
         return config.grain_size
-    if config.batch_size is None and config.batch_sampler is None:
+    if _is_single(config):
         return 1
-    if config.collate_fn is not None or callable(getattr(rows_of(config), "__getitems__", None)):
+    if config.collate_fn is not None or is_together:
         return _ALL
     if config.batch_sampler is not None:
         return default_grain_size(_USUAL_BATCH_SIZE)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
-
-from infeed.importing import when_imported
+from typing import Final
 
 _FAILED: Final = 1
 
 
-def run_script(program: Sequence[str]) -> None:
-    """Run a script with its arguments; whatever it raises is raised here."""
+def run_script(program: Sequence[str], ahead: Callable[[str], None] | None = None) -> None:
+    """Run a script with its arguments; whatever it raises is raised here.
+
+    Args:
+        ahead: called with the script before it runs, when all else is as the script will find it.
+    """
     path = program[0]
     sys.argv = list(program)
     sys.path[0] = str(Path(path).resolve().parent)
@@ -27,26 +28,18 @@ def run_script(program: Sequence[str]) -> None:
     module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]  # as Python sets it
     sys.modules["__main__"] = module
     code = compile(Path(path).read_bytes(), path, "exec")
+    if ahead is not None:
+        ahead(path)
     exec(code, module.__dict__)
 
 
-def run_module(program: Sequence[str]) -> None:
-    """Run a module with its arguments, as ``python -m`` does."""
+def run_module(program: Sequence[str], ahead: Callable[[str], None] | None = None) -> None:
+    """Run a module with its arguments, as ``python -m`` does; ``ahead`` as for scripts."""
     sys.argv = list(program)
     sys.path[0] = os.getcwd()
+    if ahead is not None:
+        ahead(program[0])
     runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-
-
-def install_when_imported() -> None:
-    """Put infeed in the place of torch's data loading as soon as the program imports torch."""
-
-    def install() -> None:
-        installing: Any = importlib.import_module("infeed.torch.installing")
-        installing.install()
-
-    when_imported("torch", install)
-    # By itself too: it imports torch while it is being imported, and then it is too late to wait for it.
-    when_imported("torchdata.stateful_dataloader", install)
 
 
 def exit_code_of(leaving: SystemExit) -> int:

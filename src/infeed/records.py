@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -39,12 +39,13 @@ class EngineSetup:
     is_lazy: bool  # inline: nothing is planned before it is wanted
     in_order: bool
     whole_batches: bool
+    binds_batches: bool  # which worker loads a batch follows from its number, and not from who is free
     grain_size: int
     timeout_s: float
     sample_timeout_s: float
-    drop_last: bool
+    has_init: bool  # workers call worker_init_fn
     stream: StreamShares | None
-    make_feed: Callable[[Cursor], Feed]
+    make_feed: Callable[[Cursor, Iterator[Any] | None], Feed]  # from a cursor on, by the sampler's iterator if there is one
     prefetches_epochs: bool
     delivery: HostDelivery
     mender: Mender
@@ -55,10 +56,10 @@ class EngineSetup:
     watch: Watch | None  # inline there is nobody to look after
     epoch_length: Callable[[], int | None]
 
-    def close(self) -> None:
-        """Close all of it, memory last: a worker may write until it is gone."""
+    def close(self, *, keeps_workers: bool) -> None:
+        """Close all of it, memory last: a worker may write until it is gone or has dropped the memory."""
         try:
-            self.crew.close()
+            self.crew.close(keeps_workers=keeps_workers)
             self.gauge.close()
             self.board.close()
         finally:  # Ctrl+C may end the wait for workers, which are killed then

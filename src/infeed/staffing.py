@@ -24,6 +24,7 @@ class Staffing:
         self._setup, self._crew, self._scheduler = setup, setup.crew, scheduler
         self._tell = tell
         self._started: set[WorkerId] = set()
+        self._starting: set[WorkerId] = set()  # not ready yet
         self._wanted_count = len(setup.first_workers)
         self._is_unsettled = False
 
@@ -31,6 +32,19 @@ class Staffing:
         """Start those that there are at first; of a stream the first alone, until it is known whether others read too."""
         for worker in self._setup.first_workers[: None if self._setup.stream is None else 1]:
             self._start(worker)
+
+    @property
+    def awaits_init(self) -> bool:
+        """Whether ``worker_init_fn`` may still raise in a worker."""
+        return self._setup.has_init and bool(self._starting)
+
+    def stop_awaiting(self) -> None:
+        """Those that are starting take too long."""
+        self._starting.clear()
+
+    def note_started(self, worker: WorkerId) -> None:
+        """It is ready."""
+        self._starting.discard(worker)
 
     def aim(self, count: int) -> None:
         """Let there be so many, within what there may be. A stream keeps its workers: its batches are theirs."""
@@ -75,6 +89,7 @@ class Staffing:
     def stop(self, worker: WorkerId) -> None:
         """Let one end that was released and has nothing left to do."""
         self._crew.stop(worker)
+        self._starting.discard(worker)
         self.note_gone()
 
     def note_gone(self) -> None:
@@ -94,4 +109,5 @@ class Staffing:
 
     def _start(self, worker: WorkerId) -> None:
         self._started.add(worker)
+        self._starting.add(worker)
         self._crew.start(worker)

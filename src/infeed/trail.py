@@ -30,7 +30,8 @@ class Past(NamedTuple):
 class Trail:
     """Belongs to one iteration of a loader; the engine notes every batch in it, when it gives it away."""
 
-    def __init__(self, start: Cursor, ledger: Ledger | None = None) -> None:
+    def __init__(self, start: Cursor, ledger: Ledger | None = None, stream: StreamCursor | None = None) -> None:
+        """``stream`` is what the shares of a stream begin with by themselves, where ``start`` does not say it."""
         self.start = start
         self.ledger = ledger or Ledger()
         self.ledger.begin_epoch(start.epoch, start.bad_count)
@@ -41,9 +42,10 @@ class Trail:
         self._ahead: dict[int, int | None] = dict.fromkeys(start.ahead)
         self._failed: Record | None = None
         self._recent: deque[Record] = deque(maxlen=_KEPT)
-        self._is_over = False
+        self.is_over = False
+        self.carried: StreamCursor | None = None  # what the epoch's end hands on to the next epoch
         self._shown: Cursor | None = None
-        stream = start.stream
+        stream = start.stream or stream
         self.share_count = 0 if stream is None else len(stream.shares)
         self._turn = 0 if stream is None else stream.turn
         self._shares: dict[int, ShareCursor] = {} if stream is None else dict(enumerate(stream.shares))
@@ -86,11 +88,11 @@ class Trail:
 
     def end(self) -> None:
         """The epoch is over: where it stands is the beginning of the next."""
-        self._is_over = True
+        self.is_over = True
 
     def cursor(self) -> Cursor:
-        if self._is_over:
-            return Cursor(self.epoch + 1)
+        if self.is_over:
+            return Cursor(self.epoch + 1, stream=self.carried)
         return self.reached() if self._shown is None else self._shown
 
     def reached(self) -> Cursor:
@@ -103,7 +105,9 @@ class Trail:
 
     def find(self, step: int) -> Past | None:
         """The latest of what is remembered of a step."""
-        record = next((record for record in reversed(self._recent) if record.plan.step == step), None)
+        # A copy, made in one go: another thread may ask while the training loop takes batches.
+        recent = tuple(self._recent)
+        record = next((record for record in reversed(recent) if record.plan.step == step), None)
         if record is None:
             return None
         return Past(record.plan, record.parts, 1 + len(record.deaths or ()), record.row_count)

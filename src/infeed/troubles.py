@@ -141,7 +141,7 @@ class Troubles:
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        self._tell(WorkerDied(worker, culprit, is_blamed))
+        self._tell(WorkerDied(worker, culprit, is_blamed, self._death_times[-1]))
         # Who was killed for a sample is told of with that. Handlers are the user's, and what they raise is no reason to stop in
         # the middle of what workers say.
         with suppress(Exception):

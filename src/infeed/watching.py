@@ -15,6 +15,8 @@ _LOG: Final = logging.getLogger("infeed")
 # Nobody is told of a wait that is shorter than this, or than so many times what a sample usually takes...
 _WARN_S: Final = 10.0
 _WARN_TIMES: Final = 30
+# A spawned worker that imports torch on a busy machine takes more than 10 s to start.
+_WARN_START_S: Final = 30.0
 # ...and of the same wait again when it has become so many times as long.
 _AGAIN_TIMES: Final = 2
 _LOOK_S: Final = 1.0
@@ -80,7 +82,7 @@ class Watch:
             elif self._is_worth_telling(worker, doing, for_s, usual_s * rows):
                 stack = self.stack_of(worker)
                 where = "" if worker not in pids else f" (pid {pids[worker]})"
-                usual = f", where {usual_s:.2g} s is usual" if usual_s else ""
+                usual = f", where {usual_s:.2g} s is usual" if usual_s and doing.task is not None else ""
                 _LOG.warning(
                     "worker %d%s has been %s for %.1f s%s; %s",
                     worker, where, describe(doing), for_s, usual,
@@ -90,7 +92,8 @@ class Watch:
 
     def _is_worth_telling(self, worker: WorkerId, doing: Doing, for_s: float, usual_s: float) -> bool:
         warning_s = self._limits.warning_s
-        least_s = max(_WARN_S, _WARN_TIMES * usual_s) if warning_s is None else warning_s
+        default_s = _WARN_START_S if doing.task is None else max(_WARN_S, _WARN_TIMES * usual_s)
+        least_s = default_s if warning_s is None else warning_s
         since_ns, told_s = self._told.get(worker, (0, 0.0))
         if not least_s or for_s < least_s or (since_ns == doing.since_ns and for_s < _AGAIN_TIMES * told_s):
             return False

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ScriptResult, start_python
+from tests.helpers import DEADLINE_S, ScriptResult, start_python
 
 pytestmark = [pytest.mark.process]
 
 
-def run(tmp_path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()) -> ScriptResult:
+# Several processes import torch at the same time, which takes seconds each.
+SLOW_S = 120.0
+
+
+def run(tmp_path: Path, code: str, *arguments: str, seconds: float = DEADLINE_S) -> ScriptResult:
     folder = tmp_path / "scripts"
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(code)
-    return start_python(["-m", "infeed", "run", *options, "scripts/program.py", *arguments], cwd=tmp_path).finish()
+    return start_python(["-m", "infeed", "run", "scripts/program.py", *arguments], cwd=tmp_path).finish(seconds)
 
 
 def test_a_script_sees_itself_as_python_shows_it(tmp_path: Path) -> None:
@@ -32,7 +37,7 @@ print([__name__, __file__, sys.argv, os.path.basename(os.getcwd()), neighbour.VA
     expected = ["__main__", "scripts/program.py", ["scripts/program.py", "-m", "--epochs", "3"], tmp_path.name, 7, True]
     assert result.out.strip() == str(expected)
     assert result.code == 0
-    assert result.err == "infeed: the program iterated no torch DataLoader\n"
+    assert result.err == "infeed: the main process iterated no torch DataLoader\n"
 
 
 def test_a_module_is_run_as_with_python_m(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ for cls in (DataLoader, Other, torch.utils.data.DataLoader, Mine):
 
 
 @pytest.mark.torch
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 def test_a_loader_that_cannot_be_served_runs_on_torchs_workers(tmp_path: Path) -> None:
     """With one line that says why, where it happens and at the end."""
     code = """
@@ -121,7 +126,8 @@ print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2, num_
 
     assert result.out.strip() == "[[0, 1], [2, 3]]"
     assert result.err.count("RuntimeWarning: this loader runs on torch's own workers") == 1
-    assert "1 iteration on torch's own workers, because multiprocessing_context='fork' was asked for" in result.err
+    summary = result.err.splitlines()[-1]
+    assert "1 loader on torch's own workers: DataLoader(list), because multiprocessing_context='fork' was asked for" in summary
 
 
 @pytest.mark.torch
@@ -133,11 +139,119 @@ from torch.utils.data import DataLoader, dataloader
 kinds = []
 for change in (infeed.torch.install, infeed.torch.install, infeed.torch.uninstall):
     change()
-    kinds.append(type(iter(DataLoader([1, 2]))).__name__)
+    kinds.append(type(iter(DataLoader([1, 2]))).__module__)
 print(kinds)
 """
     (tmp_path / "program.py").write_text(code)
     result = start_python(["program.py"], cwd=tmp_path).finish()
 
-    assert result.out.strip() == str(["EngineIter", "EngineIter", "_SingleProcessDataLoaderIter"])
+    assert result.out.strip() == str(["infeed.torch.iterators"] * 2 + ["torch.utils.data.dataloader"])
     assert result.err == ""
+
+
+@pytest.mark.torch
+def test_loaders_are_replaced_where_torch_was_looked_for_before_it_is_imported(tmp_path: Path) -> None:
+    """As importing transformers, datasets, polars or seaborn does."""
+    code = """
+import importlib.util
+assert importlib.util.find_spec("torch") and importlib.util.find_spec("torch")
+from torch.utils.data import DataLoader
+print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2)])
+"""
+    result = run(tmp_path, code)
+
+    assert result.out.strip() == "[[0, 1], [2, 3]]"
+    assert "1 loader on infeed's engine" in result.err
+
+
+CHILDREN = """
+import multiprocessing, subprocess, sys
+from torch.utils.data import DataLoader, Dataset
+
+class Loaded(Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, i):
+        import torch
+        return [name in sys.modules for name in ("torch", "infeed.torch")]
+
+def show(who):
+    iterator = iter(DataLoader([1, 2]))
+    print(who, type(iterator).__module__, len(list(iterator)), flush=True)
+
+if __name__ == "__main__":
+    if "command" in sys.argv:
+        show("command")
+    else:
+        command = subprocess.Popen([sys.executable, sys.argv[0], "command"])
+        processes = [
+            multiprocessing.get_context(method).Process(target=show, args=(method,))
+            for method in sys.argv[1:]
+        ]
+        for process in processes:
+            process.start()
+        print("worker", next(iter(DataLoader(Loaded(), batch_size=None, num_workers=1))))
+        for process in processes:
+            process.join()
+        sys.exit(command.wait())
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_child_processes_load_with_infeed_however_they_are_started(tmp_path: Path) -> None:
+    """And count their loaders themselves. infeed's own workers are left alone."""
+    methods = sorted({"fork", "spawn"} & {*multiprocessing.get_all_start_methods()})
+    result = run(tmp_path, CHILDREN, *methods, seconds=SLOW_S)
+
+    assert result.code == 0, result.err
+    children = [f"{who} infeed.torch.iterators 2" for who in ("command", *methods)]
+    assert sorted(result.out.splitlines()) == sorted([*children, "worker [True, False]"])
+    lines = result.err.splitlines()
+    assert [line.split(": ")[1] for line in lines if line.startswith("infeed (pid ")] == [
+        "1 loader on infeed's engine, 2 batches"
+    ] * len(children)
+    assert lines[-1] == "infeed: 1 loader on infeed's engine, 1 batch"
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_install_reaches_processes_that_are_spawned_until_it_is_taken_back(tmp_path: Path) -> None:
+    """They import the program again, but not what it does only where it is the main module."""
+    code = """
+import multiprocessing
+from torch.utils.data import DataLoader
+
+def show(who):
+    print(who, type(iter(DataLoader([1, 2]))).__module__, flush=True)
+
+if __name__ == "__main__":
+    import infeed.torch
+    context = multiprocessing.get_context("spawn")
+    infeed.torch.install()
+    processes = [context.Process(target=show, args=("installed",))]
+    infeed.torch.uninstall()
+    processes.append(context.Process(target=show, args=("uninstalled",)))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
+    (tmp_path / "program.py").write_text(code)
+    result = start_python(["program.py"], cwd=tmp_path).finish(SLOW_S)
+
+    assert sorted(result.out.splitlines()) == ["installed infeed.torch.iterators", "uninstalled torch.utils.data.dataloader"]
+    assert result.err == ""
+
+
+@pytest.mark.torch
+def test_a_hook_that_missed_torch_is_reported(tmp_path: Path) -> None:
+    """An importer of the program's own may come before ours."""
+    code = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "infeed" not in type(finder).__module__]
+import torch
+"""
+    result = run(tmp_path, code)
+
+    assert result.code == 0
+    assert "infeed.torch.install()" in result.err

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import infeed
+from tools.libraries import LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(infeed.__file__).resolve().parent
@@ -133,6 +134,8 @@ def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
     """What a reader copies into a file of its own works as it stands, with no word on the terminal but those it is about."""
     if "torch" in code:
         pytest.importorskip("torch")
+    if ".report(" in code:
+        pytest.importorskip("plotly")
     script = tmp_path / "block.py"
     script.write_text(code, encoding="utf-8")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), os.environ.get("PYTHONPATH", "")])}
@@ -210,3 +213,14 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 def test_there_are_examples_in_docstrings() -> None:
     """The test above has something to run."""
     assert doctest.testmod(infeed).attempted > 0
+
+
+# --- libraries
+
+
+@pytest.mark.parametrize("library", [library.name for library in LIBRARIES])
+def test_a_library_that_is_tested_has_a_row(library: str) -> None:
+    """With its version, in the table of docs/libraries.md."""
+    text = (ROOT / "docs" / "libraries.md").read_text(encoding="utf-8")
+
+    assert re.search(rf"^\| {re.escape(library)} \| \d[\w.]* \|", text, re.MULTILINE)

@@ -235,7 +235,7 @@ def test_a_terminal_that_knows_few_letters_gets_others(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.linux
+@pytest.mark.linux("writes to /dev/full")
 def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Path) -> None:
     """A disk that turns out to be full."""
     result = run_bench(tmp_path, "data:make", "--seconds", "0.05", "--worker", "thread", "--json", "/dev/full")

@@ -26,7 +26,7 @@ def test_every_finding_is_explained_once() -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.linux
+@pytest.mark.linux("its findings are about forked workers")
 def test_the_example_has_the_findings_that_are_shown(tmp_path: Path) -> None:
     """By name, in the same order; figures differ from machine to machine."""
     pytest.importorskip("torch")

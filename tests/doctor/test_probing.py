@@ -193,7 +193,7 @@ def test_of_a_collate_fn_that_fails_it_is_not_known_what_it_takes(tmp_path: Path
     assert facts["sample_count"] > 0
 
 
-@pytest.mark.linux
+@pytest.mark.linux("reads /proc")
 def test_a_call_for_many_samples_waits_if_it_gives_the_processor_up_once(tmp_path: Path) -> None:
     """Each of its samples would have done so less than once."""
 
@@ -284,7 +284,7 @@ def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path:
     journal.close()
 
 
-@pytest.mark.linux
+@pytest.mark.linux("reads /proc")
 def test_threads_are_told_by_their_library() -> None:
     """Here one of Python's own."""
     end = threading.Event()
@@ -297,7 +297,7 @@ def test_threads_are_told_by_their_library() -> None:
         thread.join()
 
 
-@pytest.mark.linux
+@pytest.mark.linux("reads /proc")
 @pytest.mark.process
 def test_native_threads_are_told_by_their_library_from_outside_too(tmp_path: Path) -> None:
     """numexpr starts two when it is imported. A process that is looked at from outside goes on afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pytest
 
 from infeed.doctor.child import Orders
 from infeed.doctor.surveying import survey
-from tests.helpers import Journal, ScriptResult, assert_faster_than, kill_group, start_python
+from tests.helpers import Journal, ScriptResult, assert_faster_than, start_python
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("signals of POSIX")]
 
 # infeed's own loader: these programs need no torch, which takes seconds to import.
 HEAD = """
@@ -324,7 +325,7 @@ for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
     if number == signal.SIGKILL:
         script.process.kill()
     else:
-        kill_group(script, number)
+        os.killpg(script.pid, number)
 
     # It fails if a process of it lives on; the program's own end comes when its time is up.
     assert script.finish().code == (130 if number == signal.SIGINT else -number)

@@ -40,7 +40,7 @@ def test_a_wait_that_goes_on_counts_in_the_head_line(seen: LoaderSeen, share: st
         ({"exit_code": 0}, "its process ended at once, with exit code 0, so that its datasets could not be looked at"),
     ],
 )
-@pytest.mark.linux
+@pytest.mark.linux("names signals of POSIX")
 def test_a_process_that_leaves_by_itself_has_not_died(options: dict[str, Any], text: str) -> None:
     """As with os._exit."""
     assert ending(run(loader(), ending="died", **options)) == text

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import start_python
 
 pytest.importorskip("torch")
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.torch, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.torch, pytest.mark.linux("forks and reads /proc")]
 
 HEAD = """
 import os, threading, time
@@ -136,7 +136,7 @@ for epoch in range(5):
         "OpenBLAS",
         """
 class Heavy(Base):
-    def __getitem__(self, index): return float(np.linalg.norm(np.ones((700, 700)) @ np.ones((700, 700))))
+    def __getitem__(self, index): return float(np.linalg.norm(np.ones((300, 300)) @ np.ones((300, 300))))
     def __len__(self): return 1_000_000
 
 for batch in DataLoader(Heavy(), batch_size=8, num_workers=os.cpu_count()): pass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,19 +16,29 @@ import pytest
 
 import infeed
 from infeed.testing import CrashingDataset
-from infeed.workers.forkserver import close_fork_server
-from tests.helpers import Blocking, Journal, Pids, Tree, assert_faster_than, collected, flat, fork_server, plain, wait_until
+from infeed.workers.insides import memory_use
+from tests.helpers import (
+    KILLED_TEXT,
+    Blocking,
+    Journal,
+    Pids,
+    Tree,
+    assert_faster_than,
+    close_fork_server,
+    collected,
+    flat,
+    fork_server,
+    kill_process,
+    plain,
+    wait_until,
+)
 from tests.helpers import worker_processes as live_workers
 
-pytestmark = [pytest.mark.process, pytest.mark.linux]
+pytestmark = pytest.mark.process
 
 
 # Of several, another may load what the dead one had before anybody hears of the death.
 ALONE: dict[str, Any] = {"num_workers": 1}
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
@@ -53,8 +63,10 @@ def test_the_log_says_who_died_and_how(
         assert flat(collected(loader)) == list(range(40))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("infeed", "WARNING")
-    how = r"worker \d \(pid \d+\) was killed by SIGKILL; it had \d+ samples? to load, .*; another goes on in its place"
-    assert re.fullmatch(how, record.getMessage())
+    how = rf"(was killed by|ended by itself with) {KILLED_TEXT}"
+    assert re.fullmatch(
+        rf"worker \d \(pid \d+\) {how}; it had \d+ samples? to load, .*; another goes on in its place", record.getMessage()
+    )
 
 
 def test_of_many_deaths_the_log_tells_some(
@@ -87,6 +99,7 @@ def test_a_log_handler_that_raises_keeps_nothing_from_being_loaded(process_engin
         log.removeHandler(handler)
 
 
+@pytest.mark.linux("needs os.fork")
 def test_a_death_is_heard_of_although_a_process_that_the_worker_forked_lives(
     process_engine: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -100,7 +113,7 @@ def test_a_death_is_heard_of_although_a_process_that_the_worker_forked_lives(
                 while (tmp_path / "stay").exists():
                     time.sleep(0.01)
                 os._exit(0)
-            kill(os.getpid())
+            kill_process(os.getpid())
         return index
 
     with infeed.DataLoader(Tree(12, load), 4, **{**process_engine, **ALONE}) as loader:
@@ -169,8 +182,8 @@ def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp
     text = got[2]
     assert "index=9 (position 9 of epoch 0, worker" in text
     assert re.search(r"it had \d samples? to load, indices \[[^]]*9[],]", text)
-    assert "its memory was" in text
-    assert ("was killed by SIGKILL" if how == "kill" else "exit code 86") in text
+    assert ("its memory was" in text) == bool(memory_use().resident_bytes)  # the stand-in for Windows cannot tell
+    assert re.search(KILLED_TEXT if how == "kill" else "exit code 86", text)
     assert "num_workers=0" in text
 
 
@@ -181,7 +194,7 @@ def test_all_workers_killed_between_epochs_are_replaced(process_engine: dict[str
         victims = live_workers()
         assert first <= {process.pid for process in victims}
         for process in victims:
-            kill(process.pid)
+            kill_process(process.pid)
         second = flat(collected(loader))
         assert len(second) == 16
         for _ in range(3):
@@ -195,7 +208,7 @@ def test_all_workers_killed_in_an_epoch_are_replaced(process_engine: dict[str, A
         batches = iter(loader)
         got = [plain(next(batches)) for _ in range(20)]
         for process in live_workers():
-            kill(process.pid)
+            kill_process(process.pid)
         got += collected(batches)
     assert flat(got) == list(range(400))
 
@@ -206,7 +219,7 @@ def test_a_batch_that_is_kept_survives_the_death_of_its_worker(process_engine: d
         batches = iter(loader)
         kept = [next(batches) for _ in range(5)]
         for process in live_workers():
-            kill(process.pid)
+            kill_process(process.pid)
         rest = [batch[:, 0].tolist() for batch in batches]
     assert rest == [[2 * i, 2 * i + 1] for i in range(5, 50)]
     for number, batch in enumerate(kept):
@@ -214,15 +227,17 @@ def test_a_batch_that_is_kept_survives_the_death_of_its_worker(process_engine: d
         assert (batch[1] == 2 * number + 1).all()
 
 
+@pytest.mark.linux("is about the fork server")
 def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
     """The next loader starts another."""
     for _ in range(2):
         with infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30) as loader:
             assert flat(collected(loader)) == list(range(8))
-        kill(fork_server().pid)
+        kill_process(fork_server().pid)
     close_fork_server()
 
 
+@pytest.mark.linux("is about the fork server")
 def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
     """Its workers die with it; new ones come from a new server, and each sample comes once."""
     # More than is loaded ahead: else nobody is needed any more, and nothing is started.
@@ -230,12 +245,13 @@ def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
         for _ in range(3):
             batches = iter(loader)
             got = [plain(next(batches)) for _ in range(20)]
-            kill(fork_server().pid)
+            kill_process(fork_server().pid)
             got += collected(batches)
             assert flat(got) == list(range(4000))
     close_fork_server()
 
 
+@pytest.mark.linux("is about the fork server")
 def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(tmp_path: Path) -> None:
     """Six workers at the first batch die with it: that is one accident, and not a batch that kills six times."""
     journal = Journal(tmp_path / "begun")
@@ -247,7 +263,7 @@ def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(t
 
     def kill_server() -> None:
         wait_until(lambda: len(journal.lines()) >= 6, "six workers at a sample each")
-        kill(fork_server().pid)
+        kill_process(fork_server().pid)
         (tmp_path / "go").touch()
 
     killer = threading.Thread(target=kill_server)
@@ -255,6 +271,35 @@ def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(t
     with infeed.DataLoader(Tree(12, load), batch_size=6, num_workers=6, grain_size=1, timeout=30) as loader:
         assert flat(collected(loader)) == list(range(12))
     killer.join()
+    close_fork_server()
+
+
+@pytest.mark.linux("is about the fork server")
+@pytest.mark.parametrize("kills", [3, 100])
+def test_the_fork_server_killed_several_times_while_a_worker_starts(
+    forkserver: dict[str, Any], kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another takes its place each time. Not without end: then something is wrong with it."""
+    from infeed.workers.forkserver import ForkServer
+
+    real = ForkServer.fork
+    killed: list[int] = []
+
+    def fork(self: ForkServer, fds: list[int]) -> int:
+        if len(killed) < kills:
+            killed.append(self.pid)
+            kill_process(self.pid)
+            wait_until(lambda: not self.is_alive, "its end")
+        return real(self, fds)
+
+    monkeypatch.setattr(ForkServer, "fork", fork)
+    with infeed.DataLoader(range(20), 2, **forkserver) as loader:
+        if kills < 100:
+            assert flat(collected(loader)) == list(range(20))
+        else:
+            with pytest.raises(infeed.WorkerStartError):
+                collected(loader)
+    assert len(set(killed)) == len(killed) < 10
     close_fork_server()
 
 
@@ -276,11 +321,12 @@ def test_a_collate_fn_that_kills_is_not_the_fault_of_a_sample(forkserver: dict[s
         assert loader.bad_samples == []
 
 
+@pytest.mark.linux("is about the fork server")
 def test_the_fork_server_killed_while_a_loader_is_idle_does_not_disturb_its_end() -> None:
     """close() of a loader whose workers are gone is quick and silent."""
     loader = infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30)
     collected(loader)
-    kill(fork_server().pid)
+    kill_process(fork_server().pid)
     with assert_faster_than(5):
         loader.close()
     close_fork_server()
@@ -295,9 +341,63 @@ def test_workers_that_die_at_start_again_and_again_are_an_error_soon(process_eng
         os._exit(3)
 
     loader = infeed.DataLoader(range(100), worker_init_fn=die, **process_engine)
-    with loader, assert_faster_than(20), pytest.raises(infeed.WorkerDiedError, match="exit code 3"):
+    with loader, assert_faster_than(60), pytest.raises(infeed.WorkerDiedError, match="exit code 3"):
         list(loader)
     assert 2 <= len(journal.lines()) <= 12
+
+
+def test_ready_batches_are_delivered_while_idle_workers_are_killed(
+    forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More often than broken workers may die: nothing was lost, and the epoch goes on when the kills end."""
+    monkeypatch.setattr("infeed.engine._HEAR_NS", 0)  # as if each step took long enough
+    journal = Journal(tmp_path / "loaded")
+
+    def load(index: int) -> int:
+        journal.write(index)
+        return index
+
+    with infeed.DataLoader(Tree(40, load), 1, prefetch=20, **{**forkserver, **ALONE}) as loader:
+        batches = iter(loader)
+        got = [plain(next(batches))]
+        wait_until(lambda: len(journal.lines()) >= 16, "batches that are ready")
+        for _ in range(10):
+            for process in live_workers():
+                kill_process(process.pid)
+            wait_until(lambda: not live_workers(), "the end of the worker")
+            got.append(plain(next(batches)))
+        got += map(plain, batches)
+    assert flat(got) == list(range(40))
+
+
+def test_workers_that_cannot_start_any_more_fail_the_epoch_after_its_ready_batches(
+    forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is about workers. Nobody closed the loader."""
+    monkeypatch.setattr("infeed.engine._HEAR_NS", 0)  # as if each step took long enough
+    journal = Journal(tmp_path / "loaded")
+
+    def load(index: int) -> int:
+        journal.write(index)
+        return index
+
+    def die(worker: int) -> None:
+        if (tmp_path / "no more").exists():
+            os._exit(3)
+
+    options: dict[str, Any] = {"prefetch": 8, "worker_init_fn": die, **forkserver, **ALONE}
+    with infeed.DataLoader(Tree(40, load), 1, **options) as loader:
+        batches = iter(loader)
+        got = [plain(next(batches))]
+        wait_until(lambda: len(journal.lines()) >= 6, "batches that are ready")
+        (tmp_path / "no more").touch()
+        for process in live_workers():
+            kill_process(process.pid)
+        with pytest.raises(infeed.WorkerDiedError, match="exit code 3"):
+            got.extend(map(plain, batches))
+        assert len(got) >= 6
+        assert flat(got) == list(range(len(got)))
+        assert loader.state_dict()["step"] == len(got)
 
 
 def test_a_worker_that_hangs_and_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:
@@ -312,23 +412,23 @@ def test_a_worker_that_hangs_and_is_killed_from_outside_is_replaced(tmp_path: Pa
             except StopIteration:
                 break
             except infeed.LoadTimeoutError:
-                if dataset.is_blocked:
+                if dataset.is_blocked and not dataset.may_go:
                     dataset.let_go()
                     for process in live_workers():
-                        kill(process.pid)
+                        kill_process(process.pid)
     assert got == list(range(16))
 
 
 def test_a_crash_in_native_code_is_a_death_like_any_other(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """SIGSEGV in a library ends the worker, not the user's process; the error names the signal."""
+    """A crash in a library ends the worker, not the user's process; the error names the signal."""
 
     def load(index: int) -> int:
         if index == 3:
-            os.kill(os.getpid(), signal.SIGSEGV)
+            faulthandler._read_null()  # type: ignore[attr-defined]
         return index
 
     loader = infeed.DataLoader(Tree(4, load), batch_size=4, **process_engine)
-    with loader, pytest.raises(infeed.WorkerDiedError, match="SIGSEGV"):
+    with loader, pytest.raises(infeed.WorkerDiedError, match=r"SIGSEGV|access violation"):
         next(iter(loader))
 
 
@@ -339,7 +439,7 @@ def test_a_worker_killed_while_it_starts_is_replaced(process_engine: dict[str, A
     def die_once(number: int) -> None:
         journal.write(os.getpid())
         if journal.lines()[0] == str(os.getpid()):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_process(os.getpid())
 
     with infeed.DataLoader(range(20), batch_size=2, worker_init_fn=die_once, **process_engine) as loader:
         assert flat(collected(loader)) == list(range(20))

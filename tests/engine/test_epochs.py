@@ -280,6 +280,7 @@ def test_a_dataset_may_have_a_loader_with_workers_of_its_own() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.linux("needs os.fork")
 def test_a_forked_child_sees_a_closed_iterator_and_the_parent_goes_on(forkserver: dict[str, Any]) -> None:
     """After os.fork() the workers are the parent's: the child is told so, and can begin an epoch of its own."""
     import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sqlite3
 import threading
 import time
@@ -30,6 +29,7 @@ from tests.helpers import (
     assert_faster_than,
     collected,
     flat,
+    kill_process,
     patient_next,
     plain,
     wait_until,
@@ -290,7 +290,7 @@ def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], err
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("lists names in /dev/shm")
 def test_a_worker_that_cannot_start_takes_no_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are starting too, and would be told that there is none, before the engine has heard why."""
     make_portable(monkeypatch)
@@ -532,6 +532,38 @@ def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and
             assert [int(batch[0]) for batch in loader] == list(range(8))
 
 
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_worker_init_fn_that_fails_in_one_worker_fails_the_epoch_however_short_it_is(
+    light_engine: dict[str, Any], tmp_path: Path, how: str
+) -> None:
+    """The other worker has loaded everything before, and all or some of that may be delivered before the error."""
+    if light_engine["num_workers"] == 0:
+        pytest.skip("there is no worker to initialise")
+    if how == "exit" and light_engine.get("worker") == "thread":
+        pytest.skip("a thread cannot die")
+    journal = Journal(tmp_path / "loaded")
+
+    def load(index: int) -> int:
+        journal.write(index)
+        return index
+
+    def init(worker: int) -> None:
+        if worker:
+            wait_until(lambda: len(journal.lines()) >= 4, "all samples")
+            if how == "exit":
+                os._exit(3)
+            raise ValueError("no database")
+
+    got: list[Any] = []
+    expected = infeed.WorkerDiedError if how == "exit" else ValueError
+    with infeed.DataLoader(Tree(4, load), batch_size=2, worker_init_fn=init, **light_engine) as loader:
+        iterator = iter(loader)
+        with pytest.raises(expected):
+            got.extend(map(plain, iterator))
+        assert got == [[0, 1], [2, 3]][: len(got)]
+        assert list(iterator) == []
+
+
 @pytest.mark.process
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_any_more(
     forkserver: dict[str, Any], tmp_path: Path
@@ -546,7 +578,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_a
         iterator = iter(loader)
         got = [plain(next(iterator)) for _ in range(4)]
         (tmp_path / "no more").touch()
-        os.kill(iterator.worker_pids()[1], signal.SIGKILL)  # type: ignore[attr-defined]
+        kill_process(iterator.worker_pids()[1])  # type: ignore[attr-defined]
 
         def go_on() -> None:
             for batch in iterator:
@@ -557,3 +589,43 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_a
             go_on()
         assert flat(got) == list(range(len(got)))
         assert loader.state_dict()["step"] == len(got)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_exception_that_cannot_be_printed_is_raised_as_itself(engine: dict[str, Any], on_error: Any) -> None:
+    """And is a bad sample like any other."""
+
+    def load(index: int) -> int:
+        if index == 4:
+            raise Unprintable
+        return index
+
+    with infeed.DataLoader(Tree(8, load), batch_size=2, on_error=on_error, **engine) as loader:
+        batches = iter(loader)
+        got = [plain(next(batches)) for _ in range(2)]
+        if on_error == "raise":
+            with pytest.raises(Unprintable):
+                next(batches)
+        else:
+            got.append(plain(next(batches)))
+        got.append(plain(next(batches)))
+    assert flat(got) == [0, 1, 2, 3, *([5] if on_error == "skip" else []), 6, 7]
+
+
+def test_what_ends_a_program_is_no_bad_sample(light_engine: dict[str, Any]) -> None:
+    """``sys.exit()`` in a dataset ends the loop as it would without a loader, whatever ``on_error`` says."""
+
+    def load(index: int) -> int:
+        if index == 4:
+            raise SystemExit(3)
+        return index
+
+    with infeed.DataLoader(Tree(8, load), batch_size=2, on_error="skip", **light_engine) as loader:
+        with pytest.raises(SystemExit):
+            collected(loader)
+        assert loader.bad_samples == []

@@ -9,21 +9,24 @@ from textwrap import dedent
 
 import pytest
 
+from tests.conftest import engine_params
 from tests.helpers import (
+    KILLED_CODE,
     PORTABLE,
     Journal,
     assert_clean,
     assert_faster_than,
-    kill_group,
+    kill_process,
+    press_ctrl_c,
     run_script,
     start_script,
     wait_until,
 )
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn", "portable", "thread", "inline"])
-PROCESS_METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable", "thread", "inline"))
+PROCESS_METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable"))
 
 # Arguments: way of starting workers, journal, seconds per sample, what to do after the first batch.
 SCRIPT = """
@@ -79,7 +82,31 @@ def test_the_interpreter_ends_soon_and_in_silence(tmp_path: Path, method: str, b
     assert result.err == ""
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+DAEMON = """
+import threading
+
+def iterate():
+    while True:
+        for batch in infeed.DataLoader(range(8), **options):
+            pass
+        for number, batch in enumerate(loader):
+            if number == 3:
+                came.set()
+
+came = threading.Event()
+threading.Thread(target=iterate, daemon=True).start()
+came.wait()
+"""
+
+
+@METHODS
+def test_a_daemon_thread_that_iterates_does_not_disturb_the_end(tmp_path: Path, method: str) -> None:
+    """Python closes the loader under it and does not wait for it."""
+    code = script(method, "break", tail=DAEMON)
+    assert_clean(run_script(tmp_path, code, method, str(tmp_path / "journal"), "0.001", ""))
+
+
+@PROCESS_METHODS
 def test_finalizers_that_were_there_before_are_no_trouble(tmp_path: Path, method: str) -> None:
     """Another library's weakref.finalize (tempfile has one) changes the order in which things end; still in silence."""
     head = "import tempfile; folder = tempfile.TemporaryDirectory()"
@@ -87,7 +114,7 @@ def test_finalizers_that_were_there_before_are_no_trouble(tmp_path: Path, method
     assert_clean(result)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", engine_params("forkserver", "spawn"))
 def test_an_error_in_the_loop_is_the_only_traceback(tmp_path: Path, method: str) -> None:
     """The user's exception ends the script with its own traceback and nothing else."""
     result = run_script(tmp_path, script(method, "1 / 0"), method, str(tmp_path / "journal"), "0.01", "")
@@ -101,9 +128,9 @@ def test_an_error_in_the_loop_is_the_only_traceback(tmp_path: Path, method: str)
 def test_ctrl_c_ends_it_with_one_traceback(tmp_path: Path, method: str, seconds: str) -> None:
     """SIGINT to the process group, as a terminal sends it: one KeyboardInterrupt, in the user's process, and soon."""
     journal = Journal(tmp_path / "journal")
-    running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "")
+    running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "", has_console=True)
     running.wait_line(journal, "loading" if seconds == "60" else "first batch")
-    kill_group(running)
+    press_ctrl_c(running)
     with assert_faster_than(15):
         result = running.finish()
     assert result.code != 0
@@ -118,13 +145,14 @@ def test_kill_9_of_the_user_s_process_takes_all_of_ours_along(tmp_path: Path, me
     journal = Journal(tmp_path / "journal")
     running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "")
     running.wait_line(journal, "loading" if seconds == "60" else "first batch")
-    os.kill(running.pid, signal.SIGKILL)
+    kill_process(running.pid)
     with assert_faster_than(15):
         result = running.finish()
-    assert result.code == -signal.SIGKILL
+    assert result.code == KILLED_CODE
     assert "Traceback" not in result.err
 
 
+@pytest.mark.linux("needs os.fork")
 @PROCESS_METHODS
 def test_kill_9_also_if_the_user_s_process_has_forked_children(tmp_path: Path, method: str) -> None:
     """A forked child inherits all descriptors and may live on: our processes must not live on with it."""
@@ -157,6 +185,7 @@ def test_kill_9_also_if_the_user_s_process_has_forked_children(tmp_path: Path, m
         running.kill_all()
 
 
+@pytest.mark.linux("on Windows SIGTERM is TerminateProcess")
 def test_sigterm_ends_it_as_it_ends_any_process(tmp_path: Path) -> None:
     """The default of SIGTERM is left as it is: the process is gone at once, and so is all of ours."""
     journal = Journal(tmp_path / "journal")
@@ -168,6 +197,7 @@ def test_sigterm_ends_it_as_it_ends_any_process(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.linux("needs os.killpg")
 def test_a_handler_of_the_users_for_ctrl_c_goes_on_with_the_loop(tmp_path: Path) -> None:
     """A handler that does not raise (save a checkpoint, then go on) does not disturb the loader."""
     code = """
@@ -209,7 +239,7 @@ def test_an_interrupted_loader_can_be_used_again(tmp_path: Path) -> None:
     def interrupt():
         while not os.path.exists("here"):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     threading.Thread(target=interrupt).start()
     batches = iter(loader)
     try:
@@ -245,6 +275,7 @@ def test_a_loader_in_a_daemon_thread_does_not_hold_up_the_end(tmp_path: Path) ->
     assert "Fatal" not in result.err
 
 
+@pytest.mark.linux("needs SIGALRM")
 def test_a_loader_may_end_in_the_middle_of_anything_another_does(tmp_path: Path) -> None:
     """A finalizer runs where the garbage collector or a signal strikes, also inside another loader: no deadlock (P4)."""
     code = """

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 import infeed
 from infeed.engine import Engine
 from infeed.observe.gauge import Gauge
-from tests.helpers import Squares, Tree, collected, flat, plain, wait_until
+from tests.helpers import Squares, Tree, close_fork_server, collected, flat, plain, wait_until, worker_processes
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -82,7 +86,7 @@ def test_a_sampler_that_refuses_to_tell_its_length_has_none(engine: dict[str, An
         assert flat(collected(loader)) == list(range(20))
 
 
-@pytest.mark.linux
+@pytest.mark.linux("is about the fork server")
 def test_ctrl_c_while_a_worker_is_forked_is_ctrl_c(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's late answer is not taken for that to another question. Other loaders go on."""
     from infeed.workers import forkserver as module
@@ -160,3 +164,109 @@ def test_an_iteration_that_is_asked_by_what_it_runs_says_so() -> None:
         iterators.clear()
     with infeed.DataLoader(Squares(4), 1) as loader:
         assert len(list(loader)) == 4
+
+
+# Where a start may be interrupted: behind these calls, before who called has what they return.
+STARTS = {
+    "forkserver": [
+        "subprocess.Popen.__init__", "workers.forkserver.ForkServer.start", "workers.forkserver.ForkServer.preload",
+        "workers.forkserver.ForkServer.fork", "workers.pipes.PipeLink.open", "workers.pipes.PipeLink.close_inherited",
+        "workers.process.Starter.start", "workers.process.Birth", "workers.process._Member",
+    ],
+    "spawn": ["subprocess.Popen.__init__", "workers.pipes.PipeLink.close_inherited", "workers.process.Birth"],
+    "portable": [
+        "subprocess.Popen.__init__", "workers.connections.ConnectionLink.open",
+        "workers.connections.ConnectionLink.close_inherited", "workers.process.Birth", "workers.idle.IdleWorker.is_usable",
+    ],
+}  # fmt: skip
+
+
+def marks_of(engine: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.process, *([] if engine == "portable" else [pytest.mark.linux("tests another way to start")])]
+
+
+@pytest.mark.parametrize(
+    ("process_engine", "point"),
+    [
+        pytest.param(engine, point, id=f"{engine}-{point}", marks=marks_of(engine))
+        for engine, points in STARTS.items()
+        for point in points
+    ],
+    indirect=["process_engine"],
+)
+def test_ctrl_c_while_a_worker_starts_leaves_no_process_and_no_descriptor(
+    process_engine: dict[str, Any], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes: somebody owns the worker before it is there. (The guard against leaks looks at descriptors.)"""
+    path = point if point.startswith("subprocess") else f"infeed.{point}"
+    real = pkgutil.resolve_name(path)
+    options = {**process_engine, "num_workers": 1}
+    if "idle" in point:
+        collected(infeed.DataLoader(range(20), 2, **options))  # its worker waits for the next loader
+    calls: list[object] = []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        value = real(*args, **options)
+        calls.append(value)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return value
+
+    with infeed.DataLoader(range(20), 2, **options) as loader:
+        if sys.platform == "linux":
+            close_fork_server()
+        monkeypatch.setattr(path, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collected(loader)
+        wait_until(lambda: not worker_processes(), "the end of the workers")
+        assert flat(collected(loader)) == list(range(20))
+
+
+@pytest.mark.process
+@pytest.mark.linux("is about the fork server")
+def test_ctrl_c_while_a_loader_is_made_is_ctrl_c(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server that it starts is no other's: nothing of it is left."""
+    close_fork_server()
+    real = subprocess.Popen.__init__
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            infeed.DataLoader(range(20), 2, **forkserver)
+    wait_until(lambda: not psutil.Process().children(), "the end of the server")
+    assert flat(collected(infeed.DataLoader(range(20), 2, **forkserver))) == list(range(20))
+
+
+@pytest.mark.process
+@pytest.mark.linux("is about the fork server")
+def test_ctrl_c_while_the_fork_server_is_locked_leaves_it_unlocked(
+    forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lock:
+        """Interrupted between taking the lock and knowing it."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def acquire(self, timeout: float) -> bool:
+            self._lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._lock, name)
+
+    from infeed.workers.forkserver import fork_server
+
+    server = fork_server()
+    with infeed.DataLoader(range(20), 2, **forkserver) as loader:
+        monkeypatch.setattr(server, "_lock", Lock(server._lock))
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        monkeypatch.undo()
+        assert flat(collected(loader)) == list(range(20))
+        assert server._lock.acquire(blocking=False)
+        server._lock.release()

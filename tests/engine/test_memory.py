@@ -194,7 +194,7 @@ def test_a_hundred_thousand_batches_leave_nothing_more() -> None:
         assert batch.tolist() == [2 * number, 2 * number + 1]
 
 
-@pytest.mark.linux
+@pytest.mark.linux("reads /proc/self/smaps")
 @pytest.mark.process
 def test_arrays_of_the_dataset_are_shared_by_workers() -> None:
     """A large array is mapped by all workers, not copied into each: its pages are shared until one writes."""

@@ -400,3 +400,34 @@ def test_nobody_else_is_warned(caplog: pytest.LogCaptureFixture, forkserver: dic
     """Inline and in processes the global generators are seeded."""
     assert logged(caplog, RandomDataset(40), num_workers=0, worker="process") == []
     assert logged(caplog, RandomDataset(40), **{**forkserver, "worker": "process"}) == []
+
+
+# --- whatever is left out
+
+
+def drawn_unless_bad(index: int) -> tuple[int, float]:
+    if index % 5 == 1:
+        raise ValueError("bad")
+    return drawn(index)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("indices", [None, [str(number) for number in range(30)]], ids=["numbers", "objects"])
+def test_draws_do_not_depend_on_samples_that_are_left_out(
+    alone: dict[int, float], light_engine: dict[str, Any], size: int, indices: list[str] | None
+) -> None:
+    """A sample draws what its position in the epoch gives it, wherever it stands in a batch without the bad ones."""
+    options: dict[str, Any] = {"batch_size": size, "on_error": "skip", **light_engine}
+    if indices is None:
+        got = by_index(Tree(30, drawn_unless_bad), **options)
+        assert got == {index: value for index, value in alone.items() if index % 5 != 1}
+        return
+    # Indices that are no integers take another way to a worker.
+    dataset = Tree(30, lambda index: drawn_unless_bad(int(index)))
+    got = by_index(dataset, shuffle=False, sampler=indices, **options)
+    assert got == {index: value for index, value in by_index(shuffle=False).items() if index % 5 != 1}
+
+
+def test_a_batch_without_its_bad_samples_is_replayed_with_the_same_draws() -> None:
+    with infeed.DataLoader(Tree(30, drawn_unless_bad), batch_size=8, seed=3, on_error="skip") as loader:
+        assert collected(loader)[1] == plain(loader.replay(1, epoch=0))

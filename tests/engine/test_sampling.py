@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -458,3 +459,36 @@ def test_ranks_that_share_a_stream_may_change_or_are_refused(world: int, then: i
                 return
             seen += flat(collected(loader))
     assert sorted(seen) == list(range(48))
+
+
+def test_without_workers_a_sampler_is_asked_when_the_loop_asks() -> None:
+    """One that depends on what the loop has done sees all of it, and nothing is lost if the loop is left."""
+    done: list[int] = []
+    adaptive = infeed.DataLoader(range(9), sampler=Adaptive(done))
+    for batch in adaptive:
+        done.append(int(batch[0]))
+    assert done == [0, 1, 2, 3]
+
+    once = infeed.DataLoader(range(9), batch_size=2, sampler=iter(range(9)))
+    assert [next(iter(once)).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+class Adaptive:
+    """Yields how many samples the loop has had."""
+
+    def __init__(self, done: list[int]) -> None:
+        self.done = done
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(4):
+            yield len(self.done)
+
+
+def test_a_batch_sampler_that_yields_something_else_raises_once(light_engine: dict[str, Any]) -> None:
+    """In its turn; the batches behind it follow."""
+    with infeed.DataLoader(range(9), batch_sampler=[[0], 5, [1, 2]], **light_engine) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0]
+        with pytest.raises(TypeError):
+            next(batches)
+        assert [batch.tolist() for batch in batches] == [[1, 2]]

@@ -10,11 +10,12 @@ from textwrap import dedent
 
 import pytest
 
-from tests.helpers import PORTABLE, Journal, assert_clean, run_script, start_python, start_script
+from tests.conftest import engine_params
+from tests.helpers import WINDOWS, Journal, assert_clean, run_script, start_python, start_script
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable"))
 
 # Everything in it lives in `__main__`: dataset, sample class, exception, closure, lambda. There is no guard.
 EVERYTHING_IN_MAIN = """
@@ -89,7 +90,7 @@ caught Bad 7 it is bad
 
 def prepared(method: str, code: str) -> tuple[str, str]:
     """The script for a way of starting workers, and the start method to pass to it."""
-    return (PORTABLE + code, "auto") if method == "portable" else (code, method)
+    return (WINDOWS + code, "auto") if method == "portable" else (code, method)
 
 
 @METHODS
@@ -206,9 +207,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("how", "method"),
-    [("daemon", "fork"), ("pool", "fork"), ("pool", "spawn"), ("executor", "fork"), ("executor", "spawn")],
+    [
+        *[pytest.param(how, "fork", marks=pytest.mark.linux("needs os.fork")) for how in ("daemon", "pool", "executor")],
+        ("pool", "spawn"),
+        ("executor", "spawn"),
+    ],
 )
-@pytest.mark.linux
 def test_a_loader_works_in_a_process_of_another_pool(tmp_path: Path, how: str, method: str) -> None:
     """Daemonic processes may not have children of multiprocessing; ours are none, and end with them."""
     result = run_script(tmp_path, IN_A_POOL, how, method)
@@ -233,7 +237,7 @@ def test_a_worker_does_not_import_torch_unless_the_dataset_does(tmp_path: Path, 
     """
     pytest.importorskip("torch")
     code, start_method = prepared(method, dedent(code))
-    result = run_script(tmp_path, code, start_method)
+    result = run_script(tmp_path, code, start_method, seconds=120)  # importing torch may take 20 s on Windows
     assert_clean(result)
     assert result.out == "[[False, False], [False, False]]\n"
 
@@ -283,7 +287,7 @@ def test_flags_of_the_interpreter_are_no_trouble(tmp_path: Path, flags: list[str
         class Data:
             def __len__(self): return 4
             def __getitem__(self, i): return i
-        for method in ("forkserver", "spawn"):
+        for method in ("auto", "spawn"):
             with infeed.DataLoader(Data(), batch_size=2, num_workers=2, start_method=method, timeout=30) as loader:
                 print([b.tolist() for b in loader])
     """)
@@ -308,7 +312,7 @@ def test_a_module_beside_the_script_is_found_by_workers(tmp_path: Path) -> None:
         import infeed
         from beside import Data
         from added import double
-        for method in ("forkserver", "spawn"):
+        for method in ("auto", "spawn"):
             options = {"num_workers": 1, "start_method": method, "timeout": 30}
             print(list(infeed.DataLoader(Data(), batch_size=2, collate_fn=double, **options)))
     """))  # fmt: skip
@@ -344,7 +348,7 @@ def test_modules_that_read_the_command_line_when_they_are_imported_find_it_in_wo
         sys.path.append(site.getusersitepackages())
         import infeed
         from data import Data
-        for method in ("forkserver", "spawn"):
+        for method in ("auto", "spawn"):
             with infeed.DataLoader(Data(), 2, num_workers=1, start_method=method, timeout=30) as loader:
                 print([batch.tolist() for batch in loader])
     """)
@@ -382,7 +386,7 @@ with infeed.DataLoader(data, 2, num_workers=2, start_method=sys.argv[1], timeout
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["auto", "spawn"])
 def test_what_user_code_has_put_into_a_queue_arrives_although_workers_end(tmp_path: Path, method: str) -> None:
     """As with torch's, which end with every epoch: they do so as processes of multiprocessing do."""
     arrived = dedent("""
@@ -394,7 +398,7 @@ def test_what_user_code_has_put_into_a_queue_arrives_although_workers_end(tmp_pa
     assert_clean(result)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["auto", "spawn"])
 def test_a_queue_that_nobody_reads_does_not_hold_up_the_end_of_workers(tmp_path: Path, method: str) -> None:
     """A pipe takes 64 KiB, and the thread that writes into it waits for ever."""
     result = run_script(tmp_path, QUEUEING, method, "large")
@@ -403,7 +407,7 @@ def test_a_queue_that_nobody_reads_does_not_hold_up_the_end_of_workers(tmp_path:
         assert text in result.out  # what was printed is seen all the same
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["auto", "spawn"])
 def test_a_module_that_iterates_a_loader_when_it_is_imported_starts_no_workers_without_end(tmp_path: Path, method: str) -> None:
     """Workers import it, and load by themselves what it asks for there; the log says so."""
     (tmp_path / "data.py").write_text(dedent(f"""
@@ -420,6 +424,7 @@ def test_a_module_that_iterates_a_loader_when_it_is_imported_starts_no_workers_w
     assert told.startswith("a module that workers import iterates a loader when it is imported")
 
 
+@pytest.mark.linux("needs os.fork")
 def test_two_ends_of_a_worker_do_not_race(tmp_path: Path) -> None:
     """Its pipe ends and its parent is gone: who comes second lets the first send what is queued."""
     result = run_script(tmp_path, dedent("""

@@ -1,10 +1,10 @@
 """Shared objects in datasets, and in processes of all kinds."""
 
+import gc
 import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +18,7 @@ import pytest
 import infeed
 from infeed.memory.parcel import send
 from infeed.memory.segments import open_store
+from infeed.workers.idle import IDLE_WORKERS
 from tests.helpers import (
     DEADLINE_S,
     PORTABLE,
@@ -25,6 +26,7 @@ from tests.helpers import (
     Journal,
     assert_clean,
     flat,
+    kill_process,
     run_script,
     shm_names,
     start_script,
@@ -95,13 +97,15 @@ def test_a_worker_that_is_replaced_finds_it_again(forkserver: dict[str, Any]) ->
         for step, batch in enumerate(loader):
             labels += batch["label"].tolist()
             if step == 2:
-                os.kill(int(batch["pid"][0]), signal.SIGKILL)
+                kill_process(int(batch["pid"][0]))
         assert labels == list(range(40))
 
 
 @pytest.mark.process
 def test_an_object_that_is_gone_is_an_error_with_a_cure(forkserver: dict[str, Any]) -> None:
     """Not a hang: a dataset that holds only the reference is the user's mistake, and told."""
+    gc.collect()  # loaders of other tests, whose datasets may lie in the same memory
+    IDLE_WORKERS.clear()  # on Windows memory stays as long as any process has it
     reference = pickle.dumps(infeed.share(["gone"]))
 
     class Dangling:
@@ -318,7 +322,7 @@ with open("done", "w"):
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 def test_a_forked_child_that_outlives_its_parent_still_sends_it_to_workers(tmp_path: Path) -> None:
     """It has the descriptor too."""
     script = start_script(tmp_path, DAEMON)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -21,7 +19,7 @@ from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.messages import Started
 from infeed.workers.thread import ThreadCrew
-from tests.helpers import Stream, Tree, collected, plain, staff, wait_until, worker_processes
+from tests.helpers import Stream, Tree, collected, kill_process, plain, staff, wait_until, worker_processes
 
 MOST = 4
 LENGTH = 240
@@ -61,8 +59,8 @@ def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: 
             staff(engine_of(loader), rng.randint(1, MOST))
         pids = pids_of(loader)
         if kills and step % 12 == 11 and pids:
-            with suppress(ProcessLookupError):
-                os.kill(rng.choice(pids), signal.SIGKILL)
+            with suppress(OSError):
+                kill_process(rng.choice(pids))
 
 
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["rows", "collated"])
@@ -77,7 +75,6 @@ def test_batches_do_not_depend_on_how_many_workers_come_and_go(crew: dict[str, A
 
 
 @pytest.mark.process
-@pytest.mark.linux
 def test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave() -> None:
     """A death among those that leave, that come and that stay is as any other."""
     options: dict[str, Any] = {"batch_size": 5, "shuffle": True, "seed": 3}

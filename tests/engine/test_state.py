@@ -410,7 +410,7 @@ def test_a_stream_that_knows_where_it_is_is_not_read_again(forkserver: dict[str,
 
     with made(Jumping(1010), batch_size=4, **forkserver) as loader:
         _, state = after(loader, 3)
-        assert state["stream"]["shares"] == [{"rows": 12, "ended": False, "state": {"dataset": {"next": 12}}}]
+        assert state["stream"]["shares"] == [{"rows": 12, "ended": False, "state": {"source": {"next": 12}}}]
         loader.load_state_dict(state)
         assert flat(collected(loader)) == list(range(1000, 1010))
 

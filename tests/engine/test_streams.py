@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import infeed
-from tests.helpers import Journal, Stream, collected, flat, plain
+from tests.helpers import Journal, Stream, collected, flat, kill_process, plain
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1, 3])
 
@@ -206,7 +206,6 @@ def test_a_stream_cannot_be_told_its_order(option: str) -> None:
 def test_a_stream_goes_on_where_a_killed_worker_was(tmp_path: Any) -> None:
     """The worker is replaced, passes over what was delivered, and every element comes once, in order (P1)."""
     import os
-    import signal
 
     journal = Journal(tmp_path / "deaths")
 
@@ -215,7 +214,7 @@ def test_a_stream_goes_on_where_a_killed_worker_was(tmp_path: Any) -> None:
             for number in range(40):
                 if number == 23 and not journal.lines():
                     journal.write("died")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_process(os.getpid())
                 yield number
 
     with infeed.DataLoader(Deadly(), batch_size=4, num_workers=2, timeout=30) as loader:
@@ -228,7 +227,6 @@ def test_a_stream_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> 
     """What a stream carries over from element to element and drew at random is the same when it is read again (P2)."""
     import os
     import random
-    import signal
 
     journal = Journal(tmp_path / "deaths")
 
@@ -242,7 +240,7 @@ def test_a_stream_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> 
                 place += random.random()
                 if self.is_deadly and number == 15 and not journal.lines():
                     journal.write("died")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_process(os.getpid())
                 yield place
 
     def walk(is_deadly: bool) -> list[Any]:
@@ -251,3 +249,115 @@ def test_a_stream_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> 
 
     assert walk(is_deadly=True) == walk(is_deadly=False)
     assert journal.lines() == ["died"]
+
+
+class Resetting:
+    """Its ``__iter__`` begins anew and returns itself; and it begins anew by itself when it has ended."""
+
+    def __iter__(self) -> Resetting:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 5:
+            self.at = 0
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+
+def test_a_stream_that_resets_itself_is_read_once(engine: dict[str, Any]) -> None:
+    """``iter`` is asked of it once an epoch, and nothing after its end."""
+    with infeed.DataLoader(Resetting(), batch_size=2, **engine) as loader:
+        for _ in range(2):
+            assert collected(loader) == [[1, 2], [3, 4], [5]]
+
+
+class FailingAt:
+    """Raises for one element, and goes on."""
+
+    def __init__(self, length: int, failing: int) -> None:
+        self.length, self.failing = length, failing
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.element, range(self.length))
+
+    def element(self, number: int) -> int:
+        if number == self.failing:
+            raise LookupError(number)
+        return number
+
+
+class FailingShares(FailingAt):
+    """Each worker reads a part of it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = infeed.get_worker_info()
+        numbers = range(self.length) if info is None else range(info.id, self.length, info.num_workers)
+        return map(self.element, numbers)
+
+
+def outcomes(batches: Iterator[Any]) -> list[Any]:
+    """Batches, or the exceptions in their places."""
+    seen: list[Any] = []
+    while True:
+        try:
+            seen.append(plain(next(batches)))
+        except StopIteration:
+            return seen
+        except LookupError:
+            seen.append("error")
+
+
+def test_a_stream_that_goes_on_after_it_raised_is_read_to_its_end(engine: dict[str, Any]) -> None:
+    """Its batch is lost, with what was read of it; all others come."""
+    with infeed.DataLoader(FailingAt(9, 3), batch_size=2, **engine) as loader:
+        assert outcomes(iter(loader)) == [[0, 1], "error", [4, 5], [6, 7], [8]]
+
+
+def test_a_stream_that_raises_in_its_first_batch_is_shared_out_all_the_same(engine: dict[str, Any]) -> None:
+    """Whether it asks for its worker is known by then."""
+    with infeed.DataLoader(FailingShares(12, 0), batch_size=2, **engine) as loader:
+        seen = outcomes(iter(loader))
+    assert seen.count("error") == 1
+    assert sorted(flat([batch for batch in seen if batch != "error"])) == list(range(1, 12))
+
+
+def test_a_state_behind_an_exception_goes_on_behind_it() -> None:
+    """What raised then raises again while what was had is read and forgotten."""
+    loader = infeed.DataLoader(FailingAt(9, 3), batch_size=2)
+    batches = iter(loader)
+    first = [plain(next(batches))]
+    with pytest.raises(LookupError):
+        next(batches)
+    first.append(plain(next(batches)))
+    state = loader.state_dict()
+    resumed = infeed.DataLoader(FailingAt(9, 3), batch_size=2)
+    resumed.load_state_dict(state)
+    assert [*first, *collected(resumed)] == [[0, 1], [4, 5], [6, 7], [8]]
+
+
+def test_a_stream_that_fails_while_it_is_resumed_does_not_end_in_silence() -> None:
+    """A generator that raises before it has come to where it was gives nothing more."""
+
+    def failing() -> Iterator[int]:
+        yield from range(3)
+        raise LookupError
+
+    class Good:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            return failing()
+
+    loader = infeed.DataLoader(Good(), batch_size=2)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    state = loader.state_dict()
+    resumed = infeed.DataLoader(Broken(), batch_size=2)
+    resumed.load_state_dict(state)
+    with pytest.raises(LookupError):
+        next(iter(resumed))

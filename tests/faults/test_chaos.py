@@ -21,7 +21,7 @@ import pytest
 import infeed
 from tests.helpers import is_fork_server, plain, worker_processes
 
-pytestmark = [pytest.mark.process, pytest.mark.linux, pytest.mark.stress]
+pytestmark = [pytest.mark.process, pytest.mark.linux("SIGSTOP, SIGKILL and the fork server"), pytest.mark.stress]
 
 KILLS: Final = 30  # in one case
 LONG_KILLS: Final = 200  # and no more: some more within a minute, and a loader takes the machine for broken

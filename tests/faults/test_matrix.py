@@ -22,7 +22,7 @@ import infeed
 from tests.conftest import make_portable
 from tests.helpers import DEADLINE_S, assert_faster_than, plain, wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.linux("SIGSTOP, SIGKILL and the fork server")]
 
 FAULTS: Final = ("exception", "SystemExit", "os._exit", "SIGKILL", "SIGSEGV", "hang", "memory")
 PLACES: Final = (
@@ -270,17 +270,17 @@ class _Stream:
 
 def strike_at_start(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first process meet its fate as soon as it is there."""
-    from infeed.workers.starting import Starter
+    from infeed.workers.starting import Launch, Starter
 
     real = Starter.start
     number = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "hang": signal.SIGSTOP}[fault.kind]
 
-    def start(starter: Starter) -> Any:
-        link, process = real(starter)
+    def start(starter: Starter, launch: Launch) -> None:
+        real(starter, launch)
         if not fault.has_struck:
             (fault.folder / "struck").touch()
-            os.kill(process.pid, number)
-        return link, process
+            assert launch.process is not None
+            os.kill(launch.process.pid, number)
 
     monkeypatch.setattr(Starter, "start", start)
 

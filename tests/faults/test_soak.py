@@ -13,7 +13,7 @@ import pytest
 import infeed
 from tests.helpers import worker_processes
 
-pytestmark = [pytest.mark.process, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.linux("reads /proc")]
 
 BATCHES: Final = 20_000  # in each case
 LONG_BATCHES: Final = 1_000_000  # in all cases together

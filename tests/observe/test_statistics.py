@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import pickle
-import signal
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,7 +17,7 @@ import pytest
 import infeed
 from infeed.observe.recent import Amounts
 from infeed.testing import FaultyDataset
-from tests.helpers import Squares
+from tests.helpers import Squares, kill_process
 
 KINDS = [{}, {"num_workers": 2, "worker": "thread"}, {"num_workers": 2}]
 IDS = ["inline", "thread", "process"]
@@ -100,7 +98,7 @@ def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
         victim = loader.statistics().workers[0]  # whoever was there first
         pid = victim.pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        kill_process(pid)
         list(batches)
         known = loader.statistics()
     assert known.restart_count == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from infeed.engine import Engine
 from infeed.observe.measures import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
 from infeed.staffing import Staffing
-from tests.helpers import Squares, Tree, staff, wait_until
+from tests.helpers import Squares, Tree, kill_process, staff, wait_until
 
 NAP_S = 0.02
 
@@ -58,9 +56,9 @@ def test_starting_and_stopping_workers_is_waiting(monkeypatch: pytest.MonkeyPatc
         time.sleep(NAP_S)
         return build(*given, **options)
 
-    def close_slowly(engine: Engine) -> None:
+    def close_slowly(engine: Engine, **options: Any) -> None:
         time.sleep(NAP_S)
-        close(engine)
+        close(engine, **options)
 
     monkeypatch.setattr("infeed.core.build_engine", build_slowly)
     monkeypatch.setattr(Engine, "close", close_slowly)
@@ -280,7 +278,7 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
         if how == "added":
             engine._staffing.aim(2)  # as the tuner does, while the loop waits
         else:
-            os.kill(engine.worker_pids()[0], signal.SIGKILL)
+            kill_process(engine.worker_pids()[0])
         wait_until(lambda: next(batches) is not None and started, "another worker")
         known = loader.statistics()
     assert len(started) == 1

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import PORTABLE, ROOT, ScriptResult, assert_clean, run_script
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("limits and mounts of Linux")]
 
 HEAD = """
 import os, resource, signal, sys, time

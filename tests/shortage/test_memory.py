@@ -15,6 +15,7 @@ import pytest
 import infeed
 from infeed.memory import budget
 from infeed.memory.budget import available_bytes
+from infeed.workers.idle import IDLE_WORKERS
 from tests.helpers import Tree, wait_until, worker_processes
 
 MIB = 1 << 20
@@ -93,6 +94,7 @@ def test_a_forgotten_loader_ends_also_after_a_shortage(engine: dict[str, Any]) -
 
     load()
     gc.collect()
+    IDLE_WORKERS.clear()  # spawned ones wait for the next loader for a minute
     wait_until(lambda: not worker_processes(), "the end of the workers")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("infeed")]
 
@@ -112,7 +114,7 @@ def memory_in_use() -> int:
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("reads /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("collate_fn", [None, np.stack], ids=["rows", "collated"])
 def test_memory_stays_below_the_limit_whatever_is_hoarded(forkserver: dict[str, Any], collate_fn: Any) -> None:

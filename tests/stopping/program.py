@@ -29,6 +29,7 @@ if KIND == "portable":
 import numpy as np  # noqa: E402
 
 import infeed  # noqa: E402
+from infeed.workers.idle import IDLE_WORKERS  # noqa: E402
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "forkserver": {"num_workers": 2, "start_method": "forkserver"},
@@ -100,16 +101,19 @@ def in_the_middle() -> tuple[Any, Iterator[Any]]:
 
 def leave_by_exit() -> None:
     globals()["kept"] = in_the_middle()
+    JOURNAL.write("leaving")
     sys.exit(5)
 
 
 def leave_at_once() -> None:
     in_the_middle()
+    JOURNAL.write("leaving")
     os._exit(6)
 
 
 def raise_unhandled() -> None:
     _, batches = in_the_middle()
+    JOURNAL.write("leaving")
     raise ArithmeticError(f"the user's own, with {type(batches).__name__} in its frames")
 
 
@@ -178,12 +182,14 @@ def end_inside() -> None:
         start = time.monotonic()
         ending()
         gc.collect()
+        IDLE_WORKERS.clear()  # they would wait for the next loader for a minute
         took = time.monotonic() - start
         left = possessions().beyond(before)
         while left and time.monotonic() < start + 10:
             left = possessions().beyond(before)
         took_all = time.monotonic() - start
         ENDED.write(f"{ending.__name__} took {took:.2f} s, all gone after {took_all:.2f} s, left: {left}")
+    JOURNAL.write("leaving")
 
 
 def _break() -> None:

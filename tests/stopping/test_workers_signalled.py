@@ -26,7 +26,7 @@ from tests.helpers import (
 )
 from tests.stopping.watching import GONE_S, Program
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("signals of POSIX and the fork server")]
 
 
 def test_a_stopped_worker_is_told_of_and_goes_on_when_continued(process_engine: dict[str, Any], tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_where_there_is_no_python_to_start_one_error_says_so(tmp_path: Path) -> 
     assert lines[10:] == [f"{script!r} cannot be started as a worker's Python; {cure}"]
 
 
-@pytest.mark.linux
+@pytest.mark.linux("closes descriptors before exec")
 @pytest.mark.parametrize("closed", [[0, 1, 2], [1], [2]], ids=str)
 def test_a_program_whose_standard_streams_are_closed_loads(tmp_path: Path, closed: list[int]) -> None:
     """A daemon's pipes get the numbers of its streams: what workers print must not go into them, by Python or by a library."""
@@ -179,7 +179,7 @@ def test_a_program_whose_standard_streams_are_closed_loads(tmp_path: Path, close
     assert (tmp_path / "said").read_text() == LOADED * 2
 
 
-@pytest.mark.linux
+@pytest.mark.linux("Windows does not remove a current directory")
 def test_a_program_whose_folder_was_removed_loads(tmp_path: Path) -> None:
     """The working directory is gone: only what is looked for in it is missing."""
     result = run_script(tmp_path, DATA + LOAD + dedent("""

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import run_script
 
 # Sockets with names instead of ports, so that a machine without a network will do.
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("starts a kernel over Unix sockets")]
 
 # What a notebook's server does. It talks to the kernel in a process of its own, because its library leaves threads running.
 NOTEBOOK = """

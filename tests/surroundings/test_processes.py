@@ -53,7 +53,7 @@ def test_many_threads_have_loaders_at_once(tmp_path: Path) -> None:
     assert result.out == "[True, True, True] 1\n"
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.linux)])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.linux("a start method of POSIX"))])
 def test_a_process_of_multiprocessing_has_a_loader(tmp_path: Path, method: str) -> None:
     """In an executor's process and in a daemon process, which must not have children of multiprocessing's own."""
     result = run_script(tmp_path, LOAD + dedent("""
@@ -77,7 +77,7 @@ def test_a_process_of_multiprocessing_has_a_loader(tmp_path: Path, method: str) 
     assert result.out == "True\nTrue\n0\n"
 
 
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 def test_a_daemon_process_that_is_terminated_takes_its_workers_along(tmp_path: Path) -> None:
     """multiprocessing ends daemon processes with SIGTERM when the program ends, in the middle of an epoch."""
     result = run_script(tmp_path, LOAD + dedent("""
@@ -98,7 +98,7 @@ def test_a_daemon_process_that_is_terminated_takes_its_workers_along(tmp_path: P
     assert_clean(result)
 
 
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_forked_child_and_its_parent_load_side_by_side(tmp_path: Path, when: str) -> None:
     """Forked before the parent has used a loader, or in the middle of one's epoch; the child ends as a script ends."""
@@ -128,3 +128,37 @@ def test_a_forked_child_and_its_parent_load_side_by_side(tmp_path: Path, when: s
     """), when)  # fmt: skip
     assert_clean(result)
     assert result.out == ("True 0\n" if when == "before" else "True 0\nTrue\n")
+
+
+@pytest.mark.parametrize("method", ["auto", "spawn"])
+def test_shared_memory_outlives_the_workers_that_attach_to_it(tmp_path: Path, method: str) -> None:
+    """Whether the dataset holds it or opens it by name in a worker. The program removes it, and nothing warns."""
+    result = run_script(tmp_path, dedent(f"""
+        from multiprocessing.shared_memory import SharedMemory
+        import infeed
+
+        class Held:
+            def __init__(self, memory): self.memory = memory
+            def __len__(self): return 4
+            def __getitem__(self, index): return self.memory.buf[index]
+
+        class Named(Held):
+            def __init__(self, memory): self.name = memory.name
+            def __getitem__(self, index):
+                if "memory" not in self.__dict__:
+                    self.memory = SharedMemory(name=self.name)
+                return self.memory.buf[index]
+
+        if __name__ == "__main__":
+            memory = SharedMemory(create=True, size=4)
+            memory.buf[:4] = bytes(range(4))
+            for dataset in (Held(memory), Named(memory), Held(memory)):
+                with infeed.DataLoader(dataset, batch_size=4, num_workers=2, timeout=30, start_method={method!r}) as loader:
+                    print([batch.tolist() for batch in loader])
+            other = SharedMemory(name=memory.name)
+            other.close()
+            memory.close()
+            memory.unlink()
+    """))  # fmt: skip
+    assert_clean(result)
+    assert result.out == "[[0, 1, 2, 3]]\n" * 3

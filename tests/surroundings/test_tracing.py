@@ -57,7 +57,7 @@ def test_a_program_that_is_traced_or_profiled_loads(tmp_path: Path) -> None:
     assert result.out == "True True True\n" * 2 + "[[0, 1], [2, 3]] True\n"
 
 
-@pytest.mark.linux
+@pytest.mark.linux("is about the fork server")
 def test_where_python_itself_starts_with_threads_workers_are_spawned(tmp_path: Path) -> None:
     """As under debuggers that follow every process a program starts; the log says that it was no module of the dataset's."""
     (tmp_path / "sitecustomize.py").write_text(dedent("""

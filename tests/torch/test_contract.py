@@ -42,6 +42,7 @@ torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")
 ours = pytest.importorskip("infeed.torch")
 
+METHODS = multiprocessing.get_all_start_methods()
 # Two cores are less than some tests have workers.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -439,6 +440,61 @@ def test_batches_that_are_kept_stay_as_they_are(num_workers: int) -> None:
         assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
 
 
+class Epochs:
+    """Sample ``i`` is the epoch that the dataset was told, by whoever."""
+
+    def __init__(self) -> None:
+        self.epoch = 9
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+EPOCHS = pytest.mark.parametrize(
+    ("num_workers", "persistent_workers"),
+    [
+        (0, False),
+        pytest.param(2, False, marks=pytest.mark.process),
+        pytest.param(2, True, marks=pytest.mark.process),
+    ],
+)
+
+
+@EPOCHS
+def test_only_the_user_tells_the_dataset_its_epoch(num_workers: int, persistent_workers: bool) -> None:
+    """Their count may be another than the loader's: after a resume, or from 1."""
+    seen = []
+    for cls in (data.DataLoader, ours.DataLoader):
+        dataset = Epochs()
+        loader = cls(dataset, batch_size=4, persistent_workers=persistent_workers, **workers(num_workers))
+        epochs = [flat(collected(loader)) for _ in range(2)]
+        for epoch in (5, 7):
+            dataset.set_epoch(epoch)
+            epochs.append(flat(collected(loader)))
+        seen.append((epochs, dataset.epoch))
+
+    assert seen[0] == seen[1]
+
+
+@EPOCHS
+def test_after_set_epoch_of_the_loader_workers_tell_the_dataset(num_workers: int, persistent_workers: bool) -> None:
+    """Persistent ones too."""
+    loader = ours.DataLoader(Epochs(), batch_size=4, persistent_workers=persistent_workers, **workers(num_workers))
+    epochs = [flat(collected(loader))]
+
+    loader.set_epoch(5)
+    epochs += [flat(collected(loader)) for _ in range(2)]
+
+    assert epochs == [[9] * 4, [5] * 4, [6] * 4]
+    loader.close()
+
+
 # --- failures
 
 
@@ -511,20 +567,16 @@ class FailingSampler:
         raise LookupError("no more")
 
 
-@WORKERS
-def test_what_a_sampler_raises_comes_after_the_batches_before_it(num_workers: int) -> None:
-    """And then the epoch is over, as a generator is; torch with workers raises it earlier."""
-    loader = load(range(4), sampler=FailingSampler(), num_workers=num_workers)
+def test_what_a_sampler_raises_comes_after_the_batches_before_it() -> None:
+    """And then the epoch is over, as a generator is. With workers see ``test_iteration``."""
+    loader = load(range(4), sampler=FailingSampler())
     for _ in range(2):
         iterator = iter(loader)
-        try:
-            assert [next(iterator).tolist() for _ in range(2)] == [[0], [1]]
-            with pytest.raises(LookupError, match="no more"):
-                next(iterator)
-            with pytest.raises(StopIteration):
-                next(iterator)
-        finally:
-            iterator._shutdown_workers()
+        assert [next(iterator).tolist() for _ in range(2)] == [[0], [1]]
+        with pytest.raises(LookupError, match="no more"):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
 
 
 class FailingStream(Numbers):
@@ -627,6 +679,87 @@ def test_a_seed_set_in_worker_init_fn_is_kept() -> None:
     assert set(flat(collected(loader))) == {12345}
 
 
+class Bound:
+    """Tells which worker loads a sample. One worker waits at its first sample until the other has come a good way."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        self.journal.write(index)
+        if index == 0:
+            wait_until(lambda: "12" in self.journal.lines(), "the fourth batch, which is the other worker's")
+        return int(data.get_worker_info().id)
+
+
+def do_nothing(worker_id: int) -> None:
+    pass
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "collate_fn": torch.tensor}])
+def test_with_worker_init_fn_batch_i_is_loaded_by_worker_i_modulo_their_number(options: dict[str, Any], tmp_path: Path) -> None:
+    """Whole, and whoever is free: what the worker draws from generators of its own is a function of the plan."""
+    loader = load(Bound(Journal(tmp_path / "loaded")), worker_init_fn=do_nothing, **options, **workers(2))
+    assert collected(loader) == [[number % 2] * 4 for number in range(6)]
+
+
+class Drawing:
+    """Draws from generators that worker_init_fn made or seeded."""
+
+    rng: Any = None
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.rng.random(), np.random.random(), random.random(), torch.rand(()).item()
+
+
+def seed_all(worker_id: int) -> None:
+    info = data.get_worker_info()
+    info.dataset.rng = np.random.default_rng(info.seed)
+    np.random.seed([1, worker_id])
+    random.seed(f"worker {worker_id}")
+    torch.manual_seed(1000 + worker_id)
+
+
+@pytest.mark.process
+def test_generators_of_worker_init_fn_give_torchs_own_numbers() -> None:
+    """In both epochs of persistent workers, though who is free may differ."""
+
+    def drawn(cls: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        options: dict[str, Any] = {"batch_size": 2, "generator": generator, "persistent_workers": True, **workers(2)}
+        loader = cls(Drawing(), worker_init_fn=seed_all, **options)
+        return [torch.stack([part.double() for part in batch]).tolist() for _ in range(2) for batch in loader]
+
+    assert drawn(ours.DataLoader) == drawn(data.DataLoader)
+
+
+def seed_as_told(worker_id: int) -> None:
+    """The recipe of torch's documentation."""
+    seed_all(worker_id)
+    np.random.seed(torch.utils.data.get_worker_info().seed % 2**32)
+    random.seed(torch.utils.data.get_worker_info().seed % 2**32)
+
+
+@pytest.mark.process
+def test_a_generator_that_is_seeded_with_the_workers_seed_is_seeded_by_position() -> None:
+    """Its numbers do not depend on how many workers there are."""
+
+    def drawn(count: int) -> list[Any]:
+        loader = load(
+            Drawing(), batch_size=2, generator=torch.Generator().manual_seed(5), worker_init_fn=seed_as_told, **workers(count)
+        )
+        return [torch.stack(batch[2:4]).tolist() for batch in loader]
+
+    assert drawn(1) == drawn(2)
+
+
 class WithMethod:
     """Prepared by a bound method of its own."""
 
@@ -686,7 +819,7 @@ def affinity(index: int) -> int:
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("needs os.sched_setaffinity")
 def test_worker_init_fn_may_bind_a_worker_to_a_core() -> None:
     """And it stays there."""
     assert set(flat(collected(load(Tree(4, affinity), worker_init_fn=set_affinity, **workers(2))))) == {1}
@@ -748,8 +881,10 @@ print(["fork" in str(entry.message) for entry in caught if entry.category is Run
 
 
 @pytest.mark.process
-@pytest.mark.linux
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize(
+    "method",
+    ["spawn", *[pytest.param(name, marks=pytest.mark.linux("a start method of POSIX")) for name in ("forkserver", "fork")]],
+)
 def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str, tmp_path: Path) -> None:
     """Of spawn and forkserver they travel to our workers; for those of fork, torch's own are forked, with one warning."""
     result = run_script(tmp_path, SHARING, method)
@@ -762,9 +897,9 @@ def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str, tmp_path
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
-@pytest.mark.parametrize("context", ["fork", multiprocessing.get_context("fork")])
+@pytest.mark.parametrize("context", ["fork", *[multiprocessing.get_context(name) for name in METHODS if name == "fork"]])
 def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
     """One, which says how to avoid it."""
     loader = load(Pids(4), multiprocessing_context=context, **workers(2))
@@ -775,7 +910,7 @@ def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("context", ["spawn", "forkserver", multiprocessing.get_context("spawn")])
+@pytest.mark.parametrize("context", [*[name for name in METHODS if name != "fork"], multiprocessing.get_context("spawn")])
 def test_other_contexts_are_served_by_the_engine(context: Any) -> None:
     """Lambdas travel there too."""
     loader = load(range(4), multiprocessing_context=context, collate_fn=lambda samples: samples, **workers(1))
@@ -784,7 +919,7 @@ def test_other_contexts_are_served_by_the_engine(context: Any) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 def test_the_process_is_never_forked(tmp_path: Path) -> None:
     """Hooks that run at a fork are not run."""
     code = """

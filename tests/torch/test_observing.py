@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
 def test_what_torchs_own_workers_do_not_do_is_said() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -26,7 +26,7 @@ def test_what_torchs_own_workers_do_not_do_is_said() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.linux
+@pytest.mark.linux("needs os.fork")
 @pytest.mark.filterwarnings("ignore")  # of the fork
 def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: Path) -> None:
     loader = ours.DataLoader(range(8), 2, num_workers=1, multiprocessing_context="fork")

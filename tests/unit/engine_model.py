@@ -63,6 +63,7 @@ class Options:
     in_order: bool = True
     whole_batches: bool = False
     is_stream: bool = False
+    is_bound: bool = False  # batches are bound to workers as those of a stream are, but can be loaded again
     slots: int = 8  # how many the memory has room for
     never: Collection[str] = ()  # kinds of trouble that do not happen: what is rare beside others is met only without them
     often: str = ""  # a kind that happens more often than others: some troubles need several of one kind
@@ -128,6 +129,7 @@ class EngineModel:
         self.starting = set(self.workers)
         self.ready: set[WorkerId] = set()
         self.leaving: set[WorkerId] = set()  # released, and not stopped yet
+        self.gone: set[WorkerId] = set()  # died, and not started again: workers are given up
         self.dying: WorkerId | None = None  # what it died of is told, that it died is not yet
         self.tasks: dict[TaskId, Task] = {}  # with live workers
         self.lost: list[Task] = []  # with workers that died
@@ -170,10 +172,10 @@ class EngineModel:
         batch = BatchId(len(self.batches))
         self.is_prefetching |= of_next_epoch
         epoch = self.epoch + of_next_epoch
-        if self.options.is_stream and worker is None:
+        if (self.options.is_stream or self.options.is_bound) and worker is None:
             worker = self.workers[batch % len(self.workers)]
         self.batches[batch] = Batch(batch, epoch, grain_count, worker, next_grain_count=grain_count)
-        self.tell(BatchPlanned(batch, epoch, grain_count, worker))
+        self.tell(BatchPlanned(batch, epoch, grain_count, worker, self.options.is_stream))
         return batch
 
     def want(self, away_ns: int = 0) -> list[Action]:
@@ -212,7 +214,7 @@ class EngineModel:
 
     def add(self) -> list[Action]:
         """One more worker is started: of the lowest number that is free."""
-        there = self.hired | self.leaving
+        there = self.hired | self.leaving | self.gone
         worker = next(number for number in map(WorkerId, range(len(there) + 1)) if number not in there)
         if worker not in self.workers:
             self.workers.append(worker)
@@ -223,8 +225,9 @@ class EngineModel:
         self.leaving.add(worker)
         return self.tell(WorkerReleased(worker))
 
-    def kill(self, worker: WorkerId, at: Task | None = None, *, is_blamed: bool = True) -> list[Action]:
+    def kill(self, worker: WorkerId, at: Task | None = None, *, is_blamed: bool = True, at_s: float = 0.0) -> list[Action]:
         """``at`` is the task it was at, if it said so."""
+        is_staying = worker not in self.leaving
         self.starting.discard(worker)
         self.ready.discard(worker)
         self.leaving.discard(worker)
@@ -236,7 +239,9 @@ class EngineModel:
             culprit.batch.deaths += 1
         self.lost += lost
         self.dying = None
-        return self.tell(WorkerDied(worker, None if at is None else at.task, is_blamed))
+        if is_staying:
+            self.gone.add(worker)
+        return self.tell(WorkerDied(worker, None if at is None else at.task, is_blamed, at_s))
 
     def kill_by_sample(self, at: Task, grain_count: int | None) -> list[Action]:
         """A worker died of a sample that is given up for it: its batch is planned anew before the death is told."""
@@ -369,6 +374,8 @@ class EngineModel:
                 batch.grain_count = batch.next_grain_count
             case StartWorker(worker):
                 assert worker not in self.starting | self.ready, f"{action}: it is alive"
+                assert not self.scheduler.is_lost, f"{action}: workers were given up"
+                self.gone.discard(worker)
                 self.starting.add(worker)
                 assert worker not in self.leaving, f"{action}: it was released"
             case StopWorker(worker):
@@ -378,6 +385,8 @@ class EngineModel:
                 for there in (self.starting, self.ready, self.leaving):
                     there.discard(worker)
             case FailWorkers():
+                assert self.wanted is not None, "nobody waits"
+                assert self.live(self.wanted), "the epoch is over: there is nothing to wait for"
                 self.has_failed_workers = True
                 self.is_closed = True
                 self._tell(Closed())
@@ -414,7 +423,7 @@ class EngineModel:
         assert not task.grains & taken, f"{action}: grains are loaded, or with another worker"
         if batch.worker is not None:
             assert batch.worker == task.worker, f"{action}: the share of another worker"
-            for other in self.batches.values():
+            for other in self.batches.values() if self.options.is_stream else ():
                 if other.batch < batch.batch and other.worker == batch.worker and not other.outcome:
                     is_sent = self._is_with_a_worker(other) or other.loaded or other.is_given_up
                     assert is_sent, f"{action}: batch {other.batch} comes before it in the same share"
@@ -493,8 +502,9 @@ class EngineModel:
         assert scheduler.held_slots == len(self.leased)
         assert scheduler.has_work == bool(self.tasks)
         for epoch in (self.epoch, self.epoch + 1):
-            assert scheduler.remaining(epoch) == len(self.live(epoch))
-        assert set(scheduler.hired_workers) == self.hired
+            assert scheduler.has_undelivered(epoch) == bool(self.live(epoch))
+        assert not self.gone or scheduler.is_lost, f"{self.gone} died and were not started again"
+        assert set(scheduler.hired_workers) == self.hired | self.gone
         assert set(scheduler.leaving_workers) == self.leaving
         for worker in self.leaving:
             assert any(task.worker == worker for task in self.tasks.values()), f"{worker} was released, and is not stopped"
@@ -579,7 +589,7 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
             yield from [lambda: model.plan(1 if model.options.is_stream else 1 + following(5))] * 3
         if not model.options.is_stream:
             yield lambda: model.plan(1 + following(5), of_next_epoch=True)
-    if "staff" not in never and not model.options.is_stream:
+    if "staff" not in never and not (model.options.is_stream or model.options.is_bound):
         if len(model.workers) < MOST_WORKERS:
             yield from [model.add] * (3 if often == "staff" else 1)
         if len(model.hired) > 1:

@@ -17,11 +17,11 @@ from infeed.plan.batches import (
     sampled_batches,
 )
 from infeed.plan.order import SequentialOrder, ShuffledOrder
-from infeed.plan.shards import Cut, Steps
+from infeed.plan.shards import Cut, Shard, Steps
 
 
-def listed(batches: Iterator[BatchPlan]) -> list[tuple[list[Any], int]]:
-    return [(list(map(int, plan.indices)), plan.first_position) for plan in batches]
+def listed(batches: Iterator[BatchPlan | Exception]) -> list[tuple[list[Any], int]]:
+    return [(list(map(int, plan.indices)), plan.first_position) for plan in batches if isinstance(plan, BatchPlan)]
 
 
 @given(length=st.integers(0, 200), batch_size=st.integers(1, 50), drop_last=st.booleans())
@@ -85,6 +85,39 @@ def test_a_batch_sampler_decides_batches_of_any_size() -> None:
         ([2], 3),
         ([9, 8, 7], 4),
     ]
+
+
+class _Resetting:
+    """Its ``__iter__`` begins anew and returns itself."""
+
+    def __init__(self, elements: list[Any]) -> None:
+        self.elements = elements
+
+    def __iter__(self) -> Any:
+        self.left = list(self.elements)
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_iter_is_called_on_a_sampler_once(start: int) -> None:
+    """One that resets itself whenever it is asked for an iterator is not read from its beginning again."""
+    sampler, batch_sampler = _Resetting([4, 2, 5, 1, 3]), _Resetting([[4, 2], [5, 1], [3]])
+
+    assert [list(plan.indices) for plan in sampled_batches(sampler, Cut(2), start)] == [[4, 2], [5, 1], [3]][start // 2 :]
+    assert listed(given_batches(batch_sampler, Cut(2), start)) == [([4, 2], 0), ([5, 1], 2), ([3], 4)][start // 2 :]
+
+
+def test_what_is_no_batch_is_an_exception_in_its_place() -> None:
+    """The batches behind it still come, of each rank."""
+    plans = list(given_batches([[1], 5, [2, 3]], Cut(1)))
+    assert [type(plan) for plan in plans] == [BatchPlan, TypeError, BatchPlan]
+    plans = [plan for rank in range(2) for plan in given_batches([[1], 5, [2, 3], [4]], Cut(1, shard=Shard(rank, 2)))]
+    assert [type(plan) for plan in plans] == [BatchPlan, BatchPlan, TypeError, BatchPlan]
 
 
 def test_an_empty_batch_of_a_batch_sampler_is_left_out() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from infeed.feeds import IndexedFeed, StreamFeed, StreamShares
-from infeed.plan.batches import BatchPlan, sampled_batches
+from infeed.plan.batches import BatchPlan, Lookahead, sampled_batches
 from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
 from infeed.plan.shards import Cut
 from infeed.scheduler.messages import WorkerId
@@ -32,7 +32,7 @@ def test_an_indexed_feed_gives_the_batches_of_the_plan() -> None:
 
 
 def test_what_the_sampler_raises_is_kept_until_the_batches_before_it_are_delivered() -> None:
-    """Prefetching asks the sampler early; its error must not come early."""
+    """Prefetching asks the sampler early; its error must not come early, and comes once."""
 
     def broken() -> Iterator[BatchPlan]:
         yield BatchPlan([1], 0, 1)
@@ -42,8 +42,60 @@ def test_what_the_sampler_raises_is_kept_until_the_batches_before_it_are_deliver
 
     assert feed.take() is not None
     assert feed.take() is None
+    assert not feed.is_exhausted
+    assert isinstance(feed.take_error(), KeyError)
+    assert feed.take() is None
     assert feed.is_exhausted
-    assert isinstance(feed.error, KeyError)
+    assert feed.error is None
+
+
+def counted(count: int, asked: list[int]) -> Iterator[BatchPlan]:
+    """Batches of one, each of which is noted when it is asked for."""
+    for number in range(count):
+        asked.append(number)
+        yield BatchPlan([number], number, number + 1)
+    asked.append(count)
+
+
+def test_a_sampler_is_asked_for_so_many_batches_beyond_those_delivered() -> None:
+    """Neither more, however many there is room for, nor less, if there is none; also when it is found at its end."""
+    asked: list[int] = []
+    feed = IndexedFeed(Cursor(), counted(4, asked), 1, Lookahead(2, 0))
+    feed.prime()
+    counts = [len(asked)]
+    assert [feed.take() is not None for _ in range(3)] == [True, True, False]
+    assert not feed.is_exhausted
+    for _ in range(4):
+        feed.delivered()
+        counts.append(len(asked))
+    assert counts == [2, 3, 4, 5, 5]
+    assert [feed.take() is not None for _ in range(3)] == [True, True, False]
+    assert feed.is_exhausted
+
+
+def test_batches_that_are_known_are_taken_without_limit() -> None:
+    """Only what is asked for behind them waits until as much is delivered."""
+    asked: list[int] = []
+    feed = IndexedFeed(Cursor(), counted(4, asked), 1, Lookahead(1, 3))
+    feed.prime()
+    assert [feed.take() is not None for _ in range(4)] == [True, True, True, False]
+    feed.delivered()
+    feed.delivered()
+    assert len(asked) == 3
+    feed.delivered()
+    assert len(asked) == 4
+    assert feed.take() is not None
+
+
+def test_exceptions_count_as_delivered() -> None:
+    """Else a sampler that raises often would not be asked again."""
+    failures: list[BatchPlan | Exception] = [KeyError(), KeyError(), BatchPlan([1], 0, 1)]
+    feed = IndexedFeed(Cursor(), iter(failures), 1, Lookahead(1, 0))
+    feed.prime()
+    for _ in range(2):
+        assert feed.take() is None
+        assert isinstance(feed.take_error(), KeyError)
+    assert feed.take() is not None
 
 
 def workers_of(feed: StreamFeed, count: int) -> list[WorkerId | None]:

@@ -12,7 +12,7 @@ import pytest
 from infeed.workers import gilshare
 from infeed.workers.gilshare import GilShare
 
-pytestmark = pytest.mark.linux  # elsewhere a busy machine cannot be told from a GIL that is held
+pytestmark = pytest.mark.linux("elsewhere a busy machine cannot be told from a GIL that is held")
 
 LARGE = bytes(8 << 20)
 

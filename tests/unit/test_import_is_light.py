@@ -24,7 +24,7 @@ def test_using_the_loader_inline_does_not_import_torch() -> None:
     assert imported_after(code, "numpy", "torch", "multiprocessing", "tqdm", "rich", "PIL") == ["numpy"]
 
 
-@pytest.mark.linux
+@pytest.mark.linux("is about the fork server")
 def test_the_fork_server_imports_only_what_workers_need() -> None:
     """Every module it has is time to the first batch."""
     assert imported_after("import infeed.workers.server", "torch", "psutil", "multiprocessing", "subprocess", "asyncio") == []

@@ -13,7 +13,7 @@ from tests.unit.fresh import SOURCE
 PURE = {"errors", "plan", "scheduler", "tuning"}
 MEMORY = PURE | {"memory", "units"}
 BATCH = MEMORY | {"batch"}
-WORKERS = BATCH | {"importing", "workers"}
+WORKERS = BATCH | {"children", "cores", "importing", "workers"}
 DELIVERY = WORKERS | {"delivery"}
 CONFIG = {"autocount", "checks", "cores", "errors", "memory", "plan", "ranks"}
 MENDING = DELIVERY | {"config", "feeds", "ledger", "planning"}
@@ -77,9 +77,36 @@ ALLOWED: dict[str, set[str]] = {
     "loader": LOADER,
     "torch": LOADER | {"checks", "importing", "torch", "infeed"},
     "testing": {"testing", "infeed"},
-    "programs": {"importing"},
-    "doctor": {"cores", "doctor", "errors", "importing", "memory", "observe", "programs", "units", "workers", "infeed"},
-    "cli": {"cli", "cores", "doctor", "errors", "importing", "memory", "programs", "testing", "units", "infeed"},
+    "children": {"importing"},
+    "startup": {"children"},
+    "programs": set(),
+    "doctor": {
+        "children",
+        "cores",
+        "doctor",
+        "errors",
+        "importing",
+        "memory",
+        "observe",
+        "programs",
+        "units",
+        "workers",
+        "infeed",
+    },
+    "cli": {
+        "children",
+        "cli",
+        "cores",
+        "doctor",
+        "errors",
+        "importing",
+        "memory",
+        "programs",
+        "testing",
+        "units",
+        "workers",
+        "infeed",
+    },
     "__main__": {"cli"},
 }
 
@@ -88,6 +115,8 @@ PURE_IMPORTS = {
     "plan": {
         "abc",
         "collections",
+        "copy",
+        "inspect",
         "itertools",
         "math",
         "numpy",
@@ -135,7 +164,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def identify(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return path.relative_to(SOURCE).as_posix()
 
 
 def part_named(module: str) -> str:

@@ -1,5 +1,6 @@
 """Pickling with the bytes of arrays and tensors outside."""
 
+import functools
 import io
 import pickle
 import random
@@ -163,9 +164,12 @@ def test_a_tensor_comes_back_as_it_was(torch: ModuleType, dumped: Dump, name: st
         tensor.requires_grad,
     )
     assert torch.equal(comparable(again), comparable(tensor))
+    if tensor.layout is torch.strided:
+        assert again.stride() == tensor.stride()
     if name in OUTSIDE:
         assert len(data) < 300
-        assert sum(buffer.nbytes for buffer in buffers) == tensor.numel() * tensor.element_size()
+        gaps = 1872 if name == "strided" else 0  # between its elements: they keep their places
+        assert sum(buffer.nbytes for buffer in buffers) == tensor.numel() * tensor.element_size() + gaps
 
 
 @pytest.mark.torch
@@ -177,6 +181,51 @@ def test_a_tensor_is_built_over_the_buffers_it_is_given(torch: ModuleType) -> No
     place[2] = 99
 
     assert tensor.tolist() == [0, 1, 99, 3]
+
+
+@pytest.mark.torch
+@way
+def test_tensors_that_overlap_share_one_buffer(torch: ModuleType, dumped: Dump) -> None:
+    """Whichever comes first, and also if they have other dtypes and do not begin at a multiple of each other's size."""
+    base = torch.arange(64, dtype=torch.uint8)
+    parts = [base[3:10], base[4:12].view(torch.int32), base[30:], base[9:31], base[0:2]]
+
+    data, buffers = dumped(parts)
+    again = load(data, [bytearray(buffer) for buffer in buffers])
+
+    assert len(buffers) == 1
+    again[0][6] = 99
+    base[9] = 99
+    for mine, others in zip(again, parts, strict=True):
+        assert torch.equal(mine, others)
+
+
+@pytest.mark.torch
+@way
+def test_of_a_large_storage_only_what_is_needed_is_written(torch: ModuleType, dumped: Dump) -> None:
+    """A row, a column, and a thousand rows that do not overlap."""
+    table = torch.arange(1_000_000).view(1000, 1000)
+
+    for parts in ([table[5]], [table[:, 5]], list(table[:, :10].unbind())):
+        data, buffers = dumped(parts)
+        again = load(data, [bytearray(buffer) for buffer in buffers])
+        assert sum(buffer.nbytes for buffer in buffers) == sum(part.nbytes for part in parts)
+        assert all(map(torch.equal, again, parts))
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@way
+def test_storages_come_back(torch: ModuleType, dumped: Dump) -> None:
+    """Untyped and typed ones, empty ones, and those of tensors beside them."""
+    tensor = torch.arange(3.0)
+
+    again, storage, typed, empty = load(*dumped([tensor, tensor.untyped_storage(), tensor.storage(), torch.UntypedStorage(0)]))
+
+    assert [type(storage), type(typed)] == [torch.UntypedStorage, torch.storage.TypedStorage]
+    assert again.untyped_storage().data_ptr() == storage.data_ptr() == typed.data_ptr()
+    assert list(typed) == [0.0, 1.0, 2.0]
+    assert empty.nbytes() == 0
 
 
 @pytest.mark.torch
@@ -204,6 +253,64 @@ def test_what_is_not_importable_travels_by_value(dumped: Dump) -> None:
     assert again[2].tolist() == [0, 1, 2]
 
 
+@way
+def test_callables_of_functools_travel_by_value(dumped: Dump) -> None:
+    """Cached functions, also recursive ones, cached properties and generic functions, as in a script."""
+
+    @functools.lru_cache(maxsize=7, typed=True)
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    fibonacci.note = "kept"  # type: ignore[attr-defined]
+
+    @functools.singledispatch
+    def name(value: Any) -> str:
+        return f"any {value}"
+
+    @name.register
+    def _(value: int) -> str:
+        return f"int {name(str(value))}"
+
+    class Local:
+        @functools.cached_property
+        def number(self) -> int:
+            return 5
+
+        @functools.singledispatchmethod
+        def kind(self, value: Any) -> str:
+            return "any"
+
+        @kind.register
+        def _(self, value: int) -> str:
+            return "int"
+
+        @functools.cache  # noqa: B019  # that is what is tested
+        def cached(self, value: int) -> int:
+            return value + self.number
+
+    again_fibonacci, again_name, again = load(*dumped([fibonacci, name, Local()]))
+
+    assert again_fibonacci is not fibonacci
+    assert again_fibonacci(30) == 832040
+    assert again_fibonacci.cache_info().hits > 0
+    assert again_fibonacci.cache_parameters() == {"maxsize": 7, "typed": True}
+    assert again_fibonacci.note == "kept"
+    assert [again_name(3), again_name(2.5)] == ["int any 3", "any 2.5"]
+    assert (again.number, again.kind(3), again.kind("x"), again.cached(1)) == (5, "int", "any", 6)
+    assert vars(again)["number"] == 5
+
+
+@way
+def test_a_cached_function_that_can_be_imported_travels_by_name(dumped: Dump) -> None:
+    """With what it has cached."""
+    assert load(*dumped(importable)) is importable
+
+
+@functools.lru_cache
+def importable(value: int) -> int:
+    return value
+
+
 def test_modules_that_are_needed_are_named() -> None:
     """The fork server imports them ahead."""
     import json
@@ -212,6 +319,23 @@ def test_modules_that_are_needed_are_named() -> None:
     dump_by_value([json.dumps, json.JSONDecoder, lambda: json.loads("1")], modules)
 
     assert {"json", "json.decoder"} <= modules
+
+
+@pytest.mark.parametrize(
+    ("obj", "library", "is_needed"),
+    [
+        ({"format": "torch"}, "datasets.arrow_dataset", True),
+        ({"format": "torches"}, "datasets.arrow_dataset", False),
+        ({"format": "torch"}, "pandas", False),
+    ],
+)
+def test_torch_is_a_module_that_hugging_face_datasets_need_if_they_name_it(obj: object, library: str, is_needed: bool) -> None:
+    """They import it in workers, after `with_format("torch")`. Elsewhere it is only a word."""
+    modules = {library}
+
+    dump_by_value(obj, modules)
+
+    assert ("torch" in modules) == is_needed
 
 
 @pytest.mark.parametrize("mode", ["r", "rb", "w"])
@@ -360,3 +484,16 @@ def test_picklings_at_the_same_time_do_not_end_each_other(monkeypatch: pytest.Mo
             pass
         assert "__mp_main__" in cloudpickle.list_registry_pickle_by_value()
     assert "__mp_main__" not in cloudpickle.list_registry_pickle_by_value()
+
+
+class LazyModule(ModuleType):
+    """As libraries put into `sys.modules` in the place of themselves."""
+
+
+def test_a_module_of_a_class_of_its_own_is_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.ops` is one; a function of the script that names it as a global must still reach workers."""
+    lazy = LazyModule("lazy_module_of_a_test")
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    data, buffers = dump_by_value([lazy], set())
+
+    assert load(data, buffers) == [lazy]

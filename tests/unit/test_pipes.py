@@ -37,8 +37,10 @@ class Channel:
 
 
 def open_channel() -> Channel:
-    (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
-    return Channel(PipeLink(to_write, from_read), PipeEnd(to_read, from_write), to_read, from_write)
+    link = PipeLink()
+    to_read, from_write = map(os.dup, link.open())
+    link.close_inherited()
+    return Channel(link, PipeEnd(to_read, from_write), to_read, from_write)
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipeP
     assert poller.wait(0) == []
 
 
-@pytest.mark.linux
+@pytest.mark.linux("sets the size of a pipe")
 def test_a_pipe_that_is_too_small_is_made_larger(channel: Channel) -> None:
     """What is kept goes out only when the engine is asked for a batch, and meanwhile the worker has nothing to do."""
     channel.link.send([b"x" * 800_000])

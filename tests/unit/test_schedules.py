@@ -26,12 +26,14 @@ Schedule = tuple[Options, bytes]
 def random_schedule(rng: random.Random) -> Schedule:
     """Each without some kinds of trouble: what happens seldom is drowned where everything happens."""
     is_stream = rng.random() < 0.3
+    is_bound = not is_stream and rng.random() < 0.2
     options = Options(
         workers=rng.randint(1, 4),
         window=rng.randint(1, 6),
         in_order=rng.random() < 0.6,
-        whole_batches=is_stream or rng.random() < 0.4,
+        whole_batches=is_stream or is_bound or rng.random() < 0.4,
         is_stream=is_stream,
+        is_bound=is_bound,
         slots=rng.choice([0, 1, 2, 3, 20]),
         never=tuple(kind for kind in TROUBLES if rng.random() < 0.5),
         often=rng.choice(["", "kill", "spoil", "staff"]),

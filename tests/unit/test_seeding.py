@@ -72,6 +72,38 @@ def test_the_users_own_seed_wins(name: str) -> None:
     assert lazy == drawn(DRAWS[name], is_lazy=False)
 
 
+KEPT = """
+from infeed.workers.seeding import keep_user_seeds, seed_worker
+seed_lazily()
+seed_worker(7)
+{seeds}
+keep_user_seeds(7)
+before = random.random(), np.random.rand()
+seed_generators(8)
+print(random.random() != random.Random(8).random(), np.random.rand() != np.random.RandomState(8).rand())
+seed_worker(9)
+print(random.random() == random.Random(9).random(), np.random.rand() == np.random.RandomState(9).rand())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("seeds", "kept"),
+    [
+        ("random.seed(1); np.random.seed(1)", "True True"),
+        ("random.seed('a'); np.random.seed([1, 2])", "True True"),
+        ("random.setstate(random.getstate()); np.random.set_state(np.random.get_state())", "True True"),
+        ("random.seed(7); np.random.seed(7)", "False False"),  # the worker's own seed
+        ("random.seed(); np.random.seed()", "False False"),
+        ("random.random(); np.random.rand()", "False False"),
+        ("np.random.seed(3)", "False True"),
+    ],
+)
+def test_a_generator_that_was_seeded_for_the_worker_is_left_alone(seeds: str, kept: str) -> None:
+    """Until the process works for another loader."""
+    assert run_fresh(SETUP + KEPT.format(seeds=seeds)).splitlines() == [kept, "True True"]
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["numpy seeded by the user", "seeded by the user"])
 def test_a_seed_of_the_users_is_not_overwritten_by_ours(name: str) -> None:

@@ -21,6 +21,7 @@ from infeed.memory.segments import (
     remove_attached_names,
     round_up,
 )
+from tests.helpers import shm_names
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux")
 SHM = Path("/dev/shm")
@@ -49,7 +50,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[SegmentStore]:
 
 
 def names() -> set[str]:
-    return {path.name for path in SHM.glob("infeed*")}
+    """Those of this process: other tests run at the same time."""
+    return shm_names(os.getpid())
 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -337,7 +337,7 @@ def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
     batches = [[number * size + row for row in range(size)] for number in range(count * start)]
 
     def planned(world: int, rank: int, position: int) -> list[Any]:
-        return [list(rows_) for rows_, _, _ in given_batches(batches, Cut(1, shard=Shard(rank, world)), position)]
+        return [list(plan.indices) for plan in given_batches(batches, Cut(1, shard=Shard(rank, world)), position)]
 
     at = min(at, count)
     seen = [batch for rank in range(start) for batch in planned(start, rank, 0)[:at]]
@@ -346,3 +346,26 @@ def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
         seen += [batch for rank in ranks for batch in rank]
     assert {batch[0] for batch in seen} == {batch[0] for batch in batches}
     assert len(seen) <= len(batches) + then - 1  # what is missing in the last step is repeated
+
+
+def test_a_batch_is_found_while_another_thread_takes_batches() -> None:
+    trail = Trail(Cursor())
+    for number in range(3):
+        trail.delivered(step(number), 0)
+    sought = trail._recent[0].plan
+
+    class Taking(NamedTuple):
+        """A plan whose step is asked for while the training loop takes the next batch."""
+
+        number: int
+
+        @property
+        def step(self) -> int:
+            trail.delivered(step(self.number + 10), 0)
+            return self.number
+
+    for number in (1, 2):
+        trail._recent[number].plan = Taking(number)  # type: ignore[assignment]
+    past = trail.find(0)
+    assert past is not None
+    assert past.plan is sought

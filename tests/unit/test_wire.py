@@ -172,7 +172,7 @@ ANSWERS: dict[str, FromWorker] = {
     "mismatched": Mismatched(TASK),
     "emptied": Emptied(TASK, True),
     "failed": LoadFailed(TASK, FAILURE),
-    "failed after some": LoadFailed(TASK, FAILURE, 7),
+    "failed in a share": LoadFailed(TASK, FAILURE, shards_itself=True),
 }
 
 

@@ -40,6 +40,9 @@ _NUMBERS: Final[dict[type[Any], np.dtype[Any]]] = {
 }
 
 
+_PICTURE_AXES: Final = (3, 4)
+
+
 class LeafMismatch(Exception):
     """A column does not fit the leaf it should be written to. Internal."""
 
@@ -71,6 +74,15 @@ class Leaf:
     @property
     def is_in_slot(self) -> bool:
         return self.kind in (Kind.ARRAY, Kind.NUMBER, Kind.TENSOR)
+
+
+def has_own_strides(column: Column) -> bool:
+    """Whether a batch that torch stacks of this column may not be contiguous: samples of 3 or 4 axes with channels last."""
+    return any(getattr(value, "ndim", 0) in _PICTURE_AXES and not _is_contiguous(value) for value in column)
+
+
+def _is_contiguous(value: Any) -> bool:
+    return bool(value.flags.c_contiguous) if isinstance(value, np.ndarray) else bool(value.is_contiguous())
 
 
 def leaf_of(column: Column) -> Leaf:

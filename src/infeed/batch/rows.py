@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.batch.layout import Layout
-from infeed.batch.leaves import ARRAY_TYPES, Kind, Leaf, LeafMismatch, UnequalShapes, finish_beside, leaf_of
+from infeed.batch.leaves import ARRAY_TYPES, Kind, Leaf, LeafMismatch, UnequalShapes, finish_beside, has_own_strides, leaf_of
 from infeed.batch.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch, structure_of
 from infeed.memory.leases import Lease
 
@@ -171,9 +171,11 @@ _CELLS: Final[dict[Kind, Callable[[Leaf, mmap, int, int], _Cell]]] = {
 class RowWriter:
     """Writes rows of one slot under one layout. Kept by a worker for as long as the slot and the layout recur."""
 
-    def __init__(self, layout: Layout, memory: mmap, block_offset: int, row_count: int) -> None:
+    def __init__(self, layout: Layout, memory: mmap, block_offset: int, row_count: int, *, keeps_strides: bool = False) -> None:
+        """``keeps_strides``: samples that torch would stack into a batch that is not contiguous do not fit."""
         offsets, _ = layout.offsets(row_count)
         self._node = layout.node
+        self._keeps_strides = keeps_strides and any(len(leaf.shape) > 2 for leaf in layout.leaves)
         self._cells: list[_Cell | None] = [
             _CELLS[leaf.kind](leaf, memory, block_offset + offset, row_count) if leaf.is_in_slot else None
             for leaf, offset in zip(layout.leaves, offsets, strict=True)
@@ -193,6 +195,8 @@ class RowWriter:
             self._node.split(samples, columns)
             # A batch has the keys of its first sample, in their order, whatever the batch before it had.
             if row == 0 and not self._node.is_ordered_as(samples[0]):
+                raise RowMismatch
+            if self._keeps_strides and any(map(has_own_strides, columns)):
                 raise RowMismatch
             for cell, column in zip(self._cells, columns, strict=True):
                 if cell is None:

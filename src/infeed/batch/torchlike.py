@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from infeed.batch.layout import Layout
-from infeed.batch.leaves import Kind, Leaf, UnequalShapes, leaf_of
+from infeed.batch.leaves import Kind, Leaf, UnequalShapes, has_own_strides, leaf_of
 from infeed.batch.tree import Column, LeafNode, MappingNode, Node, Sample, SequenceNode, StructureMismatch, structure_of
 
 # NumPy's dtypes that torch.as_tensor takes as they are, and what they are there. Not uint64: its scalars are refused.
@@ -43,8 +43,12 @@ def collate_as_torch(samples: list[Sample]) -> Any:
         worker._worker_info = info
 
 
-def torch_layout(samples: Sequence[Sample]) -> Layout | None:
-    """The layout of the batch that ``default_collate`` would make of these samples, or ``None``."""
+def torch_layout(samples: Sequence[Sample], *, keeps_strides: bool = False) -> Layout | None:
+    """The layout of the batch that ``default_collate`` would make of these samples, or ``None``.
+
+    In the main process it stacks samples that are laid out with channels last into a batch that is so too (``keeps_strides``),
+    in a worker into a contiguous one.
+    """
     node = _torch_node(structure_of(samples[0]))
     if node is None:
         return None
@@ -56,7 +60,9 @@ def torch_layout(samples: Sequence[Sample]) -> Layout | None:
     parents = _parents(node, is_in_sequence=False)
     leaves = [_torch_leaf(column, is_in_sequence) for column, is_in_sequence in zip(columns, parents, strict=True)]
     found = [leaf for leaf in leaves if leaf is not None]
-    return Layout(node, tuple(found)) if len(found) == len(leaves) else None
+    if len(found) < len(leaves) or (keeps_strides and any(map(has_own_strides, columns))):
+        return None
+    return Layout(node, tuple(found))
 
 
 def torch_table_layout(layout: Layout) -> Layout | None:

@@ -1,11 +1,14 @@
 """``infeed run``: a PyTorch program, unchanged, with infeed in the place of torch's data loading."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any, Final
 
-from infeed.programs import exit_code_of, install_when_imported, run_module, run_script, show_error
+from infeed.children import carry_into_commands, install_when_imported
+from infeed.programs import exit_code_of, run_module, run_script, show_error
+from infeed.workers.early import start_for_module, start_for_program
 
 __all__ = ["add_parser", "run"]
 
@@ -35,24 +38,30 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"infeed run: {program[0]!r} is not a file; name a script, or a module with -m", file=sys.stderr)
         return _USAGE
     install_when_imported()
+    carry_into_commands()
+    pid = os.getpid()
     try:
         if arguments.is_module:
-            run_module(program)
+            run_module(program, start_for_module)
         else:
-            run_script(program)
+            run_script(program, start_for_program)
     except SystemExit as leaving:
         return exit_code_of(leaving)
     except Exception as error:
         show_error(error, [__file__])
         return _FAILED
     finally:
-        sys.stdout.flush()
-        print(f"infeed: {_summary()}", file=sys.stderr)
+        if os.getpid() == pid:  # and not a child that the program forked, which ends here too
+            sys.stdout.flush()
+            print(f"infeed: {_summary()}", file=sys.stderr)
     return 0
 
 
 def _summary() -> str:
     tally: Any = sys.modules.get("infeed.torch.tally")
-    if tally is None or not (tally.TALLY.loader_count or tally.TALLY.refused):
-        return "the program iterated no torch DataLoader"
-    return str(tally.TALLY)
+    if tally is None and "torch" in sys.modules:
+        return (
+            "torch was imported past infeed's import hook, so that all loaders ran on torch's own workers; call "
+            "infeed.torch.install() after importing torch"
+        )
+    return str(tally.TALLY) if tally is not None and tally.TALLY else "the main process iterated no torch DataLoader"

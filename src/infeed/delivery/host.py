@@ -22,12 +22,17 @@ _READERS_KEPT: Final = 128
 class HostDelivery:
     """Hands out batches as arrays and tensors that look into the arena."""
 
-    def __init__(self, arena: Arena, backend: Backend | None = None) -> None:
-        """With ``backend`` they lie in page-locked memory, as soon as their segment is registered."""
+    def __init__(self, arena: Arena, backend: Backend | None = None, *, is_staged: bool = False) -> None:
+        """
+        Args:
+            backend: with one, batches are in page-locked memory as soon as their segment is registered.
+            is_staged: a `Stage` copies the batches to the device and holds each until it is copied. The user never has them, so
+                nothing else can be reading a slot that was released.
+        """
         self._arena = arena
         self._backend = backend
         self._pinner = None if backend is None else Pinner(backend)
-        self._cooling = None if backend is None else Cooling(backend, arena.ended_leases)
+        self._cooling = None if backend is None or is_staged else Cooling(backend, arena.ended_leases)
         self.ended_slots = arena.ended_leases if self._cooling is None else self._cooling.free
         self.given_bytes = 0  # of all batches so far
         self._readers: dict[tuple[int, int], RowReader] = {}

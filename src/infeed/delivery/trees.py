@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Final
+
+_leaf_types: Final[weakref.WeakSet[type]] = weakref.WeakSet()  # asking whether something is a Mapping takes long
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -14,7 +17,8 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     >>> map_leaves({"a": [1, (2, 3)]}, lambda leaf: leaf * 10)
     {'a': [10, (20, 30)]}
     """
-    if isinstance(tree, str | bytes):
+    kind = type(tree)
+    if kind in _leaf_types or isinstance(tree, str | bytes):
         return change(tree)
     if isinstance(tree, Mapping):
         changed = {key: map_leaves(value, change) for key, value in tree.items()}
@@ -33,6 +37,8 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
         fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
         parts = {name: map_leaves(value, change) for name, value in fields.items()}  # type: ignore[assignment]
         return _or_leaf(lambda: dataclasses.replace(tree, **parts), tree, change)  # type: ignore[arg-type]
+    if not isinstance(tree, type):
+        _leaf_types.add(kind)
     return change(tree)
 
 

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
+from infeed.children import install_when_imported
 from infeed.doctor.evidence import Ending
 from infeed.doctor.journal import Journal
 from infeed.doctor.targets import load_dataset
 from infeed.doctor.watching import Watcher
 from infeed.errors import ConfigError
-from infeed.programs import exit_code_of, install_when_imported, run_module, run_script, show_error
+from infeed.programs import exit_code_of, run_module, run_script, show_error
 
 _PROBE_S: Final = 2.0
 _PAUSE_S: Final = 0.5

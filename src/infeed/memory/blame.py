@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from infeed.memory.pickling import ByValuePickler
+from infeed.memory.tensors import TensorReducer
 
 # Objects looked at before giving up: enough for any dataset's attributes, not for each of a million elements.
 _LOOKS: Final = 2000
@@ -36,7 +37,7 @@ def find_culprit(root: Any, name: str) -> tuple[str, Any] | None:
 def _pickles(value: Any) -> bool:
     try:
         # Buffers are handed to a callback that keeps nothing: large arrays cost no time here.
-        ByValuePickler(io.BytesIO(), lambda _buffer: None, set()).dump(value)
+        ByValuePickler(io.BytesIO(), lambda _buffer: None, set(), TensorReducer(keeps_shared=False)).dump(value)
     except Exception:  # whatever the user's __reduce__ raises: it does not pickle
         return False
     return True

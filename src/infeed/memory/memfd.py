@@ -64,6 +64,13 @@ class MemfdStore(SegmentStore):
     def descriptor(self) -> int | None:
         return self._fd
 
+    def address(self) -> Address | None:
+        return Address(self.name, 0, os.getpid(), self._fd)
+
+    @property
+    def can_be_found(self) -> bool:
+        return os.path.isdir("/proc/self/fd")
+
     def close(self) -> None:
         self._closer()
 

@@ -6,13 +6,12 @@ until one of them writes, which then is its own affair, as with a copy. Plain Py
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from infeed.errors import WorkerStartError
 from infeed.memory.blame import find_culprit
-from infeed.memory.inheriting import starting
+from infeed.memory.inheriting import starting, tracker_fd
 from infeed.memory.pickling import dump_by_value, load, spans
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
 
@@ -29,6 +28,7 @@ class Parcel:
     sizes: list[int]
     modules: frozenset[str]
     fds: tuple[int, ...] = ()  # of the user's process, which a worker must be handed for what is in it
+    has_tracker: bool = False  # the last of them is the resource tracker's
 
 
 def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
@@ -43,9 +43,11 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
     modules: set[str] = set()
     try:
         with starting() as fds:
-            data, buffers = dump_by_value(obj, modules)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise WorkerStartError(_explain(named, error)) from error
+            data, buffers = dump_by_value(obj, modules, keeps_shared=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # a __getstate__ or __reduce__ raises what it likes
+        raise _explained(named, error) from error
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]
     offsets, total = spans(sizes)
@@ -53,7 +55,10 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> Parcel:
     with memoryview(segment.memory) as view:
         for chunk, offset, size in zip(chunks, offsets, sizes, strict=True):
             view[offset : offset + size] = memoryview(chunk).cast("B") if size else b""
-    return Parcel(segment.handle, offsets, sizes, frozenset(modules), tuple(fds))
+    tracker = tracker_fd()
+    if tracker is not None:
+        fds = [*fds, tracker]
+    return Parcel(segment.handle, offsets, sizes, frozenset(modules), tuple(fds), tracker is not None)
 
 
 def receive(parcel: Parcel, reader: SegmentReader) -> Any:
@@ -63,15 +68,23 @@ def receive(parcel: Parcel, reader: SegmentReader) -> Any:
     return load(bytes(chunks[0]), chunks[1:])
 
 
-def _explain(named: dict[str, Any], error: Exception) -> str:
+def _explained(named: dict[str, Any], error: Exception) -> WorkerStartError:
     for name, value in named.items():
         culprit = find_culprit(value, name)
         if culprit is not None:
             path, found = culprit
             kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
-            return (
-                f"{name} cannot be sent to workers: {path} is a {kind}, which cannot be pickled; open it where it is used "
-                "(on first use, or in worker_init_fn), leave it out with __getstate__, or use worker='thread'\n"
-                f"  the pickler says: {error}"
+            reason = f"{path} is a {kind}, which cannot be pickled"
+            text = (
+                f"{name} cannot be sent to workers: {reason}; open it where it is used (on first use, or in worker_init_fn), "
+                f"leave it out with __getstate__, or use worker='thread'\n  the pickler says: {error}"
             )
-    return f"dataset cannot be sent to workers: {error}; use worker='thread' if it must stay in this process"
+            return _unpicklable(text, reason)
+    text = f"dataset cannot be sent to workers: {error}; use worker='thread' if it must stay in this process"
+    return _unpicklable(text, f"the dataset cannot be pickled: {error}")
+
+
+def _unpicklable(text: str, reason: str) -> WorkerStartError:
+    error = WorkerStartError(text)
+    error.unpicklable = reason
+    return error

@@ -1,7 +1,7 @@
 """Pickling with the bytes of arrays and tensors left outside, to be put into shared memory.
 
 ``dump`` gives a short pickle and a list of buffers; ``load`` builds the object again over buffers that lie elsewhere, without
-copying them. NumPy does this by itself (protocol 5); contiguous CPU tensors of torch are taught it here.
+copying them. NumPy does this by itself (protocol 5); ``tensors`` does it for tensors of torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
 import cloudpickle
 import numpy as np
 
+from infeed.memory.callables import reduce_callable
 from infeed.memory.inheriting import reduce_shared
-from infeed.memory.sharedarrays import is_plain_tensor, reduce_held
+from infeed.memory.sharedarrays import reduce_held
+from infeed.memory.tensors import TensorReducer
 
 _PROTOCOL: Final = 5
 BUFFER_ALIGN: Final = 64
+# Hugging Face datasets refer to torch by its name alone, after with_format("torch"), and import it when they load a sample.
+_CHOOSES_TORCH: Final = "datasets"
+_TORCH_BY_NAME: Final = pickle.SHORT_BINUNICODE + b"\x05torch"
 # The module that is pickled by value, once for each pickling in progress. An RLock: finalizers run anywhere, and may pickle.
 _BY_VALUE: Final[list[ModuleType]] = []
 _BY_VALUE_LOCK: Final = threading.RLock()
@@ -37,9 +43,9 @@ def dump(obj: object) -> tuple[bytes, list[memoryview]]:
     By reference fails for classes of ``__main__`` or of a local scope, which are not importable in a worker.
     """
     try:
-        return _dump(_ResultPickler, obj)
+        return _dump_result(_ResultPickler, obj)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return _dump(_ByValueResultPickler, obj)
+        return _dump_result(_ByValueResultPickler, obj)
 
 
 def load(data: bytes, buffers: Sequence[Any]) -> Any:
@@ -57,16 +63,23 @@ def settle_sparse() -> None:
         utils._validate_loaded_sparse_tensors()
 
 
-def dump_by_value(obj: object, modules: set[str]) -> tuple[bytes, list[memoryview]]:
+def dump_by_value(obj: object, modules: set[str], *, keeps_shared: bool = False) -> tuple[bytes, list[memoryview]]:
     """Pickle what the user gave, so that a process that never saw their ``__main__`` can build it.
 
-    Names of the modules it refers to are added to ``modules``.
+    Args:
+        modules: names of the modules that it refers to are added to it.
+        keeps_shared: tensors in shared memory are not copied; for processes that are being started (see ``inheriting``).
     """
-    stream = io.BytesIO()
-    buffers: list[memoryview] = []
+    tensors = TensorReducer(keeps_shared=keeps_shared)
+
+    def pickler(stream: io.BytesIO, on_buffer: BufferCallback) -> ByValuePickler:
+        return ByValuePickler(stream, on_buffer, modules, tensors)
+
     with main_by_value():
-        ByValuePickler(stream, lambda buffer: buffers.append(buffer.raw()), modules).dump(obj)
-    return stream.getvalue(), buffers
+        data, buffers = _dump(pickler, tensors, obj)
+    if _TORCH_BY_NAME in data and any(name.partition(".")[0] == _CHOOSES_TORCH for name in modules):
+        modules.add("torch")
+    return data, buffers
 
 
 def dumps_by_value(obj: object) -> bytes:
@@ -110,76 +123,82 @@ def spans(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _dump(pickler: type[Any], obj: object) -> tuple[bytes, list[memoryview]]:
-    stream = io.BytesIO()
-    buffers: list[memoryview] = []
-    pickler(stream, _PROTOCOL, buffer_callback=lambda buffer: buffers.append(buffer.raw())).dump(obj)
-    return stream.getvalue(), buffers
+def _dump_result(cls: type[Any], obj: object) -> tuple[bytes, list[memoryview]]:
+    tensors = TensorReducer(keeps_shared=False)
+    return _dump(lambda stream, on_buffer: cls(stream, on_buffer, tensors), tensors, obj)
 
 
-def _reduce_arrays(obj: Any) -> Any:
-    """Reduction of arrays and tensors to their raw bytes, or ``NotImplemented`` to go on as usual."""
-    if type(obj) is np.ndarray:
-        if obj.dtype.kind in "mM":
-            # Dates have no buffer of their own; as integers they have.
-            return _rebuild_dates, (np.ascontiguousarray(obj).view(np.int64), obj.dtype)
-        # A view with strides would be copied into the pickle; made contiguous, its bytes stay outside.
-        if obj.flags.forc or obj.dtype.hasobject:
-            return NotImplemented
-        return np.ascontiguousarray(obj).__reduce_ex__(_PROTOCOL)
-    torch = sys.modules.get("torch")
-    if torch is not None and type(obj) is torch.Tensor and is_plain_tensor(torch, obj):
-        # In the order in which its elements lie, so that a memory format (channels_last) stays what it is.
-        order = sorted(range(obj.dim()), key=lambda axis: -obj.stride(axis))
-        ordered = obj.detach().permute(order)
-        raw = ordered.contiguous().reshape(-1).view(torch.uint8).numpy()
-        is_kept = ordered.is_contiguous() and not obj.is_contiguous()
-        name = str(obj.dtype).removeprefix("torch.")
-        if not is_kept:
-            raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _rebuild_tensor, (pickle.PickleBuffer(raw), name, tuple(obj.shape))
-        back = sorted(range(obj.dim()), key=order.__getitem__)
-        return _rebuild_permuted, (pickle.PickleBuffer(raw), name, tuple(ordered.shape), back)
-    return NotImplemented
+def _dump(
+    pickler: Callable[[io.BytesIO, BufferCallback], Any], tensors: TensorReducer, obj: object
+) -> tuple[bytes, list[memoryview]]:
+    while True:
+        stream = io.BytesIO()
+        buffers: list[memoryview] = []
+        pickler(stream, lambda buffer, buffers=buffers: buffers.append(buffer.raw())).dump(obj)  # type: ignore[misc]
+        if not tensors.must_repeat:
+            return stream.getvalue(), buffers
+        tensors.must_repeat = False
+
+
+def _reduce_array(obj: Any) -> Any:
+    """Reduction of an array to its raw bytes, or ``NotImplemented`` to go on as usual."""
+    if type(obj) is not np.ndarray:
+        return NotImplemented
+    if obj.dtype.kind in "mM":
+        # Dates have no buffer of their own; as integers they have.
+        return _rebuild_dates, (np.ascontiguousarray(obj).view(np.int64), obj.dtype)
+    # A view with strides would be copied into the pickle; made contiguous, its bytes stay outside.
+    if obj.flags.forc or obj.dtype.hasobject:
+        return NotImplemented
+    return np.ascontiguousarray(obj).__reduce_ex__(_PROTOCOL)
 
 
 def _rebuild_dates(numbers: Any, dtype: np.dtype[Any]) -> Any:
     return numbers.view(dtype)
 
 
-def _rebuild_tensor(buffer: Any, dtype_name: str, shape: tuple[int, ...]) -> Any:
-    import torch  # the pickle holds a tensor: whoever reads it needs torch
-
-    dtype = getattr(torch, dtype_name)
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype).view(shape)
-
-
-def _rebuild_permuted(buffer: Any, dtype_name: str, shape: tuple[int, ...], back: list[int]) -> Any:
-    return _rebuild_tensor(buffer, dtype_name, shape).permute(back)
+def _reduce_result_array(obj: Any) -> Any:
+    """The same for what a worker returns, which can always be written to. pickle would keep a read-only buffer read-only."""
+    if type(obj) is np.ndarray and not obj.flags.writeable and not obj.dtype.hasobject:
+        obj = obj.copy(order="K")
+        reduced = _reduce_array(obj)
+        return obj.__reduce_ex__(_PROTOCOL) if reduced is NotImplemented else reduced
+    return _reduce_array(obj)
 
 
 @final
 class _ResultPickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, on_buffer: BufferCallback, tensors: TensorReducer) -> None:
+        super().__init__(stream, _PROTOCOL, buffer_callback=on_buffer)
+        self._tensors = tensors
+
     def reducer_override(self, obj: Any) -> Any:
-        return _reduce_arrays(obj)
+        reduced = _reduce_result_array(obj)
+        return self._tensors.reduce(obj) if reduced is NotImplemented else reduced
 
 
 @final
 class _ByValueResultPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
+    def __init__(self, stream: io.BytesIO, on_buffer: BufferCallback, tensors: TensorReducer) -> None:
+        super().__init__(stream, _PROTOCOL, buffer_callback=on_buffer)
+        self._tensors = tensors
+
     def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce_arrays(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        for reduce in (_reduce_result_array, self._tensors.reduce, reduce_callable):
+            reduced = reduce(obj)
+            if reduced is not NotImplemented:
+                return reduced
+        return super().reducer_override(obj)
 
 
 @final
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
     """Pickles datasets and functions, and notes which modules they need."""
 
-    def __init__(self, stream: io.BytesIO, on_buffer: BufferCallback | None, modules: set[str]) -> None:
+    def __init__(self, stream: io.BytesIO, on_buffer: BufferCallback | None, modules: set[str], tensors: TensorReducer) -> None:
         super().__init__(stream, _PROTOCOL, buffer_callback=on_buffer)
         self._modules = modules
+        self._tensors = tensors
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
@@ -187,9 +206,19 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             raise TypeError(f"cannot pickle {type(obj).__name__!r} object: it is an open file")
         if isinstance(obj, ModuleType):
             self._modules.add(obj.__name__)
+            if type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+                return import_module, (obj.__name__,)  # cloudpickle knows plain modules only, not torch.ops and lazy ones
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
             self._modules.add(obj.__module__)
-        for reduce in (_reduce_draw, _reduce_memmap, reduce_held, _reduce_arrays, reduce_shared):
+        for reduce in (
+            _reduce_draw,
+            _reduce_memmap,
+            reduce_held,
+            _reduce_array,
+            self._tensors.reduce,
+            reduce_callable,
+            reduce_shared,
+        ):
             reduced = reduce(obj)
             if reduced is not NotImplemented:
                 return reduced

@@ -85,6 +85,15 @@ class SegmentStore(ABC):
     def descriptor(self) -> int | None:
         """What a worker must be handed at birth, or ``None`` if names are enough."""
 
+    def address(self) -> Address | None:
+        """How a worker that was not handed the descriptor at birth finds it; ``None`` if names are enough."""
+        return None
+
+    @property
+    def can_be_found(self) -> bool:
+        """Whether such a worker can."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back; mappings that are still looked into live on."""
@@ -98,13 +107,31 @@ class SegmentReader(ABC):
         """Map a segment. ``private`` maps it copy-on-write: what this process writes, no other sees."""
 
 
-def open_store() -> SegmentStore:
-    """The best store that this platform has."""
+def open_store(*, holds_segments: bool = True) -> SegmentStore:
+    """Open the best store that this platform has.
+
+    Args:
+        holds_segments: Whether the store keeps its segments alive until `release` or `close`. Pass False if views of the
+            segment own it instead, as with shared objects.
+    """
     if sys.platform == "linux" and getattr(os, "memfd_create", None) is not None:
         from infeed.memory.memfd import MemfdStore
 
         return MemfdStore()
-    return NamedStore()
+    return NamedStore(holds_segments=holds_segments)
+
+
+def open_descriptor(address: Address | None) -> int | None:
+    """The descriptor of a store whose ``address()`` this is, in this process, which closes it when it is done.
+
+    Raises:
+        OSError: the process that has the store is gone.
+    """
+    if sys.platform == "linux" and address is not None:
+        from infeed.memory.memfd import open_memfd
+
+        return open_memfd(address)
+    return None
 
 
 def open_reader(descriptor: int | None) -> SegmentReader:
@@ -118,7 +145,7 @@ def open_reader(descriptor: int | None) -> SegmentReader:
 
 def make_findable(size: int) -> tuple[Segment, SegmentStore, str]:
     """A segment in a store of its own, and the name under which ``find_segment`` knows it."""
-    store = open_store()
+    store = open_store(holds_segments=False)
     segment = store.create(size)
     name = segment.handle.name
     if sys.platform == "linux" and name is None:
@@ -150,7 +177,6 @@ def find_segment(address: Address, *, private: bool = False) -> mmap.mmap:
         memory = _map_named(address.name, address.size, create=False, access=access)
         if address.pid != os.getpid():
             _found_names[address.name] = (address.pid, os.getppid() == address.pid)
-    # Windows gives an empty mapping for a name that nobody has.
     if memory[: len(address.name)] != address.name.encode():
         raise FileNotFoundError(errno.ENOENT, "no longer there", address.name)
     return memory
@@ -226,11 +252,17 @@ class PrivateStore(SegmentStore):
 
 @final
 class NamedStore(SegmentStore):
-    def __init__(self) -> None:
-        # Thirty-one characters are all that macOS allows.
-        # With the owner's number, for whoever finds it; macOS allows 31 letters in all.
+    """One named mapping per segment.
+
+    On Windows a name disappears with its last handle, and a mapping is such a handle. So the store holds every mapping until
+    the segment is released: a worker may attach it at any time before that.
+    """
+
+    def __init__(self, *, holds_segments: bool = True) -> None:
+        # macOS allows 31 characters. The pid identifies the owner to whoever finds the name.
         self._prefix = f"/infeed.{os.getpid()}.{os.urandom(4).hex()}"
         self._names: set[str] = set()
+        self._held: dict[str, mmap.mmap] | None = {} if holds_segments else None
         self._count = 0
         self._closer = weakref.finalize(self, _unlink_own, self._names, os.getpid())
 
@@ -245,6 +277,8 @@ class NamedStore(SegmentStore):
                 _unlink(name)
             raise refused(size, error, cure, is_named=True) from error
         self._names.add(name)
+        if self._held is not None:
+            self._held[name] = memory
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size, name=name), memory)
 
@@ -252,12 +286,16 @@ class NamedStore(SegmentStore):
         assert handle.name is not None
         _unlink(handle.name)
         self._names.discard(handle.name)
+        if self._held is not None:
+            self._held.pop(handle.name, None)
 
     def descriptor(self) -> int | None:
         return None
 
     def close(self) -> None:
         self._closer()
+        if self._held is not None:
+            self._held.clear()
 
 
 # Names that this process attached, to be removed when it ends: the owner does it too, unless it was killed.
@@ -281,6 +319,11 @@ class NamedReader(SegmentReader):
             raise refused(handle.size, error, is_named=True) from error
         _attached_names.add(handle.name)
         return memory
+
+
+def forget_attached_names() -> None:
+    """Leave the names of all segments that this process attached to their owner, which lives on."""
+    _attached_names.clear()
 
 
 def keep_attached_names() -> None:
@@ -336,9 +379,25 @@ if sys.platform == "win32":
     def _map_private(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
 
+    import _winapi  # the calls behind multiprocessing.shared_memory
+
     def _map_named(name: str, size: int, *, create: bool, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
-        del create  # the page file backs it either way; a tag that exists is opened
-        return mmap.mmap(-1, size, tagname=name.lstrip("/"), access=access)
+        # `mmap` opens a name that exists and creates one that does not. A worker must never create one: it would read zeros.
+        name = name.lstrip("/")
+        if create:
+            handle = _winapi.CreateFileMapping(
+                _winapi.INVALID_HANDLE_VALUE, _winapi.NULL, _winapi.PAGE_READWRITE, size >> 32, size & 0xFFFFFFFF, name
+            )
+            exists = _winapi.GetLastError() == _winapi.ERROR_ALREADY_EXISTS
+        else:
+            handle = _winapi.OpenFileMapping(_winapi.FILE_MAP_READ, False, name)
+            exists = False
+        try:
+            if exists:
+                raise FileExistsError(errno.EEXIST, "exists already", name)
+            return mmap.mmap(-1, size, tagname=name, access=access)
+        finally:
+            _winapi.CloseHandle(handle)
 
     def _unlink(name: str) -> None:
         del name  # goes with its last handle

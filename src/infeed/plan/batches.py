@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import Any, Final, NamedTuple
+from itertools import islice, repeat
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -27,6 +27,26 @@ class BatchPlan(NamedTuple):
     indices: Indices | list[Any]
     first_position: int
     stop: int  # the position that all ranks have come to with it
+    rows: list[int] | None = None  # where each sample stood before others were left out; None: none were
+
+
+@final
+class GivenIndices(list[Any]):
+    """Indices of a whole batch, with the object that the batch sampler yielded: ``__getitems__`` gets that object."""
+
+    def __init__(self, indices: list[Any], given: Any) -> None:
+        super().__init__(indices)
+        self.given = given
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if key == slice(0, len(self)) else super().__getitem__(key)
+
+
+class Lookahead(NamedTuple):
+    """How far beyond the delivered batches a sampler may be asked, where somebody could notice."""
+
+    batch_count: int
+    known_count: int  # the first batches of the epoch that can be planned without asking
 
 
 def default_grain_size(batch_size: int) -> int:
@@ -72,9 +92,18 @@ def ordered_batch(order: Order, piece: Piece) -> BatchPlan | None:
     return BatchPlan(indices, first, stop)
 
 
+def next_only(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same elements, by ``next(iterator)`` alone.
+
+    `islice` and `for` call ``iter(iterator)`` again. That restarts an object whose ``__iter__`` resets and returns ``self``,
+    and fails for an iterator without ``__iter__``.
+    """
+    return map(next, repeat(iterator))
+
+
 def sampled_batches(sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
     """Indices as the user's sampler yields them, taken no earlier than they are needed; the first ``start`` are passed over."""
-    indices = iter(sampler)
+    indices = next_only(iter(sampler))
     opening = list(islice(indices, 1)) if start else []
     position = start
     if start:
@@ -86,7 +115,7 @@ def sampled_batches(sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterato
         stop = position + len(chunk)
         mine = chunk[first:last] + opening * (cut.shard.padding(len(chunk)) if cut.pad else 0)
         if mine:
-            yield BatchPlan(_compact(mine), position + first, stop)
+            yield BatchPlan(compacted(mine), position + first, stop)
         position = stop
 
 
@@ -114,43 +143,49 @@ def steps_of(indices: Iterator[Any], cut: Cut) -> Iterator[list[Any]]:
         yield before
 
 
-def given_batches(
-    batch_sampler: Iterable[Iterable[Any]], cut: Cut, start: int = 0, *, is_torch: bool = False
-) -> Iterator[BatchPlan]:
+def given_batches(batch_sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan | Exception]:
     """Batches as the user's batch sampler yields them, each rank's in turn. An empty one is a batch of no rows, and left out.
 
-    For torch nothing is left out, and what is yielded goes to ``__getitems__`` as it is.
+    Where it yields something that is no batch, there is an exception in its place.
 
     Of a last step with fewer batches than ranks, those without one get the first batches of the epoch again.
     """
     rank, world_size = cut.shard
-    opening: list[list[Any]] = []
+    opening: list[Any] = []
     position = 0
-    batches: Iterator[Any] = map(_sized, batch_sampler) if is_torch else filter(None, map(list, batch_sampler))
+    batches: Iterator[Any] = filter(None, map(listed, batch_sampler))
     while position < start and (passed := next(batches, None)) is not None:
         # One by one: how they were shared out before does not matter.
-        position += len(passed)
+        position += _row_count(passed)
         if len(opening) < world_size:
             opening.append(passed)
     while step := list(islice(batches, world_size)):
         if len(opening) < world_size:
             opening += step
-        first = position + sum(map(len, step[:rank]))
-        position += sum(map(len, step))
+        first = position + sum(map(_row_count, step[:rank]))
+        position += sum(map(_row_count, step))
         mine = step[rank] if rank < len(step) else opening[(rank - len(step)) % len(opening)]
-        yield BatchPlan(_compact(mine), first, position)
+        yield mine if isinstance(mine, Exception) else BatchPlan(compacted(mine), first, position)
 
 
-def _sized(chunk: Any) -> Any:
-    return chunk if isinstance(chunk, list | tuple) else list(chunk)
+def listed(chunk: Any) -> list[Any] | Exception:
+    """A batch as a list; if it is not iterable, the exception that says so."""
+    try:
+        return list(chunk)
+    except Exception as error:
+        return error.with_traceback(None)  # its frames would hold the iteration until it is raised
+
+
+def _row_count(chunk: Any) -> int:
+    return 0 if isinstance(chunk, Exception) else len(chunk)
 
 
 def _skip(indices: Iterator[Any], count: int) -> None:
     deque(islice(indices, count), maxlen=0)
 
 
-def _compact(indices: list[Any]) -> Indices | list[Any]:
-    # Plain integers travel as 8 bytes each. `bool` and NumPy integers are left as they are: a dataset may tell them apart.
+def compacted(indices: list[Any]) -> Indices | list[Any]:
+    """Plain integers as an array, 8 bytes each; `bool` and NumPy integers unchanged, because a dataset may tell them apart."""
     if type(indices) is list and all(type(index) is int for index in indices):
         try:
             return np.array(indices, dtype=np.int64)

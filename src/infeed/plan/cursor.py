@@ -32,7 +32,7 @@ class ShareCursor:
 
     rows: int = 0
     is_ended: bool = False
-    state: Any = None  # the dataset's own, if it has one
+    state: Any = None  # of the dataset and of its iterator, if they have one; see ``Opened``
 
 
 @final
@@ -59,6 +59,8 @@ class Cursor:
     ahead: tuple[int, ...] = ()
     stream: StreamCursor | None = None
     bad_count: int = 0  # samples of this epoch that were left out or replaced so far
+    sampler: Any = None  # what a loaded state has of samplers and generators; the plan's to read
+    dataset: Any = None  # what a loaded state has of an indexed dataset's own state
 
 
 @final

@@ -38,6 +38,7 @@ class Books:
         self._is_urgent = True  # somebody waits for it
         self._has_asked_again = False
         self._is_closed = False
+        self._is_lost = False  # no more workers are started; what is ready is delivered first
         self._patience = Patience(len(workers))
         self._actions: list[Action] = []
 
@@ -124,9 +125,9 @@ class Books:
             batch.slot = None
         self._finished[batch.batch] = None
 
-    def remaining(self, epoch: int) -> int:
-        """Planned batches of an epoch that are not delivered."""
-        return sum(batch.epoch == epoch for batch in self._batches.values())
+    def has_undelivered(self, epoch: int) -> bool:
+        """Whether planned batches of an epoch are not delivered."""
+        return any(batch.epoch == epoch for batch in self._batches.values())
 
     @property
     def idle_count(self) -> int:

@@ -51,6 +51,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
     WorkerReleased,
+    WorkersLost,
 )
 from infeed.scheduler.records import Batch, SlotState, Worker
 from infeed.scheduler.shortage import Shortage
@@ -76,8 +77,12 @@ class Scheduler(Shortage):
         self._handlers[type(event)](event)
         if self._unplaced and not self._slots.is_growth_refused:
             self._place()
-        if self._wanted is not None and self._is_urgent and self._is_stuck:
-            self._unstick()
+        if self._wanted is not None and self._is_urgent:
+            if self._is_lost and self.has_undelivered(self._wanted):
+                self._is_closed = True
+                return [*self._actions, FailWorkers()]
+            if self._is_stuck:
+                self._unstick()
         actions, self._actions = self._actions, []
         if self._slots.asks_for_growth:
             # Last: it is answered at once, and what follows from the answer must not come before what was decided without it.
@@ -89,6 +94,11 @@ class Scheduler(Shortage):
     def room(self) -> int:
         """How many more batches may be planned now."""
         return self._window - len(self._batches)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no more workers are started: they died too often, or could not be started."""
+        return self._is_lost
 
     @property
     def has_work(self) -> bool:
@@ -119,9 +129,9 @@ class Scheduler(Shortage):
     # --- the plan and the user's loop
 
     def _on_batch_planned(self, event: BatchPlanned) -> None:
-        batch, epoch, grain_count, worker = event
+        batch, epoch, grain_count, worker, is_share = event
         assert batch not in self._batches
-        self._batches[batch] = Batch(batch, epoch, grain_count, worker)
+        self._batches[batch] = Batch(batch, epoch, grain_count, worker, is_share)
         self._waiting.append(batch)
         self._assign()
 
@@ -166,6 +176,7 @@ class Scheduler(Shortage):
         if worker is None:
             return  # it was let go of before it was there
         worker.is_ready = True
+        self._patience.start_well()
         self._roomy[event.worker] = self._idle[event.worker] = None
         self._assign()
 
@@ -188,7 +199,7 @@ class Scheduler(Shortage):
         if event.worker not in self._workers:
             return  # it was let go of, and died before it ended
         worker = self._retire(event.worker)
-        self._patience.lose(is_idle=not worker.tasks)
+        self._patience.lose(event.at_s, is_idle=not worker.tasks)
         culprit = worker.culprit(event.task, self._unplaced) if event.is_blamed else None
         for task_id in sorted(worker.tasks):
             task = self._tasks.pop(task_id)
@@ -203,17 +214,16 @@ class Scheduler(Shortage):
                 self._stop_waiting(batch)
             self._settle(batch)
         worker.tasks.clear()
-        if self._patience.is_lost:
-            self._actions = [FailWorkers(event.worker)]
-            self._slots.asks_for_growth = False
-            self._is_closed = True
-            return
+        self._is_lost |= self._patience.is_lost
         if worker.is_leaving:
             del self._workers[event.worker]
-        else:
+        elif not self._is_lost:
             self._actions.append(StartWorker(event.worker))
         self._deliver()
         self._assign()
+
+    def _on_workers_lost(self, _event: WorkersLost) -> None:
+        self._is_lost = True
 
     # --- tasks
 

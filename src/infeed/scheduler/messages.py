@@ -17,12 +17,16 @@ SlotId = NewType("SlotId", int)
 
 
 class BatchPlanned(NamedTuple):
-    """The plan has one more batch. ``worker`` binds it to one worker: the share of a stream."""
+    """The plan has one more batch.
+
+    ``worker`` binds it to one worker. ``is_share``: it is the next of a stream, and cannot be loaded again.
+    """
 
     batch: BatchId
     epoch: int
     grain_count: int
     worker: WorkerId | None = None
+    is_share: bool = False
 
 
 class BatchWanted(NamedTuple):
@@ -64,6 +68,11 @@ class WorkerDied(NamedTuple):
     worker: WorkerId
     task: TaskId | None = None  # the one it was at, if it said so
     is_blamed: bool = True  # on what it was at; not if it went with others
+    at_s: float = 0.0  # when, on any clock that only moves forward
+
+
+class WorkersLost(NamedTuple):
+    """No more workers can be started. Batches that are ready are still delivered."""
 
 
 class TaskLoaded(NamedTuple):
@@ -150,6 +159,7 @@ Event: TypeAlias = (
     | WorkerAdded
     | WorkerReleased
     | WorkerDied
+    | WorkersLost
     | TaskLoaded
     | TaskEmpty
     | TaskUnplaced
@@ -247,9 +257,7 @@ class StopWorker(NamedTuple):
 
 
 class FailWorkers(NamedTuple):
-    """Workers die faster than they get anything done: give up."""
-
-    worker: WorkerId
+    """The training loop waits for a batch, and workers die or cannot be started: give up. No action follows."""
 
 
 class FailMemory(NamedTuple):

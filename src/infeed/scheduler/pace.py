@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Final, final
 
 # A task should take at least this long, so that its two messages (some 30 microseconds of both sides) are cheap beside it.
-# Longer would leave workers idle at the end of a batch that others could have helped with.
 _TASK_NS: Final = 1_000_000
+# Longer tasks cost the main process less. But each worker must find this many tasks waiting, so that at the end of an epoch
+# none is idle while another has too much.
+_TASKS_EACH: Final = 2
 # Work that is sent ahead to a busy worker, so that it never waits for the next message. What is sent cannot be taken back
 # from behind a slow sample, so no more than this...
 _QUEUE_NS: Final = 2_000_000
 # ...or than this many times what the user's loop takes for a batch: while it is away nobody sends anything.
 _AWAY_TIMES: Final = 2
-# Where tasks take longer, and more batches wait than there are workers: up to so many, as long as they take no more than this.
-# The loop's thread answers late when workers have all processors, by some milliseconds; without the next task at hand they were
-# idle for 3 to 10 % of the time. Where less waits, a task that lies behind a slow one is missed elsewhere.
-_NEXT_TASKS: Final = 3
-_NEXT_NS: Final = 20_000_000
+# Where tasks take longer, and more batches wait than there are workers, another may follow one or two that take less than this
+# in all. The loop's thread answers late when workers have all processors, by some milliseconds; without the next task at hand
+# they were idle for 3 to 10 % of the time. Where less waits, a task that lies behind a slow one is missed elsewhere.
+_NEXT_NS: Final = {1: 50_000_000, 2: 20_000_000}
 # As long as nothing is known of the loop (the first step of a training is often by far the longest): so much, and one task
 # behind the one at hand whatever it takes. Not the whole window: what is sent cannot go to a worker that comes later.
 _FIRST_QUEUE_NS: Final = 250_000_000
@@ -68,11 +69,20 @@ class Pace:
         ahead_ns = task_count * grain_count * self._grain_ns
         if self._is_first_away:
             return task_count < _FIRST_TASKS or ahead_ns < _FIRST_QUEUE_NS
-        return ahead_ns < self._queue_ns or (is_plenty and task_count < _NEXT_TASKS and ahead_ns < _NEXT_NS)
+        return ahead_ns < self._queue_ns or (is_plenty and ahead_ns < _NEXT_NS.get(task_count, 0))
 
-    def task_grains(self, grain_count: int, worker_count: int) -> int:
-        """Grains to put into one task of a batch of ``grain_count``."""
+    def task_grains(self, grain_count: int, worker_count: int, *, ahead: int, waiting: int) -> int:
+        """Grains to put into one task of a batch of ``grain_count``.
+
+        Args:
+            ahead: batches that the loop gets before this one.
+            waiting: batches of which something is in no task, with this one.
+        """
         if not self._grain_ns:
             # Nothing is known yet: the first batch comes soonest if every worker takes its part of it.
             return -(-grain_count // worker_count)
-        return max(1, round(_TASK_NS / self._grain_ns))
+        # What one worker loads while all of them load the batches ahead: it is done when the loop wants this batch.
+        in_time = ahead * grain_count // worker_count + 1
+        fair = waiting * grain_count // (_TASKS_EACH * worker_count)
+        parts = max(1, int(grain_count * self._grain_ns / _TASK_NS))  # of which each takes long enough
+        return max(-(-grain_count // min(parts, grain_count)), min(in_time, fair))

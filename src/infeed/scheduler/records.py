@@ -27,14 +27,15 @@ class Batch:
 
     __slots__ = (
         "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "is_given_up",
-        "loaded_count", "must_regroup", "next_grain_count", "slot", "task_count", "waiting", "worker",
+        "is_share", "loaded_count", "must_regroup", "next_grain_count", "slot", "task_count", "waiting", "worker",
     )  # fmt: skip
 
-    def __init__(self, batch: BatchId, epoch: int, grain_count: int, worker: WorkerId | None) -> None:
+    def __init__(self, batch: BatchId, epoch: int, grain_count: int, worker: WorkerId | None, is_share: bool) -> None:
         self.batch = batch
         self.epoch = epoch
         self.grain_count = grain_count
         self.worker = worker
+        self.is_share = is_share
         self.waiting = [(0, grain_count)]  # (first grain, count), ascending: in no task yet
         self.slot: SlotId | None = None
         self.task_count = 0

@@ -67,6 +67,7 @@ class Serving(Books):
             return
         assert batch.slot is not None
         self._slots.lease(batch.slot)
+        self._patience.renew()
         self._actions.append(Deliver(batch.batch, batch.slot))
 
     def _find_room(self) -> None:
@@ -100,7 +101,7 @@ class Serving(Books):
                 return
             while batch.waiting:
                 if batch.worker is not None:
-                    # A share of a stream: this worker and no other, one task after another, in order.
+                    # This worker and no other, one task after another, in order.
                     if batch.worker not in self._roomy:
                         break
                     worker = batch.worker
@@ -121,7 +122,11 @@ class Serving(Books):
 
     def _send(self, batch: Batch, worker: WorkerId) -> None:
         first, available = batch.waiting[0]
-        usual = batch.grain_count if self._whole_batches else self._pace.task_grains(batch.grain_count, self._hired_count)
+        if self._whole_batches:
+            usual = batch.grain_count
+        else:
+            ahead = batch.batch - next(iter(self._batches))
+            usual = self._pace.task_grains(batch.grain_count, self._hired_count, ahead=ahead, waiting=len(self._waiting))
         count = min(available, usual)
         if count == available:
             batch.waiting.pop(0)

@@ -15,7 +15,7 @@ class Shortage(Serving):
         """Whether the user's loop waits and nothing will happen by itself."""
         if len(self._tasks) != len(self._unplaced) or self._is_moving or self._wanted is None:
             return False
-        if not self.remaining(self._wanted) or self._next_finished(self._wanted) is not None:
+        if not self.has_undelivered(self._wanted) or self._next_finished(self._wanted) is not None:
             return False
         # A worker that is being started takes what waits for it, and then this is asked again.
         bound = [batch.worker for batch in self._batches.values() if batch.worker is not None and batch.waiting]
@@ -61,7 +61,7 @@ class Shortage(Serving):
 
         A share of a stream cannot be, so it is left alone.
         """
-        if batch.worker is not None or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
+        if batch.is_share or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
             return False
         self._slots.release(batch.slot)
         self._slots.is_growth_refused = True

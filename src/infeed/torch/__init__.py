@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from infeed.torch.accelerating import keep_loaders
-from infeed.torch.converting import ImageConvert as ImageConvert
-from infeed.torch.installing import install as install
-from infeed.torch.installing import uninstall as uninstall
-from infeed.torch.loader import DataLoader as DataLoader
+from infeed.workers.early import start_for_main
+
+start_for_main()  # now, because what follows imports torch, if the program has not
+
+from infeed.torch.accelerating import keep_loaders  # noqa: E402
+from infeed.torch.converting import ImageConvert as ImageConvert  # noqa: E402
+from infeed.torch.installing import install as install  # noqa: E402
+from infeed.torch.installing import uninstall as uninstall  # noqa: E402
+from infeed.torch.loader import DataLoader as DataLoader  # noqa: E402
 
 __all__ = ["DataLoader", "ImageConvert", "install", "uninstall"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,12 +11,19 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
 from torch.utils.data._utils import pin_memory as torch_pinning
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from infeed.core import Core
 from infeed.epoch import Epoch
 from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerError
+from infeed.torch.plans import TorchPlan
 from infeed.torch.tally import TALLY
+from infeed.workers.starting import Process
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -28,33 +36,81 @@ _is_profiled: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_ena
 _pinned: Final[Callable[..., Any]] = torch_pinning.pin_memory
 
 
+# How long the fork server is asked at a time whether a worker has ended: other threads may need it.
+_JOIN_S: Final = 0.1
+
+
 @final
 class WorkerHandle:
-    """A worker's process, as far as people look at ``iterator._workers``."""
+    """A worker's process, with what libraries use of the ``multiprocessing.Process`` in ``iterator._workers``."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    daemon = True
+
+    def __init__(self, number: int, process: Process) -> None:
+        self._process = process
+        self.name = f"infeed-worker-{number}"
+        self.pid = self.ident = process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.wait(0)
+
+    def is_alive(self) -> bool:
+        import psutil
+
+        # The exit code of a worker that ended together with the fork server is never known.
+        return self.exitcode is None and psutil.pid_exists(self.pid)
+
+    def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive():
+            left_s = _JOIN_S if deadline is None else min(_JOIN_S, deadline - time.monotonic())
+            if left_s <= 0:
+                return
+            self._process.wait(left_s)
+
+    def terminate(self) -> None:
+        """End the process at once. If the iteration goes on, the worker is replaced."""
+        self._process.kill()
+
+    kill = terminate
+
+    def close(self) -> None:
+        """Nothing is held that would have to be released."""
 
 
-@final
 class EngineIter(_BaseDataLoaderIter):
     """An iterator of torch's kind. torch's part of it warns, draws the base seed and asks the sampler, in torch's order."""
 
     def __init__(self, loader: DataLoader[Any], core: Core) -> None:
-        super().__init__(loader)
         self._core = core  # and not the loader, which may hold this
+        with self._plan.drawing(loader, core.next) as self._armed:
+            _BaseDataLoaderIter.__init__(self, loader)  # and not torch's class of the same name below, which starts workers
+            if self._num_workers > 0 and not self._armed.is_resumed:
+                self._sampler_iter = iter(self._index_sampler)  # once more, as torch does: it may draw
         self._pins = self._pin_memory and not core.config.is_staged  # what is on a device is not pinned
         self._is_plain = self._dataset_kind != _DatasetKind.Iterable and not self._pins
         self._begin()
 
+    @property
+    def _plan(self) -> TorchPlan:
+        assert isinstance(self._core.plan, TorchPlan)
+        return self._core.plan
+
     def _begin(self) -> None:
-        self._core.plan.arm(self._sampler_iter, self._base_seed)  # type: ignore[attr-defined]
-        self._epoch = Epoch(self._core)
-        if self._num_workers > 0:
-            self._epoch.begin().prime()
+        self._base_seed = self._plan.arm(self._armed, self._sampler_iter, int(self._base_seed))
+        self._epoch = Epoch(self._core, asked=self._armed)
+        # When torch calls user code: with workers the sampler, without them an iterable dataset.
+        if self._num_workers > 0 or self._dataset_kind == _DatasetKind.Iterable:
+            try:
+                self._epoch.begin().prime()
+            except BaseException:
+                self._epoch.leave()
+                raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)
+        with self._plan.drawing(loader, self._core.next, is_reset=True) as self._armed:
+            _BaseDataLoaderIter._reset(self, loader, first_iter)
         self._begin()
 
     def __next__(self) -> Any:
@@ -101,12 +157,49 @@ class EngineIter(_BaseDataLoaderIter):
             warnings.warn(text, stacklevel=3)
         return data
 
+    def _shutdown_workers(self) -> None:
+        """End the iteration."""
+        self._epoch.leave()
+
+
+@final
+class InlineIter(EngineIter, _SingleProcessDataLoaderIter):
+    """With ``num_workers=0``."""
+
+
+@final
+class WorkersIter(EngineIter, _MultiProcessingDataLoaderIter):
+    """With workers. Libraries ask for torch's class, to stop workers, and for some of its attributes."""
+
+    _handles: list[WorkerHandle]
+    _shutdown: bool
+
+    def __init__(self, loader: DataLoader[Any], core: Core) -> None:
+        self._handles = []
+        self._prefetch_factor = loader.prefetch_factor
+        super().__init__(loader, core)
+
+    def _begin(self) -> None:
+        self._shutdown = False
+        super()._begin()
+
     @property
-    def _workers(self) -> list[WorkerHandle]:
-        return [WorkerHandle(pid) for pid in self._epoch.worker_pids()]
+    def _workers(self) -> list[WorkerHandle]:  # type: ignore[override]  # torch's are attributes
+        """The workers now, or as they were when they were last asked for, if there are none any more."""
+        processes = self._epoch.worker_processes()
+        if processes and processes != [handle._process for handle in self._handles]:
+            self._handles = [WorkerHandle(number, process) for number, process in enumerate(processes)]
+        return self._handles
 
     def _shutdown_workers(self) -> None:
-        self._epoch.leave()
+        """Stop them, also persistent ones."""
+        self._handles = self._workers  # to be asked afterwards whether they have ended
+        self._epoch.leave(stops_workers=True)
+        self._core.garage.clear(keeps_workers=False)
+        self._shutdown = True
+
+    def __del__(self) -> None:
+        """Not torch's, which looks for queues. The epoch ends when it is dropped, and the engine with the loader."""
 
 
 def _raise_in_torch_words(error: WorkerDiedError) -> NoReturn:

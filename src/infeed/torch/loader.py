@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
@@ -16,7 +17,20 @@ from infeed.errors import ConfigError
 from infeed.ledger import BadSample
 from infeed.lineage import Lineage
 from infeed.observe.records import Statistics
-from infeed.torch.serving import config_of, core_of, iterator_of, known_core, plan_of, statistics_of, stop_workers, trace_of
+from infeed.torch.plans import is_gathered
+from infeed.torch.serving import (
+    config_of,
+    core_of,
+    iterator_of,
+    known_core,
+    plan_of,
+    refused_reason,
+    statistics_of,
+    stop_workers,
+    trace_of,
+    why_not,
+)
+from infeed.workers.early import start_for_loader
 
 _T = TypeVar("_T", covariant=True)
 
@@ -144,7 +158,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.on_statistics = on_statistics
         self.statistics_every = statistics_every
         self._infeed_prefetch_factor = prefetch_factor  # if it was asked for; torch's attribute has its default by now
-        config_of(self)  # wrong arguments are told now
+        config = config_of(self)  # wrong arguments are told now
+        if config.kind == "process" and not is_gathered(config) and why_not(self) is None:
+            start_for_loader(config.start_method, self.dataset, self.collate_fn, self.worker_init_fn)
 
     @staticmethod
     def _counted(num_workers: int | str, cpu_limit: float | None) -> int:
@@ -208,16 +224,40 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         write_report(trace_of(self), path)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch; the sampler is told too, if it has ``set_epoch``."""
+        """Let the next iteration be this epoch, and call ``set_epoch`` of the sampler.
+
+        From then on workers call ``set_epoch`` of the dataset, its transforms and ``collate_fn`` at the start of each epoch. If
+        you never call this, they do not, as with torch.
+        """
         core = core_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             hear = getattr(one, "set_epoch", None)
             if callable(hear):
                 hear(epoch)
         core.set_epoch(epoch)
+        plan = plan_of(core)
+        if not plan.tells_epochs:
+            plan.tells_epochs = True
+            core.garage.clear()  # persistent workers were started without
+            self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON."""
+        """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
+
+        Empty, with a warning, if the loader runs on torch's own workers, which have no state.
+
+        Raises:
+            StateError: the dataset is map-style and has a ``state_dict``, which cannot be followed with workers.
+        """
+        reason = refused_reason(self)
+        if reason is not None:
+            warnings.warn(
+                f"state_dict() is empty, because this loader runs on torch's own workers: {reason}; a resumed epoch starts at "
+                "its first batch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return {}
         return (known_core(self) or core_of(self)).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -229,7 +269,8 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         core = core_of(self)
         core.load_state_dict(state_dict)
         if state_dict:
-            plan_of(core).resume_seed(core.plan.seed)
+            core.garage.clear()  # workers have the seed of another run
+            self._iterator = None  # as torchdata: persistent workers begin again
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
         """Where batch ``step`` (from 0) of an epoch comes from: see ``infeed.DataLoader.explain``."""

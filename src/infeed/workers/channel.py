@@ -21,7 +21,18 @@ def can_use_poll() -> bool:
 
 
 class Link(ABC):
-    """The engine's end of one worker's channel."""
+    """The engine's end of one worker's channel.
+
+    Made without anything behind it, so that somebody owns it before there is anything to close.
+    """
+
+    @abstractmethod
+    def open(self) -> tuple[int, ...]:
+        """Make the channel; the descriptors (handles, on Windows) that the worker inherits."""
+
+    @abstractmethod
+    def close_inherited(self) -> None:
+        """Close the worker's ends here, once it has them."""
 
     @abstractmethod
     def send(self, frames: Iterable[bytes]) -> None:
@@ -37,7 +48,8 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close whatever is open of it. Idempotent."""
 
 
 class WorkerEnd(ABC):

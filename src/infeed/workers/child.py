@@ -14,16 +14,27 @@ from mmap import mmap
 from time import perf_counter_ns, process_time_ns
 from typing import Final, NamedTuple, NoReturn, final
 
-from infeed.memory.inheriting import take_handed
+from infeed.memory.inheriting import take_handed, use_tracker
 from infeed.memory.parcel import Parcel, receive
-from infeed.memory.segments import SegmentHandle, SegmentReader, keep_attached_names, open_reader, remove_attached_names
+from infeed.memory.segments import (
+    Address,
+    SegmentHandle,
+    SegmentReader,
+    forget_attached_names,
+    keep_attached_names,
+    open_descriptor,
+    open_reader,
+    remove_attached_names,
+)
 from infeed.workers.board import UNKNOWN, Cell, tape_over
 from infeed.workers.channel import WorkerEnd
 from infeed.workers.failures import BUILDING, Failure
-from infeed.workers.insides import adopt_environment, flush_output, importing, memory_use, name_process, queued_ns
+from infeed.workers.heap import keep_freed_memory
+from infeed.workers.insides import adopt_environment, end_process, flush_output, importing, memory_use, name_process, queued_ns
 from infeed.workers.messages import (
     Emptied,
     FromWorker,
+    Idle,
     LoadFailed,
     LoadGrains,
     LoadNext,
@@ -38,26 +49,29 @@ from infeed.workers.messages import (
     ToWorker,
     UnmapSegment,
 )
+from infeed.workers.preload import ImportReports
 from infeed.workers.runner import Runner
 from infeed.workers.sources import Source, WorkerSpec
 from infeed.workers.stacks import arm, main_stack
 from infeed.workers.threadpools import limit_pools
 from infeed.workers.turns import Placing, Turns
-from infeed.workers.wire import PART, TELL_STACK, DecodeError, TaskDecoder, encode_answer
+from infeed.workers.wire import PART, RESET, TELL_STACK, DecodeError, TaskDecoder, encode_answer
 
 # How often a worker notes its memory, for who asks why it was killed.
 _MEASURE_NS: Final = 100_000_000
 # How long a worker has to end by itself before it is killed. An idle one needs a millisecond; one in user code may never come
 # back, and Ctrl+C must not feel dead.
 END_S: Final = 0.5
-# Of that, how long it may take to send what user code has put into queues of multiprocessing, which nobody may read.
+# How long a worker whose loader is done with it waits for another.
+IDLE_S: Final = 60.0
+# Of END_S, how long it may take to send what user code has put into queues of multiprocessing, which nobody may read.
 _QUEUES_S: Final = 0.8 * END_S
 # How long the thread that reads the pipe has to come to its end, once nothing can be sent any more.
 _READER_S: Final = 5.0
 
 
 class Birth(NamedTuple):
-    """The first message of a worker's life."""
+    """The first message from a loader to its worker."""
 
     spec: WorkerSpec
     parcel: Parcel
@@ -68,6 +82,7 @@ class Birth(NamedTuple):
     environ: dict[str, str]
     board: SegmentHandle
     threads: int  # that libraries may use
+    memory: Address | None = None  # of the store, where the process was started for another loader
 
 
 @final
@@ -94,20 +109,67 @@ class _MappedSegments:
         self._memory.pop(number, None)
 
 
-def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
-    """Work until the engine closes the pipe.
+class _ResetError(Exception):
+    """The loader is done with this worker."""
+
+
+def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None = None) -> None:
+    """Work for one loader after another until the pipe is closed.
 
     Args:
         fds: what this process was handed: the descriptor of the memory, if it has one, and those that the dataset needs.
+        reports: where imports are reported, if this worker was forked.
     """
-    try:
-        birth: Birth = pickle.loads(end.receive())
-    except EOFError:
-        return
-    name_process(f"infeed:worker:{birth.spec.worker}")
-    memory_fds = fds[: len(fds) - len(birth.parcel.fds)]
-    take_handed(fds[len(memory_fds) :])
-    reader = open_reader(memory_fds[0] if memory_fds else None)
+    before = threading.active_count()
+    timeout_s: float | None = None
+    while True:
+        try:
+            birth: Birth = pickle.loads(end.receive(timeout_s))
+        except (EOFError, TimeoutError):
+            return
+        name_process(f"infeed:worker:{birth.spec.worker}")
+        memory_fds = fds[: len(fds) - len(birth.parcel.fds)]
+        take_handed(fds[len(memory_fds) :])
+        if birth.parcel.has_tracker and fds:  # a worker that was idle has it already
+            use_tracker(fds[-1])
+        try:
+            memory_fd = memory_fds[0] if memory_fds else open_descriptor(birth.memory)
+        except OSError:
+            return  # the loader is gone already
+        if not _work_for(birth, end, memory_fd, reports):
+            return
+        if memory_fd is not None:
+            os.close(memory_fd)
+        fds, timeout_s = (), IDLE_S
+        if threading.active_count() > before or _has_children():
+            return  # something of the user's is still running
+        with suppress(OSError):
+            end.send(_encoded(Idle(_own_files())))
+        # Parts of the dataset that only the collector finds. After the answer: with torch imported it takes a while.
+        gc.unfreeze()
+        gc.collect()
+
+
+def _has_children() -> bool:
+    """Whether user code has started processes that live."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and bool(process.active_children())
+
+
+def _own_files() -> tuple[str, ...]:
+    """The files of imported modules that may be the user's own, and not of Python, installed packages or infeed."""
+    installed = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return tuple(
+        file
+        for file in files
+        if isinstance(file, str) and os.path.isfile(file) and not file.startswith(installed) and "site-packages" not in file
+    )
+
+
+def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: ImportReports | None) -> bool:
+    """Work for one loader; whether it has asked for a reset, which has been done."""
+    reader = open_reader(memory_fd)
     segments = _MappedSegments(reader)
     doing = BUILDING
     began_ns = perf_counter_ns()
@@ -119,6 +181,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         cell.note_usage(memory_use(), 0, 0)
         adopt_environment(birth.environ)
         limit_pools(birth.threads)
+        keep_freed_memory()
         sys.path[:] = birth.sys_path
         sys.argv[:] = birth.sys_argv
         _change_directory(birth.directory)
@@ -136,25 +199,36 @@ def run_worker(end: WorkerEnd, fds: Sequence[int]) -> None:
         with suppress(OSError):
             end.send(_encoded(StartFailed(Failure.of(error, doing).packed())))
             keep_attached_names()  # others are starting, and would be told that there is no such memory
-        return
+        return False
     # The dataset will live as long as the process: the collector need not look at it again.
     gc.freeze()
     gc.enable()
     cell.rest()
     try:
         end.send(_encoded(Started()))
-        _serve(end, runner, segments, cell)
+        _serve(end, runner, segments, cell, reports)
     except (EOFError, BrokenPipeError):
         runner.finish()
+        return False
+    except _ResetError:
+        pass
+    runner.finish()
+    del runner, source, segments, cell, tape, board, reader
+    forget_attached_names()
+    return True
 
 
-def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell) -> None:
+def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell, reports: ImportReports | None) -> None:
     decoder = TaskDecoder()
 
     def receive(timeout_s: float | None) -> ToWorker:
-        while (message := decoder.decode(end.receive(timeout_s))) is None:
-            pass
-        return message
+        while True:
+            frame = end.receive(timeout_s)
+            if frame == RESET:
+                raise _ResetError
+            message = decoder.decode(frame)
+            if message is not None:
+                return message
 
     def place(message: Placing) -> bool:
         if isinstance(message, MapSegment):
@@ -171,6 +245,8 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
     measured = 0
     # What was used before, to import and to build the dataset, is not loading.
     cpu_before, queued_before = process_time_ns(), queued_ns()
+    if reports is not None:
+        reports.look()
     while True:
         answer: FromWorker | None
         try:
@@ -183,10 +259,12 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             assert cause is not None
             answer = LoadFailed(error.task, Failure.of(cause, "receiving a task"))
         if answer is not None:
-            assert not isinstance(answer, Started | StartFailed | Stack)
+            assert not isinstance(answer, Started | StartFailed | Idle | Stack)
             cell.begin(answer.task)  # objects beside the rows are the user's to pickle, which may take any time
             frame = _encoded(answer)
             cell.rest()
+            if reports is not None:
+                reports.look()
             end.send(frame)  # at once, also with more to do at hand: that may take any time
             now = perf_counter_ns()
             if now - measured > _MEASURE_NS:
@@ -224,7 +302,7 @@ def _encoded(answer: FromWorker) -> bytes:
     try:
         return encode_answer(answer)
     except BaseException as error:  # an object in a sample that does not pickle
-        if isinstance(answer, Started | StartFailed | Stack):
+        if isinstance(answer, Started | StartFailed | Idle | Stack):
             raise
         failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
         return encode_answer(LoadFailed(answer.task, failure.packed()))
@@ -289,7 +367,7 @@ def leave(code: int = 0) -> NoReturn:
         remove_attached_names()
         _send_queued()
     finally:
-        os._exit(code)
+        end_process(code)
 
 
 _leaving: Final = threading.Lock()

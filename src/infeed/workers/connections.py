@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from multiprocessing import connection
-from typing import Any, final
+from typing import Any, Final, final
 
 from infeed.workers.channel import Link, Poller, WorkerEnd
 
@@ -21,10 +22,44 @@ else:
     from multiprocessing.connection import Connection
 
 
+# Windows waits for 64 handles at a time, and one of them is for Ctrl+C. More connections are looked at in groups, in turn, each
+# for this long.
+_AT_ONCE: Final = 60
+_TURN_S: Final = 0.002
+
+
+def _wait(connections: list[Any], timeout_s: float | None) -> list[Any]:
+    if len(connections) <= _AT_ONCE:
+        return connection.wait(connections, timeout_s)
+    groups = [connections[begin : begin + _AT_ONCE] for begin in range(0, len(connections), _AT_ONCE)]
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not (ready := [conn for group in groups for conn in connection.wait(group, 0)]):
+        for group in groups:
+            left_s = _TURN_S if deadline is None else min(_TURN_S, deadline - time.monotonic())
+            if left_s <= 0:
+                return []
+            if ready := connection.wait(group, left_s):
+                return ready
+    return ready
+
+
 @final
 class ConnectionLink(Link):
-    def __init__(self, conn: Connection[Any, Any]) -> None:
-        self.conn = conn
+    conn: Connection[Any, Any]
+
+    def __init__(self) -> None:
+        self._ends: tuple[Connection[Any, Any], ...] = ()  # the engine's, and the worker's until it has it
+
+    def open(self) -> tuple[int, ...]:
+        # Connections close themselves if nobody keeps them.
+        self._ends = connection.Pipe()
+        self.conn, theirs = self._ends
+        _make_inheritable(theirs.fileno())
+        return (theirs.fileno(),)
+
+    def close_inherited(self) -> None:
+        for theirs in self._ends[1:]:
+            theirs.close()
 
     def send(self, frames: Iterable[bytes]) -> None:
         try:
@@ -44,7 +79,8 @@ class ConnectionLink(Link):
         return frames
 
     def close(self) -> None:
-        self.conn.close()
+        for end in self._ends:
+            end.close()
 
 
 @final
@@ -78,7 +114,7 @@ class ConnectionPoller(Poller):
         self._links.pop(link.conn, None)
 
     def wait(self, timeout_s: float | None) -> list[Any]:
-        ready = connection.wait([self._wake_read, *self._links], timeout_s)
+        ready = _wait([self._wake_read, *self._links], timeout_s)
         if self._wake_read in ready:
             self._wake_read.recv_bytes()
         return [self._links[conn] for conn in ready if conn in self._links]
@@ -92,13 +128,6 @@ class ConnectionPoller(Poller):
     def close(self) -> None:
         self._wake_read.close()
         self._wake_write.close()
-
-
-def open_pipe() -> tuple[ConnectionLink, Connection[Any, Any]]:
-    """The engine's end, and the worker's, ready to be inherited; close the latter once the worker is started."""
-    ours, theirs = connection.Pipe()
-    _make_inheritable(theirs.fileno())
-    return ConnectionLink(ours), theirs
 
 
 def inherited_end(handle: int) -> ConnectionEnd:

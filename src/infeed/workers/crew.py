@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.messages import FromWorker, ToWorker
+
+if TYPE_CHECKING:
+    from infeed.workers.starting import Process
 
 
 class Death(NamedTuple):
@@ -75,14 +78,22 @@ class Crew(ABC):
         del worker, stack_fd
         return None
 
+    def processes(self) -> dict[WorkerId, Process]:
+        """The workers that are processes, in their order."""
+        return {}
+
     def pids(self) -> dict[WorkerId, int]:
         """Process numbers of the workers that are processes."""
-        return {}
+        return {worker: process.pid for worker, process in self.processes().items()}
 
     @abstractmethod
     def wake(self) -> None:
         """End ``receive``, from any thread."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Stop all workers; return when they are gone. See NOTE [close order] in ``engine.py``."""
+    def close(self, *, keeps_workers: bool = False) -> None:
+        """Stop all workers; return when they are gone. See NOTE [close order] in ``engine.py``.
+
+        Args:
+            keeps_workers: Whether processes that are slow to start may wait for another loader instead: see ``idle.py``.
+        """

@@ -30,6 +30,15 @@ class WorkerTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
+def kept(error: Exception) -> Exception:
+    """An exception that waits for its turn. Its frames hold the iteration, which would never end, so they are kept as text."""
+    if error.__cause__ is None:
+        import traceback  # takes a while to import, and most workers never fail
+
+        error.__cause__ = WorkerTraceback("".join(traceback.format_exception(error)))
+    return error.with_traceback(None)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -50,7 +59,7 @@ class Failure:
     def of(error: BaseException, doing: str, *, index: Any = None, position: int | None = None) -> Failure:
         # Short: the index may be a list of all the batch's.
         shown = None if index is None else reprlib.repr(index)
-        return Failure(error, type(error).__name__, _text_of(error), "", doing, shown, position)
+        return Failure(error, type(error).__name__, text_of(error), "", doing, shown, position)
 
     @property
     def line(self) -> str:
@@ -106,7 +115,8 @@ class Failure:
         return SampleError(f"{self.kind}: {self.text}")
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """The text of an exception, whatever its ``__str__`` does."""
     try:
         return str(error)
     except Exception:  # the user's own __str__
@@ -118,7 +128,7 @@ def _pickle_exception(error: BaseException) -> bytes | None:
     try:
         data: bytes = cloudpickle.dumps(error)
         again = pickle.loads(data)
-        return data if type(again) is type(error) and _text_of(again) == _text_of(error) else None
+        return data if type(again) is type(error) and text_of(again) == text_of(error) else None
     except Exception:  # the user's __reduce__ and __init__ may raise anything
         return None
 

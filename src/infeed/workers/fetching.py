@@ -12,17 +12,19 @@ from functools import partial
 from itertools import islice
 from operator import getitem, length_hint
 from time import perf_counter_ns
+from types import FunctionType, MethodType
 from typing import Any, Final, final
 
 from infeed.batch.tree import Sample
 from infeed.errors import InternalError
+from infeed.plan.batches import GivenIndices
 from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive, mix
 from infeed.workers.board import Cell
 from infeed.workers.failures import Failure
 from infeed.workers.messages import LoadGrains
 from infeed.workers.places import Place
-from infeed.workers.seeding import seed_generators, torch_seed
+from infeed.workers.seeding import seed_generators
 from infeed.workers.silence import Silence
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streams import STREAM_FAILURES, StreamShare
@@ -38,7 +40,7 @@ class LoadError(Exception):
     def __init__(self, doing: str, index: Any, position: int | None) -> None:
         super().__init__(doing, index, position)
         self.doing, self.index, self.position = doing, index, position
-        self.row_count = 0  # of a stream: elements that were read
+        self.shards_itself = False  # of a stream: the dataset asked which worker it is in
         # Rows of the batch that cannot be loaded, where that is to be told of all at once.
         self.bad: tuple[tuple[int, Failure], ...] = ()
 
@@ -58,15 +60,12 @@ class Fetcher:
         self._place = place
         self._cell = cell
         self._tape = tape
-        # Bound once, as `dataset[index]` finds it: on the class.
-        getter = getattr(type(source.dataset), "__getitem__", None)
-        self._get: Callable[[Any], Sample] = _not_indexed
-        if not source.is_stream:
-            self._get = getter.__get__(source.dataset) if getter is not None else partial(getitem, source.dataset)
+        self._get: Callable[[Any], Sample] = _not_indexed if source.is_stream else _getter(source.dataset)
         self.is_together = source.is_batched and source.making is not Making.SINGLE
-        self._fetch: Callable[[list[Any], int], list[Sample]] = self._fetch_together if self.is_together else self._fetch_singly
+        # torch passes what __getitems__ returns to the collate function as it is: it need not be a list of samples.
+        self.is_passed_on = self.is_together and spec.torch_seed is not None
+        self._fetch: Callable[[list[Any], int], Any] = self._fetch_together if self.is_together else self._fetch_singly
         self._is_forgiving = spec.retries > 0 or spec.mends
-        self._seeds_torch = True
         self.epoch_seed = 0
         self._batch_position = 0
         # Nothing is known before the first task, so its samples are noted.
@@ -74,14 +73,10 @@ class Fetcher:
         self._is_noting = True
         self.bad_elements: list[tuple[int, Failure]] = []  # of a stream, since last taken
 
-    def keep_torch_seed(self) -> None:
-        """Who seeds torch in worker_init_fn wants that seed, as with torch's loader."""
-        self._seeds_torch = torch_seed() in (None, self._spec.worker_seed)
-
     def seed(self, place: int) -> None:
         """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
         if self._spec.seeding is not Seeding.LEAVE:
-            seed_generators(mix(self.epoch_seed ^ place), with_torch=self._seeds_torch)
+            seed_generators(mix(self.epoch_seed ^ place))
 
     def learn(self, elapsed_ns: int, row_count: int) -> None:
         """What samples of a task took."""
@@ -91,10 +86,7 @@ class Fetcher:
 
     def chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
         """Samples of a task in order, some ``chunk_rows`` at a time, each grain under its own seed."""
-        indices = plain_indices(message.indices)
-        self._batch_position = message.first_position
-        position = message.first_position + message.first_row
-        self._is_noting = message.is_careful or self._spec.is_watched or self._row_ns > _NOTED_NS
+        indices, position = self._begin(message)
         grain_size = self._spec.grain_size
         if self._is_forgiving:
             for begin in range(0, len(indices), grain_size):
@@ -114,8 +106,20 @@ class Fetcher:
         if chunk:
             yield chunk
 
-    def grains(self, message: LoadGrains) -> list[Sample]:
+    def grains(self, message: LoadGrains) -> Any:
+        """A list of all samples of a task; if it ``is_passed_on``, whatever ``__getitems__`` returned for the batch."""
+        if self.is_passed_on:
+            indices, position = self._begin(message)
+            return self._fetch_forgiving(indices, 0, len(indices), position)
         return [sample for chunk in self.chunks(message, len(message.indices)) for sample in chunk]
+
+    def _begin(self, message: LoadGrains) -> tuple[list[Any], int]:
+        """The indices of a task, and the position of the first."""
+        position = message.first_position + message.first_row
+        self._batch_position = message.first_position
+        self._place.moved = None if message.rows is None else (position, message.first_position, message.rows)
+        self._is_noting = message.is_careful or self._spec.is_watched or self._row_ns > _NOTED_NS
+        return plain_indices(message.indices), position
 
     def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
         # Runs in C; on an exception the iterator tells how far it came.
@@ -159,11 +163,11 @@ class Fetcher:
             noted(perf_counter_ns() - before)
         return samples
 
-    def _fetch_together(self, indices: list[Any], position: int) -> list[Sample]:
+    def _fetch_together(self, indices: list[Any], position: int) -> Any:
         self._place.at_rows(self.epoch_seed, position, len(indices), None)
         try:
-            samples = list(self._source.dataset.__getitems__(indices))
-            if len(samples) != len(indices) and self._source.torch_collate is None:
+            samples = self._source.dataset.__getitems__(indices.given if isinstance(indices, GivenIndices) else indices)
+            if not self.is_passed_on and len(samples := list(samples)) != len(indices):
                 raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
         except Exception as error:
             raise LoadError("loading samples", indices, position) from error
@@ -171,7 +175,7 @@ class Fetcher:
             self._tape.loaded(position, indices)
         return samples
 
-    def _fetch_forgiving(self, indices: list[Any], begin: int, stop: int, position: int) -> list[Sample]:
+    def _fetch_forgiving(self, indices: list[Any], begin: int, stop: int, position: int) -> Any:
         """One grain of a task; all of it again if a sample raises, until one has raised too often."""
         tries: Counter[int | None] = Counter()
         while True:
@@ -247,6 +251,7 @@ class Fetcher:
                         times.append(now - before)
                         before = now
             if len(samples) < wanted:
+                share.end()
                 break
         if self._tape.is_fine:
             self._tape.loaded(position, range(position, position + len(samples)), times)
@@ -272,6 +277,12 @@ class Fetcher:
     def take_bad_elements(self) -> tuple[tuple[int, Failure], ...]:
         bad, self.bad_elements = tuple(self.bad_elements), []
         return bad
+
+
+def _getter(dataset: Any) -> Callable[[Any], Sample]:
+    """``dataset[index]`` as a function. A plain function on the class is bound once, which saves a call for each sample."""
+    found = next((vars(cls)["__getitem__"] for cls in type(dataset).__mro__ if "__getitem__" in vars(cls)), None)
+    return MethodType(found, dataset) if isinstance(found, FunctionType) else partial(getitem, dataset)
 
 
 def _not_indexed(_index: Any) -> Sample:

@@ -69,6 +69,7 @@ class Filler:
         self._tape = tape
         self._place_now = place
         self._fetcher = fetcher
+        self._keeps_strides = spec.kind == "inline" and source.torch_collate is not None
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
         self._layouts_alive: dict[int, Layout] = {}
         self.held: dict[TaskId, Held] = {}
@@ -92,8 +93,8 @@ class Filler:
 
     def place(self, task: TaskId, held: Held, block: Block, layout: Layout | None, *, is_aside: bool = False) -> FromWorker:
         """Write what was held into the place it was given; ``is_aside``: while the runner is at something else."""
-        is_whole = len(held.samples) == held.row_count
-        if layout is not None and held.layout != layout and not is_whole:
+        is_part = held.packing is None and len(held.samples) != held.row_count
+        if layout is not None and held.layout != layout and is_part:
             return Mismatched(task)
         try:
             answer = self._write_held(task, held, block, is_aside=is_aside)
@@ -101,7 +102,7 @@ class Filler:
                 self._tape.end(0, perf_counter_ns())
             return answer
         except Exception as error:  # no memory, or an object of the user's that refuses
-            return LoadFailed(task, Failure.of(error, "writing a batch"), held.row_count)
+            return LoadFailed(task, Failure.of(error, "writing a batch"), held.shards_itself)
 
     def _write_held(self, task: TaskId, held: Held, block: Block, *, is_aside: bool = False) -> FromWorker:
         is_timed = not is_aside and self._tape.is_fine
@@ -129,6 +130,10 @@ class Filler:
 
     # --- rows
 
+    def torch_layout(self, samples: list[Sample]) -> Layout | None:
+        """The layout of the batch that torch's ``default_collate`` would make here; ``None``: let that function make it."""
+        return torch_layout(samples, keeps_strides=self._keeps_strides)
+
     def writer(self, block: Block | None, layout: Layout | None, row_count: int) -> RowWriter | None:
         """What writes rows of this layout into this block; ``None`` if either is missing, or the block too small."""
         if block is None or layout is None:
@@ -142,7 +147,8 @@ class Filler:
             if len(self._writers) >= _WRITERS_KEPT:
                 self._writers.clear()
                 self._layouts_alive.clear()
-            writer = RowWriter(layout, self._segments.memory(block.segment), block.offset, row_count)
+            memory = self._segments.memory(block.segment)
+            writer = RowWriter(layout, memory, block.offset, row_count, keeps_strides=self._keeps_strides)
             self._writers[key] = writer
             # Its id is in the key, so it must not be given to another object.
             self._layouts_alive[id(layout)] = layout
@@ -173,7 +179,7 @@ class Filler:
     ) -> FromWorker:
         """Find a layout for these samples; write them if they may go into this block now, else keep them."""
         try:
-            layout = infer_layout(samples, indices) if self._source.torch_collate is None else torch_layout(samples)
+            layout = infer_layout(samples, indices) if self._source.torch_collate is None else self.torch_layout(samples)
         except CollateError as error:
             raise LoadError("collating samples", indices, None) from error
         if self._tape.is_fine:
@@ -189,8 +195,11 @@ class Filler:
 
     # --- anything else
 
-    def pack(self, message: LoadGrains | LoadNext, samples: list[Sample], row_count: int, indices: list[Any]) -> FromWorker:
-        """Let the user make a batch of these samples, whatever it is; pack it into the block, or keep it."""
+    def pack(self, message: LoadGrains | LoadNext, samples: Any, row_count: int, indices: list[Any]) -> FromWorker:
+        """Let the user make a batch of these samples, whatever it is; pack it into the block, or keep it.
+
+        ``samples`` is a list, or whatever ``__getitems__`` of a torch loader's dataset returned.
+        """
         source, task, block = self._source, message.task, message.block
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         collate = source.collate_fn or source.torch_collate

@@ -8,25 +8,36 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
 assert sys.platform == "linux"
 
 from infeed.errors import WorkerStartError
-from infeed.workers.launch import command_line, start_interpreter
-from infeed.workers.server import Exited, Fork, Forked, Kill, Preload, Refused, receive, send
+from infeed.workers.launch import command_line, interpreter_environment, start_interpreter, started
+from infeed.workers.preload import is_right_guess
+from infeed.workers.requests import MAX_FDS, Exited, Fork, Forked, Guess, Hold, Kill, Preload, Refused, receive, send
 from infeed.workers.threadpools import SERVER_THREADS
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0
 # For a server that was told to end. It kills its workers and is gone in some milliseconds; if it is killed they are as well.
 _CLOSE_S: Final = 1.0
+# Variables of the server that keep libraries from starting threads when they are imported. What the user has set stays.
+# Arrow's jemalloc has a thread that frees memory in the background; no other variable keeps it from being started.
+_DEFAULTS: Final = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 class ForkRefusedError(WorkerStartError):
-    """The server does not fork: it has threads, or the system has no room for another process."""
+    """The server does not fork: it has threads, or the system has no room for another process.
+
+    If it is final, another server of this process would refuse as well.
+    """
+
+    def __init__(self, why: str, *, is_final: bool) -> None:
+        super().__init__(why)
+        self.is_final = is_final
 
 
 class ServerGoneError(WorkerStartError):
@@ -38,29 +49,43 @@ class ForkServer:
     """A connection to a server. All methods are safe from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the socket: one request and its answer at a time
-        self._holder = 0  # the thread that has it
+        """Nothing is started yet, so that the registry owns it before there is anything to end."""
+        self._lock = threading.RLock()  # guards the socket: one request and its answer at a time
         self._exits: dict[int, int] = {}
+        self._living: set[int] = set()  # workers, as far as is known
+        self.guessed: set[str] = set()  # imported, or about to be, before any loader has said what it needs
+        self._is_used = False  # one has
         self.owner_pid = os.getpid()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = start_interpreter(
-                    "infeed.workers.server:main", threads=SERVER_THREADS, pass_fds=[theirs.fileno()]
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._sock = ours
+        self._owned: list[subprocess.Popen[bytes]] = []
+        self._sock, self._theirs = socket.socketpair()
+        self._is_broken = True  # until it is started
+
+    def start(self) -> None:
+        with self._theirs:
+            # To the kernel the parent is the thread that starts it, which must not end before this process does.
+            is_bound = threading.current_thread() is threading.main_thread()
+            entry = f"infeed.workers.server:{'main_bound' if is_bound else 'main'}"
+            start_interpreter(self._owned, entry, environ=_environment(), pass_fds=[self._theirs.fileno()])
         self._is_broken = False
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_broken and self._process.poll() is None
+        process = started(self._owned)
+        return not self._is_broken and process is not None and process.poll() is None
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        process = started(self._owned)
+        return -1 if process is None else process.pid
+
+    def guess(self, modules: Iterable[str]) -> None:
+        """Let the server import these while nothing else is asked of it; it forks whether or not it has."""
+        with self._exclusive(0) as is_ours:
+            if is_ours:
+                names = list(modules)
+                self.guessed.update([] if self._is_used else names)
+                with suppress(OSError):  # it is gone: another will be started
+                    send(self._sock, Guess(names, command_line()))
 
     def preload(self, modules: Iterable[str]) -> None:
         """Let the server import these before it forks next.
@@ -69,8 +94,10 @@ class ForkServer:
             ServerGoneError: there is no server at the other end.
         """
         with self._exclusive():
+            self._is_used = True
+            self.guessed.clear()
             try:
-                send(self._sock, Preload(sorted(modules), command_line()))
+                send(self._sock, Preload(sorted(modules), command_line(), _environment()))
             except OSError as error:
                 raise self._gone() from error
 
@@ -83,28 +110,26 @@ class ForkServer:
         """
         with self._exclusive():
             try:
-                send(self._sock, Fork(), fds)
+                for begin in range(0, len(fds) - MAX_FDS, MAX_FDS):
+                    send(self._sock, Hold(), fds[begin : begin + MAX_FDS])
+                send(self._sock, Fork(), fds[(len(fds) - 1) // MAX_FDS * MAX_FDS :])
                 while True:
                     message, _ = receive(self._sock)
                     if isinstance(message, Forked):
+                        self._living.add(message.pid)
                         return message.pid
                     if isinstance(message, Refused):
-                        raise ForkRefusedError(message.why)
+                        raise ForkRefusedError(message.why, is_final=message.is_final)
                     self._note(message)
-            except ForkRefusedError:
-                raise
             except (EOFError, OSError) as error:
                 raise self._gone() from error
-            except BaseException:
-                # Interrupted between question and answer: the next answer would be taken for another question's.
-                self._is_broken = True
-                raise
 
     def _gone(self) -> ServerGoneError:
         self._is_broken = True
+        process = started(self._owned)
         return ServerGoneError(
-            f"the fork server (pid {self._process.pid}, a process of {sys.executable}) ended with exit code "
-            f"{self._process.poll()}; see its output above, or use start_method='spawn'"
+            f"the fork server (pid {self.pid}, a process of {sys.executable}) ended with exit code "
+            f"{None if process is None else process.poll()}; see its output above, or use start_method='spawn'"
         )
 
     def kill(self, pid: int) -> None:
@@ -131,10 +156,6 @@ class ForkServer:
             except (EOFError, OSError):  # the server is gone, and its workers with it
                 self._is_broken = True
                 return None
-            except BaseException:
-                # Interrupted, perhaps in the middle of a message: what follows of it would be taken for another.
-                self._is_broken = True
-                raise
             return self._exits.pop(pid)
 
     @contextmanager
@@ -144,31 +165,45 @@ class ForkServer:
         An engine may be closed by the garbage collector or a signal handler anywhere, also in the thread that is talking to the
         server already. Then nothing is said: a worker that is not waited for ends with its pipe all the same.
         """
-        is_ours = self._holder != threading.get_ident() and self._lock.acquire(timeout=timeout_s)
-        if is_ours:
-            self._holder = threading.get_ident()
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            yield False
+            return
         try:
-            yield is_ours
+            yield self._lock.acquire(timeout=timeout_s)
+        except Exception:
+            raise
+        except BaseException:
+            # Interrupted, perhaps between question and answer: the next answer would be taken for another question's.
+            self._is_broken |= self._lock._is_owned()  # type: ignore[attr-defined]
+            raise
         finally:
-            if is_ours:
-                self._holder = 0
+            # Not by a variable: a signal handler may have raised before it was set.
+            if self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock.release()
 
     def close(self) -> None:
         """End the server and every worker that it forked."""
-        if self.owner_pid != os.getpid():
-            self._sock.close()
-            return
         self._sock.close()
+        self._theirs.close()
+        process = started(self._owned)
+        if process is None or self.owner_pid != os.getpid():
+            return
+        if not self._living:
+            process.kill()  # it may be at an import, which takes seconds
         try:
-            self._process.wait(_CLOSE_S)
+            process.wait(_CLOSE_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):  # it hangs, or the user has no more patience
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
 
     def _note(self, message: object) -> None:
         assert isinstance(message, Exited)
         self._exits[message.pid] = message.code
+        self._living.discard(message.pid)
+
+
+def _environment() -> dict[str, str]:
+    return {**_DEFAULTS, **interpreter_environment(SERVER_THREADS)}
 
 
 @final
@@ -179,13 +214,21 @@ class _Registry:
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
 
-    def get(self) -> ForkServer:
+    def get(self, needed: Collection[str] | None) -> ForkServer:
         with self._lock:
             server = self._server
-            if server is None or server.owner_pid != os.getpid() or not server.is_alive:
+            is_usable = server is not None and server.owner_pid == os.getpid() and server.is_alive
+            if is_usable and server is not None and needed is not None:
+                is_usable = is_right_guess(server.guessed, needed)
+            if server is None or not is_usable:
                 if server is not None:
                     server.close()
                 server = self._server = ForkServer()
+                try:
+                    server.start()
+                except BaseException:
+                    self._drop()
+                    raise
             return server
 
     def close(self) -> None:
@@ -218,9 +261,14 @@ atexit.register(_REGISTRY.close)
 os.register_at_fork(after_in_child=_REGISTRY.reset_after_fork)
 
 
-def fork_server() -> ForkServer:
-    """The fork server of this process, started if there is none."""
-    return _REGISTRY.get()
+def fork_server(needed: Collection[str] | None = None) -> ForkServer:
+    """The fork server of this process, started if there is none.
+
+    Args:
+        needed: the modules that a loader's workers need, if that is known. A server with others that they must not have is
+            replaced, unless another loader uses it.
+    """
+    return _REGISTRY.get(needed)
 
 
 def close_fork_server() -> None:

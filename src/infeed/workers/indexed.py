@@ -14,7 +14,6 @@ from time import perf_counter_ns
 from typing import Any, final
 
 from infeed.batch.rows import RowMismatch
-from infeed.batch.torchlike import torch_layout
 from infeed.batch.tree import Sample
 from infeed.memory.arena import Block
 from infeed.plan.order import plain_indices
@@ -59,10 +58,10 @@ class IndexedLoader:
         filler = self._filler
         is_torch = self._source.torch_collate is not None
         if is_torch and (self._fetcher.is_together or not len(message.indices)):
-            # What __getitems__ returns is what is collated, however many they are; and so is nothing at all.
+            # What __getitems__ returns is what is collated, whatever it is; and so is nothing at all.
             samples = self._fetcher.grains(message)
-            if len(samples) != message.row_count or not samples:
-                return filler.pack(message, samples, len(samples), plain_indices(message.indices))
+            if type(samples) is not list or len(samples) != message.row_count or not samples:
+                return filler.pack(message, samples, message.row_count, plain_indices(message.indices))
             written = filler.write(message, samples, message.row_count, message.first_row)
             return self._place_fetched(message, samples) if written is None else written
         writer = filler.writer(message.block, message.layout, message.row_count)
@@ -97,7 +96,7 @@ class IndexedLoader:
     def _place_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
         """Make a batch of samples that do not fit what is expected, or a part of one."""
         indices = plain_indices(message.indices)
-        if self._source.torch_collate is not None and torch_layout(samples) is None:
+        if self._source.torch_collate is not None and self._filler.torch_layout(samples) is None:
             if not message.is_whole:
                 return Mismatched(message.task)
             return self._filler.pack(message, samples, message.row_count, indices)

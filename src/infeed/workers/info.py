@@ -61,6 +61,11 @@ def set_worker_info(info: WorkerInfo | None) -> None:
     _LOCAL.info = info
 
 
+def is_in_worker() -> bool:
+    """Whether the calling thread is a worker's."""
+    return _LOCAL.info is not None
+
+
 def tell_torch(info: WorkerInfo) -> None:
     """Let ``torch.utils.data.get_worker_info`` in this process say the same, as soon as it is imported."""
 

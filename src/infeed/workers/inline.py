@@ -8,7 +8,7 @@ from typing import final
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.crew import Crew, News
-from infeed.workers.messages import MapSegment, Started, TellStack, ToWorker, UnmapSegment
+from infeed.workers.messages import MapSegment, OpenStream, Started, TellStack, ToWorker, UnmapSegment
 from infeed.workers.runner import Runner, Work
 
 
@@ -32,7 +32,10 @@ class InlineCrew(Crew):
             self._todo.append(message)
 
     def flush(self) -> None:
-        return
+        """Open a stream that is to be read. Without this it is opened with its first batch."""
+        while self._todo and isinstance(message := self._todo[0], OpenStream):
+            self._todo.popleft()
+            self._runner.open_now(message)
 
     def receive(self, timeout_s: float | None) -> list[News]:
         del timeout_s
@@ -54,6 +57,7 @@ class InlineCrew(Crew):
     def wake(self) -> None:
         return
 
-    def close(self) -> None:
+    def close(self, *, keeps_workers: bool = False) -> None:
+        del keeps_workers
         self._todo.clear()
         self._runner.finish()

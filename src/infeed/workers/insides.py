@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 from infeed.workers.threadpools import thread_variables
 
@@ -63,7 +63,19 @@ def flush_output() -> None:
             stream.flush()
 
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import _winapi
+
+    def end_process(code: int) -> NoReturn:
+        """End this process now. `os._exit` would let DLLs clean up first, which may wait for threads that are gone by then."""
+        _winapi.TerminateProcess(_winapi.GetCurrentProcess(), code)
+        os._exit(code)
+
+else:
+
+    def end_process(code: int) -> NoReturn:
+        """End this process now."""
+        os._exit(code)
 
     def keep_to_oneself(*fds: int) -> None:
         """Processes that user code starts do not get these.
@@ -103,7 +115,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use() -> MemoryUse:
-    """How much memory this process has, or had at most where the platform tells only that; 0 if it tells nothing."""
+    """How much memory this process has; on macOS, how much it had at most."""
     if sys.platform == "linux":
         try:
             with open("/proc/self/statm") as statm:
@@ -116,7 +128,13 @@ def memory_use() -> MemoryUse:
 
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return MemoryUse(most, most)
-    return MemoryUse()
+    import ctypes
+
+    counters = (ctypes.c_size_t * 10)()  # PROCESS_MEMORY_COUNTERS_EX, whose first member is two 32-bit numbers
+    kernel = ctypes.windll.kernel32
+    kernel.K32GetProcessMemoryInfo(ctypes.c_void_p(kernel.GetCurrentProcess()), counters, ctypes.sizeof(counters))
+    # WorkingSetSize; PrivateUsage, or PagefileUsage where that is not filled in.
+    return MemoryUse(counters[2], counters[9] or counters[7])
 
 
 def name_process(name: str) -> None:

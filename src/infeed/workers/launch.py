@@ -9,18 +9,48 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from infeed.errors import WorkerStartError
+from infeed.children import RUN_VARIABLE
+from infeed.errors import ConfigError, WorkerStartError
 from infeed.memory.budget import process_limit
 from infeed.workers.insides import child_environment
 
+StartMethod = Literal["auto", "forkserver", "spawn"]
+
+# Set when a fork server of this process has refused for good.
+_REFUSED: Final = threading.Event()
 _CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
+
+
+def uses_fork(start_method: StartMethod) -> bool:
+    """Whether workers are forked by a server: where the platform forks safely and can hand descriptors to a running process.
+
+    macOS can do both, but its own libraries forbid what follows a fork.
+
+    Raises:
+        ConfigError: a fork server was asked for and there can be none.
+    """
+    if start_method == "spawn":
+        return False
+    calls = ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
+    can_fork = sys.platform == "linux" and all(getattr(module, name, None) is not None for module, name in calls)
+    if start_method == "forkserver" and not can_fork:
+        raise ConfigError("start_method='forkserver' needs what only Linux has; use 'auto' or 'spawn' on this platform")
+    return can_fork and not _REFUSED.is_set()
+
+
+def forbid_forks() -> None:
+    """Spawn workers from now on: a fork server has refused, and so would every other."""
+    _REFUSED.set()
 
 
 @contextmanager
@@ -63,18 +93,43 @@ def _limit_met(number: int) -> str:
     return "the system has no memory for another process; use fewer workers, or worker='thread'"
 
 
-def start_interpreter(entry: str, *, threads: int, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+def interpreter_environment(threads: int) -> dict[str, str]:
+    """The environment of an interpreter of ours, whose libraries may use so many threads."""
+    return {name: value for name, value in child_environment(threads).items() if name != RUN_VARIABLE}
+
+
+def start_interpreter(
+    owner: list[subprocess.Popen[bytes]], entry: str, *, environ: dict[str, str], pass_fds: Sequence[int]
+) -> None:
     """Start a Python that imports ``module:function`` (``entry``) and calls it with the number of this process.
 
     Args:
-        threads: how many the libraries in it may use.
+        owner: gets the process before it is started. A signal handler that raises meanwhile leaves no process without owner.
+        environ: see ``interpreter_environment``.
         pass_fds: descriptors (handles, on Windows) that the child inherits; their numbers there are its further arguments.
     """
     with _above_standard(pass_fds) as fds:
-        return _start(entry, (os.getpid(), *fds), threads, fds)
+        _start(owner, entry, (os.getpid(), *fds), environ, fds)
 
 
-def _start(entry: str, arguments: tuple[int, ...], threads: int, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+class _Owned(subprocess.Popen[bytes]):
+    def __init__(self, owner: list[subprocess.Popen[bytes]], *arguments: Any, **options: Any) -> None:
+        owner.append(self)
+        super().__init__(*arguments, **options)
+
+
+def started(owner: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes] | None:
+    """The process that ``start_interpreter`` has started for this owner, if it came so far."""
+    return next((process for process in owner if getattr(process, "pid", None) is not None), None)
+
+
+def _start(
+    owner: list[subprocess.Popen[bytes]],
+    entry: str,
+    arguments: tuple[int, ...],
+    environ: dict[str, str],
+    fds: tuple[int, ...],
+) -> None:
     python = _interpreter()
     module, function = entry.split(":")
     # No garbage is made by imports, and looking for it takes a tenth of the start; workers turn the collector on again.
@@ -84,13 +139,14 @@ def _start(entry: str, arguments: tuple[int, ...], threads: int, fds: tuple[int,
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     try:
-        return subprocess.Popen(
+        _Owned(
+            owner,
             [python, *flags, "-c", code],
             stdin=subprocess.DEVNULL,
             # Of a daemon's, or a Windows program without a console. Else what is opened next would be taken for them.
             stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
             stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
-            env=child_environment(threads),
+            env=environ,
             **_platform_options(fds),
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
+
+_SEEDING: Final = ("seed", "setstate", "set_state")
 
 
 @final
@@ -27,8 +29,11 @@ class LazyModule:
         self._seed = seed
         self._pending: int | None = None
         self.draw_count = 0  # grains in which somebody has drawn
+        self.users_seed: Any = None  # what user code has seeded the generator with since ``seed``; a state counts as well
         self._functions: dict[str, Any] = {
-            name: value for name, value in vars(module).items() if getattr(value, "__self__", None) is generator
+            name: self.noting(value) if name in _SEEDING else value
+            for name, value in vars(module).items()
+            if getattr(value, "__self__", None) is generator
         }
         self._traps: dict[str, Any] = {name: self._trap(function) for name, function in self._functions.items()}
         # A seed of the user's makes ours void; one more draw from ours before it would do no harm either.
@@ -39,6 +44,7 @@ class LazyModule:
         if self._pending is None:
             vars(self._module).update(self._traps)
         self._pending = seed
+        self.users_seed = None
 
     def settle(self) -> None:
         """Seed now, if that is still to be done."""
@@ -47,6 +53,15 @@ class LazyModule:
             self.draw_count += 1
             vars(self._module).update(self._functions)
             self._seed(pending)
+
+    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that seeds the generator, made to note that it was called."""
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            self.users_seed = (*args, *kwargs.values(), None)[0]
+            return function(*args, **kwargs)
+
+        return seeded
 
     def _trap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +98,8 @@ def lazy_numpy() -> LazyModule:
     class LazyRandomState(np.random.RandomState):
         def __getattribute__(self, name: str) -> Any:
             lazy.settle()
-            return getattr(original, name)
+            value = getattr(original, name)
+            return lazy.noting(value) if name in _SEEDING else value  # np.random.seed asks the generator for it
 
     np.random.mtrand._rand = LazyRandomState()
     return lazy

@@ -31,6 +31,7 @@ class LoadGrains(NamedTuple):
     is_whole: bool  # this task is the whole batch: the worker is free in the layout
     indices: Indices | list[Any]  # of this task
     is_careful: bool = False  # a worker died with it: note each sample
+    rows: list[int] | None = None  # of this task, as first planned; None if no sample of the batch was left out
 
 
 class LoadNext(NamedTuple):
@@ -57,6 +58,7 @@ class OpenStream(NamedTuple):
     state: Any
     is_alone: bool  # no other worker reads: the dataset is told that it has one worker
     is_known: bool  # whether that is decided; if not, it is by whether the dataset asks before its first batch is read
+    is_over: bool = False  # this share has ended: the dataset is put where it was, and nothing is read
 
 
 class PlaceTask(NamedTuple):
@@ -142,13 +144,20 @@ class Emptied(NamedTuple):
     task: TaskId
     shards_itself: bool = False
     bad: tuple[tuple[int, Failure], ...] = ()
+    stream_state: Any = None  # what the next epoch begins from
 
 
 class LoadFailed(NamedTuple):
     task: TaskId
     failure: Failure
-    row_count: int = 0  # of a stream: elements that were read for it; fewer than asked for if the stream itself failed
+    shards_itself: bool = False
     bad: tuple[tuple[int, Failure], ...] = ()  # rows of the batch that cannot be loaded, if they are to be mended
+
+
+class Idle(NamedTuple):
+    """A spawned worker has dropped its dataset, as ``RESET`` asks, and waits for another."""
+
+    files: tuple[str, ...]  # of modules that it has imported and that may be the user's own
 
 
 class Stack(NamedTuple):
@@ -157,4 +166,6 @@ class Stack(NamedTuple):
     text: str
 
 
-FromWorker: TypeAlias = Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed | Stack
+FromWorker: TypeAlias = (
+    Started | StartFailed | RowsLoaded | PackedLoaded | Unplaced | Mismatched | Emptied | LoadFailed | Idle | Stack
+)

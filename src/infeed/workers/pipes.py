@@ -7,9 +7,11 @@ import os
 import select
 import struct
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain, starmap
 from math import ceil
 from typing import Any, Final, final
 
@@ -34,6 +36,16 @@ def _enlarge(fd: int) -> None:
     if set_size is not None:
         with suppress(OSError):  # this user's pipes hold much already, or the system allows less
             fcntl.fcntl(fd, set_size, _LARGE_BYTES)
+
+
+def _close(fds: list[int], *places: int) -> None:
+    """Take descriptors off a list and close them. One call into C: a signal handler that raises leaves each on the list or
+    closed."""
+    deque(map(os.close, map(fds.pop, places)), maxlen=0)
+
+
+def _close_all(fds: list[int]) -> None:
+    _close(fds, *reversed(range(len(fds))))
 
 
 class _Frames:
@@ -71,14 +83,24 @@ class _Frames:
 
 @final
 class PipeLink(Link):
-    def __init__(self, write_fd: int, read_fd: int) -> None:
-        self.write_fd, self.read_fd = write_fd, read_fd
-        os.set_blocking(write_fd, False)
-        os.set_blocking(read_fd, False)
+    def __init__(self) -> None:
+        self._fds: list[int] = []  # all that are open
+        self.write_fd = self.read_fd = -1
         self._frames = _Frames()
         self._outbox = bytearray()
         self._is_broken = self._is_large = False
         self.poller: PipePoller | None = None
+
+    def open(self) -> tuple[int, ...]:
+        # One call into C: a signal handler cannot raise between the system call and the list.
+        self._fds.extend(chain.from_iterable(starmap(os.pipe, ((), ()))))
+        task_read, self.write_fd, self.read_fd, done_write = self._fds
+        os.set_blocking(self.write_fd, False)
+        os.set_blocking(self.read_fd, False)
+        return task_read, done_write
+
+    def close_inherited(self) -> None:
+        _close(self._fds, 3, 0)
 
     @property
     def has_outgoing(self) -> bool:
@@ -126,10 +148,8 @@ class PipeLink(Link):
         return self._frames.feed(data)
 
     def close(self) -> None:
-        if self.write_fd >= 0:
-            os.close(self.write_fd)
-            os.close(self.read_fd)
-            self.write_fd = self.read_fd = -1
+        self.write_fd = self.read_fd = -1
+        _close_all(self._fds)
 
 
 @final
@@ -164,9 +184,13 @@ class PipeEnd(WorkerEnd):
 @final
 class PipePoller(Poller):
     def __init__(self) -> None:
+        self._wake_fds: list[int] = []
+        # For an engine that is interrupted while it is made, and does not own its poller yet.
+        weakref.finalize(self, _close_all, self._wake_fds)
         self._poll = select.poll()
         self._links: dict[int, PipeLink] = {}
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake_fds.extend(chain.from_iterable(starmap(os.pipe, ((),))))
+        self._wake_read, self._wake_write = self._wake_fds
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poll.register(self._wake_read, select.POLLIN)
@@ -218,7 +242,5 @@ class PipePoller(Poller):
             return  # awake already, or closed
 
     def close(self) -> None:
-        if self._wake_read >= 0:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_read = self._wake_write = -1
+        self._wake_read = self._wake_write = -1
+        _close_all(self._wake_fds)

@@ -28,6 +28,9 @@ class Place:
         # Key, first position, how many, and an iterator of indices that are still to be loaded; of a stream, in its place, a
         # list of what has been read. One tuple, because it is set for every few samples and looked at only if somebody asks.
         self._where: tuple[int, int, int, Iterator[Any] | list[Any] | None] = (0, 0, 1, None)
+        # Where samples of the batch were left out: the first position, that of the batch, and the rows as first planned. The
+        # generator of a sample belongs to its position in the epoch, whatever was left out before it.
+        self.moved: tuple[int, int, list[int]] | None = None
         self._rng: np.random.Generator | None = None
         self._rng_position = -1
 
@@ -43,6 +46,7 @@ class Place:
 
     def at_collation(self, key: int, first: int) -> None:
         """The worker makes a batch of the samples from ``first`` on."""
+        self.moved = None
         self.at_rows(key ^ _COLLATE_SALT, first, 1, None)
 
     def rng(self) -> np.random.Generator:
@@ -51,6 +55,9 @@ class Place:
             position += len(progress)
         elif progress is not None:
             position += count - length_hint(progress) - 1
+        if self.moved is not None:
+            start, batch_start, rows = self.moved
+            position = batch_start + rows[position - start]
         if self._rng is None or position != self._rng_position:
             self._rng = np.random.Generator(np.random.PCG64(derive(key, _SALT, position)))
             self._rng_position = position
@@ -75,7 +82,8 @@ def get_rng() -> np.random.Generator:
 
     The numbers are the same inline, in threads and in processes, for any number of workers and ranks, any batch size, and after
     a resume. Within one sample, further calls give the same generator, where it stands. In ``__getitems__`` it belongs to the
-    whole call, in ``collate_fn`` to the batch, in a stream to the element. Outside of a loader it is fresh and unseeded.
+    whole call and in ``collate_fn`` to the batch, so there the numbers depend on the batch size. In a stream it belongs to the
+    element. Outside of a loader it is fresh and unseeded.
     """
     place = _LOCAL.place
     return np.random.default_rng() if place is None else place.rng()

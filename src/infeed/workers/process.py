@@ -6,7 +6,8 @@ import os
 import pickle
 import signal
 import time
-from typing import Final, final
+from collections.abc import Hashable
+from typing import Any, Final, final
 
 from infeed.memory.parcel import Parcel
 from infeed.memory.pressure import OomWatch
@@ -16,17 +17,20 @@ from infeed.workers.board import Board
 from infeed.workers.channel import Link, open_poller
 from infeed.workers.child import END_S, Birth
 from infeed.workers.crew import Crew, Death, News
+from infeed.workers.idle import IDLE_WORKERS, IdleWorker, are_unchanged
 from infeed.workers.insides import child_environment, current_directory
-from infeed.workers.launch import command_line, explaining_limits, search_path
-from infeed.workers.messages import MapSegment, Stack, TellStack, ToWorker, UnmapSegment
+from infeed.workers.launch import StartMethod, command_line, explaining_limits, search_path
+from infeed.workers.messages import FromWorker, Idle, MapSegment, Stack, Started, TellStack, ToWorker, UnmapSegment
 from infeed.workers.sources import WorkerSpec
 from infeed.workers.stacks import take as take_stack
-from infeed.workers.starting import Process, SpawnedProcess, Starter, StartMethod
-from infeed.workers.wire import PART, TaskEncoder, decode_answer
+from infeed.workers.starting import Launch, Process, SpawnedProcess, Starter
+from infeed.workers.wire import PART, RESET, TaskEncoder, decode_answer
 
 _SIGKILL: Final = 9  # not in `signal` on Windows
 # How long a worker has to say where it is.
 _STACK_S: Final = 0.5
+# How long workers may take to drop a dataset before they are kept for the next loader; whoever ends the epoch waits for it.
+_RESET_S: Final = END_S
 # Workers that answer tiny tasks would wake the engine with each of them, which makes them cost twice as much. So when it has
 # heard something it is deaf for this long, and hears the answers that have come meanwhile together.
 _DEAF_NS: Final = 100_000
@@ -34,8 +38,11 @@ _DEAF_NS: Final = 100_000
 
 @final
 class _Member:
-    def __init__(self, link: Link, process: Process) -> None:
-        self.link, self.process = link, process
+    def __init__(self, link: Link, process: Process, started_at: float) -> None:
+        self.link, self.process, self.started_at = link, process, started_at
+        self.is_started = False
+        # An idle worker that was taken before it had answered: what it says until it does is for the loader before.
+        self.is_resetting = False
         self.encoder = TaskEncoder()
         self.frames: list[bytes] = []  # sent, but not yet gone out
 
@@ -75,12 +82,17 @@ class ProcessCrew(Crew):
         specs: dict[WorkerId, WorkerSpec],
         start_method: StartMethod,
         threads: int,
+        init_fn: Any,
     ) -> None:
+        """``init_fn`` is the user's ``worker_init_fn``: what it has done to a process is done for this crew only."""
         self._parcel = parcel
+        self._init_fn = init_fn
+        self._store = store
         self._board = board
         self._specs = specs
         self._threads = threads
         self._starter = Starter(parcel=parcel, store=store, start_method=start_method, threads=threads)
+        self._launches: list[Launch] = []  # workers that are being started, or whose start was interrupted
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
         self._leavers: list[_Leaver] = []
@@ -92,13 +104,29 @@ class ProcessCrew(Crew):
         with explaining_limits():
             self._poller = open_poller()
         self._owner_pid = os.getpid()
+        self._idle_key: Hashable = None  # a worker is reused where this is the same
 
     def start(self, worker: WorkerId) -> None:
         assert self._board.handle is not None
         for leaver in self._leavers:
             if leaver.worker == worker:
                 leaver.process.kill()  # two would write into one place on the board
-        link, process = self._starter.start()
+        environ = child_environment(self._threads)
+        self._idle_key = (frozenset(environ.items()), self._parcel.has_tracker)
+        launch = Launch()
+        self._launches.append(launch)
+        idle = self._take_idle(launch)
+        started_at = time.time() if idle is None else idle.started_at
+        if idle is None:
+            try:
+                self._starter.start(launch)
+            except Exception:
+                launch.close()
+                self._launches.remove(launch)
+                raise
+        link, process = launch.link, launch.process
+        assert link is not None
+        assert process is not None
         birth = Birth(
             self._specs[worker],
             self._parcel,
@@ -106,15 +134,24 @@ class ProcessCrew(Crew):
             search_path(),
             command_line(),
             current_directory(),
-            child_environment(self._threads),
+            environ,
             self._board.handle,
             self._threads,
+            None if idle is None else self._store.address(),
         )
         self._board.clear(worker)
-        self._members[worker] = _Member(link, process)
+        member = self._members[worker] = _Member(link, process, started_at)
+        member.is_resetting = idle is not None and idle.files is None
         self._worker_of[link] = worker
         self._poller.add(link)
+        self._launches.remove(launch)
         link.send([pickle.dumps(birth, 5)])
+
+    def _take_idle(self, launch: Launch) -> IdleWorker | None:
+        # What a dataset needs to inherit, a process inherits when it starts.
+        if self._starter.uses_fork or len(self._parcel.fds) > self._parcel.has_tracker:
+            return None
+        return IDLE_WORKERS.take(self._idle_key, self._init_fn, launch)
 
     def stop(self, worker: WorkerId) -> None:
         member = self._members.get(worker)
@@ -154,12 +191,26 @@ class ProcessCrew(Crew):
         for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
             try:
-                news.extend((worker, decode_answer(frame)) for frame in link.receive())
+                answers = [decode_answer(frame) for frame in link.receive()]
+                news.extend((worker, answer) for answer in self._heard(self._members[worker], answers))
             except EOFError:
                 news.append((worker, self._bury(worker)))
         if news:
             self._heard_ns = time.perf_counter_ns()
         return news
+
+    def _heard(self, member: _Member, answers: list[FromWorker]) -> list[FromWorker]:
+        """What a worker has said that is for this engine."""
+        if member.is_started:
+            return answers
+        while member.is_resetting and answers:
+            answer = answers.pop(0)
+            if isinstance(answer, Idle):
+                member.is_resetting = False
+                if not are_unchanged(answer.files, member.started_at):
+                    member.process.kill()  # it has imported a module that was written since; another is started in its place
+        member.is_started = any(isinstance(answer, Started) for answer in answers)
+        return answers
 
     def kill(self, worker: WorkerId) -> None:
         member = self._members.get(worker)
@@ -197,21 +248,28 @@ class ProcessCrew(Crew):
         for worker in self._members:
             self.send(worker, UnmapSegment(number))
 
-    def pids(self) -> dict[WorkerId, int]:
-        return {worker: member.process.pid for worker, member in sorted(self._members.items())}
+    def processes(self) -> dict[WorkerId, Process]:
+        return {worker: member.process for worker, member in sorted(self._members.items())}
 
     def wake(self) -> None:
         self._poller.wake()
 
-    def close(self) -> None:
+    def close(self, *, keeps_workers: bool = False) -> None:
+        if keeps_workers and not self._starter.uses_fork and self._store.can_be_found and os.getpid() == self._owner_pid:
+            self._keep_workers()
         members = list(self._members.values())
+        launches = list(self._launches)
         processes = [member.process for member in members] + [leaver.process for leaver in self._leavers]
+        processes += [one.process for one in launches if one.process is not None and one.process not in processes]
+        self._launches.clear()
         self._members.clear()
         self._leavers.clear()
         self._unflushed.clear()
         for member in members:
             self._poller.remove(member.link)
             member.link.close()
+        for launch in launches:
+            launch.close()
         self._poller.close()
         if os.getpid() != self._owner_pid:
             return  # a forked child of the user's: the workers are not its own
@@ -227,7 +285,39 @@ class ProcessCrew(Crew):
             for process in processes:
                 process.kill()
             raise
-        self._starter.close()
+        finally:
+            self._starter.close()
+
+    def _keep_workers(self) -> None:
+        """Ask all workers to drop the dataset, and keep those that do so in time, or are still starting, for other loaders."""
+        for member in self._members.values():
+            member.link.send([RESET])
+        deadline = time.monotonic() + _RESET_S
+        while any(member.is_started for member in self._members.values()) and (left_s := deadline - time.monotonic()) > 0:
+            for link in self._poller.wait(left_s):
+                worker = self._worker_of[link]
+                member = self._members[worker]
+                try:
+                    answers = [decode_answer(frame) for frame in link.receive()]
+                except EOFError:
+                    self._dismiss(worker)
+                    self._leavers.append(_Leaver(worker, member.process))
+                    continue
+                member.is_started |= any(isinstance(answer, Started) for answer in answers)
+                for answer in answers:
+                    if isinstance(answer, Idle):
+                        self._keep(worker, answer.files)
+        if self._store.descriptor() is None:
+            return  # a worker that is still starting would look for names that are gone with this loader
+        for worker in [worker for worker, member in self._members.items() if not member.is_started]:
+            self._keep(worker, None)
+
+    def _keep(self, worker: WorkerId, files: tuple[str, ...] | None) -> None:
+        member = self._forget(worker)
+        idle = IdleWorker(member.link, member.process, member.started_at, files)
+        if not IDLE_WORKERS.put(self._idle_key, self._init_fn, idle):
+            member.link.close()
+            self._leavers.append(_Leaver(worker, member.process))
 
     def _bury(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe has ended is gone, and say how it went."""
@@ -249,18 +339,37 @@ class ProcessCrew(Crew):
 
     def _dismiss(self, worker: WorkerId) -> _Member:
         """Hear and tell it no more: it ends with its pipe."""
+        member = self._forget(worker)
+        member.link.close()
+        return member
+
+    def _forget(self, worker: WorkerId) -> _Member:
         member = self._members.pop(worker)
         if member in self._unflushed:
             self._unflushed.remove(member)
         self._poller.remove(member.link)
         del self._worker_of[member.link]
-        member.link.close()
         return member
+
+
+# Exit codes that Windows gives a process that crashed: the NTSTATUS of the exception that ended it.
+_CRASHES: Final = {
+    0xC0000005: "an access violation",
+    0xC0000017: "lack of memory",
+    0xC000001D: "an illegal instruction",
+    0xC0000094: "an integer division by zero",
+    0xC00000FD: "a stack overflow",
+    0xC0000135: "a DLL that was not found",
+    0xC0000374: "a corrupted heap",
+    0xC0000409: "a corrupted stack or abort()",
+}
 
 
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "vanished, perhaps with the fork server"
+    if code >= 0x80000000:
+        return f"crashed: {_CRASHES.get(code, 'an exception in native code')} (exit code 0x{code:08X})"
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

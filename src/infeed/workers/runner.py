@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from time import perf_counter_ns
 from typing import Final, TypeAlias, assert_never, final
 
@@ -30,7 +31,7 @@ from infeed.workers.messages import (
 )
 from infeed.workers.places import Place, swap_place
 from infeed.workers.probing import Probe
-from infeed.workers.seeding import lent_generators, seed_generators, show_worker_seed
+from infeed.workers.seeding import keep_user_seeds, lent_generators, seed_worker, show_worker_seed
 from infeed.workers.silence import Silence
 from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
 from infeed.workers.streamed import StreamLoader
@@ -65,7 +66,7 @@ class Runner:
         self._indexed = IndexedLoader(spec, source, tape, self._fetcher, self._filler)
         self._streamed = StreamLoader(spec, source, self._fetcher, self._filler)
         self._probe = Probe(tape, looks_at_gil=spec.probes_gil) if spec.probes else None
-        self._hearers = Hearers(source.dataset, source.collate_fn)
+        self._hearers = Hearers(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
         self._recalls = recalls or Recalls()
         self._epoch = -1  # the one that tasks were last of
 
@@ -74,13 +75,13 @@ class Runner:
         spec = self._spec
         introduce(spec, self._source.dataset, spec.worker_count)
         if spec.seeding is Seeding.SET:
-            seed_generators(spec.worker_seed)
+            seed_worker(spec.worker_seed)
         if spec.is_as_torch:
             show_worker_seed(spec.worker_seed)
         if self._source.worker_init_fn is not None:
             self._source.worker_init_fn(spec.worker)
         if spec.is_as_torch:
-            self._fetcher.keep_torch_seed()
+            keep_user_seeds(spec.worker_seed)
 
     def handle(self, message: Work) -> FromWorker | None:
         """Do one thing; the answer, if it has one. What user code raises is in the answer."""
@@ -154,7 +155,7 @@ class Runner:
             return answer
         except LoadError as error:
             self._tape.failed(perf_counter_ns())
-            return LoadFailed(message.task, error.failure(), error.row_count, error.bad)
+            return LoadFailed(message.task, error.failure(), error.shards_itself, error.bad)
         finally:
             swap_place(before)
             self._cell.rest()
@@ -167,16 +168,36 @@ class Runner:
             return self._filler.held[message.task].row_count
         return answer.row_count if isinstance(answer, RowsLoaded | PackedLoaded) else 0
 
+    def open_now(self, message: OpenStream) -> None:
+        """Begin to read a stream before the first task asks for it.
+
+        Raises:
+            Exception: what user code raised.
+        """
+        before = swap_place(self._place_now)
+        try:
+            with lent_generators() if self._spec.seeding is Seeding.LEND else nullcontext():
+                self._begin_epoch(message.epoch)
+                self._streamed.open(message)
+                self._streamed.begin()
+        except LoadError as error:
+            raise error.__cause__ or error from None
+        finally:
+            swap_place(before)
+
     def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
-        if message.epoch != self._epoch:
-            self._epoch = message.epoch
-            self._fetcher.epoch_seed = derive(self._spec.seed, message.epoch)
+        self._begin_epoch(message.epoch, message.task)
+        return self._indexed.load(message) if isinstance(message, LoadGrains) else self._streamed.load(message)
+
+    def _begin_epoch(self, epoch: int, task: TaskId | None = None) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._fetcher.epoch_seed = derive(self._spec.seed, epoch)
         if self._hearers:
             with self._recalls.lock:
-                if self._recalls.take(message.task):
-                    raise LoadError("loading a batch of an epoch that was left", None, None) from LookupError(message.task)
-                self._tell_epoch(message.epoch)
-        return self._indexed.load(message) if isinstance(message, LoadGrains) else self._streamed.load(message)
+                if task is not None and self._recalls.take(task):
+                    raise LoadError("loading a batch of an epoch that was left", None, None) from LookupError(task)
+                self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
         for hearer in self._hearers.untold(epoch):

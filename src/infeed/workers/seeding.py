@@ -31,6 +31,7 @@ class _Seeders:
         self.numpy: Callable[[int], None] = seed_numpy
         self.lazy: list[LazyModule] = []
         self.latest = 0
+        self.kept: frozenset[str] = frozenset()  # generators that worker_init_fn has seeded
 
 
 _SEEDERS: Final = _Seeders()
@@ -50,15 +51,37 @@ def _seed_torch() -> None:
     torch.default_generator.manual_seed(_SEEDERS.latest)
 
 
-def seed_generators(seed: int, *, with_torch: bool = True) -> None:
+def seed_generators(seed: int) -> None:
     """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator."""
     _SEEDERS.latest = seed
-    _SEEDERS.python(seed)
-    _SEEDERS.numpy(seed)
-    torch = sys.modules.get("torch") if with_torch else None
-    if torch is not None:
+    kept = _SEEDERS.kept
+    if "random" not in kept:
+        _SEEDERS.python(seed)
+    if "numpy" not in kept:
+        _SEEDERS.numpy(seed)
+    torch = sys.modules.get("torch")
+    if torch is not None and "torch" not in kept:
         # torch.manual_seed also looks for every accelerator, at a hundred times the cost.
         torch.default_generator.manual_seed(seed)
+
+
+def seed_worker(seed: int) -> None:
+    """Seed a process of ours for one loader, before ``worker_init_fn``. It may have worked for another loader before."""
+    _SEEDERS.kept = frozenset()
+    seed_generators(seed)
+
+
+def keep_user_seeds(worker_seed: int) -> None:
+    """After ``worker_init_fn``, in a process of ours: leave the generators alone that it has seeded, as torch's loader does.
+
+    Seeding one with the worker's own seed asks for nothing that grains do not have.
+    """
+    python, numpy = _SEEDERS.lazy
+    seeds = {"random": python.users_seed, "numpy": numpy.users_seed, "torch": _torch_seed()}
+    own = (worker_seed, worker_seed & 0xFFFFFFFF)
+    _SEEDERS.kept = frozenset(
+        name for name, seed in seeds.items() if seed is not None and not (isinstance(seed, int | np.integer) and seed in own)
+    )
 
 
 def show_worker_seed(seed: int) -> None:
@@ -80,7 +103,7 @@ def show_worker_seed(seed: int) -> None:
     when_imported("torch", show)
 
 
-def torch_seed() -> int | None:
+def _torch_seed() -> int | None:
     """What torch's default generator was last seeded with; ``None`` if torch is not imported."""
     torch = sys.modules.get("torch")
     return None if torch is None else int(torch.default_generator.initial_seed())

@@ -68,6 +68,7 @@ class WorkerSpec:
     observe: Observe = "timeline"
     probes: bool = False  # finds out whether threads would do
     probes_gil: bool = False  # how much of the time the GIL is held, which one of them is enough for
+    tells_epochs: bool = True  # calls set_epoch of the dataset, its transforms and collate_fn
     torch_seed: int | None = None  # of a torch loader: what its workers' seeds are counted from, as torch does
 
     @property

@@ -22,10 +22,13 @@ _TAKE_S: Final = 1.0
 _SETTLE_S: Final = 0.05
 _LOOK_S: Final = 0.005
 _MOST_BYTES: Final = 8192
+_armed: Final[list[int]] = []
 
 
 def arm() -> int | None:
     """In a worker, when it starts: be ready to be asked. The descriptor of where the stack will be, if there is one."""
+    if _armed:
+        return _armed[0]  # a worker that works for another loader now
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     import faulthandler
@@ -35,6 +38,7 @@ def arm() -> int | None:
         faulthandler.register(_SIGNAL, file=fd, all_threads=False)
     except (OSError, RuntimeError, ValueError):  # no descriptor left, or a kernel that refuses: then there is no stack
         return None
+    _armed.append(fd)
     return fd
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import socket
 import subprocess
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final, Literal, final
+from typing import Final, final
 
-from infeed.errors import ConfigError
 from infeed.memory.parcel import Parcel
 from infeed.memory.segments import SegmentStore
 from infeed.workers.channel import Link, can_use_poll
-from infeed.workers.launch import explaining_limits, start_interpreter
+from infeed.workers.launch import (
+    StartMethod,
+    explaining_limits,
+    forbid_forks,
+    interpreter_environment,
+    start_interpreter,
+    started,
+    uses_fork,
+)
 from infeed.workers.preload import preloadable
 from infeed.workers.threadpools import modules_for
 
@@ -29,24 +33,8 @@ if sys.platform != "win32":
 
 _LOG: Final = logging.getLogger("infeed")
 
-StartMethod = Literal["auto", "forkserver", "spawn"]
-
-
-def uses_fork(start_method: StartMethod) -> bool:
-    """Whether workers are forked by a server: where the platform forks safely and can hand descriptors to a running process.
-
-    macOS can do both, but its own libraries forbid what follows a fork.
-
-    Raises:
-        ConfigError: a fork server was asked for and there can be none.
-    """
-    if start_method == "spawn":
-        return False
-    calls = ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
-    can_fork = sys.platform == "linux" and all(getattr(module, name, None) is not None for module, name in calls)
-    if start_method == "forkserver" and not can_fork:
-        raise ConfigError("start_method='forkserver' needs what only Linux has; use 'auto' or 'spawn' on this platform")
-    return can_fork
+# Fork servers that may be killed, one after another, while a worker is started.
+_SERVERS: Final = 5
 
 
 def prepare(start_method: StartMethod) -> None:
@@ -59,14 +47,23 @@ def prepare(start_method: StartMethod) -> None:
 class Process(ABC):
     """A worker's process, as the engine's side knows it."""
 
-    pid: int
+    exit_code: int | None = None  # as far as it is known
+
+    @property
+    @abstractmethod
+    def pid(self) -> int: ...
 
     @abstractmethod
     def kill(self) -> None: ...
 
-    @abstractmethod
     def wait(self, timeout_s: float) -> int | None:
         """The exit code, negative for a signal; ``None`` if it is not known in time."""
+        if self.exit_code is None:
+            self.exit_code = self._wait(timeout_s)
+        return self.exit_code
+
+    @abstractmethod
+    def _wait(self, timeout_s: float) -> int | None: ...
 
 
 if sys.platform == "linux":
@@ -74,30 +71,67 @@ if sys.platform == "linux":
     @final
     class ForkedProcess(Process):
         def __init__(self, server: ForkServer, pid: int) -> None:
-            self._server = server
-            self.pid = pid
+            self._server, self._pid = server, pid
+
+        @property
+        def pid(self) -> int:
+            return self._pid
 
         def kill(self) -> None:
-            self._server.kill(self.pid)
+            self._server.kill(self._pid)
 
-        def wait(self, timeout_s: float) -> int | None:
-            return self._server.wait_exit(self.pid, timeout_s)
+        def _wait(self, timeout_s: float) -> int | None:
+            return self._server.wait_exit(self._pid, timeout_s)
 
 
 @final
 class SpawnedProcess(Process):
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
+    def __init__(self) -> None:
+        self._owned: list[subprocess.Popen[bytes]] = []
+
+    def start(self, entry: str, *, threads: int, pass_fds: tuple[int, ...]) -> None:
+        environ = interpreter_environment(threads)
+        start_interpreter(self._owned, f"infeed.workers.spawned:{entry}", environ=environ, pass_fds=pass_fds)
+
+    @property
+    def pid(self) -> int:
+        process = started(self._owned)
+        return -1 if process is None else process.pid
 
     def kill(self) -> None:
-        self._process.kill()
+        process = started(self._owned)
+        if process is not None:
+            process.kill()
 
-    def wait(self, timeout_s: float) -> int | None:
+    def _wait(self, timeout_s: float) -> int | None:
+        process = started(self._owned)
         try:
-            return self._process.wait(timeout_s)
+            return 0 if process is None else process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+
+@final
+class Launch:
+    """The start of one worker: its link and its process, as far as they are there.
+
+    Its owner knows it before it has anything. So a signal handler may raise at any line of the start, and the owner can still
+    close all that was made. A worker ends when its link is closed, also one whose process number was never heard.
+    """
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.process: Process | None = None
+
+    def open(self, link: Link) -> tuple[int, ...]:
+        """Open this link, in place of that of an earlier try; what the worker inherits of it."""
+        self.close()
+        self.link = link
+        return link.open()
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
 
 
 @final
@@ -105,94 +139,92 @@ class Starter:
     """Starts the processes of one crew: forks them for as long as that is safe, and spawns them from then on."""
 
     def __init__(self, *, parcel: Parcel, store: SegmentStore, start_method: StartMethod, threads: int) -> None:
-        self._parcel = parcel
         self._store = store
         self._threads = threads
         self.uses_fork = uses_fork(start_method)
+        # Copies: a worker may be replaced after the user has closed what the dataset held when it was sent. Handles of Windows
+        # are known to workers by their numbers, so they are not copied.
+        self._fds = list(parcel.fds) if sys.platform == "win32" else []
+        if sys.platform != "win32":
+            self._close_fds = weakref.finalize(self, _close_all, self._fds)
+            with explaining_limits():
+                for fd in parcel.fds:
+                    self._fds.append(os.dup(fd))
         # Looked for once: it goes through everything that the user's modules have imported.
         self._preload = [*modules_for(threads), *preloadable(parcel.modules)] if self.uses_fork else []
 
-    def start(self) -> tuple[Link, Process]:
-        """Start a worker's process, and give the engine's end of what it is talked to over.
+    def start(self, launch: Launch) -> None:
+        """Start a worker's process.
 
         Raises:
             WorkerStartError: a limit of the system was met, or there is no Python to start.
         """
         with explaining_limits():
-            return self._start()
+            self._start(launch)
 
-    def _start(self) -> tuple[Link, Process]:
+    def _start(self, launch: Launch) -> None:
         if sys.platform == "linux" and self.uses_fork:
             try:
-                return self._fork()
-            except ServerGoneError:
-                # It was killed, or ended by itself a moment ago; another will do. If that fails too, the user hears of it.
-                return self._fork()
+                self._fork(launch)
+                return
             except ForkRefusedError as refused:
                 self.uses_fork = False
+                if refused.is_final:
+                    forbid_forks()
                 _LOG.warning("workers are spawned instead of forked: %s", refused)
-        return self._spawn()
+        self._spawn(launch)
 
     if sys.platform == "linux":
 
-        def _fork(self) -> tuple[Link, Process]:
-            with _pipes() as (link, ends):
-                server = fork_server()
-                server.preload(self._preload)
-                return link, ForkedProcess(server, server.fork([*ends, *self._shared_fds()]))
+        def _fork(self, launch: Launch) -> None:
+            for attempt in range(1, _SERVERS + 1):
+                link = PipeLink()
+                ends = launch.open(link)
+                try:
+                    server = fork_server(self._preload)
+                    server.preload(self._preload)
+                    launch.process = ForkedProcess(server, server.fork([*ends, *self._shared_fds()]))
+                except ServerGoneError:
+                    # It was killed, or ended by itself a moment ago; another will do.
+                    if attempt == _SERVERS:
+                        raise
+                else:
+                    link.close_inherited()
+                    return
 
-    def _spawn(self) -> tuple[Link, Process]:
-        shared = self._shared_fds()
+    def _spawn(self, launch: Launch) -> None:
+        link: Link
         if sys.platform != "win32" and can_use_poll():
             # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
             # that is killed removes no names.
             is_bound = threading.current_thread() is threading.main_thread() and self._store.descriptor() is not None
             entry = "over_pipes_bound" if is_bound else "over_pipes"
-            with _pipes() as (link, ends):
-                return link, self._spawn_at(entry, (*ends, *shared))
-        from infeed.workers.connections import open_pipe  # takes a while to import, and few need it
+            link = PipeLink()
+        else:
+            from infeed.workers.connections import ConnectionLink  # takes a while to import, and few need it
 
-        connection, theirs = open_pipe()
-        with theirs:
-            handles = (theirs.fileno(), *shared)
-            try:
-                return connection, self._spawn_at("over_connection", handles)
-            except BaseException:
-                connection.close()
-                raise
+            entry = "over_connection"
+            link = ConnectionLink()
+        ends = launch.open(link)
+        process = launch.process = SpawnedProcess()
+        process.start(entry, threads=self._threads, pass_fds=(*ends, *self._shared_fds()))
+        link.close_inherited()
 
     def _shared_fds(self) -> tuple[int, ...]:
         """What all workers get, besides the ends of their own pipes."""
         descriptor = self._store.descriptor()
-        return (*(() if descriptor is None else (descriptor,)), *self._parcel.fds)
-
-    def _spawn_at(self, entry: str, fds: tuple[int, ...]) -> SpawnedProcess:
-        return SpawnedProcess(start_interpreter(f"infeed.workers.spawned:{entry}", threads=self._threads, pass_fds=fds))
+        return (*(() if descriptor is None else (descriptor,)), *self._fds)
 
     def close(self) -> None:
         """No more will be started."""
+        if sys.platform != "win32":
+            self._close_fds()
         if sys.platform == "linux" and self.uses_fork:
             bury_fork_server()
 
 
 if sys.platform != "win32":
 
-    @contextmanager
-    def _pipes() -> Iterator[tuple[PipeLink, tuple[int, int]]]:
-        """The engine's ends of two pipes, and the ends that a worker reads and writes, which are open until it has them."""
-        task_read, task_write = os.pipe()
-        try:
-            done_read, done_write = os.pipe()
-        except OSError:
-            os.close(task_read)
-            os.close(task_write)
-            raise
-        link = PipeLink(task_write, done_read)
-        try:
-            yield link, (task_read, done_write)
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            os.close(task_read)
-            os.close(done_write)
+    def _close_all(fds: list[int]) -> None:
+        while fds:
+            os.close(fds.pop())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-from infeed.batch.torchlike import torch_layout
 from infeed.batch.tree import Sample
 from infeed.plan.seeds import derive
 from infeed.workers.fetching import Fetcher, LoadError
@@ -12,7 +11,7 @@ from infeed.workers.filling import Filler
 from infeed.workers.info import introduce, take_was_asked
 from infeed.workers.messages import Emptied, FromWorker, LoadNext, OpenStream, PackedLoaded, RowsLoaded
 from infeed.workers.sources import Making, Source, WorkerSpec
-from infeed.workers.streams import StreamShare, open_share
+from infeed.workers.streams import STREAM_FAILURES, StreamShare, open_share
 
 
 @final
@@ -40,29 +39,31 @@ class StreamLoader:
         """Do a task.
 
         Raises:
-            LoadError: user code raised; it knows how many elements were read.
+            LoadError: user code raised.
         """
         samples: list[Sample] = []
         try:
-            share = self._begin(message.row_count) if self._share is None else self._share
+            share = self.begin() if self._share is None else self._share
             self._fetcher.read(share, message.first_position, message.row_count, samples)
-            state = share.state()
+            doubt, share.doubt = share.doubt, None
+            if doubt is not None and not samples:
+                raise doubt
+            state = share.state(is_ended=len(samples) < message.row_count)
         except Exception as error:
-            self._share = StreamShare()  # as a generator that raised: it has ended
-            raise LoadError("reading the stream", f"element {message.first_position + len(samples)}", None) from error
-        asked = take_was_asked()
-        if not self._is_known:
-            self._is_known = True
-            if not asked:
-                # Nobody else will read: should it ask later, it must not leave anything out.
-                introduce(self._spec, self._source.dataset, 1)
+            if self._share is None:
+                self._share = StreamShare()  # it could not be opened
+            failed = LoadError("reading the stream", f"element {message.first_position + len(samples)}", None)
+            failed.shards_itself = self._take_was_asked()
+            raise failed from error
+        asked = self._take_was_asked()
         bad = self._fetcher.take_bad_elements()
-        if not samples:
-            return Emptied(message.task, asked, bad)
+        is_dropped = self._spec.cut.drop_last and len(samples) < message.row_count
+        if not samples or is_dropped:
+            return Emptied(message.task, asked, bad, state)
         try:
             answer = self._fill(message, samples)
         except LoadError as error:
-            error.row_count = len(samples)
+            error.shards_itself = asked
             raise
         if isinstance(answer, RowsLoaded | PackedLoaded):
             return answer._replace(shards_itself=asked, stream_state=state, bad=bad)
@@ -71,20 +72,41 @@ class StreamLoader:
             held.shards_itself, held.stream_state, held.bad = asked, state, bad
         return answer
 
-    def _begin(self, batch_size: int) -> StreamShare:
+    def _take_was_asked(self) -> bool:
+        """Whether the dataset asked which worker it is in; by its first batch it is known if others read too."""
+        asked = take_was_asked()
+        if not self._is_known:
+            self._is_known = True
+            if not asked:
+                # Nobody else will read: should it ask later, it must not leave anything out.
+                introduce(self._spec, self._source.dataset, 1)
+        return asked
+
+    def begin(self) -> StreamShare:
         """Open this worker's share, and read what was delivered before."""
         spec, fetcher = self._spec, self._fetcher
+        batch_size = spec.cut.batch_size
         assert self._opened is not None
         fetcher.seed(derive(spec.share))
         on_bad = fetcher.note_bad if spec.mends else None
         share = self._share = open_share(self._source.dataset, spec.cut, self._opened, batch_size, on_bad)
+        failures = 0
         # It is read again as it was then, batch by batch: its random numbers must be drawn too.
         for begin in share.skipped:
             wanted = min(batch_size, share.skipped.stop - begin)
             forgotten: list[Sample] = []
-            fetcher.read(share, begin, wanted, forgotten)
-            if len(forgotten) < wanted:
-                break  # there is less than there was
+            try:
+                fetcher.read(share, begin, wanted, forgotten)
+            except Exception as error:  # it was raised then, in the place of this batch; if it was not, the stream may end here
+                share.doubt = error
+                failures += 1
+                if failures > STREAM_FAILURES:
+                    share.end()
+                    raise
+            else:
+                failures = 0
+                if len(forgotten) < wanted:
+                    break  # there is less than there was
         fetcher.take_bad_elements()  # they were counted then
         return share
 
@@ -96,6 +118,6 @@ class StreamLoader:
             if written is not None:
                 return written
         indices = list(range(message.first_position, message.first_position + len(samples)))
-        if not is_rows or (self._source.torch_collate is not None and torch_layout(samples) is None):
+        if not is_rows or (self._source.torch_collate is not None and filler.torch_layout(samples) is None):
             return filler.pack(message, samples, len(samples), indices)
         return filler.write_or_hold(message.task, samples, indices, message.block, len(samples), first_row=0)

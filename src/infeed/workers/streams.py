@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from infeed.errors import StateError
-from infeed.plan.batches import steps_of
+from infeed.plan.batches import next_only, steps_of
 from infeed.plan.shards import Cut
+from infeed.plan.stateful import Opened, check_parts
 from infeed.workers.messages import OpenStream
 
-# Whose state it is: the iterator's, which is put right after it was made, or the dataset's, before.
-_ITERATOR: Final = "iterator"
-_DATASET: Final = "dataset"
 # A stream that raises this often without an element between is not going to give any.
 STREAM_FAILURES: Final = 100
 
@@ -26,13 +22,18 @@ class StreamShare:
 
     elements: Iterator[Any] = field(default_factory=lambda: iter(()))
     skipped: range = range(0)  # first elements of batches that are to be read and forgotten
-    keeper: Any = None  # who can say where the stream is: its iterator, or the dataset
-    keeper_name: str = _DATASET
+    opened: Opened | None = None  # knows the states of the dataset and of its iterator
+    doubt: Exception | None = None  # raised by what was read and forgotten; if nothing follows it, the stream is incomplete
 
-    def state(self) -> dict[str, Any] | None:
-        """Where the stream is, in its own words; ``None`` if it has none."""
-        # A copy: user code may go on to change what it returned.
-        return None if self.keeper is None else {self.keeper_name: copy.deepcopy(self.keeper.state_dict())}
+    def end(self) -> None:
+        """The stream has raised ``StopIteration``. It is not asked again: it might begin anew."""
+        self.elements = iter(())
+
+    def state(self, *, is_ended: bool) -> dict[str, Any] | None:
+        """Where the stream is, or if it has ended, what the next epoch begins from; ``None`` if nothing has a state."""
+        if self.opened is None:
+            return None
+        return self.opened.final_state() if is_ended else self.opened.state()
 
 
 def open_share(
@@ -44,33 +45,19 @@ def open_share(
     and put there again. Any other is read from its beginning, and what was had before is forgotten.
     """
     skipped = range(opened.state_rows, opened.state_rows + opened.skip, batch_size)
-    whose, state = _unwrapped(dataset, opened.state)
-    if whose == _DATASET:
-        dataset.load_state_dict(state)
-    stream = iter(dataset)
-    if whose == _ITERATOR:
-        stream.load_state_dict(state)
+    if opened.state is not None:
+        check_parts(opened.state, f"the dataset {type(dataset).__qualname__}")
+    begun = Opened(dataset, opened.state, is_over=opened.is_over)
+    if opened.is_over or begun.iterator is None:
+        return StreamShare(opened=begun)
+    is_beginning = opened.state is not None and not opened.state_rows
+    stream = begun.renewing() if is_beginning else begun.iterator
     if cut.shard.world_size > 1:
         # All ranks read all of the stream, a step at a time. It is ahead of what this rank has taken of it, so its state would
         # be that of another element: a shared stream is read again instead.
-        return StreamShare(_of_rank(stream if on_bad is None else _Passing(stream, on_bad), cut), skipped)
-    if _can_keep(stream):
-        return StreamShare(stream, skipped, stream, _ITERATOR)
-    return StreamShare(stream, skipped, dataset if _can_keep(dataset) else None, _DATASET)
-
-
-def _unwrapped(dataset: Any, state: Any) -> tuple[str | None, Any]:
-    if state is None:
-        return None, None
-    if isinstance(state, dict) and len(state) == 1:
-        [(whose, content)] = state.items()
-        if whose in (_ITERATOR, _DATASET):
-            return whose, copy.deepcopy(content)
-    raise StateError(f"the state of the stream {type(dataset).__qualname__} is not one that infeed's state_dict() made")
-
-
-def _can_keep(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+        elements = next_only(stream) if on_bad is None else _Passing(stream, on_bad)
+        return StreamShare(_of_rank(elements, cut), skipped)
+    return StreamShare(next_only(stream), skipped, begun)
 
 
 @final

@@ -116,7 +116,8 @@ class ThreadCrew(Crew):
     def wake(self) -> None:
         self._news.put(None)
 
-    def close(self) -> None:
+    def close(self, *, keeps_workers: bool = False) -> None:
+        del keeps_workers
         for inbox in self._inboxes.values():
             inbox.put(_STOP)
         deadline = time.monotonic() + _CLOSE_S

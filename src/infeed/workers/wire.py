@@ -20,6 +20,7 @@ from infeed.scheduler.messages import TaskId
 from infeed.workers.failures import Failure
 from infeed.workers.messages import (
     FromWorker,
+    Idle,
     LoadFailed,
     LoadGrains,
     LoadNext,
@@ -36,11 +37,13 @@ _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
 _NUMBER: Final = struct.Struct("<q")
 
-_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK, _PART = range(8)
+_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK, _PART, _RESET = range(9)
 # Short, because the thread that reads a worker's pipe compares every message with them.
 TELL_STACK: Final = bytes([_TELL_STACK])
 # The end of the pipe follows, and the engine lives on. Without this it is gone, as far as a worker can tell.
 PART: Final = bytes([_PART])
+# The loader is done with the worker, which may be sent another dataset.
+RESET: Final = bytes([_RESET])
 _NONE: Final = -1
 # Layouts that are known by number; beyond, the table begins anew. A loader whose every batch has another layout must not
 # grow it without end.
@@ -58,13 +61,13 @@ class TaskEncoder:
     def encode(self, message: ToWorker, frames: list[bytes]) -> None:
         """Append the frames of a message."""
         if isinstance(message, LoadGrains):
-            task, epoch, position, row_count, first_row, block, layout, is_whole, indices, is_careful = message
+            task, epoch, position, row_count, first_row, block, layout, is_whole, indices, is_careful, rows = message
             number = self._number(layout, frames)
             segment, offset, size = block or (_NONE, _NONE, _NONE)
-            if isinstance(indices, np.ndarray):
+            if rows is None and isinstance(indices, np.ndarray):
                 tag, body = _GRAINS, indices.tobytes()
             else:
-                tag, body = _GRAINS_PICKLED, dumps_by_value(indices)
+                tag, body = _GRAINS_PICKLED, dumps_by_value((indices, rows))
             frames.append(
                 _TASK.pack(
                     tag, task, epoch, position, row_count, first_row, segment, offset, size, number, is_whole + 2 * is_careful
@@ -122,11 +125,11 @@ class TaskDecoder:
             _, number, epoch, position, row_count, first_row, *where, layout, flags = _TASK.unpack_from(frame)
             task = TaskId(number)
             body = memoryview(frame)[_TASK.size :]
-            indices = np.frombuffer(body, dtype=np.int64) if tag == _GRAINS else _loaded(task, body)
+            indices, rows = (np.frombuffer(body, dtype=np.int64), None) if tag == _GRAINS else _loaded(task, body)
             block = None if where[0] == _NONE else Block(*where)
             known = self._layout(task, layout)
             is_whole, is_careful = bool(flags & 1), bool(flags & 2)
-            return LoadGrains(task, epoch, position, row_count, first_row, block, known, is_whole, indices, is_careful)
+            return LoadGrains(task, epoch, position, row_count, first_row, block, known, is_whole, indices, is_careful, rows)
         if tag == _LAYOUT:
             self._learn(frame)
             return None
@@ -166,7 +169,7 @@ def encode_answer(message: FromWorker) -> bytes:
             return _DONE.pack(_ROWS, *head)
         return _DONE.pack(_ROWS_PICKLED, *head) + dumps((message.layout, message.beside))
     # The task stands in the head as well: if the rest cannot be read, it is known whose answer it was.
-    task = _NONE if isinstance(message, Started | StartFailed | Stack) else message.task
+    task = _NONE if isinstance(message, Started | StartFailed | Idle | Stack) else message.task
     return _DONE.pack(_OTHER, task, 0, 0, 0) + dumps(message)
 
 
@@ -186,7 +189,7 @@ def decode_answer(frame: bytes) -> FromWorker:
         if task == _NONE:
             raise
         doing = "receiving a batch (an object of it cannot be built again in this process)"
-        return LoadFailed(TaskId(task), Failure.of(error, doing), row_count)
+        return LoadFailed(TaskId(task), Failure.of(error, doing), bool(shards_itself))
     return RowsLoaded(TaskId(task), elapsed_ns, row_count, layout, beside, bool(shards_itself))
 
 

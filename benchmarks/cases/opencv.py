@@ -1,0 +1,134 @@
+"""JPEGs decoded and resized with OpenCV, with as many workers as a training machine has: throughput and page faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import processes
+from benchmarks.adapters import PEERS
+from benchmarks.drive import Run
+from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
+
+_ENCODED_COUNT: Final = 64
+_LOOP_S: Final = 3.0
+
+
+class Photos:
+    """Decodes a JPEG of 500x375 from memory and resizes it to 224x224, as uint8 in channel-first order."""
+
+    def __init__(self, length: int) -> None:
+        import cv2
+
+        rng = np.random.default_rng(0)
+        self._length = length
+        self._encoded: list[Any] = []
+        for _ in range(min(length, _ENCODED_COUNT)):
+            # Smooth noise with some grain on it: flat colour would decode faster, white noise slower than a photograph.
+            coarse = rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)
+            pixels = cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC).astype(np.int16)
+            pixels += rng.integers(-12, 12, pixels.shape, dtype=np.int16)
+            jpeg = cv2.imencode(".jpg", np.clip(pixels, 0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
+            self._encoded.append(jpeg.ravel())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        import cv2
+
+        cv2.setNumThreads(0)
+        pixels = cv2.imdecode(self._encoded[index % len(self._encoded)], cv2.IMREAD_COLOR)
+        return np.ascontiguousarray(cv2.resize(pixels, (224, 224)).transpose(2, 0, 1)), index
+
+
+def plain_loop(seconds: float) -> float:
+    """Images per second of one process that only decodes."""
+    photos = Photos(_ENCODED_COUNT)
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        photos[count % _ENCODED_COUNT]
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def _plain_loops_rate(count: int, seconds: float) -> float:
+    """What as many plain loops as there are workers reach together, at the same time."""
+    code = f"from benchmarks.cases.opencv import plain_loop; plain_loop(0.1); print(); input(); print(plain_loop({seconds}))"
+    command = [sys.executable, "-uc", code]
+    loops = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    for loop in loops:
+        assert loop.stdout is not None
+        loop.stdout.readline()
+    for loop in loops:
+        assert loop.stdin is not None
+        loop.stdin.write("\n")
+        loop.stdin.flush()
+    return sum(float(loop.communicate()[0]) for loop in loops)
+
+
+def _minor_faults() -> dict[int, int]:
+    """Page faults of each process below this one; none where there is no /proc."""
+    found = {}
+    for process in processes.descendants():
+        try:
+            fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[process.pid] = int(fields[7])
+    return found
+
+
+def run(library: str, parameters: Parameters) -> Outcome:
+    workers = parameters["workers"] or max(2, (os.cpu_count() or 2) - 2)
+    plain = _plain_loops_rate(workers, parameters["loop_s"])
+    dataset = Photos(parameters["samples"])
+    loading = Run(library, LoaderSpec(dataset, batch_size=parameters["batch_size"], num_workers=workers))
+    loading.checked_epoch()
+    before = _minor_faults()
+    rate = len(dataset) / loading.epoch_s()
+    after = _minor_faults()
+    faults = sum(after[pid] - count for pid, count in before.items() if pid in after)
+    return Outcome(
+        {
+            "samples_per_s": rate,
+            "of_plain_loops": rate / plain,
+            "faults_per_sample": faults / len(dataset),
+        },
+        loading.close(),
+        {"workers": workers, "plain_loops": plain},
+    )
+
+
+CASES: Final = (
+    Case(
+        name="opencv",
+        title="JPEGs of 500x375 decoded and resized to 3x224x224 uint8 with OpenCV, batch 64, two workers fewer than cores",
+        metrics=(
+            Metric("samples_per_s", "rate", "samples/s", "higher"),
+            Metric("of_plain_loops", "rate / as many plain loops at the same time", "", "higher"),
+            Metric("faults_per_sample", "page faults of workers", "per sample", "lower"),
+        ),
+        targets=(
+            Target("samples_per_s", at_least=1.10, against="torch", note="on 16 cores"),
+            Target("of_plain_loops", at_least=0.92, note="on 16 cores"),
+            Target("faults_per_sample", at_most=10),
+        ),
+        libraries=("infeed", "infeed-torch", "torch", *PEERS),
+        baseline="torch",
+        warm_up="one epoch of the loader, in which labels are checked; then one is timed",
+        sizes={
+            "full": {"samples": 19200, "batch_size": 64, "workers": None, "loop_s": _LOOP_S},
+            "quick": {"samples": 6400, "batch_size": 64, "workers": None, "loop_s": 1.0},
+            "tiny": {"samples": 32, "batch_size": 4, "workers": 2, "loop_s": 0.05},
+        },
+        run=run,
+        note="Plain loops are what the machine can do without any loader.",
+    ),
+)

@@ -1,0 +1,167 @@
+"""Measures small programs, each under torch's DataLoader with fork and unchanged under `infeed run`.
+
+    .libraries/bin/python benchmarks/programs.py                          all of `benchmarks/scripts`, three repeats
+    .libraries/bin/python benchmarks/programs.py --programs plain,with_timm --repeats 1
+
+Each run gets a fresh process and an empty folder. The two ways alternate, and every other repeat begins with the other one. The
+programs print time stamps: after their imports, at the start of each epoch, at each batch and at the end.
+
+infeed imports libraries on a second core while the program does on the first. So each run waits for a second in which other
+programs use less than a quarter of a core, for two minutes at most. A run in which they used more, on average, is discarded and
+repeated, whichever way it is and however long it took.
+
+`python dev.py test --libraries` creates the environment `.libraries`. A program that fails is reported and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import psutil
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from benchmarks import machine  # noqa: E402  # found only through the path set above
+
+PROGRAMS: Final = tuple(sorted(path.stem for path in (ROOT / "benchmarks/scripts").glob("*.py") if path.stem != "marks"))
+WAYS: Final = {"torch": (), "infeed": ("-m", "infeed", "run")}
+_TIMEOUT_S: Final = 300.0
+# Cores that others may use on average during a run.
+_DISTURBED: Final = 0.25
+_MOST_TRIES: Final = 5
+_WAIT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one run, in seconds."""
+
+    imports: float
+    """From the start of the program to the end of its imports."""
+    first_batch: float
+    """From the start of the program."""
+    epochs: tuple[float, ...]
+    others: float
+    """Cores that other programs used during the run, on average."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The user's variables and `more`, without the one that makes every interpreter compile this tree again."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | more
+
+
+def measure(program: str, way: str) -> Times:
+    """Run a program once.
+
+    Raises:
+        RuntimeError: it failed, printed no time stamps, or did not run on infeed's engine under `infeed run`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *WAYS[way], str(ROOT / f"benchmarks/scripts/{program}.py")]
+        environ = environment(PYTHONPATH=str(ROOT / "src"), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_HOME=folder)
+        started, busy = time.time(), others_seconds()
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    others = (others_seconds() - busy) / (time.time() - started)
+    marks = [line.split() for line in done.stdout.splitlines() if line.startswith("mark ")]
+    seen = [(name, float(at) - started) for _, name, at in marks]
+    if done.returncode or not seen or seen[-1][0] != "end":
+        raise RuntimeError(f"{program} under {way}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    if way == "infeed" and "on infeed's engine" not in done.stderr:
+        raise RuntimeError(f"{program} did not run on infeed's engine: {done.stderr[-4000:]}")
+    edges = [at for name, at in seen if name in ("epoch", "end")]
+    first = dict(reversed(seen))
+    epochs = tuple(end - begin for begin, end in pairwise(edges))
+    return Times(first["imported"], first["batch"], epochs, others)
+
+
+def others_seconds() -> float:
+    """CPU time of all processes but this one and those it has waited for."""
+    whole = psutil.cpu_times()
+    own = os.times()
+    return whole.user + whole.nice + whole.system - sum(own[:4])
+
+
+def measure_undisturbed(program: str, way: str) -> Times:
+    """Run a program until one run was not disturbed; after some tries give the least disturbed.
+
+    Raises:
+        RuntimeError: as `measure`.
+    """
+    runs: list[Times] = []
+    for _ in range(_MOST_TRIES):
+        deadline = time.time() + _WAIT_S
+        while psutil.cpu_percent(1.0) / 100 * (os.cpu_count() or 1) > _DISTURBED and time.time() < deadline:
+            continue
+        runs.append(measure(program, way))
+        if runs[-1].others <= _DISTURBED:
+            return runs[-1]
+        print(f"discarded {program} {way}: {runs[-1]}", flush=True)
+    return min(runs, key=lambda run: run.others)
+
+
+def middle(runs: list[Times]) -> Times:
+    """The median of each time; of others the most."""
+    return Times(
+        median(run.imports for run in runs),
+        median(run.first_batch for run in runs),
+        tuple(median(times) for times in zip(*(run.epochs for run in runs), strict=True)),
+        max(run.others for run in runs),
+    )
+
+
+def rows(results: dict[str, dict[str, list[Times]]]) -> list[str]:
+    """A Markdown table of medians. The target: the first batch comes at most 0.5 s + 0.3 x imports later than with torch."""
+    columns = ("program", "imports", "first batch: torch", "infeed", "later by (target)")
+    epochs = ("epoch 1: torch", "infeed", "epoch 2: torch", "infeed", "others at most")
+    lines = [" | ".join((*columns, *epochs)), " | ".join("---" for _ in (*columns, *epochs))]
+    for program, ways in results.items():
+        torch, infeed = middle(ways["torch"]), middle(ways["infeed"])
+        later, target = infeed.first_batch - torch.first_batch, 0.5 + 0.3 * torch.imports
+        met = f"{later:+.2f} s ({target:.2f} s)" + (" MISSED" if later > target else "")
+        pairs = zip(torch.epochs, infeed.epochs, strict=True)
+        before = [f"{seconds:.2f} s" for seconds in (torch.imports, torch.first_batch, infeed.first_batch)]
+        after = [f"{seconds:.2f} s" for pair in pairs for seconds in pair]
+        others = f"{max(torch.others, infeed.others):.2f} cores"
+        lines.append(" | ".join((program, *before, met, *after, others)))
+    return [f"| {line} |" for line in lines]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help="names, separated by commas")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(argv)
+    programs = options.programs.split(",")
+    described = machine.describe(("infeed", "torch"))
+    print(*(f"{name}: {value}" for name, value in described.items()), sep="\n")
+    results: dict[str, dict[str, list[Times]]] = {program: {way: [] for way in WAYS} for program in programs}
+    for repeat in range(options.repeats + 1):
+        for program in tuple(results):
+            for way in list(WAYS)[:: -1 if repeat % 2 else 1]:
+                try:
+                    times = measure_undisturbed(program, way) if repeat else measure(program, way)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    print(error, file=sys.stderr)
+                    results.pop(program, None)
+                    break
+                if repeat:  # repeat 0 only brings files into the page cache
+                    results[program][way].append(times)
+                    print(f"{repeat} {program} {way}: {times}", flush=True)
+    print(f"load after: {os.getloadavg()[0]:.2f}", "", *rows(results), sep="\n")
+    return 0 if len(results) == len(programs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,315 @@
+"""Objects of the user's that have a state: datasets, samplers and their iterators. The protocol is torchdata's.
+
+NOTE [order of restoring]
+  As torchdata: the state of the dataset or sampler itself is loaded first, then ``iter`` is called, then the state of the
+  iterator is loaded. An iterator that has ended is not used again, but loading its state may change what it iterates (the
+  generator of a sampler): if the object itself has no state, the final state of its iterator is loaded and dropped
+  (``"finished"``) before the next iterator is made.
+
+  An object may read the state of an ended iteration in two ways: as where the next iteration begins, or as an iteration with
+  nothing left (torchdata's ``StatefulDistributedSampler``). In the second case the next iterator yields nothing, and the one
+  after it begins. So an iterator that is made from such a state and yields nothing is made again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final, final
+
+from infeed.errors import StateError
+from infeed.plan.batches import BatchPlan
+from infeed.plan.cursor import Cursor
+
+_SOURCE: Final = "source"
+_ITERATOR: Final = "iterator"
+_FINISHED: Final = "finished"
+_PARTS: Final = frozenset({_SOURCE, _ITERATOR, _FINISHED})
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it has ``state_dict()`` and ``load_state_dict(state)``.
+
+    Methods of these names that need other arguments (litdata, MosaicML Streaming) belong to another protocol.
+    """
+    save = getattr(value, "state_dict", None)
+    return save is not None and _takes(save, 0) and _takes(getattr(value, "load_state_dict", None), 1)
+
+
+def _takes(method: Any, count: int) -> bool:
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True
+
+
+def own_state(value: Any) -> Any:
+    """A copy of its state: user code may go on to change what it returned."""
+    return copy.deepcopy(value.state_dict())
+
+
+def load_own_state(value: Any, state: Any) -> None:
+    """
+    Raises:
+        StateError: it cannot load one.
+    """
+    if not is_stateful(value):
+        raise StateError(f"state holds one of {type(value).__qualname__}, which has no load_state_dict(state)")
+    value.load_state_dict(copy.deepcopy(state))
+
+
+def source_state(source: Any) -> dict[str, Any] | None:
+    """The state of a dataset or sampler that is not being iterated; ``None`` if it has none."""
+    return {_SOURCE: own_state(source)} if is_stateful(source) else None
+
+
+def restore(source: Any, state: Mapping[str, Any] | None) -> Iterator[Any] | None:
+    """Load what comes before ``iter(source)``: see NOTE [order of restoring]. Returns the iterator that has ended, if any."""
+    if state is not None and _SOURCE in state:
+        load_own_state(source, state[_SOURCE])
+    if state is None or _FINISHED not in state:
+        return None
+    finished: Iterator[Any] = iter(source)
+    load_own_state(finished, state[_FINISHED])
+    return finished
+
+
+def check_parts(state: Any, whose: str) -> None:
+    """
+    Raises:
+        StateError: it is not one that ``Opened`` made.
+    """
+    if not isinstance(state, dict) or not state or not state.keys() <= _PARTS:
+        raise StateError(f"the state of {whose} is not one that infeed's state_dict() made")
+
+
+@final
+class Opened:
+    """A dataset or sampler that is being iterated, from its beginning or from a state on.
+
+    Args:
+        iterator: of ``source``, if the caller called ``restore`` and ``iter``.
+        is_over: The state is of an iteration that has ended. Nothing is left to iterate.
+    """
+
+    def __init__(
+        self, source: Any, state: Mapping[str, Any] | None, *, iterator: Iterator[Any] | None = None, is_over: bool = False
+    ) -> None:
+        self._source = source
+        self.iterator = iterator
+        if iterator is None:
+            finished = restore(source, state)
+            self.iterator = finished if is_over else iter(source)
+        if is_over and state is not None and _SOURCE in state:
+            self._settle(state[_SOURCE])
+        if state is not None and _ITERATOR in state and not is_over:
+            load_own_state(self.iterator, state[_ITERATOR])
+        self._keeps_source = self.iterator is not source and is_stateful(source)
+        self._keeps_iterator = is_stateful(self.iterator)
+
+    def _settle(self, state: Any) -> None:
+        """Let the source go through the end of an iteration, if that is what it makes of its state."""
+        try:
+            next(iter(self._source))
+        except StopIteration:
+            return
+        except Exception:
+            pass  # whatever it is, the next epoch will raise it
+        load_own_state(self._source, state)
+
+    def renewing(self, again: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
+        """The iterator, or if it yields nothing, another: ``again()``."""
+        return _Renewing(self, again or partial(iter, self._source))
+
+    @property
+    def keeps_iterator(self) -> bool:
+        return self._keeps_iterator
+
+    @property
+    def is_stateful(self) -> bool:
+        return self._keeps_source or self._keeps_iterator
+
+    def state(self) -> dict[str, Any] | None:
+        """Where the iteration is; ``None`` if nothing has a state."""
+        parts = {}
+        if self._keeps_source:
+            parts[_SOURCE] = own_state(self._source)
+        if self._keeps_iterator:
+            parts[_ITERATOR] = own_state(self.iterator)
+        return parts or None
+
+    def final_state(self) -> dict[str, Any] | None:
+        """What the next iteration begins from, if this one has ended."""
+        if self._keeps_source or (self._keeps_iterator and self.iterator is self._source):
+            return {_SOURCE: own_state(self._source)}
+        return {_FINISHED: own_state(self.iterator)} if self._keeps_iterator else None
+
+
+@final
+class _Renewing(Iterator[Any]):
+    def __init__(self, opened: Opened, again: Callable[[], Iterator[Any]]) -> None:
+        self._opened, self._again = opened, again
+        self._has_begun = False
+
+    def __next__(self) -> Any:
+        opened = self._opened
+        assert opened.iterator is not None
+        if self._has_begun:
+            return next(opened.iterator)
+        self._has_begun = True
+        try:
+            return next(opened.iterator)
+        except StopIteration:
+            opened.iterator = self._again()
+            return next(opened.iterator)
+
+
+@final
+class Reading:
+    """One epoch's reading of a sampler: begins where a state says, and keeps the sampler's states behind its batches.
+
+    As an iterable it is what the sampler yields, from the state on; ``skip`` of that was had before.
+
+    Args:
+        record: what ``state`` returned for the batch that comes first.
+        iterator: of the sampler, if the caller called ``restore`` and ``iter``; ``before`` is its ``source_state`` then, and
+            ``again`` makes another.
+        is_kept: Whether a state can be taken behind every batch. Without it the epoch is read again from its beginning.
+        full_size: The size of all batches but the last: a smaller one has exhausted the sampler.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        cursor: Cursor,
+        record: Mapping[str, Any] | None,
+        *,
+        iterator: Iterator[Any] | None = None,
+        before: dict[str, Any] | None = None,
+        again: Callable[[], Iterator[Any]] | None = None,
+        is_kept: bool = True,
+        full_size: int | None = None,
+    ) -> None:
+        self._sampler, self._cursor = sampler, cursor
+        self._record = record
+        self._shift = 0 if self._record is None else int(self._record["position"])
+        self._iterator, self._before, self._again = iterator, before, again
+        self._is_kept, self._full_size = is_kept, full_size
+        self._step = cursor.step
+        self._first: dict[str, Any] | None = None
+        self._states: dict[int, dict[str, Any]] = {}
+        self._opened: Opened | None = None
+        # The step behind which states are still needed; set by whoever knows how far the user is.
+        self.reached: Callable[[], int] = lambda: 0
+
+    @property
+    def skip(self) -> int:
+        return self._cursor.position - self._shift
+
+    def __iter__(self) -> Iterator[Any]:
+        record = self._record or {}
+        is_over = bool(record.get("ended"))
+        before = source_state(self._sampler) if self._iterator is None and self._record is None else self._before
+        opened = self._opened = Opened(self._sampler, record.get("state"), iterator=self._iterator, is_over=is_over)
+        if self._record is not None:
+            self._first = dict(self._record)
+        elif opened.is_stateful:
+            # Not the sampler's own state as it is now: `iter` may have changed it, and will again.
+            self._first = {"state": {**(opened.state() or {}), **(before or {})}, "position": 0}
+        if is_over or opened.iterator is None:
+            return iter(())
+        if self._record is not None and not self._cursor.position:
+            return opened.renewing(self._again)
+        return opened.iterator
+
+    def watched(self, batches: Iterator[BatchPlan | Exception]) -> Iterator[BatchPlan | Exception]:
+        """The batches, at their positions in the epoch; the sampler's state is kept behind each."""
+        return map(self._watch, batches)  # and no generator: it would end with the first exception
+
+    def _watch(self, plan: BatchPlan | Exception) -> BatchPlan | Exception:
+        if isinstance(plan, Exception):
+            return plan
+        indices, first_position, stop, _ = plan
+        self._step += 1
+        opened = self._opened
+        if opened is not None and opened.is_stateful and (self._is_kept or opened.keeps_iterator):
+            is_ended = self._full_size is not None and len(indices) < self._full_size
+            self._keep(self._step, stop + self._shift, is_ended=is_ended)
+        return BatchPlan(indices, first_position + self._shift, stop + self._shift)
+
+    def _keep(self, step: int, position: int, *, is_ended: bool) -> None:
+        assert self._opened is not None
+        reached = self.reached()
+        for old in [kept for kept in self._states if kept < reached]:
+            del self._states[old]
+        if is_ended:
+            self._states[step] = {"state": self._opened.final_state(), "position": position, "ended": True}
+        else:
+            self._states[step] = {"state": self._opened.state(), "position": position}
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """The sampler's state behind the batches before ``step``; ``None`` if it has none."""
+        return self._states.get(step, self._first)
+
+    def final_state(self) -> dict[str, Any] | None:
+        """The sampler's state behind the epoch."""
+        state = None if self._opened is None else self._opened.final_state()
+        return None if state is None else {"state": state, "position": 0}
+
+
+@final
+class Readings:
+    """The latest epoch's reading of a loader's sampler, for its states."""
+
+    def __init__(self) -> None:
+        self._start: Cursor | None = None
+        self._reached: Callable[[], int] | None = None
+        self._reading: Reading | None = None
+
+    def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
+        """Follow this epoch from now on; ``reached`` is the next step of its user."""
+        self._start, self._reached = start, reached
+
+    def follow(self, cursor: Cursor, reading: Reading) -> None:
+        """An epoch reads the sampler."""
+        if cursor is self._start and self._reached is not None:
+            self._reading, reading.reached = reading, self._reached
+
+    def state(self, sampler: Any, cursor: Cursor, start: Cursor | None) -> dict[str, Any] | None:
+        """The sampler's state at ``cursor``, in the epoch that began at ``start`` or before the next one."""
+        reading = self._reading
+        if start is not None:
+            return reading.state(cursor.step) if reading is not None and start is self._start else start.sampler
+        if cursor.sampler is not None:
+            record: dict[str, Any] = cursor.sampler
+            return record
+        state = source_state(sampler)
+        if state is not None:
+            return {"state": state, "position": 0}
+        return None if reading is None else reading.final_state()
+
+
+def check_reading(record: Any, cursor: Cursor, sampler: Any) -> dict[str, Any] | None:
+    """Check what ``Readings.state`` returned.
+
+    Raises:
+        StateError: it is not that, or there is no sampler.
+    """
+    if record is None:
+        return None
+    if not isinstance(record, dict) or not record.keys() <= {"state", "position", "ended"}:
+        raise StateError("state has a sampler that is not one of infeed's; use a state that state_dict() made")
+    check_parts(record.get("state"), "the sampler")
+    if sampler is None:
+        raise StateError("state holds one of a sampler, and this loader has none; load it into a loader with that sampler")
+    position = record.get("position")
+    if type(position) is not int or not 0 <= position <= cursor.position or type(record.get("ended", False)) is not bool:
+        raise StateError("state has a sampler whose position is not in the epoch; it was cut off, or is not infeed's")
+    return record

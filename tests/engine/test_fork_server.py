@@ -1,0 +1,190 @@
+"""What the fork server imports: all that workers need, except what would start a thread in it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from tests.helpers import Journal, Tree, close_fork_server, fork_server, patient_next, plain, run_script, wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.linux("is about the fork server")]
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install modules, each with the number of the process that imported it; a fork server of the test's own."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    close_fork_server()
+    names: list[str] = []
+
+    def write(**sources: str) -> None:
+        for name, source in sources.items():
+            (folder / f"{name}.py").write_text(f"import os\nPID = os.getpid()\n{dedent(source)}")
+        names.extend(sources)
+        importlib.invalidate_caches()
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+    close_fork_server()
+
+
+# What starts a thread wherever it is imported, except in the process of the test.
+THREAD = f"""
+import os, threading
+if os.getpid() != {os.getpid()}:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+class Importing:
+    """Its samples say who imported modules: the server, the worker, or another process."""
+
+    def __init__(self, module: Any, *names: str) -> None:
+        self.module, self.names = module, names
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[str]:
+        known = {os.getpid(): "worker", os.getppid(): "server"}
+        return [known.get(importlib.import_module(name).PID, "another") for name in self.names]
+
+
+def importers(dataset: Importing, options: dict[str, Any]) -> list[list[str]]:
+    """The samples of an epoch, without repetitions."""
+    with infeed.DataLoader(dataset, batch_size=None, **options) as loader:
+        return sorted(map(list, {tuple(sample) for sample in loader}))
+
+
+def test_a_module_that_starts_a_thread_is_imported_by_workers_and_the_rest_by_the_server(
+    install: Install, forkserver: dict[str, Any]
+) -> None:
+    """Workers are forked all the same. What imports such a module waits, too; what it had imported before does not."""
+    install(fk_heavy="", fk_threads=THREAD, fk_data="import fk_heavy, fk_threads, fk_after", fk_after="")
+    dataset = Importing(importlib.import_module("fk_data"), "fk_heavy", "fk_threads", "fk_data")
+
+    assert importers(dataset, forkserver) == [["server", "worker", "worker"]]
+
+
+def test_workers_of_other_loaders_survive_a_module_that_starts_a_thread(install: Install, forkserver: dict[str, Any]) -> None:
+    """The server stays the same process."""
+    install(fk_threads=THREAD)
+    with infeed.DataLoader(Tree(200, lambda index: os.getpid()), batch_size=None, **forkserver) as other:
+        batches = iter(other)
+        pids = {patient_next(batches)}
+        server = fork_server().pid
+
+        assert importers(Importing(importlib.import_module("fk_threads"), "fk_threads"), forkserver) == [["worker"]]
+        pids |= set(batches)
+
+    assert fork_server().pid == server
+    assert len(pids) <= 2
+
+
+def test_many_modules_that_start_threads_do_not_keep_workers_from_being_forked(
+    install: Install, forkserver: dict[str, Any]
+) -> None:
+    """At some point the server tries no more of them."""
+    install(fk_first="", **{f"fk_threads_{number}": THREAD for number in range(5)})
+    names = ["fk_first", *(f"fk_threads_{number}" for number in range(5))]
+    modules = [importlib.import_module(name) for name in names]
+
+    assert importers(Importing(modules, *names), forkserver) == [["server", *["worker"] * 5]]
+
+
+def test_what_workers_import_is_imported_by_the_server_for_the_next_ones(install: Install, forkserver: dict[str, Any]) -> None:
+    """Also what they import when they load samples, and not the user's own modules."""
+    install(fk_lazy="import fk_below", fk_below="")
+    dataset = Importing(None, "fk_lazy", "fk_below")
+
+    assert importers(dataset, forkserver) == [["worker", "worker"]]
+    assert importers(dataset, forkserver) == [["server", "server"]]
+
+
+def test_the_user_s_own_modules_are_imported_by_workers_only(
+    install: Install, forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may do anything when they are imported."""
+    (tmp_path / "fk_own.py").write_text("import os\nPID = os.getpid()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = Importing(None, "fk_own")
+
+    assert [importers(dataset, forkserver) for _ in range(2)] == [[["worker"]], [["worker"]]]
+
+
+def test_the_server_starts_when_a_loader_is_made(install: Install, forkserver: dict[str, Any], tmp_path: Path) -> None:
+    """It imports what the dataset's class needs, while the program does other things."""
+    source = f"""
+        with open({str(tmp_path / "importers")!r}, "a") as file: file.write(f"{{PID}}\\n")
+        class Data:
+            def __len__(self): return 1
+            def __getitem__(self, index): return PID == os.getppid()
+    """
+    install(fk_data=source)
+    journal = Journal(tmp_path / "importers")
+    with infeed.DataLoader(importlib.import_module("fk_data").Data(), batch_size=None, **forkserver) as loader:
+        wait_until(lambda: len(journal.lines()) == 2, "the server's import")
+
+        assert list(loader) == [True]
+    assert journal.lines()[0] == str(os.getpid())
+    assert len(journal.lines()) == 2
+
+
+def test_a_loader_of_arrays_starts_no_server(install: Install, forkserver: dict[str, Any]) -> None:
+    """It has no workers, whatever their number is."""
+    loader = infeed.DataLoader(np.arange(8), 4, **forkserver)
+
+    assert plain(list(loader)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="not enough values"):
+        fork_server()
+
+
+@pytest.mark.parametrize("given", [None, "narenas:1"], ids=["not set", "set by the user"])
+def test_arrow_starts_no_thread_in_the_server(
+    install: Install, forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Workers do not see the variable that sees to it."""
+    monkeypatch.delenv("JE_ARROW_MALLOC_CONF", raising=False)
+    if given is not None:
+        monkeypatch.setenv("JE_ARROW_MALLOC_CONF", given)
+    install(fk_reads="import os\nCONF = os.environ.get('JE_ARROW_MALLOC_CONF')")
+    module = importlib.import_module("fk_reads")
+
+    def confs(_: int) -> list[Any]:
+        return [module.CONF, os.environ.get("JE_ARROW_MALLOC_CONF")]
+
+    with infeed.DataLoader(Tree(1, confs), batch_size=None, **forkserver) as loader:
+        assert plain(list(loader)) == [[given or "background_thread:false", given]]
+
+
+def test_where_the_server_cannot_fork_spawned_workers_are_kept_for_the_next_epoch(tmp_path: Path) -> None:
+    """The server is asked once, and the log says it once."""
+    (tmp_path / "sitecustomize.py").write_text(THREAD)
+    code = """
+        import os, sys
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
+        import infeed
+        class Data:
+            def __len__(self): return 8
+            def __getitem__(self, i): return os.getpid()
+        epochs = [set(infeed.DataLoader(Data(), batch_size=None, num_workers=1, timeout=30)) for _ in range(3)]
+        print(len(set.union(*epochs)))
+    """
+    result = run_script(tmp_path, dedent(code))
+
+    assert (result.code, result.out) == (0, "1\n")
+    assert result.err.count("spawned instead of forked") == 1

@@ -1,0 +1,104 @@
+"""A small program for each library, as users write it: with torch's loader, and unchanged under ``infeed run``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ScriptResult, start_python
+from tools.libraries import LIBRARIES, read_state
+
+pytestmark = [pytest.mark.libraries, pytest.mark.process, pytest.mark.slow, pytest.mark.torch]
+
+PROGRAMS = Path(__file__).parent / "programs"
+# Importing these libraries takes seconds in each process, and longer on a busy machine.
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Case:
+    library: str
+    ranks: int = 1
+    """Processes that train; each prints a summary."""
+    on_torch: str = ""
+    """The loader of the program that runs on torch's own workers, and why."""
+
+
+CASES = {
+    "with_accelerate": Case("accelerate"),
+    "with_datasets": Case("datasets"),
+    "with_h5py": Case(
+        "h5py", on_torch="DataLoader(Opened), because dataset.file is a h5py._hl.files.File, which cannot be pickled"
+    ),
+    "with_lightning_ddp": Case("lightning", ranks=2),
+    "with_litdata": Case(
+        "litdata",
+        on_torch="litdata.streaming.dataloader.StreamingDataLoader(StreamingDataset), because it creates "
+        "litdata.streaming.dataloader._StreamingMultiProcessingDataLoaderIter itself",
+    ),
+    "with_monai": Case("monai"),
+    "with_skorch": Case("skorch"),
+    "with_streaming": Case("mosaicml-streaming"),
+    "with_tensordict": Case("tensordict"),
+    "with_timm": Case("timm"),
+    "with_torch_geometric": Case("torch_geometric"),
+    "with_transformers": Case("transformers"),
+    "with_ultralytics": Case("ultralytics"),
+    "with_webdataset": Case("webdataset"),
+}
+
+
+def skip_without(name: str) -> None:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        reason = read_state().get(name, {}).get("failed", "python dev.py test --libraries installs it")
+        pytest.skip(f"{name} is not installed: {reason}")
+
+
+def ran(arguments: list[str], folder: Path) -> ScriptResult:
+    folder.mkdir()
+    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "YOLO_CONFIG_DIR": str(folder)}
+    result = start_python(arguments, cwd=folder, env=environ).finish(DEADLINE_S)
+    assert result.code == 0, result.err
+    return result
+
+
+def seen(result: ScriptResult) -> list[Any]:
+    """What the loops of a program saw: the lines of JSON that it printed."""
+    return [json.loads(line) for line in result.out.splitlines() if line.startswith('{"')]
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_a_program_sees_the_same_batches_under_infeed_run(program: str, tmp_path: Path) -> None:
+    """In the same order; two ranks each in theirs. The summary says on which workers its loaders ran."""
+    case = CASES[program]
+    skip_without(case.library)
+    path = str(PROGRAMS / f"{program}.py")
+
+    expected = seen(ran([path], tmp_path / "torch"))
+    result = ran(["-m", "infeed", "run", path], tmp_path / "infeed")
+
+    got = seen(result)
+    if case.ranks > 1:
+        got, expected = sorted(got, key=repr), sorted(expected, key=repr)
+    assert got == expected
+    assert expected
+    summaries = re.findall(
+        r"^infeed(?: \(pid \d+\))?: ([1-9]\d*) loaders? on infeed's engine, ([1-9]\d*) batch.*$", result.err, re.M
+    )
+    assert len(summaries) == case.ranks, result.err
+    reasons = set(re.findall(r"on torch's own (?:workers|iterator): ([^;\n]*)", result.err))
+    assert reasons == ({case.on_torch} if case.on_torch else set())
+
+
+def test_each_library_has_a_program() -> None:
+    """And each program a library."""
+    assert {path.stem for path in PROGRAMS.glob("*.py")} == set(CASES)
+    assert {case.library for case in CASES.values()} == {library.name for library in LIBRARIES}

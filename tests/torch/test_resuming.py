@@ -1,0 +1,463 @@
+"""Saved run + resumed run = uninterrupted run, for every moment at which a state is taken, in this epoch and the next two."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import data
+
+from infeed import StateError
+from infeed.torch import DataLoader
+from tests import stateful
+from tests.helpers import DEADLINE_S
+from tests.stateful import Counting, Pending, PendingAtOnce, Permuted, Shuffled, Turning, TurningBatches, TurningInside
+
+Made = tuple[Any, dict[str, Any]]
+
+
+class Numbers(data.Dataset[int]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Random(Numbers):
+    """With a random number of the worker's."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random()
+
+
+# --- samplers
+
+
+class Drawing:
+    """Draws its order from torch's default generator, without a state."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(7).tolist())
+
+
+class DrawingBatches:
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(7).tolist()
+        return iter([order[:3], order[3:4], order[4:]])
+
+
+# --- iterable datasets
+
+
+class Stream(data.IterableDataset[int]):
+    """Read again: without a state."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = data.get_worker_info()
+        return iter(range(7) if info is None else range(info.id, 7 + info.id, info.num_workers))
+
+
+class Log(stateful.Log, Stream):
+    pass
+
+
+class ResetLog(stateful.ResetLog, Stream):
+    pass
+
+
+class Both(stateful.Both, Stream):
+    pass
+
+
+class IteratorOnly(stateful.IteratorOnly, Stream):
+    pass
+
+
+class PendingLog(Pending, data.IterableDataset[int]):
+    pass
+
+
+class OnItsOwn(stateful.OnItsOwn, Stream):
+    pass
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def shared_generator() -> Made:
+    generator = seeded(5)
+    return Numbers(), {"generator": generator, "sampler": data.RandomSampler(Numbers(), num_samples=9, generator=generator)}
+
+
+CASES: dict[str, Callable[[], Made]] = {
+    "sequential": lambda: (Numbers(), {}),
+    "shuffle": lambda: (Numbers(), {"shuffle": True}),
+    "shuffle, drop_last": lambda: (Numbers(), {"shuffle": True, "drop_last": True}),
+    "shuffle, singly": lambda: (Numbers(), {"shuffle": True, "batch_size": None}),
+    "shuffle, seed": lambda: (Numbers(), {"shuffle": True, "seed": 3}),
+    "shuffle, generator": lambda: (Numbers(), {"shuffle": True, "generator": seeded(4)}),
+    "RandomSampler, generator": lambda: (Numbers(), {"sampler": data.RandomSampler(Numbers(), generator=seeded(4))}),
+    "RandomSampler, replacement": lambda: (
+        Numbers(), {"sampler": data.RandomSampler(Numbers(), True, num_samples=36), "batch_size": 8}
+    ),
+    "RandomSampler, two generators": lambda: (
+        Numbers(), {"generator": seeded(2), "sampler": data.RandomSampler(Numbers(), True, 9, generator=seeded(4))}
+    ),
+    "RandomSampler, shared generator": shared_generator,
+    "WeightedRandomSampler": lambda: (Numbers(), {"sampler": data.WeightedRandomSampler(torch.ones(7), 7)}),
+    "SubsetRandomSampler": lambda: (Numbers(), {"sampler": data.SubsetRandomSampler(range(7))}),
+    "BatchSampler": lambda: (Numbers(), {"batch_sampler": data.BatchSampler(data.RandomSampler(Numbers()), 2, True)}),
+    "sampler that draws": lambda: (Numbers(), {"sampler": Drawing()}),
+    "sampler that draws, singly": lambda: (Numbers(), {"sampler": Drawing(), "batch_size": None}),
+    "batches that draw": lambda: (Numbers(), {"batch_sampler": DrawingBatches()}),
+    "list": lambda: (Numbers(), {"sampler": [4, 1, 5]}),
+    "stateful sampler": lambda: (Numbers(), {"sampler": Turning()}),
+    "stateful sampler, singly": lambda: (Numbers(), {"sampler": Turning(), "batch_size": None}),
+    "stateful sampler, drop_last": lambda: (Numbers(), {"sampler": Turning(), "drop_last": True}),
+    "stateful sampler, full batches": lambda: (Numbers(), {"sampler": Turning(), "batch_size": 7}),
+    "pending sampler": lambda: (Numbers(), {"sampler": Pending()}),
+    "pending sampler, singly": lambda: (Numbers(), {"sampler": Pending(), "batch_size": None}),
+    "pending sampler, full batches": lambda: (Numbers(), {"sampler": Pending(), "batch_size": 7}),
+    "pending sampler, at once": lambda: (Numbers(), {"sampler": PendingAtOnce()}),
+    "stateful iterator of a stateful sampler": lambda: (Numbers(), {"sampler": Permuted()}),
+    "stateful iterator": lambda: (Numbers(), {"sampler": Shuffled()}),
+    "stateful iterator, singly": lambda: (Numbers(), {"sampler": Shuffled(), "batch_size": None}),
+    "stateful batches": lambda: (Numbers(), {"batch_sampler": TurningBatches()}),
+    "stateful sampler in batches": lambda: (Numbers(), {"batch_sampler": TurningInside()}),
+    "stateful dataset": lambda: (Counting(), {"shuffle": True}),
+    "random numbers": lambda: (Random(), {"shuffle": True}),
+    "stream": lambda: (Stream(), {}),
+    "stream with a state": lambda: (Log(), {}),
+    "stream with a state, full batches": lambda: (Log(), {"batch_size": 7}),
+    "stream with a state, drop_last": lambda: (Log(), {"drop_last": True}),
+    "stream with a state, singly": lambda: (Log(), {"batch_size": None}),
+    "stream that begins anew": lambda: (ResetLog(), {}),
+    "stream with a pending state": lambda: (PendingLog(), {}),
+    "stream with a pending state, singly": lambda: (PendingLog(), {"batch_size": None}),
+    "stream and iterator with states": lambda: (Both(), {}),
+    "stream whose iterator has a state": lambda: (IteratorOnly(), {}),
+    "stream that is its iterator": lambda: (OnItsOwn(), {}),
+}  # fmt: skip
+STREAMS = [name for name in CASES if name.startswith("stream")]
+INDEXED = [name for name in CASES if name not in (*STREAMS, "random numbers")]  # those draw from the process's own generators
+
+
+def made(case: str, options: dict[str, Any]) -> DataLoader[Any]:
+    dataset, given = CASES[case]()
+    if "batch_sampler" not in given:
+        given = {"batch_size": 2, **given}
+    workers = {"timeout": DEADLINE_S} if options.get("num_workers") else {}
+    return DataLoader(dataset, collate_fn=list if given.get("batch_size", 2) else None, **{**given, **workers, **options})
+
+
+def run(loader: DataLoader[Any], epoch_count: int, states: list[tuple[int, int, str]] | None = None) -> list[list[Any]]:
+    """Iterate. The states of all moments go into ``states``, with the epoch and the number of batches had of it."""
+
+    def note(epoch: int, step: int) -> None:
+        if states is not None:
+            states.append((epoch, step, json.dumps(loader.state_dict())))
+
+    epochs: list[list[Any]] = []
+    for epoch in range(epoch_count):
+        note(epoch, 0)
+        iterator = iter(loader)
+        note(epoch, 0)
+        batches: list[Any] = []
+        for batch in iterator:
+            batches.append(batch)
+            note(epoch, len(batches))
+        epochs.append(batches)
+    loader.close()
+    return epochs
+
+
+def assert_resumes(case: str, options: dict[str, Any], *, every: int = 1, following: int = 2, epochs: int = 2) -> None:
+    """Take states of all moments of some epochs, and resume from every so many of them in loaders that are made anew."""
+    torch.manual_seed(1)
+    states: list[tuple[int, int, str]] = []
+    expected = run(made(case, options), epochs + following, states)
+    if every == 1:
+        torch.manual_seed(1)
+        assert run(made(case, options), epochs + following) == expected, "taking states changes what is loaded"
+    problems = []
+    for number, (epoch, step, state) in enumerate(states[::every]):
+        if epoch >= epochs:
+            break
+        # Sometimes as a job does that is started again, sometimes in another process altogether.
+        torch.manual_seed(1 if number % 2 else 1000 + number)
+        loader = made(case, options)
+        loader.load_state_dict(json.loads(state))
+        if json.dumps(loader.state_dict()) != state:
+            problems.append(f"epoch {epoch}, step {step}: another state after loading")
+        got = run(loader, 1 + following)
+        wanted = [expected[epoch][step:], *expected[epoch + 1 : epoch + 1 + following]]
+        if got != wanted:
+            problems.append(f"epoch {epoch}, step {step}: {got} and not {wanted}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("case", [*INDEXED, *STREAMS])
+def test_a_run_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+    assert_resumes(case, {})
+
+
+@pytest.mark.parametrize("case", [name for name in INDEXED if name != "stateful dataset"])
+def test_a_run_with_threads_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+    assert_resumes(case, {"num_workers": 2, "worker": "thread"}, every=3)
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_stream_read_by_a_thread_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+    assert_resumes(case, {"num_workers": 1, "worker": "thread"}, every=3)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["shuffle", "stream with a state"])
+def test_a_run_with_processes_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
+    """Workers begin each epoch with the dataset that the main process has."""
+    assert_resumes(case, {"num_workers": 2}, every=4, following=1, epochs=1)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["random numbers", "stateful sampler", "stream", "stream and iterator with states"])
+def test_a_run_with_persistent_workers_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
+    """Workers go on with the dataset that they have, and with the seed that they began with."""
+    assert_resumes(case, {"num_workers": 2, "persistent_workers": True}, every=7, following=1)
+
+
+# --- by the process's own generator
+
+
+def test_resuming_leaves_the_default_generator_alone() -> None:
+    torch.manual_seed(1)
+    loader = made("shuffle", {})
+    next(iter(loader))
+    state = loader.state_dict()
+    torch.manual_seed(2)
+    expected = torch.rand(3)
+    torch.manual_seed(2)
+    loader = made("shuffle", {})
+    loader.load_state_dict(state)
+    run(loader, 3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_run_that_draws_is_resumed_exactly_if_the_default_generator_is_restored() -> None:
+    """The loop draws from it too, so the orders of later epochs depend on where it is."""
+
+    def drawing(loader: DataLoader[Any], rest: int = 0) -> Iterator[tuple[Any, float, Any, Any]]:
+        for _ in range(3):
+            for batch in loader:
+                number = torch.rand(()).item()
+                yield batch, number, loader.state_dict(), torch.get_rng_state()
+
+    torch.manual_seed(1)
+    uninterrupted = list(drawing(made("shuffle", {})))
+    assert len(uninterrupted) == 12
+    for number, (_, _, state, generator) in enumerate(uninterrupted[:8]):
+        torch.manual_seed(2)
+        loader = made("shuffle", {})
+        loader.load_state_dict(state)
+        torch.set_rng_state(generator)
+        resumed = [step[:2] for step in drawing(loader)]
+        assert resumed[: 11 - number] == [step[:2] for step in uninterrupted[number + 1 :]]
+
+
+def test_an_epoch_is_of_the_seed_that_it_was_given_also_after_a_resume() -> None:
+    """``torch.manual_seed(epoch)`` before every epoch."""
+
+    def seeding(loader: DataLoader[Any], first: int) -> list[Any]:
+        batches = []
+        for epoch in range(first, 3):
+            torch.manual_seed(epoch)
+            batches.append(list(loader))
+        return batches
+
+    torch.manual_seed(5)
+    loader = made("shuffle", {})
+    expected = seeding(loader, 0)
+    torch.manual_seed(5)
+    loader = made("shuffle", {})
+    torch.manual_seed(0)
+    list(loader)
+    state = loader.state_dict()
+    torch.manual_seed(5)
+    loader = made("shuffle", {})
+    loader.load_state_dict(state)
+    assert seeding(loader, 1) == expected[1:]
+
+
+# --- moments
+
+
+@pytest.mark.parametrize("num_workers", [0, 2], ids=["inline", "threads"])
+def test_a_state_before_the_first_batch_is_of_the_iteration_that_was_made_last(num_workers: int) -> None:
+    loader = made("shuffle", {"num_workers": num_workers, "worker": "thread"})
+    left = iter(loader)
+    next(left)
+    iterator = iter(loader)
+    state = loader.state_dict()
+    whole = list(iterator)
+    other = made("shuffle", {})
+    other.load_state_dict(state)
+    assert len(whole) == 4
+    assert list(other) == whole
+
+
+def test_an_iterator_that_was_only_looked_at_does_not_count() -> None:
+    torch.manual_seed(1)
+    loader = made("shuffle", {})
+    iter(loader)
+    state = loader.state_dict()
+    epochs = run(loader, 2)
+    other = made("shuffle", {})
+    other.load_state_dict(state)
+    assert run(other, 2) == epochs
+
+
+def test_a_state_after_loading_is_the_one_that_was_loaded() -> None:
+    """And not of the iteration that was left, which goes on as it was."""
+    loader = made("stateful sampler", {})
+    first = loader.state_dict()
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    loader.load_state_dict(first)
+    assert loader.state_dict() == first
+    batches += iterator
+    assert loader.state_dict() == first
+    assert list(loader) == batches
+
+
+def test_taking_a_state_does_not_keep_the_ones_before() -> None:
+    """Of a sampler whose states are large only those ahead of the loop are kept."""
+    copies: list[Any] = []
+
+    class Large(list[int]):
+        def __deepcopy__(self, memo: Any) -> Large:
+            copies.append(weakref.ref(made := Large(self)))
+            return made
+
+    class Sampler(Turning):
+        def state_dict(self) -> Any:
+            return {"large": Large(), **self.live}
+
+    loader = DataLoader(Numbers(), sampler=Sampler())
+    iterator = iter(loader)
+    for _ in range(7):
+        next(iterator)
+    assert sum(copy() is not None for copy in copies) <= 4
+
+
+# --- what has a state
+
+
+class Litdata(Stream):
+    """Its methods are for a loader of its own."""
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError
+
+
+class LitdataMap(Numbers):
+    state_dict, load_state_dict = Litdata.state_dict, Litdata.load_state_dict
+
+
+@pytest.mark.parametrize("dataset", [Litdata(), LitdataMap()], ids=["stream", "map"])
+def test_methods_that_need_other_arguments_are_not_of_a_state(dataset: Any) -> None:
+    loader = DataLoader(dataset, batch_size=2, collate_fn=list)
+    batches = list(loader)
+    loader = DataLoader(dataset, batch_size=2, collate_fn=list)
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.load_state_dict(state)
+    assert list(loader) == batches[1:]
+
+
+@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.process)])
+def test_the_state_of_an_indexed_dataset_is_refused_with_workers(worker: Any) -> None:
+    """Each has its own copy, and they load ahead. Iterating is no problem."""
+    loader = DataLoader(Counting(), num_workers=1, worker=worker, timeout=DEADLINE_S)
+    with pytest.raises(StateError, match=r"Counting.*num_workers=0"):
+        loader.state_dict()
+    inline = DataLoader(Counting())
+    state = inline.state_dict()
+    with pytest.raises(StateError, match="num_workers=0"):
+        loader.load_state_dict(state)
+    assert len(list(loader)) == 7
+
+
+def test_states_of_objects_that_have_none_are_refused() -> None:
+    with_dataset, with_sampler = DataLoader(Counting()).state_dict(), DataLoader(Numbers(), sampler=Turning()).state_dict()
+    loader = DataLoader(Numbers())
+    with pytest.raises(StateError, match="dataset"):
+        loader.load_state_dict(with_dataset)
+    with pytest.raises(StateError, match="sampler"):
+        loader.load_state_dict(with_sampler)
+    loader = DataLoader(Numbers(), sampler=Drawing())
+    loader.load_state_dict(with_sampler)
+    with pytest.raises(StateError, match="Drawing"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"default": "AAAA"}, {"default": 3}, {"seed": -1}, {"seed": "1"}, {"now": 1}, {"state": 1}, {"state": {}},
+        {"state": {"other": 1}}, {"position": 8}, {"position": "1"}, {"ended": 1}, {"other": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_state_of_a_sampler_is_refused(change: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(), sampler=Turning(), batch_size=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(StateError):
+        loader.load_state_dict({**state, "sampler": {**state["sampler"], **change}})
+    loader.load_state_dict(state)
+    assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("options", [{"generator": seeded(1)}, {"sampler": data.RandomSampler(Numbers(), generator=seeded(1))}])
+def test_a_state_of_an_order_of_another_generator_is_refused(options: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(), shuffle=True)
+    next(iter(loader))
+    other = DataLoader(Numbers(), shuffle=None if "sampler" in options else True, **options)
+    with pytest.raises(StateError, match="generator"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_states_go_on_from_those_of_torchdatas_sampler() -> None:
+    """Whose iterator has the state, a tensor in it."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            Numbers(), sampler=torchdata.RandomSampler(Numbers(), generator=seeded(3)), batch_size=2, collate_fn=list
+        )
+
+    uninterrupted = run(loader(), 3)
+    saved = loader()
+    iterator = iter(saved)
+    states = []
+    for _ in iterator:
+        states.append(saved.state_dict())
+    for step, state in enumerate([*states, saved.state_dict()], start=1):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        if step <= 4:
+            assert run(resumed, 3) == [uninterrupted[0][step:], *uninterrupted[1:]]
+        else:
+            assert run(resumed, 2) == uninterrupted[1:]

@@ -1,0 +1,76 @@
+"""A function is called when a module has been imported, whatever asks for the module before."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infeed.importing import when_imported
+
+NAME = "infeed_test_imported_module"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module that can be imported, and is forgotten afterwards, with all finders."""
+    path = tmp_path / f"{NAME}.py"
+    path.write_text("VALUE = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    yield path
+    sys.meta_path[:] = finders
+    sys.modules.pop(NAME, None)
+
+
+def test_the_function_is_called_once_after_the_module_was_executed(module: Path) -> None:
+    calls: list[int] = []
+    when_imported(NAME, lambda: calls.append(sys.modules[NAME].VALUE))
+    assert calls == []
+
+    imported = importlib.import_module(NAME)
+    importlib.reload(imported)
+
+    assert calls == [7]
+    assert type(imported.__loader__).__module__ != "infeed.importing"
+
+
+def test_looking_for_the_module_first_changes_nothing(module: Path) -> None:
+    """As transformers, datasets, polars and seaborn look for torch."""
+    calls: list[str] = []
+    when_imported(NAME, lambda: calls.append("first"))
+    when_imported(NAME, lambda: calls.append("second"))
+
+    for _ in range(2):
+        spec = importlib.util.find_spec(NAME)
+        assert spec is not None
+        assert spec.origin == str(module)
+        assert spec.loader is not None
+        assert spec.loader.get_source(NAME) == "VALUE = 7\n"  # type: ignore[attr-defined]
+    assert calls == []
+
+    importlib.import_module(NAME)
+    assert sorted(calls) == ["first", "second"]
+
+
+def test_an_import_that_fails_can_be_tried_again(module: Path) -> None:
+    calls: list[str] = []
+    when_imported(NAME, lambda: calls.append("called"))
+    module.write_text("raise RuntimeError('not yet')\n")
+    with pytest.raises(RuntimeError, match="not yet"):
+        importlib.import_module(NAME)
+    assert calls == []
+
+    module.write_text("LONGER_VALUE = 12345\n")
+    importlib.import_module(NAME)
+    assert calls == ["called"]
+
+
+def test_a_module_that_is_not_there_is_not_found(module: Path) -> None:
+    when_imported("infeed_test_absent_module", lambda: None)
+
+    assert importlib.util.find_spec("infeed_test_absent_module") is None

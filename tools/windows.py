@@ -1,0 +1,384 @@
+"""Runs infeed's tests on a real Windows build of CPython, under Wine on Debian or Ubuntu.
+
+    python dev.py test --windows [--python 3.13] [pytest args]      what CI runs: about ten minutes on two cores
+    python dev.py test --windows tests/unit tests/engine            these tests, as with pytest
+
+The first run builds `.windows/<version>`: a Wine prefix with CPython at C:\\py, NumPy, torch and what else the tests need.
+It installs Wine and mingw-w64 with apt-get if they are missing and it may (root). Later runs copy the sources and test at once.
+
+No installer of python.org is used, because registries are all that many build machines reach:
+
+* the DLLs and extension modules, built with MSVC, come from panda3d's Windows wheel, which ships them to freeze programs;
+* the standard library comes from an interpreter of exactly the same version on this machine: the running one, or pyenv's;
+* `python.exe` and `python3.dll` (the stable ABI, for psutil) are a few lines compiled here;
+* Wine 8 lacks some complex-number functions of the C runtime; `mathshim.dll` has them, and NumPy is pointed at it.
+
+A pass is evidence, not proof: a failure may be Wine's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / ".windows"
+COMPILER = "x86_64-w64-mingw32-gcc"
+DEBIAN = ("wine", "wine64", "gcc-mingw-w64-x86-64-win32", "mingw-w64-tools")
+COMMANDS = ("wine", "wineboot", "wineserver", "gendef", COMPILER)
+TESTED = ("src", "tests", "docs", "examples", "benchmarks", "tools", "dev.py", "pyproject.toml", "README.md")
+
+
+# What runs without other arguments: all that depends on the platform, and the rest of the engine's tests by request.
+DEFAULT = (
+    "tests/unit",
+    *(f"tests/engine/test_{name}.py" for name in ("conformance", "scripts", "errors", "deaths", "interpreter_exit", "close")),
+    *(f"tests/engine/test_{name}.py" for name in ("bad_samples", "sharing", "idle_workers", "streams", "hangs")),
+    "tests/surroundings/test_interpreters.py::test_a_zip_file_in_a_folder_with_a_strange_name_runs",
+    "tests/docs/test_prose.py::test_a_python_block_runs",
+    "tests/torch/test_no_main_guard.py",
+)
+
+
+class Version(NamedTuple):
+    full: str
+    panda3d: str
+    wheels: tuple[str, ...]
+
+
+# With their dependencies: pip would look for those of this platform.
+_PACKAGES = (
+    *("numpy", "cloudpickle", "threadpoolctl", "psutil", "tqdm", "colorama", "rich", "markdown-it-py", "mdurl", "pygments"),
+    *("pytest", "pluggy", "iniconfig", "packaging", "hypothesis", "sortedcontainers", "pytest-xdist", "execnet", "pillow"),
+)
+_TORCH = (
+    *("torch==2.13.0", "filelock", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec"),
+    "setuptools",
+)
+VERSIONS = {
+    "3.11": Version("3.11.7", "panda3d==1.10.14", _PACKAGES + _TORCH),
+    "3.13": Version("3.13.0", "panda3d==1.10.15", _PACKAGES),
+}
+
+
+# Exit code if this machine lacks something. pytest uses 0 to 5.
+CANNOT_RUN = 77
+SOME_FAILED = 1  # of pytest
+
+
+class MissingError(Exception):
+    """Something that this machine lacks; the text says what, and how to get it."""
+
+
+class Prefix:
+    """A Wine prefix with a Windows CPython in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.version = name, VERSIONS[name]
+        self.folder = HOME / name
+        self.root = self.folder / "prefix"
+        self.drive = self.root / "drive_c"
+        self.python = self.drive / "py"
+        self._stamp = self.folder / "complete"
+
+    def is_complete(self) -> bool:
+        return self._stamp.exists() and self._stamp.read_text() == _digest(self.version)
+
+    def build(self) -> None:
+        """Build it in a few minutes. Raises `MissingError`."""
+        library = _find_library(self.version.full)
+        _install_wine()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.python / "DLLs", self.folder / "wheels", self.folder / "build"):
+            folder.mkdir(parents=True)
+        self.wine("wineboot", "-i")
+        self.wine("wine", "winecfg", "-v", "win10")
+        self._server("-w")
+        self._add_python(library)
+        self._add_packages()
+        # Else /proc, /sys and /dev of this machine are folders of the current drive.
+        (self.root / "dosdevices/z:").unlink(missing_ok=True)
+        modules = "sys, ctypes, mmap, _multiprocessing, socket, ssl, numpy, psutil, pytest"
+        if self.run(["-c", f"import {modules}; print(sys.version, sys.platform, numpy.__version__)"]):
+            raise MissingError(f"the Windows build of Python {self.version.full} does not start under this Wine")
+        self._stamp.write_text(_digest(self.version))
+
+    def _add_python(self, library: Path) -> None:
+        wheel = self._download(self.version.panda3d)
+        with zipfile.ZipFile(wheel) as archive:
+            for entry in archive.namelist():
+                name = entry.removeprefix("deploy_libs/")
+                if name != entry and not name.startswith("api-ms-win-crt-"):
+                    folder = self.python / "DLLs" if name.endswith(".pyd") else self.python
+                    (folder / name).write_bytes(archive.read(entry))
+        wheel.unlink()
+        unwanted = ("site-packages", "lib-dynload", "test", "idlelib", "__pycache__", "config-*", "_sysconfigdata*")
+        shutil.copytree(library, self.python / "Lib", ignore=shutil.ignore_patterns(*unwanted))
+        (self.python / "Lib/site-packages").mkdir()
+
+        number = self.name.replace(".", "")
+        exports = _output("gendef", "-", self.python / f"python{number}.dll")
+        self._write("python.def", exports)
+        self._write(
+            "main.c",
+            "#include <wchar.h>\n__declspec(dllimport) int Py_Main(int, wchar_t **);\n"
+            "int wmain(int c, wchar_t **v) { return Py_Main(c, v); }\n",
+        )
+        names = re.findall(r"^([A-Za-z_]\w*)( DATA)?", exports.partition("EXPORTS")[2], re.MULTILINE)
+        forwards = [f"  {name} = python{number}.{name}{data}" for name, data in names]
+        self._write("python3.def", "\n".join(["LIBRARY python3.dll", "EXPORTS", *forwards, ""]))
+        self._write("python3.c", "int unused;\n")
+        self._compile("x86_64-w64-mingw32-dlltool", "-d", "python.def", "-D", f"python{number}.dll", "-l", "libpython.a")
+        self._compile(COMPILER, "-O2", "-municode", "-o", self.python / "python.exe", "main.c", "-L.", "-lpython")
+        flags = ("-shared", "-nostdlib", "-Wl,--entry=0")
+        self._compile(COMPILER, *flags, "-o", self.python / "python3.dll", "python3.c", "python3.def")
+
+    def _add_packages(self) -> None:
+        for name in self.version.wheels:
+            with zipfile.ZipFile(self._download(name)) as archive:
+                archive.extractall(self.python / "Lib/site-packages")
+        self._add_complex_functions()
+
+    def _download(self, requirement: str) -> Path:
+        folder = self.folder / "wheels" / re.split("[=<>]", requirement)[0]
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", str(folder)]
+        target = ["--platform", "win_amd64", "--only-binary=:all:", "--python-version", self.name]
+        done = subprocess.run([*pip, *target, requirement], capture_output=True, text=True)
+        if done.returncode:
+            raise MissingError(f"no wheel of {requirement} for Windows could be downloaded: {done.stderr.strip()}")
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
+    def _add_complex_functions(self) -> None:
+        """Build mathshim.dll, and rename what extension modules import: the names have the same length."""
+        library = b"api-ms-win-crt-math-l1-1-0.dll"
+        needed: set[str] = set()
+        for path in (self.python / "Lib/site-packages/numpy").rglob("*.pyd"):
+            data = path.read_bytes()
+            if library in data:
+                needed |= _imported(path, library.decode())
+                path.write_bytes(data.replace(library, b"mathshim.dll".ljust(len(library), b"\0")))
+        own = {name: code for name, code in _complex_functions().items() if name in needed}
+        self._write("shim.c", "\n".join([_COMPLEX_HEAD, *own.values(), ""]))
+        exports = [f"  {name} = {f'my_{name}' if name in own else f'ucrtbase.{name}'}" for name in sorted(needed)]
+        self._write("shim.def", "\n".join(["LIBRARY mathshim.dll", "EXPORTS", *exports, ""]))
+        flags = ("-O2", "-fno-builtin", "-shared", "-static-libgcc")
+        self._compile(COMPILER, *flags, "-o", self.python / "mathshim.dll", "shim.c", "shim.def")
+
+    def _write(self, name: str, text: str) -> None:
+        (self.folder / "build" / name).write_text(text)
+
+    def _compile(self, *command: object) -> None:
+        subprocess.run([str(word) for word in command], cwd=self.folder / "build", check=True)
+
+    def copy_sources(self) -> None:
+        """Replace the copy of this checkout on drive C: by its present state."""
+        target = self.drive / "infeed"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        ignored = shutil.ignore_patterns("__pycache__")
+        for name in TESTED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, target / name, ignore=ignored)
+            else:
+                shutil.copy2(ROOT / name, target / name)
+
+    def run(self, arguments: list[str], *, folder: str = "", env: dict[str, str] | None = None) -> int:
+        """Run the Windows Python with these arguments in a folder of drive C:, and print its output; give its exit code."""
+        environ = self._environ() | {"PYTHONPATH": r"C:\infeed\src", **(env or {})}
+        process = subprocess.Popen(
+            ["wine", r"C:\py\python.exe", *arguments],
+            cwd=self.drive / folder,
+            env=environ,
+            # Pipes, not files or a terminal: Wine would give the program a console for these, and wait for it.
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.buffer.write(line.replace(b"\r\n", b"\n"))
+            sys.stdout.flush()
+        return process.wait()
+
+    def wine(self, *command: str) -> None:
+        subprocess.run(command, env=self._environ(), stdin=subprocess.DEVNULL, capture_output=True, check=True)
+
+    def close(self) -> None:
+        """End every process of this prefix."""
+        self._server("-k")
+
+    def _server(self, option: str) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(["wineserver", option], env=self._environ(), timeout=60, check=False, capture_output=True)
+
+    def _environ(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "PYTHONPATH", "VIRTUAL_ENV")}
+        return kept | {
+            "WINEPREFIX": str(self.root),
+            "WINEARCH": "win64",
+            "WINEDEBUG": "-all",
+            "WINEDLLOVERRIDES": "mscoree,mshtml=,winedbg.exe=",
+            "KMP_AFFINITY": "disabled",  # torch's OpenMP asks Wine for a topology that it does not have
+        }
+
+
+def _digest(version: Version) -> str:
+    """Changes with whatever decides what is built."""
+    sources = "".join(inspect.getsource(part) for part in (Prefix, _imported, _complex_functions))
+    return hashlib.sha256(f"{sources}{_COMPLEX_HEAD}{version}".encode()).hexdigest()
+
+
+def _find_library(full: str) -> Path:
+    """The standard library of exactly this version of Python."""
+    name = ".".join(full.split(".")[:2])
+    candidates = [Path.home() / f".pyenv/versions/{full}/lib/python{name}"]
+    if sys.version.split()[0] == full:
+        candidates.insert(0, Path(os.__file__).parent)
+    for path in candidates:
+        if (path / "os.py").exists():
+            return path
+    raise MissingError(f"Python {full}, whose standard library is used, is missing; install it with `pyenv install {full}`")
+
+
+def _install_wine() -> None:
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if not missing:
+        return
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        cure = (
+            f"run `apt-get install {' '.join(DEBIAN)}` as root"
+            if apt
+            else "use Debian or Ubuntu, or install Wine and mingw-w64"
+        )
+        raise MissingError(f"{', '.join(missing)} missing; {cure}")
+    print(f"+ apt-get install {' '.join(DEBIAN)}", flush=True)
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *DEBIAN]):
+        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        done = subprocess.run([apt, "-qq", *command], env=environ, capture_output=True, text=True)
+        if done.returncode:
+            raise MissingError(f"apt-get {' '.join(command)} failed: {done.stderr.strip()}")
+
+
+def _output(*command: object) -> str:
+    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+
+
+def _imported(path: Path, library: str) -> set[str]:
+    """The names that a DLL imports from a library."""
+    names: set[str] = set()
+    is_library = False
+    for line in _output("x86_64-w64-mingw32-objdump", "-p", path).splitlines():
+        if match := re.search(r"DLL Name: (\S+)", line):
+            is_library = match[1] == library
+        elif not line.strip():
+            is_library = False
+        elif is_library and (match := re.match(r"\s+[0-9a-f]+\s+.*?\s(\w+)$", line)) and match[1] != "Name":
+            names.add(match[1])
+    return names
+
+
+_COMPLEX_HEAD = """\
+#include <complex.h>
+#include <math.h>
+typedef struct { float r, i; } F;
+typedef struct { double r, i; } D;"""
+
+
+def _complex_functions() -> dict[str, str]:
+    """C code of each complex function as MSVC calls it: numbers are structures of two, and `long double` is double."""
+    found = {}
+    unary = [
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atanh",
+        "cos",
+        "cosh",
+        "exp",
+        "log",
+        "sin",
+        "sinh",
+        "sqrt",
+        "tan",
+        "tanh",
+    ]
+    for kind, number, c_type, suffix, real in (
+        ("F", "float", "float _Complex", "f", "f"),
+        ("D", "double", "double _Complex", "", ""),
+        ("D", "double", "double _Complex", "l", ""),
+    ):
+        for name in (*unary, "pow"):
+            given = ("a", "b") if name == "pow" else ("a",)
+            parameters = ", ".join(f"{kind} {one}" for one in given)
+            values = ", ".join(f"__builtin_complex({one}.r, {one}.i)" for one in given)
+            found[f"c{name}{suffix}"] = (
+                f"{kind} my_c{name}{suffix}({parameters}) {{ {c_type} w = c{name}{real}({values}); "
+                f"{kind} o = {{ creal{real}(w), cimag{real}(w) }}; return o; }}"
+            )
+        for name, code in (
+            ("real", "a.r"),
+            ("imag", "a.i"),
+            ("arg", f"atan2{real}(a.i, a.r)"),
+            ("abs", f"hypot{real}(a.r, a.i)"),
+        ):
+            found[f"c{name}{suffix}"] = f"{number} my_c{name}{suffix}({kind} a) {{ return {code}; }}"
+    return found
+
+
+def run(prefix: Prefix, arguments: list[str]) -> int:
+    print("+ wine python.exe", *arguments, flush=True)
+    return prefix.run(arguments, folder="infeed")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="dev.py test --windows", description="Run the tests on Windows' Python, under Wine.")
+    parser.add_argument("--python", choices=VERSIONS, default="3.11", help="version of the Windows Python (default: 3.11)")
+    parser.add_argument("--run", action="store_true", help="run Python with the arguments instead of pytest")
+    options, arguments = parser.parse_known_args(argv)
+    prefix = Prefix(options.python)
+    try:
+        if not prefix.is_complete():
+            began = time.monotonic()
+            print(f"+ building {prefix.folder.relative_to(ROOT)}", flush=True)
+            prefix.build()
+            print(f"  took {time.monotonic() - began:.0f} s", flush=True)
+        prefix.copy_sources()
+        if options.run:
+            return run(prefix, arguments)
+        # One more than there are cores: tests wait for processes for half of their time.
+        count = (os.cpu_count() or 1) + 1
+        workers = [] if "-n" in arguments else ["-n", str(count), "--dist", "worksteal"]
+        chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in arguments) else DEFAULT
+        # torch takes 20 s to import here, in each process.
+        tests = ["-m", "pytest", "-q", "-o", "faulthandler_timeout=400", *chosen, *arguments]
+        code = run(prefix, [*tests, "--cache-clear", *workers])
+        if code == SOME_FAILED:
+            # Starting a process takes seconds under Wine, so that a time limit may be too short when several tests run.
+            print("what failed once more, one test after another:", flush=True)
+            code = run(prefix, [*tests, "--last-failed", "-n", "0"])
+        return code
+    except MissingError as error:
+        print(f"tools/windows.py: {error}")
+        return CANNOT_RUN
+    finally:
+        if prefix.root.exists() and shutil.which("wineserver"):
+            prefix.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
