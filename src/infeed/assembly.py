@@ -152,6 +152,9 @@ def build_engine(
             has_init=kind != "inline" and config.worker_init_fn is not None,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            # Bad indices that are skipped or replaced go through tasks, which report each bad sample.
+            gather=crew.gather if isinstance(crew, InlineCrew) and table is not None and config.on_error == "raise" else None,
+            table_layout=None if table is None else table.layout,
             delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged),
             mender=Mender(config.on_error, plan),
             board=board,

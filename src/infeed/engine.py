@@ -18,10 +18,10 @@ from infeed.feeds import Feed
 from infeed.observe.gauge import Flight
 from infeed.observe.members import busy_ns
 from infeed.orders import Orders
-from infeed.records import EngineSetup
+from infeed.records import EngineSetup, Gather, Record
 from infeed.reports import start_error
 from infeed.scheduler.machine import Scheduler
-from infeed.scheduler.messages import BatchWanted, Closed, WorkerId, WorkerReady
+from infeed.scheduler.messages import BatchWanted, Closed, SlotFreed, WorkerId, WorkerReady
 from infeed.steering import Steering
 from infeed.trail import Trail
 from infeed.tuning.kinds import Work
@@ -233,7 +233,7 @@ class Engine:
             self.asked(asked_ns)
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
         # Either may be there, if it was asked for before and not waited for.
-        if handout.error is None and handout.is_empty:
+        if handout.error is None and handout.is_empty and not (self._setup.gather and self._gather(feed, self._setup.gather)):
             intake.plan()
             self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0, waits))
         while handout.error is not None or handout.is_empty:
@@ -264,6 +264,35 @@ class Engine:
                 self._steering.consider()
         self._left_ns = left_ns
         return handout.take()
+
+    def _gather(self, feed: Feed, gather: Gather) -> bool:
+        """Copy the next batch of in-memory arrays into a free slot. Needs no task and no worker.
+
+        Whether it did. If not (no slot is free or large enough, an index is wrong), the batch goes the way of all others.
+        """
+        for ended in self._delivery.ended_slots():
+            self._tell(SlotFreed(ended))
+        slot, layout = self._scheduler.lease_free_slot(), self._setup.table_layout
+        assert layout is not None
+        if slot is None:
+            return False
+        planned = feed.take()
+        if planned is not None:
+            block, row_count = self._arena.block(slot), planned.row_count
+            try:
+                if block.size >= layout.offsets(row_count)[1]:
+                    took_ns = gather(planned.epoch, planned.first_position, planned.indices, block, row_count)
+                    record = Record(planned)
+                    record.layout, record.row_count = layout, row_count
+                    record.parts.append((self._setup.workers[0], 0, row_count, took_ns))
+                    self._handout.deliver(record, slot, 0)
+                    self._intake.delivered()
+                    return True
+            except IndexError:
+                pass
+            self._intake.put_back(planned)
+        self._tell(SlotFreed(slot))
+        return False
 
     def _check_end(self, feed: Feed, asked_ns: int, waits: bool) -> None:
         if not (feed.is_exhausted or feed.error is not None) or self._scheduler.has_undelivered(feed.epoch):

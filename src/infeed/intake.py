@@ -41,6 +41,7 @@ class Intake:
         self._refill = max(1, rooms.window // _REFILL_SHARE)
         self._batch_count = 0
         self.feed: Feed | None = None  # of the epoch in progress; whoever finds its end takes it away
+        self._returned: PlannedBatch | None = None  # taken from the feed, and to be planned next
         self._next_feed: Feed | None = None
         self._next_count = 0  # batches that were taken from it
         self._is_sparing = setup.gauge.kind == "thread"
@@ -51,6 +52,7 @@ class Intake:
     def begin(self, start: Cursor, asked: Iterator[Any] | None = None) -> None:
         """Take the batches of an epoch from here on; some may have been planned already, behind those of the one before."""
         prefetched, self._next_feed, self._next_count = self._next_feed, None, 0
+        self._returned = None
         self._is_sparing = self._setup.gauge.kind == "thread"
         if prefetched is not None and start == Cursor(prefetched.epoch):
             self.feed = prefetched
@@ -108,7 +110,7 @@ class Intake:
         feed = self.feed
         if feed is None:
             return None
-        planned = feed.take()
+        planned, self._returned = self._returned or feed.take(), None
         if planned is None:
             if not (feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs):
                 return None
@@ -121,6 +123,10 @@ class Intake:
         if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
             self._staffing.open_share(planned.worker, feed)
         return planned
+
+    def put_back(self, planned: PlannedBatch) -> None:
+        """Plan this batch next: it was taken from the feed and could not be gathered."""
+        self._returned = planned
 
     def delivered(self) -> None:
         """A batch, or an exception in its place, is delivered."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 
 from infeed.batch.layout import Layout
 from infeed.batch.packing import Handed, Packed
 from infeed.delivery.host import HostDelivery
 from infeed.feeds import Feed, PlannedBatch, StreamShares
-from infeed.memory.arena import Arena
+from infeed.memory.arena import Arena, Block
 from infeed.memory.segments import SegmentStore
 from infeed.mending import Mend, Mender
 from infeed.observe.gauge import Gauge
@@ -21,6 +21,12 @@ from infeed.watching import Watch
 from infeed.workers.board import Board
 from infeed.workers.crew import Crew
 from infeed.workers.failures import Failure
+
+
+class Gather(Protocol):
+    """Copies rows of in-memory arrays into a block and returns the duration in ns."""
+
+    def __call__(self, epoch: int, position: int, indices: Any, block: Block, row_count: int) -> int: ...
 
 
 @final
@@ -47,6 +53,8 @@ class EngineSetup:
     stream: StreamShares | None
     make_feed: Callable[[Cursor, Iterator[Any] | None], Feed]  # from a cursor on, by the sampler's iterator if there is one
     prefetches_epochs: bool
+    gather: Gather | None  # copies rows of in-memory arrays into a block; None: workers load samples
+    table_layout: Layout | None  # of those rows
     delivery: HostDelivery
     mender: Mender
     board: Board

@@ -110,6 +110,15 @@ class Scheduler(Shortage):
         """Slots that nobody uses."""
         return tuple(self._slots.free)
 
+    def lease_free_slot(self) -> SlotId | None:
+        """Lease a slot for a batch that the engine fills itself, without tasks; ``None`` if no slot is free."""
+        if not self._slots.free:
+            return None
+        self._wanted = None  # this is the batch that the training loop waits for
+        slot = self._slots.take()
+        self._slots.lease(slot)
+        return slot
+
     @property
     def held_slots(self) -> int:
         """Slots that the user looks into."""

@@ -20,6 +20,8 @@ class InlineCrew(Crew):
         self._news: list[News] = []
         self._worker = WorkerId(0)
 
+        self.gather = runner.gather
+
     def start(self, worker: WorkerId) -> None:
         self._news.append((worker, Started()))
 

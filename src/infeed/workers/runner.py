@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from time import perf_counter_ns
-from typing import Final, TypeAlias, assert_never, final
+from typing import Any, Final, TypeAlias, assert_never, final
 
 from infeed.batch.layout import Layout
 from infeed.memory.arena import Block
@@ -101,6 +101,23 @@ class Runner:
                 return None
             case _:
                 assert_never(message)
+
+    def gather(self, epoch: int, position: int, indices: Any, block: Block, row_count: int) -> int:
+        """Copy rows of the dataset's arrays into a block, without a task. Returns the duration in ns.
+
+        Raises:
+            IndexError: an index is outside the arrays, or not an integer.
+        """
+        table = self._source.table
+        assert table is not None
+        began = perf_counter_ns()
+        self._tape.begin(began, epoch, position)
+        table.gather(indices, self._filler.memory(block), block.offset, row_count)
+        now_ns = perf_counter_ns()
+        if self._tape.is_fine:
+            self._tape.loaded(0, ())
+        self._tape.end(row_count, now_ns)
+        return now_ns - began
 
     def held_count(self) -> int:
         """Of how many tasks it has the samples, and waits for a place to put them."""
