@@ -290,6 +290,8 @@ def prepare(library: str) -> None:
     if family == "torch":
         importlib.import_module("torch.utils.data")
         importlib.import_module("torch").set_num_threads(1)
+    if family == "grain":
+        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # Grain reads flags of absl, which nobody else parses
     if family == "ray":
         ray = importlib.import_module("ray")
         ray.init(num_cpus=max(64, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)  # as many as workers
