@@ -47,7 +47,8 @@ def check_steps() -> list[list[str]]:
     types = [
         ["-m", "mypy", "--platform", platform, "--cache-dir", f".mypy_cache/{platform}"] for platform in ("win32", "darwin")
     ]
-    return [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"], *types]
+    layers = ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"]
+    return [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], layers, ["-m", "mypy"], *types]
 
 
 def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:

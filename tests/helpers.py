@@ -469,18 +469,24 @@ install()
 
 def always_threads(monkeypatch: Any) -> None:
     """Let ``worker="auto"`` decide for threads after an epoch of processes, whatever is measured, and stay with them."""
-    from infeed.staff import Staff
-    from infeed.tuning.kinds import Verdict
+    from infeed.autotune.tuner import KindAdvice
+    from infeed.engine.scaling import WorkerChoice
 
-    reconsider = Staff.reconsider
-    monkeypatch.setattr("infeed.staff.better_kind", lambda *_args, **_options: Verdict("thread", "threads: told to"))
-    monkeypatch.setattr("infeed.staff._WORSE", 1e9)
-    monkeypatch.setattr(Staff, "reconsider", lambda staff, work, cores: reconsider(staff, work._replace(gil_share=0.0), cores))
+    reconsider = WorkerChoice.reconsider
+    monkeypatch.setattr(
+        "infeed.engine.scaling.better_kind", lambda *_args, **_options: KindAdvice("thread", "threads: told to")
+    )
+    monkeypatch.setattr("infeed.engine.scaling._WORSE", 1e9)
+    monkeypatch.setattr(
+        WorkerChoice,
+        "reconsider",
+        lambda worker_choice, work, cores: reconsider(worker_choice, work._replace(gil_share=0.0), cores),
+    )
 
 
-def staff(engine: Any, count: int) -> None:
+def worker_choice(engine: Any, count: int) -> None:
     """Let there be so many workers, as the tuner does."""
     with engine._lock:
         if engine.is_usable:
-            engine._staffing.aim(count)
-            engine._intake.settle_staff()
+            engine._scaling.aim(count)
+            engine._input.settle_workers()

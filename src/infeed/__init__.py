@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from infeed.engine.bad_samples import BadSample as BadSample
+    from infeed.engine.progress import Lineage as Lineage
     from infeed.errors import CollateError as CollateError
     from infeed.errors import ConfigError as ConfigError
     from infeed.errors import InfeedError as InfeedError
@@ -24,30 +26,28 @@ if TYPE_CHECKING:
     from infeed.errors import WorkerDiedError as WorkerDiedError
     from infeed.errors import WorkerError as WorkerError
     from infeed.errors import WorkerStartError as WorkerStartError
-    from infeed.ledger import BadSample as BadSample
-    from infeed.lineage import Lineage as Lineage
     from infeed.loader import DataLoader as DataLoader
     from infeed.memory.sharing import share as share
-    from infeed.observe.records import SlowSample as SlowSample
-    from infeed.observe.records import Statistics as Statistics
-    from infeed.observe.records import WorkerStatistics as WorkerStatistics
+    from infeed.metrics.statistics import SlowSample as SlowSample
+    from infeed.metrics.statistics import Statistics as Statistics
+    from infeed.metrics.statistics import WorkerStatistics as WorkerStatistics
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
-    from infeed.workers.places import get_rng as get_rng
+    from infeed.workers.rng import get_rng as get_rng
 
 __version__ = "0.1.0"
 
 # Public names are imported when they are first used. A worker runs this file too and needs only part of the package; importing
 # all of it took its start from 0.12 to 0.13 s.
 _HOMES: Final = {
-    "BadSample": "infeed.ledger",
+    "BadSample": "infeed.engine.bad_samples",
     "DataLoader": "infeed.loader",
-    "Lineage": "infeed.lineage",
-    "SlowSample": "infeed.observe.records",
-    "Statistics": "infeed.observe.records",
+    "Lineage": "infeed.engine.progress",
+    "SlowSample": "infeed.metrics.statistics",
+    "Statistics": "infeed.metrics.statistics",
     "WorkerInfo": "infeed.workers.info",
-    "WorkerStatistics": "infeed.observe.records",
-    "get_rng": "infeed.workers.places",
+    "WorkerStatistics": "infeed.metrics.statistics",
+    "get_rng": "infeed.workers.rng",
     "get_worker_info": "infeed.workers.info",
     "share": "infeed.memory.sharing",
 }

@@ -7,15 +7,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
-from infeed.config import LoaderConfig, Observe, OnError, StartMethod, WorkerChoice
-from infeed.core import Core
-from infeed.epoch import Epoch
-from infeed.ledger import BadSample
-from infeed.lineage import Lineage
-from infeed.observe.records import Statistics
+from infeed.engine.bad_samples import BadSample
+from infeed.engine.iterator import EpochIterator
+from infeed.engine.planning import Planner
+from infeed.engine.progress import Lineage
+from infeed.engine.session import Session
+from infeed.metrics.statistics import Statistics
+from infeed.options import LoaderConfig, Observe, OnError, StartMethod, WorkerChoice
 from infeed.plan.shards import Shard
-from infeed.planning import Planner
-from infeed.workers.early import start_for_loader
+from infeed.workers.early_start import start_for_loader
 
 
 @final
@@ -176,14 +176,14 @@ class DataLoader:
             on_statistics=on_statistics,
             statistics_every=statistics_every,
         )
-        self._core = Core(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
+        self._session = Session(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
-        self._finalizer = weakref.finalize(self, self._core.garage.close_unasked)
-        if config.kind == "process" and self._core.plan.table is None:
+        self._finalizer = weakref.finalize(self, self._session.engine_cache.close_unasked)
+        if config.kind == "process" and self._session.plan.table is None:
             start_for_loader(config.start_method, dataset, collate_fn, worker_init_fn)
 
     def __iter__(self) -> Iterator[Any]:
-        return Epoch(self._core, self)
+        return EpochIterator(self._session, self)
 
     def __len__(self) -> int:
         """Batches in an epoch.
@@ -191,34 +191,34 @@ class DataLoader:
         Raises:
             TypeError: the dataset, sampler or batch sampler has no length.
         """
-        return self._core.plan.batch_count()
+        return self._session.plan.batch_count()
 
     @property
     def dataset(self) -> Any:
-        return self._core.config.dataset
+        return self._session.config.dataset
 
     @property
     def batch_size(self) -> int | None:
-        return self._core.config.batch_size
+        return self._session.config.batch_size
 
     @property
     def seed(self) -> int:
         """What the order and the dataset's random numbers are made from: as given, or as drawn."""
-        return self._core.plan.seed
+        return self._session.plan.seed
 
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one if there is none."""
-        return self._core.epoch
+        return self._session.epoch
 
     @property
     def bad_samples(self) -> list[BadSample]:
         """Samples that were left out or replaced because they could not be loaded; the latest thousand of all epochs."""
-        return self._core.bad_samples
+        return self._session.bad_samples
 
     def statistics(self) -> Statistics:
         """What it did so far, in all its epochs, and a verdict: does the loop wait for data, for what, and what would help."""
-        return self._core.statistics()
+        return self._session.statistics()
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write who did what when: ``.json`` for Perfetto and chrome://tracing, or a picture: ``.svg``, ``.png``, ``.html``.
@@ -228,9 +228,9 @@ class DataLoader:
         Raises:
             ConfigError: the ending is none of these, or ``observe`` keeps no timeline.
         """
-        from infeed.observe.timeline import write_timeline
+        from infeed.metrics.timeline import write_timeline
 
-        write_timeline(self._core.trace(), path)
+        write_timeline(self._session.trace(), path)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained page about the run so far: verdict, charts, slowest samples, timeline, settings, machine.
@@ -238,9 +238,9 @@ class DataLoader:
         Raises:
             ConfigError: ``observe`` keeps no timeline.
         """
-        from infeed.observe.report import write_report
+        from infeed.metrics.report import write_report
 
-        write_report(self._core.trace(), path)
+        write_report(self._session.trace(), path)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch; later ones follow by themselves.
@@ -248,7 +248,7 @@ class DataLoader:
         A sampler that has ``set_epoch`` is told. The dataset, its transforms and ``collate_fn`` are told in every worker when
         an epoch begins, also without this call. If a state of this very epoch was loaded, the epoch goes on where that says.
         """
-        self._core.set_epoch(epoch)
+        self._session.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
@@ -258,7 +258,7 @@ class DataLoader:
         Raises:
             StateError: the dataset is map-style and has a ``state_dict``, which cannot be followed with workers.
         """
-        return self._core.state_dict()
+        return self._session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state says, with the next iteration. Nothing is loaded again; ``{}`` changes nothing.
@@ -269,7 +269,7 @@ class DataLoader:
         Raises:
             StateError: it is damaged, or of another dataset or other options. The loader is as it was.
         """
-        self._core.load_state_dict(state_dict)
+        self._session.load_state_dict(state_dict)
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
         """Where batch ``step`` (from 0) of an epoch comes from: its indices and seeds, and who loaded it, how long, how often.
@@ -281,7 +281,7 @@ class DataLoader:
         Raises:
             IndexError: there is no such batch, or it came from a sampler or a stream and is no longer remembered.
         """
-        return self._core.explain(step, epoch)
+        return self._session.explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
         """Load batch ``step`` of an epoch again, the very same, here and now: in this thread, so that a debugger can follow.
@@ -291,12 +291,12 @@ class DataLoader:
         Raises:
             IndexError: as ``explain``.
         """
-        return self._core.replay(step, epoch)
+        return self._session.replay(step, epoch)
 
     def close(self) -> None:
         """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
         self._finalizer.detach()
-        self._core.close()
+        self._session.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -305,9 +305,9 @@ class DataLoader:
         self.close()
 
     def __repr__(self) -> str:
-        config = self._core.config
+        config = self._session.config
         dataset = type(config.dataset).__qualname__
-        rank, world_size = self._core.plan.cut.shard
+        rank, world_size = self._session.plan.cut.shard
         shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
         worker = "auto" if config.is_kind_auto else config.kind
         return (

@@ -60,16 +60,16 @@ RECORDS = [
 def test_a_verdict_follows_the_median_and_the_direction(target: spec.Target, is_met: bool) -> None:
     """Medians decide, and an advantage above one is better for rates and for delays."""
     rows = report.metric_rows(make_case(target), RECORDS)
-    verdicts = [verdict for row in rows for verdict in row.verdicts]
-    assert [verdict.is_met for verdict in verdicts] == [is_met]
+    verdicts = [diagnosis for row in rows for diagnosis in row.verdicts]
+    assert [diagnosis.is_met for diagnosis in verdicts] == [is_met]
 
 
 def test_a_target_against_a_missing_library_is_neither_met_nor_missed() -> None:
     """Without the other side there is no ratio, and the table says so."""
     ours = [record for record in RECORDS if record["library"] == "infeed"]
     rows = report.metric_rows(make_case(spec.Target("rate", at_least=10, against="torch")), ours)
-    verdicts = [verdict for row in rows for verdict in row.verdicts]
-    assert [(verdict.reached, verdict.is_met) for verdict in verdicts] == [(None, None)]
+    verdicts = [diagnosis for row in rows for diagnosis in row.verdicts]
+    assert [(diagnosis.reached, diagnosis.is_met) for diagnosis in verdicts] == [(None, None)]
 
 
 def test_a_failed_run_is_named_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ print(kinds)
     (tmp_path / "program.py").write_text(code)
     result = start_python(["program.py"], cwd=tmp_path).finish()
 
-    assert result.out.strip() == str(["infeed.torch.iterators"] * 2 + ["torch.utils.data.dataloader"])
+    assert result.out.strip() == str(["infeed.torch.iterator"] * 2 + ["torch.utils.data.dataloader"])
     assert result.err == ""
 
 
@@ -204,7 +204,7 @@ def test_child_processes_load_with_infeed_however_they_are_started(tmp_path: Pat
     result = run(tmp_path, CHILDREN, *methods, seconds=SLOW_S)
 
     assert result.code == 0, result.err
-    children = [f"{who} infeed.torch.iterators 2" for who in ("command", *methods)]
+    children = [f"{who} infeed.torch.iterator 2" for who in ("command", *methods)]
     assert sorted(result.out.splitlines()) == sorted([*children, "worker [True, False]"])
     lines = result.err.splitlines()
     assert [line.split(": ")[1] for line in lines if line.startswith("infeed (pid ")] == [
@@ -239,7 +239,7 @@ if __name__ == "__main__":
     (tmp_path / "program.py").write_text(code)
     result = start_python(["program.py"], cwd=tmp_path).finish(SLOW_S)
 
-    assert sorted(result.out.splitlines()) == ["installed infeed.torch.iterators", "uninstalled torch.utils.data.dataloader"]
+    assert sorted(result.out.splitlines()) == ["installed infeed.torch.iterator", "uninstalled torch.utils.data.dataloader"]
     assert result.err == ""
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Probe, Run
 from infeed.doctor.findings import NAMES, examine
-from infeed.doctor.page import findings_page
-from infeed.doctor.report import print_report
+from infeed.doctor.report import findings_page, print_report
 from tests.helpers import ROOT, start_python
 
 TEXT = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")

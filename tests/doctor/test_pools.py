@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from infeed.doctor import pools
+from infeed.doctor import thread_owners as pools
 from infeed.doctor.evidence import Run
-from infeed.doctor.pools import Pools
-from infeed.doctor.threads import PYTHON
+from infeed.doctor.thread_owners import PYTHON, Pools
 
 OWNERS = {2: "OpenBLAS (numpy)", 3: "OpenBLAS (numpy)", 4: PYTHON}
 

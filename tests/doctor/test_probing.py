@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from infeed.doctor.journal import Journal, JournalReader
-from infeed.doctor.looking import measure, settings_of, workers_of
-from infeed.doctor.probing import find_generators, probe
-from infeed.doctor.threads import PYTHON, find_owners, parse_maps
-from infeed.doctor.watching import Watched
+from infeed.doctor.monitor import Watched, measure, settings_of, workers_of
+from infeed.doctor.probe import find_generators, probe
+from infeed.doctor.thread_owners import PYTHON, find_owners, parse_maps
 from infeed.loader import DataLoader
 from infeed.workers.info import get_worker_info
 from tests.helpers import run_script
@@ -304,7 +303,7 @@ def test_native_threads_are_told_by_their_library_from_outside_too(tmp_path: Pat
     pytest.importorskip("numexpr")
     code = """
 import json, os, subprocess, sys
-from infeed.doctor.threads import find_owners
+from infeed.doctor.thread_owners import find_owners
 os.environ["NUMEXPR_NUM_THREADS"] = "2"
 program = "import numexpr, sys; print(flush=True); sys.stdin.read(); print('end')"
 child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

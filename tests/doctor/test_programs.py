@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infeed.doctor.child import Orders
-from infeed.doctor.surveying import survey
+from infeed.doctor.runner import survey
 from tests.helpers import Journal, ScriptResult, assert_faster_than, start_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("signals of POSIX")]

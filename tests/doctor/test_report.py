@@ -9,8 +9,7 @@ import pytest
 
 from infeed.doctor.evidence import LoaderSeen
 from infeed.doctor.findings import examine
-from infeed.doctor.page import findings_page
-from infeed.doctor.report import ending, print_report, summary
+from infeed.doctor.report import ending, findings_page, print_report, summary
 from tests.doctor.evidence_of import costly, loader, run
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.tuning.readings import Change, Reading
-from infeed.tuning.tuner import Tuner
+from infeed.autotune.tuner import Change, Reading, Tuner
 from tests.helpers import always_threads
 
 pytestmark = pytest.mark.process
@@ -72,8 +71,8 @@ def test_whatever_the_tuner_does_batches_are_the_same(monkeypatch: pytest.Monkey
         return Change(asked[-1], "it likes to")
 
     monkeypatch.setattr(Tuner, "consider", consider)
-    monkeypatch.setattr("infeed.observe.gauge._TICK_NS", 1_000_000)
-    monkeypatch.setattr("infeed.observe.gauge._TICK_SHARE", 0)
+    monkeypatch.setattr("infeed.metrics.collector._TICK_NS", 1_000_000)
+    monkeypatch.setattr("infeed.metrics.collector._TICK_SHARE", 0)
     # Threads share the global generators: there only what infeed offers is the same.
     for worker, columns in (("process", (0, 1, 2, 3)), ("thread", (0, 3))):
         with infeed.DataLoader(Drawing(), 8, shuffle=True, seed=3) as loader:
@@ -103,10 +102,10 @@ def test_a_dataset_that_computes_or_draws_keeps_processes(dataset: Any) -> None:
         # On a busy machine it may take several epochs until enough was seen.
         for _ in range(10):
             list(loader)
-            if not loader._core.staff.is_open:
+            if not loader._session.worker_choice.is_open:
                 break
         assert loader.statistics().kind == "process"
-        assert not loader._core.staff.is_open
+        assert not loader._session.worker_choice.is_open
 
 
 class DrawsLate(Waiting):
@@ -123,13 +122,13 @@ def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
         for _ in range(3):
             list(loader)
             assert loader.statistics().kind == "process"
-        assert not loader._core.staff.is_open
+        assert not loader._session.worker_choice.is_open
 
 
 def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     always_threads(monkeypatch)
-    monkeypatch.setattr("infeed.staff._WORSE", 0.0)
-    monkeypatch.setattr("infeed.staff._LEAST_NS", 1)
+    monkeypatch.setattr("infeed.engine.scaling._WORSE", 0.0)
+    monkeypatch.setattr("infeed.engine.scaling._LEAST_NS", 1)
     with infeed.DataLoader(Waiting(100), 8, num_workers=2, worker="auto") as loader:
         kinds = []
         for _ in range(4):
@@ -152,8 +151,8 @@ class OpensFile(Waiting):
 def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no way back, and nobody's loop breaks because of that."""
     always_threads(monkeypatch)
-    monkeypatch.setattr("infeed.staff._WORSE", 0.0)
-    monkeypatch.setattr("infeed.staff._LEAST_NS", 1)
+    monkeypatch.setattr("infeed.engine.scaling._WORSE", 0.0)
+    monkeypatch.setattr("infeed.engine.scaling._LEAST_NS", 1)
     dataset = OpensFile(100)
     with infeed.DataLoader(dataset, 8, num_workers=2, worker="auto") as loader:
         for _ in range(4):
@@ -204,8 +203,8 @@ def test_two_loops_at_a_time_do_not_confuse_the_tuner(monkeypatch: pytest.Monkey
     """It hears of one of them."""
     heard: list[Reading] = []
     monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: heard.append(reading))
-    monkeypatch.setattr("infeed.observe.gauge._TICK_NS", 1_000_000)
-    monkeypatch.setattr("infeed.observe.gauge._TICK_SHARE", 0)
+    monkeypatch.setattr("infeed.metrics.collector._TICK_NS", 1_000_000)
+    monkeypatch.setattr("infeed.metrics.collector._TICK_SHARE", 0)
     with infeed.DataLoader(Waiting(200, 0.001), 4, num_workers="auto") as loader:
         for _ in zip(loader, loader, strict=True):
             pass
@@ -230,7 +229,7 @@ def test_the_number_of_workers_grows_where_samples_wait() -> None:
         known = loader.statistics()
     assert known.is_auto
     assert not known.is_settled
-    assert "infeed is still finding out how many workers are best" in known.verdict
+    assert "infeed is still finding out how many workers are best" in known.diagnosis
 
 
 def test_a_number_is_the_most_with_an_auto_kind() -> None:
@@ -243,14 +242,14 @@ def test_a_stream_has_one_worker() -> None:
     with infeed.DataLoader((number for number in range(100)), 8, worker="thread", num_workers="auto") as loader:
         assert [number for batch in loader for number in batch] == list(range(100))
         assert loader.statistics().worker_count == 1
-        assert "finding out" not in loader.statistics().verdict
+        assert "finding out" not in loader.statistics().diagnosis
 
 
 def test_nothing_is_left_of_workers_that_were_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard around every test looks for them."""
     counts = iter([4, 1, 3, 2] * 100)
     monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: Change(next(counts), "told to"))
-    monkeypatch.setattr("infeed.observe.gauge._TICK_NS", 1_000_000)
+    monkeypatch.setattr("infeed.metrics.collector._TICK_NS", 1_000_000)
     with infeed.DataLoader(Waiting(400, 0.001), 4, num_workers=4, worker="auto") as loader:
         assert sorted(index for batch in loader for index in batch[0].tolist()) == list(range(400))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("infeed")]

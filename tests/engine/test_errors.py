@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.engine import Engine
+from infeed.engine.engine import Engine
 from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset
-from infeed.workers.messages import StartFailed
+from infeed.workers.protocol import StartFailed
 from tests.conftest import make_portable
 from tests.helpers import (
     Blocking,

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.workers import stacks
+from infeed.workers import status as stacks
 from tests.helpers import Blocking, Tree, assert_faster_than, collected, flat, patient_next, plain, wait_until
 
 
@@ -155,10 +155,10 @@ def test_a_worker_without_signals_is_asked_through_its_pipe(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on Windows: the thread that reads the pipe answers."""
-    from infeed.workers.board import UNKNOWN, Board
+    from infeed.workers.status import UNKNOWN, StatusBoard
 
-    real = Board.doing
-    monkeypatch.setattr(Board, "doing", lambda self, worker: real(self, worker)._replace(stack_fd=UNKNOWN))
+    real = StatusBoard.doing
+    monkeypatch.setattr(StatusBoard, "doing", lambda self, worker: real(self, worker)._replace(stack_fd=UNKNOWN))
     dataset = Blocking(8, 2, tmp_path)
     caplog.set_level(logging.WARNING, "infeed")
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "start_method": "spawn", "hang_warning": 0.1, "timeout": 60}

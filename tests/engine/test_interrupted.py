@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 import infeed
-from infeed.engine import Engine
-from infeed.observe.gauge import Gauge
+from infeed.engine.engine import Engine
+from infeed.metrics.collector import EngineMetrics
 from tests.helpers import Squares, Tree, close_fork_server, collected, flat, plain, wait_until, worker_processes
 
 
@@ -26,15 +26,15 @@ def test_a_batch_that_the_loop_did_not_get_does_not_count(
     engine: dict[str, Any], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was ready, and the way out of ``next`` was cut off: a resume begins with it."""
-    real = Gauge.note
+    real = EngineMetrics.note
 
-    def note(self: Gauge, *times: int) -> None:
+    def note(self: EngineMetrics, *times: int) -> None:
         if self.batch_count == 3:
             raise error
         real(self, *times)
         self.next_ns = 0  # always
 
-    monkeypatch.setattr(Gauge, "note", note)
+    monkeypatch.setattr(EngineMetrics, "note", note)
     with infeed.DataLoader(range(20), batch_size=2, seed=1, **engine) as loader:
         batches = iter(loader)
         assert [plain(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]

@@ -429,7 +429,7 @@ def test_two_ends_of_a_worker_do_not_race(tmp_path: Path) -> None:
     """Its pipe ends and its parent is gone: who comes second lets the first send what is queued."""
     result = run_script(tmp_path, dedent("""
         import multiprocessing, os, threading, time
-        from infeed.workers.child import leave
+        from infeed.workers.main import leave
 
         class Slow:
             def __reduce__(self):

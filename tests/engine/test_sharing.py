@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.memory.parcel import send
+from infeed.memory.dataset import send
 from infeed.memory.segments import open_store
 from infeed.workers.idle import IDLE_WORKERS
 from tests.helpers import (
@@ -83,10 +83,10 @@ def test_what_is_sent_of_a_shared_dataset_is_small() -> None:
     dataset.names = infeed.share(list(range(1_000_000)))
     dataset.rows = infeed.share(np.zeros(1_000_000))
     dataset.tail = dataset.rows[1:]
-    parcel = send({}, dataset, store)
+    serialized = send({}, dataset, store)
     store.close()
 
-    assert sum(parcel.sizes) < 20_000
+    assert sum(serialized.sizes) < 20_000
 
 
 @pytest.mark.process

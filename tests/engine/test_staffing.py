@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.engine import Engine
+from infeed.engine.engine import Engine
 from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
-from infeed.workers.messages import Started
-from infeed.workers.thread import ThreadCrew
-from tests.helpers import Stream, Tree, collected, kill_process, plain, staff, wait_until, worker_processes
+from infeed.workers.protocol import Started
+from infeed.workers.thread import ThreadPool
+from tests.helpers import Stream, Tree, collected, kill_process, plain, wait_until, worker_choice, worker_processes
 
 MOST = 4
 LENGTH = 240
@@ -38,7 +38,7 @@ class Draws:
 
 def engine_of(loader: infeed.DataLoader) -> Engine:
     """The engine of the epoch in progress."""
-    (engine,) = loader._core.garage._out
+    (engine,) = loader._session.engine_cache._out
     return engine
 
 
@@ -47,7 +47,7 @@ def pids_of(loader: infeed.DataLoader) -> list[int]:
 
 
 @pytest.fixture(params=[pytest.param("thread"), pytest.param("process", marks=pytest.mark.process)])
-def crew(request: pytest.FixtureRequest) -> dict[str, Any]:
+def pool(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"num_workers": MOST, "worker": request.param, "timeout": 30}
 
 
@@ -56,7 +56,7 @@ def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: 
     for step, batch in enumerate(loader):
         yield plain(batch)
         if rng.random() < 0.5:
-            staff(engine_of(loader), rng.randint(1, MOST))
+            worker_choice(engine_of(loader), rng.randint(1, MOST))
         pids = pids_of(loader)
         if kills and step % 12 == 11 and pids:
             with suppress(OSError):
@@ -64,12 +64,12 @@ def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: 
 
 
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["rows", "collated"])
-def test_batches_do_not_depend_on_how_many_workers_come_and_go(crew: dict[str, Any], collate_fn: Any) -> None:
+def test_batches_do_not_depend_on_how_many_workers_come_and_go(pool: dict[str, Any], collate_fn: Any) -> None:
     """Bit for bit those of a loader without workers: every sample once, in order, with the same random numbers."""
     options: dict[str, Any] = {"batch_size": 5, "shuffle": True, "seed": 3, "collate_fn": collate_fn}
     alone = infeed.DataLoader(Draws(), **options)
     rng = random.Random(5)
-    with closing(infeed.DataLoader(Draws(), **options, **crew)) as loader:
+    with closing(infeed.DataLoader(Draws(), **options, **pool)) as loader:
         for _ in range(4):
             assert list(epoch_with_changes(loader, rng)) == collected(alone)
 
@@ -98,9 +98,9 @@ def test_who_leaves_is_gone_and_who_comes_works(process_engine: dict[str, Any], 
             return len(pids_of(loader)) == count == len(worker_processes())
 
         wait_until(lambda: has(2), "two workers")
-        staff(engine_of(loader), 1)
+        worker_choice(engine_of(loader), 1)
         wait_until(lambda: has(1), "one worker")
-        staff(engine_of(loader), 2)
+        worker_choice(engine_of(loader), 2)
         wait_until(lambda: has(2), "two workers again")
     assert "kill" not in caplog.text
     assert "died" not in caplog.text
@@ -112,7 +112,7 @@ def test_there_is_always_a_worker_and_never_more_than_there_may_be(forkserver: d
         batches = iter(loader)
         next(batches)
         for asked, had in ((0, 1), (100, 2)):
-            staff(engine_of(loader), asked)
+            worker_choice(engine_of(loader), asked)
             wait_until(lambda had=had: next(batches) is not None and len(pids_of(loader)) == had, f"{had} workers")
 
 
@@ -122,7 +122,7 @@ def test_a_stream_keeps_its_workers(forkserver: dict[str, Any]) -> None:
         batches = iter(loader)
         first = plain(next(batches))
         pids = pids_of(loader)
-        staff(engine_of(loader), 1)
+        worker_choice(engine_of(loader), 1)
 
         assert [first, *map(plain, batches)] == collected(infeed.DataLoader(Stream(200), batch_size=2))
         assert pids
@@ -152,12 +152,12 @@ def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, A
     with closing(infeed.DataLoader(Tree(100_000, lambda i: i), **options)) as loader:
         batches = iter(loader)
         next(batches)
-        staff(engine_of(loader), 1)
+        worker_choice(engine_of(loader), 1)
         wait_until(lambda: skip(batches) and len(worker_processes()) == 1, "one worker")
         (tmp_path / "slow").touch()
-        staff(engine_of(loader), 2)
+        worker_choice(engine_of(loader), 2)
         wait_until((tmp_path / "starting").exists, "a worker that is starting")
-        staff(engine_of(loader), 1)
+        worker_choice(engine_of(loader), 1)
         assert len(pids_of(loader)) == 1
         if ends_by == "looking":
             wait_until(lambda: skip(batches) and len(worker_processes()) == 1, "its end")
@@ -176,10 +176,10 @@ def test_a_crew_that_cannot_grow_goes_on_as_it_is(
         batches = iter(loader)
         next(batches)
         engine = engine_of(loader)
-        staff(engine, 1)
+        worker_choice(engine, 1)
         wait_until(lambda: next(batches) is not None and len(pids_of(loader)) == 1, "one worker")
-        monkeypatch.setattr(engine._crew, "start", refuse)
-        staff(engine, 2)
+        monkeypatch.setattr(engine._pool, "start", refuse)
+        worker_choice(engine, 2)
 
         assert plain(next(batches))
         assert len(pids_of(loader)) == 1
@@ -192,7 +192,7 @@ def test_threads_that_left_are_gone() -> None:
         batches = iter(loader)
         next(batches)
         for count in (1, 3, 2, MOST, 1):
-            staff(engine_of(loader), count)
+            worker_choice(engine_of(loader), count)
             next(batches)
 
         def count_threads() -> int:
@@ -222,14 +222,14 @@ def test_nothing_is_heard_of_a_thread_that_was_stopped() -> None:
     """Another has its number by then, and would be taken for ready."""
     first, second = threading.Event(), threading.Event()
     gates = [first, second]
-    crew = ThreadCrew(lambda worker, recalls: SlowStart(gates.pop(0)))  # type: ignore[arg-type, return-value]
-    with closing(crew):
-        crew.start(WorkerId(0))
+    pool = ThreadPool(lambda worker, recalls: SlowStart(gates.pop(0)))  # type: ignore[arg-type, return-value]
+    with closing(pool):
+        pool.start(WorkerId(0))
         wait_until(lambda: gates == [second], "the first thread at its start")
-        crew.stop(WorkerId(0))
-        crew.start(WorkerId(0))
+        pool.stop(WorkerId(0))
+        pool.start(WorkerId(0))
         first.set()
-        wait_until(lambda: not crew._news.empty(), "what the first thread has to say")
-        assert crew.receive(0) == []
+        wait_until(lambda: not pool._news.empty(), "what the first thread has to say")
+        assert pool.receive(0) == []
         second.set()
-        assert crew.receive(30) == [(WorkerId(0), Started())]
+        assert pool.receive(30) == [(WorkerId(0), Started())]

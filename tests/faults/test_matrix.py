@@ -223,7 +223,7 @@ class Init:
                 sys.stdout = _Stream(self.fault)
 
     def patch_writer(self, name: str) -> None:
-        from infeed.batch.rows import RowWriter
+        from infeed.collate.rows import RowWriter
 
         real = getattr(RowWriter, name)
 
@@ -234,8 +234,8 @@ class Init:
         setattr(RowWriter, name, write)
 
     def patch_report(self) -> None:
-        from infeed.workers import child
-        from infeed.workers.messages import RowsLoaded
+        from infeed.workers import main as child
+        from infeed.workers.protocol import RowsLoaded
 
         real = child.encode_answer
 
@@ -270,7 +270,7 @@ class _Stream:
 
 def strike_at_start(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first process meet its fate as soon as it is there."""
-    from infeed.workers.starting import Launch, Starter
+    from infeed.workers.launcher import Launch, Starter
 
     real = Starter.start
     number = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "hang": signal.SIGSTOP}[fault.kind]

@@ -70,7 +70,7 @@ def skip_without(program: str) -> None:
 # What differs between the ways to run a program: workers, and how infeed comes in.
 RUN = ["-m", "infeed", "run"]
 INSTALLED = (
-    "import infeed.torch, runpy, sys; from infeed.torch.tally import TALLY; infeed.torch.install(); "
+    "import infeed.torch, runpy, sys; from infeed.torch.summary import TALLY; infeed.torch.install(); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); print(TALLY, file=sys.stderr)"
 )
 

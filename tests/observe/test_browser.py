@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infeed.observe.page import chart, page
-from infeed.observe.records import Trace
-from infeed.observe.report import write_report
-from infeed.observe.timeline import write_timeline
+from infeed.metrics.page import chart, page
+from infeed.metrics.report import write_report
+from infeed.metrics.statistics import Trace
+from infeed.metrics.timeline import write_timeline
 from tests.observe.traces import CASES, faulty_trace, strange_trace
 
 if sys.platform == "win32":

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.observe.lanes import Piece, Window, lane_names, lane_tops, marks_in, pieces, whole, windows
-from infeed.observe.records import LOOP, Mark, Span, Trace
-from infeed.observe.serial import serial
+from infeed.metrics.statistics import LOOP, Mark, Span, Trace
+from infeed.metrics.table import serial
+from infeed.metrics.timeline import Piece, Window, lane_names, lane_tops, marks_in, pieces, whole, windows
 from tests.observe.traces import MS, empty_trace, faulty_trace, make_trace, with_statistics
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infeed.observe import owntime
-from infeed.observe.owntime import OwnTime
+from infeed.metrics import collector as owntime
+from infeed.metrics.collector import OwnTime
 
 MS = 1_000_000
 

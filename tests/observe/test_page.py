@@ -4,8 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from infeed.observe import page as pages
-from infeed.observe.page import bars, chart, code, facts, hint, label, page, paragraph, row, section, table, tiles, verdict
+from infeed.metrics import page as pages
+from infeed.metrics.page import bars, chart, code, diagnosis, facts, hint, label, page, paragraph, row, section, table, tiles
 from tests.observe.traces import STRANGE
 from tests.unit.fresh import run_fresh
 
@@ -42,14 +42,14 @@ class Reader(HTMLParser):
         hint(STRANGE),
         code(STRANGE),
         label(STRANGE),
-        verdict(f"{STRANGE}\n{STRANGE}"),
+        diagnosis(f"{STRANGE}\n{STRANGE}"),
         tiles([(STRANGE, STRANGE, STRANGE)]),
         facts({STRANGE: STRANGE}),
         table([STRANGE, ""], [[STRANGE, bars(0.5)]], numbers=[0]),
         section(STRANGE, paragraph(STRANGE), note=STRANGE),
         row(paragraph(STRANGE), paragraph(STRANGE)),
     ],
-    ids=["paragraph", "hint", "code", "label", "verdict", "tiles", "facts", "table", "section", "row"],
+    ids=["paragraph", "hint", "code", "label", "diagnosis", "tiles", "facts", "table", "section", "row"],
 )
 def test_text_stays_text(block: pages.Block) -> None:
     """Whatever a dataset or a setting is called, it is shown and is never markup."""
@@ -91,7 +91,7 @@ def test_only_charts_need_plotly() -> None:
         """
         import sys
         sys.modules["plotly"] = None
-        from infeed.observe.page import chart, page, paragraph
+        from infeed.metrics.page import chart, page, paragraph
         assert "text" in page("Page", [paragraph("text")])
         try:
             page("Page", [chart({"data": []})])

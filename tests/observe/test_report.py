@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from infeed import ConfigError
-from infeed.observe.figures import timeline_page
-from infeed.observe.measures import thinned
-from infeed.observe.page import page, plotly_source
-from infeed.observe.records import Trace
-from infeed.observe.report import report_page, write_report
+from infeed.metrics.charts import thinned, timeline_page
+from infeed.metrics.page import page, plotly_source
+from infeed.metrics.report import report_page, write_report
+from infeed.metrics.statistics import Trace
 from tests.observe.traces import CASES, empty_trace, faulty_trace, make_trace, strange_trace, with_statistics
 
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))

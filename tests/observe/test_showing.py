@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 import infeed
-from infeed.observe.showing import Show
+from infeed.metrics.progress_bar import Show
 from tests.helpers import ROOT, Squares
 
 tqdm_auto = pytest.importorskip("tqdm.auto")

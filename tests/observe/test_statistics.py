@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.observe.recent import Amounts
+from infeed.metrics.recent import Amounts
 from infeed.testing import FaultyDataset
 from tests.helpers import Squares, kill_process
 
@@ -104,7 +104,7 @@ def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
     assert known.restart_count == 1
     assert known.sample_count == 60
     assert pid not in {one.pid for one in known.workers}
-    marks = loader._core.trace().marks
+    marks = loader._session.trace().marks
     assert [mark.kind for mark in marks if mark.lane == victim.worker] == ["death"]
     assert f"pid {pid}" in next(mark.text for mark in marks if mark.kind == "death")
     assert "  1 restart" in str(known)
@@ -140,7 +140,7 @@ class Refusing:
 def test_what_samples_that_raise_took_is_counted_and_shown(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Refusing(), 8, on_error="skip", **workers) as loader:
         assert [int(number) for batch in loader for number in batch] == list(range(0, 32, 2))
-        trace = loader._core.trace()
+        trace = loader._session.trace()
     known = trace.statistics
     # Each bad one was asked for once, and each good one for its batch, at least.
     assert sum(one.load_s for one in known.workers) >= 0.05 + 31 * 0.002
@@ -206,9 +206,9 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
         known = loader.statistics()
         with pytest.raises(infeed.ConfigError, match="observe='timeline'"):
             loader.timeline("run.json")
-        assert not loader._core.meter._history.spans()
+        assert not loader._session.collector._history.spans()
     assert (known.batch_count, bool(known.histogram)) == ((0, False) if observe == "off" else (8, True))
-    assert (known.verdict == "nothing is kept: observe='off'") == (observe == "off")
+    assert (known.diagnosis == "nothing is kept: observe='off'") == (observe == "off")
 
 
 def test_the_record_cannot_be_changed() -> None:
@@ -243,7 +243,7 @@ def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
         list(loader)
         known = loader.statistics()
     first, *rows = str(known).splitlines()
-    assert first == known.verdict
+    assert first == known.diagnosis
     assert first.startswith("input-bound: the loop loaded by itself")
     assert [row.split()[0] for row in rows] == ["given", "rate", "loop", "workers", "time", "a", "in"]
 
@@ -288,7 +288,7 @@ def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
     with infeed.DataLoader(Napping(), 8, num_workers=2) as loader:
         for _ in loader:
             time.sleep(0.001)
-        trace = loader._core.trace()
+        trace = loader._session.trace()
     loads = [span for span in trace.spans if span.kind == "load" and span.epoch == 0]
     assert sum(span.size for span in loads) == 60
     assert {span.first_index for span in loads if span.size == 1} == set(range(60))
@@ -332,7 +332,7 @@ def test_the_verdict_is_about_how_it_goes_now() -> None:
     # The samples of epoch 0 were long ago.
     assert {one.recent_s for one in known.slowest if one.epoch == 0} == {0.0}
     assert known.recent_wait_share < known.wait_share
-    assert "of the last" in known.verdict
+    assert "of the last" in known.diagnosis
 
 
 def test_who_had_nothing_to_do_while_the_loop_waited_is_counted() -> None:
@@ -355,7 +355,7 @@ def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> N
             for _batch in loader:
                 sum(range(20_000))
     known = loader.statistics()
-    past = Amounts.sum_of(one.amounts for one in loader._core.meter._history.past._slices)
+    past = Amounts.sum_of(one.amounts for one in loader._session.collector._history.past._slices)
     assert past.batch_count == known.batch_count
     assert past.waited_ns == round(known.waited_s * 1e9)
     assert past.away_ns == round(known.away_s * 1e9)
@@ -365,17 +365,17 @@ def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> N
 
 def test_what_the_process_computes_between_epochs_is_not_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "infeed.observe.owntime._READ_SHARE", 0
+        "infeed.metrics.collector._READ_SHARE", 0
     )  # on a busy machine one look may take so long that no other follows
     with infeed.DataLoader(Squares(40), 4, num_workers=1) as loader:
         list(loader)
-        gauge = loader._core.meter._gauges.all[0]
-        before = gauge.amounts().own_cpu_ns
+        metrics = loader._session.collector._all_metrics.all[0]
+        before = metrics.amounts().own_cpu_ns
         sum(range(100_000))
-        assert gauge.amounts().own_cpu_ns == before
+        assert metrics.amounts().own_cpu_ns == before
         for _ in loader:
             sum(range(1_000_000))
-        assert gauge.amounts().own_cpu_ns > before
+        assert metrics.amounts().own_cpu_ns > before
 
 
 def test_one_is_not_several() -> None:
@@ -384,4 +384,4 @@ def test_one_is_not_several() -> None:
         known = dataclasses.replace(loader.statistics(), batches_in_flight=1)
     assert "1 batch, 1 sample," in str(known)
     assert "in flight  1 batch," in str(known)
-    assert known.verdict.startswith("too early to tell: 1 batch in")
+    assert known.diagnosis.startswith("too early to tell: 1 batch in")

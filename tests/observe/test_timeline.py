@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from infeed import ConfigError
-from infeed.observe.records import LOOP, Mark, Span, Trace
-from infeed.observe.report import write_report
-from infeed.observe.timeline import write_timeline
+from infeed.metrics.report import write_report
+from infeed.metrics.statistics import LOOP, Mark, Span, Trace
+from infeed.metrics.timeline import write_timeline
 from tests.observe.traces import CASES, MS, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace
 from tests.unit.fresh import run_fresh
 
@@ -150,7 +150,7 @@ def test_strange_text_comes_through(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_timeline(strange_trace(), path)
 
-    assert json.loads(path.read_text(encoding="utf-8"))["otherData"]["verdict"] == STRANGE
+    assert json.loads(path.read_text(encoding="utf-8"))["otherData"]["diagnosis"] == STRANGE
 
 
 @ALL_CASES
@@ -178,15 +178,15 @@ def test_a_picture_is_a_png_file(make: Callable[[], Trace], tmp_path: Path) -> N
 def test_a_picture_has_the_whole_verdict_and_the_whole_of_what_went_wrong(tmp_path: Path) -> None:
     """What to do about it stands at the end. It goes over several lines, none of which leaves the picture."""
     svg, png = tmp_path / "run.svg", tmp_path / "run.png"
-    verdict = " ".join(f"so {number} more workers would help" for number in range(100, 118))
+    diagnosis = " ".join(f"so {number} more workers would help" for number in range(100, 118))
     text = " ".join(f"index {number} could not be read" for number in range(12))
-    trace = make_trace(verdict=verdict, marks=(Mark(50 * MS, 1, "death", text),))
+    trace = make_trace(diagnosis=diagnosis, marks=(Mark(50 * MS, 1, "death", text),))
     write_timeline(trace, svg)
     write_timeline(trace, png)
 
     # Letters are drawn as shapes; what they are stands beside them in comments.
     written = " ".join(" ".join(re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"))).split())
-    assert verdict in written
+    assert diagnosis in written
     assert text in written
     with Image.open(png) as picture:
         right = picture.convert("L").crop((picture.width * 99 // 100, 0, picture.width, picture.height))
@@ -232,7 +232,7 @@ def test_a_picture_leaves_matplotlib_as_the_user_has_it(tmp_path: Path) -> None:
         def settings():  # the back end is chosen, and pyplot loaded, by whoever asks for its name
             return {{name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}}
         before = settings()
-        from infeed.observe.timeline import write_timeline
+        from infeed.metrics.timeline import write_timeline
         from tests.observe.traces import make_trace
         write_timeline(make_trace(), {str(tmp_path / "styled.svg")!r})
         print("matplotlib.pyplot" in sys.modules, settings() == before)
@@ -251,7 +251,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         sys.modules["matplotlib"] = sys.modules["plotly"] = None
-        from infeed.observe.timeline import write_timeline
+        from infeed.metrics.timeline import write_timeline
         from tests.observe.traces import make_trace
         write_timeline(make_trace(), {str(tmp_path / "run.json")!r})
         for name in ("run.png", "run.html"):

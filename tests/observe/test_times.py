@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.engine import Engine
-from infeed.observe.measures import rate_figure, worker_figure
+from infeed.engine.engine import Engine
+from infeed.engine.scaling import WorkerScaling
+from infeed.metrics.charts import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
-from infeed.staffing import Staffing
-from tests.helpers import Squares, Tree, kill_process, staff, wait_until
+from tests.helpers import Squares, Tree, kill_process, wait_until, worker_choice
 
 NAP_S = 0.02
 
@@ -28,8 +28,8 @@ def test_points_go_on_where_another_engine_stopped(workers: dict[str, Any]) -> N
     with infeed.DataLoader(Squares(32), 4, **workers) as loader:
         for _ in range(4):
             list(loader)
-            loader._core.garage.clear()
-        points = loader._core.trace().points
+            loader._session.engine_cache.clear()
+        points = loader._session.trace().points
         known = loader.statistics()
     sums = [(one.batch_count, one.sample_count, one.byte_count, one.waited_ns, one.away_ns, one.busy_ns) for one in points]
     assert all(a <= b for before, after in pairwise(sums) for a, b in zip(before, after, strict=True))
@@ -44,13 +44,13 @@ def test_points_count_loops_that_run_at_a_time() -> None:
     with infeed.DataLoader(Squares(32), 4) as loader:
         for _ in loader:
             list(loader)
-        points = loader._core.trace().points
+        points = loader._session.trace().points
     assert [one.batch_count for one in points[:2]] == [1, 2]
 
 
 def test_starting_and_stopping_workers_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the very first start, as whoever has a stopwatch finds."""
-    build, close = infeed.core.build_engine, Engine.close
+    build, close = infeed.engine.session.build_engine, Engine.close
 
     def build_slowly(*given: Any, **options: Any) -> Engine:
         time.sleep(NAP_S)
@@ -60,10 +60,10 @@ def test_starting_and_stopping_workers_is_waiting(monkeypatch: pytest.MonkeyPatc
         time.sleep(NAP_S)
         close(engine, **options)
 
-    monkeypatch.setattr("infeed.core.build_engine", build_slowly)
+    monkeypatch.setattr("infeed.engine.session.build_engine", build_slowly)
     monkeypatch.setattr(Engine, "close", close_slowly)
     with infeed.DataLoader(Squares(16), 4) as loader:
-        loader._core.garage.is_keeping = False
+        loader._session.engine_cache.is_keeping = False
         began = time.perf_counter()
         for _ in range(3):
             list(loader)
@@ -85,7 +85,7 @@ def test_the_last_step_of_an_epoch_counts(options: dict[str, Any]) -> None:
             for _batch in loader:
                 time.sleep(NAP_S)
         known = loader.statistics()
-        spans = loader._core.trace().spans
+        spans = loader._session.trace().spans
     assert known.away_s >= 3 * NAP_S
     assert sum(span.seconds for span in spans if span.kind == "away") >= 3 * NAP_S
 
@@ -146,7 +146,9 @@ def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
         loop = threading.Thread(target=lambda: list(loader))
         loop.start()
         try:
-            wait_until(lambda: "worker 0 has been at one sample for" in loader.statistics().verdict, "the loop to wait for it")
+            wait_until(
+                lambda: "worker 0 has been at one sample for" in loader.statistics().diagnosis, "the loop to wait for it"
+            )
             known = loader.statistics()
             assert known.waited_s >= known.waiting_s > known.waited_s / 2
             assert known.workers[0].pending_s > known.waited_s / 2
@@ -226,7 +228,7 @@ def test_figures_stand_still_while_workers_load_ahead() -> None:
         while data.count < 24 + 5:  # a task is done, and another is begun
             time.sleep(0.001)
         after = loader.statistics()
-        assert (before.workers, before.histogram, before.verdict) == (after.workers, after.histogram, after.verdict)
+        assert (before.workers, before.histogram, before.diagnosis) == (after.workers, after.histogram, after.diagnosis)
         list(loader)
         known = loader.statistics()
     assert sum(one.sample_count for one in known.workers) >= 48
@@ -238,8 +240,8 @@ def test_figures_stand_still_while_workers_load_ahead() -> None:
 def test_the_memory_limit_is_the_one_that_holds(observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much memory others take meanwhile, and also when the loader is closed."""
     free = iter(range(1 << 40, 1 << 41, 1 << 30))
-    monkeypatch.setattr("infeed.core.available_bytes", lambda: next(free))
-    monkeypatch.setattr("infeed.assembly.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("infeed.engine.session.available_bytes", lambda: next(free))
+    monkeypatch.setattr("infeed.engine.build.available_bytes", lambda: 1 << 30)
     with infeed.DataLoader(Squares(8), 4, observe=observe) as loader:
         list(loader)
         assert loader.statistics().memory_limit == 1 << 29
@@ -260,9 +262,9 @@ def test_only_batches_that_are_there_are_in_flight() -> None:
 def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits while one is started in the place of another that died, or one more: that is no work on batches."""
     started: list[int] = []
-    start = Staffing._start
+    start = WorkerScaling._start
 
-    def slowly(self: Staffing, worker: WorkerId) -> None:
+    def slowly(self: WorkerScaling, worker: WorkerId) -> None:
         start(self, worker)
         time.sleep(NAP_S)  # what it takes
         started.append(worker)
@@ -270,13 +272,13 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
     with infeed.DataLoader(range(1_000_000), 4, num_workers=2) as loader:
         batches = iter(loader)
         next(batches)
-        (engine,) = loader._core.garage._out
+        (engine,) = loader._session.engine_cache._out
         if how == "added":
-            staff(engine, 1)
+            worker_choice(engine, 1)
         before = loader.statistics()
-        monkeypatch.setattr(Staffing, "_start", slowly)
+        monkeypatch.setattr(WorkerScaling, "_start", slowly)
         if how == "added":
-            engine._staffing.aim(2)  # as the tuner does, while the loop waits
+            engine._scaling.aim(2)  # as the tuner does, while the loop waits
         else:
             kill_process(engine.worker_pids()[0])
         wait_until(lambda: next(batches) is not None and started, "another worker")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from infeed.observe.recent import Amounts, Past, Recent, Slice
-from infeed.observe.records import SlowSample, Statistics, WorkerStatistics
-from infeed.observe.verdict import verdict_of
+from infeed.metrics.diagnosis import diagnose
+from infeed.metrics.recent import Amounts, Past, Recent, Slice
+from infeed.metrics.statistics import SlowSample, Statistics, WorkerStatistics
 
 S = 10**9
 
@@ -59,7 +59,7 @@ def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) ->
         sample_times={"median": 0.009, "p90": 0.01, "p99": 0.012, "max": 0.013},
         histogram=((0.01, 2000),),
         slowest=(SlowSample(0, 5, 5, 0.013),),
-        verdict="",
+        diagnosis="",
     )
     return replace(base, **changes)
 
@@ -74,33 +74,33 @@ def lately(**changes: int) -> Amounts:
 
 def judged(changes: dict[str, int], **others: Any) -> str:
     """What is said of such ten seconds, after others."""
-    return verdict_of(run(recent=Recent(lately(**changes), 0, is_all=False), **others))
+    return diagnose(run(recent=Recent(lately(**changes), 0, is_all=False), **others))
 
 
 def test_workers_that_compute_are_missing_and_cores_are_free() -> None:
-    said = verdict_of(run())
+    said = diagnose(run())
     assert said == (
         "input-bound: the loop waited 60% of the time, 93% of it for __getitem__; 4 more workers would help, 6 cores are free"
     )
 
 
 def test_no_more_workers_are_advised_than_the_loop_can_use() -> None:
-    assert "1 more worker would help" in verdict_of(run(waited_s=0.6, away_s=9.4, each={"load_s": 9.3, "alive_s": 10.0}))
+    assert "1 more worker would help" in diagnose(run(waited_s=0.6, away_s=9.4, each={"load_s": 9.3, "alive_s": 10.0}))
 
 
 def test_no_number_is_advised_where_infeed_decides_it() -> None:
-    assert "there are as many workers as bring something" in verdict_of(run(is_auto=True))
+    assert "there are as many workers as bring something" in diagnose(run(is_auto=True))
 
 
 def test_as_long_as_infeed_tries_out_numbers_nothing_is_said_of_them() -> None:
     for also in ({}, {"most_workers": 2}, {"each": {"load_s": 1.0, "alive_s": 10.0}}):
-        said = verdict_of(run(is_auto=True, is_settled=False, **also))
+        said = diagnose(run(is_auto=True, is_settled=False, **also))
         assert said.endswith("; infeed is still finding out how many workers are best, and tries 2")
-    assert "keeping up" in verdict_of(run(is_auto=True, is_settled=False, waited_s=0.1, away_s=9.9))
+    assert "keeping up" in diagnose(run(is_auto=True, is_settled=False, waited_s=0.1, away_s=9.9))
 
 
 def test_all_cores_are_busy() -> None:
-    assert "all 2 cores are busy, so" in verdict_of(run(core_count=2.0))
+    assert "all 2 cores are busy, so" in diagnose(run(core_count=2.0))
 
 
 def test_a_loop_that_does_nothing_is_not_promised_hundreds_of_workers() -> None:
@@ -122,11 +122,11 @@ def test_a_run_of_which_nothing_is_known_of_workers_is_judged_all_the_same() -> 
 
 
 def test_waiting_for_a_core_is_not_waiting_for_a_disk() -> None:
-    assert "all 2 cores are busy" in verdict_of(run(core_count=2.0, each={"cpu_s": 4.0, "queued_s": 5.4}))
+    assert "all 2 cores are busy" in diagnose(run(core_count=2.0, each={"cpu_s": 4.0, "queued_s": 5.4}))
 
 
 def test_work_that_waits_gains_from_more_workers_than_cores() -> None:
-    said = verdict_of(run(core_count=2.0, each={"cpu_s": 0.5}))
+    said = diagnose(run(core_count=2.0, each={"cpu_s": 0.5}))
     assert "it waits and does not compute" in said
     assert "more workers would help" in said
 
@@ -142,17 +142,17 @@ def test_work_that_waits_gains_from_more_workers_than_cores() -> None:
     ],
 )
 def test_it_names_what_most_of_the_wait_was_for(changes: dict[str, Any], named: str) -> None:
-    said = verdict_of(run(**changes))
+    said = diagnose(run(**changes))
     assert f"of it for {named}" in said
     assert ("larger batches cost less of it" in said) is named.startswith("infeed")
 
 
 def test_one_slow_sample_that_holds_up_idle_workers_is_named() -> None:
     slow = (SlowSample(0, 7, 3, 2.5),)
-    said = verdict_of(run(each={"load_s": 3.0}, slowest=slow))
+    said = diagnose(run(each={"load_s": 3.0}, slowest=slow))
     assert "index=3 took 2.5 s, the median is 9 ms" in said
     unnamed = (SlowSample(0, 7, None, 2.5),)
-    assert "(position 7 took 2.5 s" in verdict_of(run(each={"load_s": 3.0}, slowest=unnamed))
+    assert "(position 7 took 2.5 s" in diagnose(run(each={"load_s": 3.0}, slowest=unnamed))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_one_slow_sample_that_holds_up_idle_workers_is_named() -> None:
     ],
 )
 def test_no_sample_is_blamed_that_did_not_hold_up_the_loop(slow_s: float, changes: dict[str, Any]) -> None:
-    said = verdict_of(run(each={"load_s": 3.0}, slowest=(SlowSample(0, 7, 3, slow_s),), **changes))
+    said = diagnose(run(each={"load_s": 3.0}, slowest=(SlowSample(0, 7, 3, slow_s),), **changes))
     assert "workers were busy only" in said
     assert "slow samples" not in said
 
@@ -178,21 +178,21 @@ def test_no_sample_is_blamed_for_what_came_long_after_it(recent_s: float, is_bla
 
 def test_idle_workers_without_a_slow_sample_need_more_in_flight_where_that_is_fixed() -> None:
     idle: dict[str, Any] = {"each": {"load_s": 3.0}}
-    assert "allow more in flight than 3 batches (prefetch)" in verdict_of(run(**idle, prefetch=3))
+    assert "allow more in flight than 3 batches (prefetch)" in diagnose(run(**idle, prefetch=3))
     for enough in (0, 4):
-        said = verdict_of(run(**idle, prefetch=enough))
+        said = diagnose(run(**idle, prefetch=enough))
         assert said.endswith("busy only 35% of their time: a timeline shows what the loop waits for")
-    assert "allow more in flight than prefetch=1" in verdict_of(run(prefetch=1))
-    assert "prefetch" not in verdict_of(run(prefetch=2))
+    assert "allow more in flight than prefetch=1" in diagnose(run(prefetch=1))
+    assert "prefetch" not in diagnose(run(prefetch=2))
 
 
 def test_a_loop_that_does_not_wait_is_left_alone() -> None:
-    said = verdict_of(run(waited_s=0.1, away_s=9.9))
+    said = diagnose(run(waited_s=0.1, away_s=9.9))
     assert said == "keeping up: the loop waited 1.0% of the time"
 
 
 def test_workers_that_are_too_many_are_named() -> None:
-    said = verdict_of(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 0.9, "sample_count": 250}))
+    said = diagnose(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 0.9, "sample_count": 250}))
     assert "2 workers would do" in said
 
 
@@ -203,7 +203,7 @@ def test_workers_are_not_too_many_if_all_are_needed_between_long_steps() -> None
         (60, "; 6 workers would do"),
         (100, "keeping up: the loop waited 1.0% of"),
     ):
-        told = verdict_of(run(workers=8, recent=Recent(idle, 0, is_all=False, peak_rate=peak / S)))
+        told = diagnose(run(workers=8, recent=Recent(idle, 0, is_all=False, peak_rate=peak / S)))
         assert said in told
         assert ("would do" in told) is (peak < 100)
 
@@ -219,40 +219,40 @@ def test_the_peak_is_where_the_loop_took_most_batches_for_a_while() -> None:
 
 def test_what_is_loaded_ahead_needs_no_workers() -> None:
     """Twice as much was loaded as the loop has had: that is for the next epoch."""
-    said = verdict_of(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 2.0, "sample_count": 500}))
+    said = diagnose(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 2.0, "sample_count": 500}))
     assert "2 workers would do" in said
 
 
 def test_workers_that_are_started_anew_for_every_epoch_are_named() -> None:
-    said = verdict_of(run(changeover_s=4.5, keeps_workers=False))
+    said = diagnose(run(changeover_s=4.5, keeps_workers=False))
     assert said == (
         "input-bound: the loop waited 60% of the time, 75% of it for workers that are started anew for every epoch; "
         "persistent_workers=True keeps them"
     )
     for others in ({"changeover_s": 1.0, "keeps_workers": False}, {"changeover_s": 4.5}):
-        assert "persistent_workers" not in verdict_of(run(**others))
+        assert "persistent_workers" not in diagnose(run(**others))
 
 
 def test_workers_that_died_are_named_where_the_loop_waited_for_others_in_their_place() -> None:
     died: dict[str, Any] = {"each": {"restart_count": 2}}
-    hired = {"changeover_ns": 4 * S, "hired_ns": 3 * S, "waited_ns": 5 * S, "away_ns": 5 * S}
+    hired = {"changeover_ns": 4 * S, "added_worker_ns": 3 * S, "waited_ns": 5 * S, "away_ns": 5 * S}
     for keeps_workers in (True, False):
         said = judged(hired, **died, keeps_workers=keeps_workers)
         assert "50% of the last 10 s, 80% of it for the start of workers in the place of 4 that died; the log says how" in said
     assert "80% of it for the start of workers; these stay" in judged(hired)
-    assert "persistent_workers=True" in judged({**hired, "hired_ns": S}, **died, keeps_workers=False)
-    assert "80% of it for the start of workers; these stay" in judged({**hired, "hired_ns": S}, **died)
-    assert "100% of it for the start of workers" in judged({**hired, "changeover_ns": 6 * S, "hired_ns": 6 * S})
-    assert "start of workers" not in judged({**hired, "changeover_ns": 2 * S, "hired_ns": 2 * S}, **died)
+    assert "persistent_workers=True" in judged({**hired, "added_worker_ns": S}, **died, keeps_workers=False)
+    assert "80% of it for the start of workers; these stay" in judged({**hired, "added_worker_ns": S}, **died)
+    assert "100% of it for the start of workers" in judged({**hired, "changeover_ns": 6 * S, "added_worker_ns": 6 * S})
+    assert "start of workers" not in judged({**hired, "changeover_ns": 2 * S, "added_worker_ns": 2 * S}, **died)
     assert "start of workers" not in judged(hired, workers=0, kind="inline")
 
 
 def test_workers_that_idle_because_others_died_are_not_told_to_have_more_in_flight() -> None:
     idle = {"load_s": 1.0, "cpu_s": 1.0}
-    assert "busy only 15% of their time: 4 workers died, and the log says how" in verdict_of(
+    assert "busy only 15% of their time: 4 workers died, and the log says how" in diagnose(
         run(each={**idle, "restart_count": 2})
     )
-    assert "of their time: a timeline shows" in verdict_of(run(each=idle))
+    assert "of their time: a timeline shows" in diagnose(run(each=idle))
 
 
 IN_BURSTS = {"load_ns": 10 * S, "cpu_ns": 10 * S, "manned_ns": 12 * S}
@@ -277,51 +277,51 @@ def test_of_workers_that_idle_while_the_loop_waits_no_more_are_needed() -> None:
 
 def test_one_sample_that_the_loop_waits_for_is_named_however_busy_workers_are() -> None:
     slow = {"slowest": (SlowSample(0, 5, 300, 3.5),), "histogram": ((0.01, 1999), (4.0, 1))}
-    said = verdict_of(run(**slow))
+    said = diagnose(run(**slow))
     assert "single slow samples hold up the rest (index=300 took 3.5 s, the median is 9 ms)" in said
-    assert "hold up the rest" not in verdict_of(run(**{**slow, "slowest": (SlowSample(0, 5, 300, 2.5),)}))
+    assert "hold up the rest" not in diagnose(run(**{**slow, "slowest": (SlowSample(0, 5, 300, 2.5),)}))
     # Many that together take as long are work, which more workers share.
     many = {"slowest": tuple(SlowSample(0, at, at, 0.5) for at in range(16)), "histogram": ((0.01, 1984), (0.5, 16))}
-    assert "more workers would help" in verdict_of(run(**many))
+    assert "more workers would help" in diagnose(run(**many))
 
 
 def test_workers_that_wait_and_compute_a_little_are_as_many_as_keep_the_cores_busy() -> None:
     """Two cores, and samples that compute two fifths of their time: there is work for five."""
     mixed = {"each": {"cpu_s": 3.8}, "core_count": 2.0, "away_s": 0.5}
-    assert "3 more workers would help, beyond the cores too" in verdict_of(run(**mixed))
-    assert "all 2 cores are busy" in verdict_of(run(**{**mixed, "workers": 6}))
+    assert "3 more workers would help, beyond the cores too" in diagnose(run(**mixed))
+    assert "all 2 cores are busy" in diagnose(run(**{**mixed, "workers": 6}))
 
 
 def test_rows_that_are_gathered_without_workers_need_none() -> None:
-    said = verdict_of(run(workers=0, kind="inline", loads_by="gathering rows"))
+    said = diagnose(run(workers=0, kind="inline", loads_by="gathering rows"))
     assert said.endswith("rows of arrays are gathered without workers, whatever num_workers is; larger batches cost less of it")
 
 
 def test_a_stream_of_one_worker_may_have_more() -> None:
     one: dict[str, Any] = {"workers": 1, "loads_by": "__iter__"}
     for options in ({"most_workers": 1}, {"most_workers": 4, "is_auto": True}):
-        assert "infeed.get_worker_info(), with num_workers=2 or more, to use them" in verdict_of(run(**one, **options))
-    assert "one worker reads this stream, whatever num_workers is" in verdict_of(run(**one, most_workers=4))
+        assert "infeed.get_worker_info(), with num_workers=2 or more, to use them" in diagnose(run(**one, **options))
+    assert "one worker reads this stream, whatever num_workers is" in diagnose(run(**one, most_workers=4))
 
 
 def test_who_leaves_the_number_to_infeed_is_not_told_of_workers_that_are_too_many() -> None:
     idle: dict[str, Any] = {"workers": 8, "waited_s": 0.1, "away_s": 9.9, "each": {"load_s": 0.9, "sample_count": 250}}
-    assert "would do" in verdict_of(run(**idle))
-    assert "would do" not in verdict_of(run(**idle, is_auto=True))
+    assert "would do" in diagnose(run(**idle))
+    assert "would do" not in diagnose(run(**idle, is_auto=True))
 
 
 def test_a_loop_that_loads_by_itself_is_told_how_many_workers_would_do() -> None:
     inline: dict[str, Any] = {"workers": 0, "kind": "inline", "each": {"load_s": 5.9}}
-    said = verdict_of(run(**inline))
+    said = diagnose(run(**inline))
     assert "input-bound: the loop loaded by itself for 60% of the time" in said
     assert "num_workers=2 would hide it" in said
-    assert "num_workers=4, one for each core, would" in verdict_of(run(**inline, away_s=0.9, core_count=4.0))
+    assert "num_workers=4, one for each core, would" in diagnose(run(**inline, away_s=0.9, core_count=4.0))
 
 
 def test_nothing_is_said_too_early() -> None:
-    assert verdict_of(run(batch_count=0)) == "nothing was loaded yet"
-    assert verdict_of(run(batch_count=0, ended_count=3)) == "nothing was loaded: 3 epochs had no batch"
-    assert verdict_of(run(batch_count=2)).startswith("too early to tell")
+    assert diagnose(run(batch_count=0)) == "nothing was loaded yet"
+    assert diagnose(run(batch_count=0, ended_count=3)) == "nothing was loaded: 3 epochs had no batch"
+    assert diagnose(run(batch_count=2)).startswith("too early to tell")
 
 
 def test_it_judges_the_recent_past_and_says_so() -> None:
@@ -370,27 +370,27 @@ def test_threads_that_wait_become_no_more_than_the_gil_serves() -> None:
 
 def test_of_a_stream_with_one_reader_more_workers_are_not_advised() -> None:
     for most in (1, 13):
-        said = verdict_of(run(workers=1, loads_by="__iter__", most_workers=most))
+        said = diagnose(run(workers=1, loads_by="__iter__", most_workers=most))
         assert "one worker reads this stream" in said
         assert "let __iter__ choose its share by infeed.get_worker_info()" in said
         assert "more worker" not in said
         assert ("whatever num_workers is" in said) is (most > 1)
-    assert "num_workers=1 would load" in verdict_of(run(workers=0, kind="inline", loads_by="__iter__"))
+    assert "num_workers=1 would load" in diagnose(run(workers=0, kind="inline", loads_by="__iter__"))
 
 
 def test_a_stream_that_shares_itself_out_gets_more_workers() -> None:
-    assert "4 more workers would help" in verdict_of(run(loads_by="__iter__", most_workers=2))
+    assert "4 more workers would help" in diagnose(run(loads_by="__iter__", most_workers=2))
 
 
 def test_where_all_are_there_that_the_user_allows_a_larger_number_is_the_cure() -> None:
     waits: dict[str, Any] = {"each": {"cpu_s": 0.5}, "is_auto": True}
-    assert "2 workers, the most that num_workers allows, so a larger number would help" in verdict_of(
+    assert "2 workers, the most that num_workers allows, so a larger number would help" in diagnose(
         run(most_workers=2, **waits)
     )
-    said = verdict_of(run(most_workers=3, **waits))
+    said = diagnose(run(most_workers=3, **waits))
     assert "as many workers as bring something" in said
     assert "cores" not in said
-    assert "more cores" in verdict_of(run(most_workers=2, is_auto=True, core_count=2.0))
+    assert "more cores" in diagnose(run(most_workers=2, is_auto=True, core_count=2.0))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_where_all_are_there_that_the_user_allows_a_larger_number_is_the_cure() 
 )
 def test_what_allows_no_more_workers_is_named(limit: dict[str, Any], said: str) -> None:
     for each in ({}, {"cpu_s": 0.5}):
-        assert verdict_of(run(is_auto=True, each=each, most_workers=64, **limit)).endswith(said)
+        assert diagnose(run(is_auto=True, each=each, most_workers=64, **limit)).endswith(said)
 
 
 def test_a_core_that_the_loop_uses_is_not_free() -> None:
@@ -500,7 +500,7 @@ def test_a_sample_that_is_not_there_yet_is_what_the_loop_waits_for(pending_s: fl
     """If it waits now, and that is most of the wait of six seconds; the median is 9 ms."""
     statistics = run(workers=2, waiting_s=waiting_s)
     late = replace(statistics.workers[1], pending_s=pending_s)
-    told = verdict_of(replace(statistics, workers=(statistics.workers[0], late)))
+    told = diagnose(replace(statistics, workers=(statistics.workers[0], late)))
 
     assert ("of the time; worker 1 has been at one sample for 4 s, the median is 9 ms" in told) is is_told
 
@@ -508,6 +508,6 @@ def test_a_sample_that_is_not_there_yet_is_what_the_loop_waits_for(pending_s: fl
 def test_a_loop_that_loads_by_itself_has_no_worker_to_name() -> None:
     """It is at the sample itself."""
     statistics = run(workers=1, kind="inline", waiting_s=4.0)
-    told = verdict_of(replace(statistics, workers=(replace(statistics.workers[0], pending_s=4.0),)))
+    told = diagnose(replace(statistics, workers=(replace(statistics.workers[0], pending_s=4.0),)))
 
     assert "the loop loaded by itself for 60% of the time; it has been at one sample for 4 s" in told

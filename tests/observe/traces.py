@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from infeed.observe.records import LOOP, Mark, Point, SlowSample, Span, Statistics, Trace, WorkerStatistics
+from infeed.metrics.statistics import LOOP, Mark, Point, SlowSample, Span, Statistics, Trace, WorkerStatistics
 
 MS = 1_000_000
 STRANGE = "</script><b>&amp; \"quoted\" 'ünï' \u2028 日本 <!-- \x07 \\"
@@ -31,7 +31,7 @@ def make_trace(
     seed: int = 7,
     load_time: Callable[[random.Random, float], int] = uneven,
     marks: tuple[Mark, ...] = (),
-    verdict: str = "The loop waits for data 31 % of its time: more workers would help.",
+    diagnosis: str = "The loop waits for data 31 % of its time: more workers would help.",
     settings: dict[str, str] | None = None,
 ) -> Trace:
     """A run as it could have been: workers take the next grain, the loop takes batches in order."""
@@ -114,7 +114,7 @@ def make_trace(
         sample_times=_quantiles(times_s),
         histogram=histogram if times_s else (),
         slowest=tuple(sorted(slow, key=lambda one: -one.seconds)[:10]),
-        verdict=verdict,
+        diagnosis=diagnosis,
     )
     return Trace(
         began=1_760_000_000.0,
@@ -142,7 +142,7 @@ def strange_trace() -> Trace:
         Mark(100 * MS, LOOP, "failure", "$x^$ " + STRANGE),
         Mark(110 * MS, LOOP, "epoch", "\udcff of a path that is no text"),
     )
-    trace = make_trace(verdict=STRANGE, marks=marks, settings={STRANGE: STRANGE * 5, "path": "\udcff"})
+    trace = make_trace(diagnosis=STRANGE, marks=marks, settings={STRANGE: STRANGE * 5, "path": "\udcff"})
     return replace(trace, machine={"host": STRANGE})
 
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 import infeed
-from infeed.memory import budget
-from infeed.memory.budget import available_bytes
+from infeed.memory import limits as budget
+from infeed.memory.limits import available_bytes
 from infeed.workers.idle import IDLE_WORKERS
 from tests.helpers import Tree, wait_until, worker_processes
 
@@ -140,5 +140,5 @@ def test_memory_stays_below_the_limit_whatever_is_hoarded(forkserver: dict[str, 
             peak = max(peak, memory_in_use())
     assert seen == list(range(0, 120, 2))
     assert errors > 1
-    parcel = MIB  # the dataset itself
-    assert limit // 2 < peak <= limit + parcel
+    serialized = MIB  # the dataset itself
+    assert limit // 2 < peak <= limit + serialized

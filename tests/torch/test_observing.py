@@ -42,7 +42,7 @@ def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: P
     loader.multiprocessing_context = "spawn"
     assert len(list(loader)) == 4
     assert loader.statistics().batch_count == 4
-    assert "nothing is measured" not in loader.statistics().verdict
+    assert "nothing is measured" not in loader.statistics().diagnosis
     loader.timeline(tmp_path / "run.json")
 
 
@@ -50,14 +50,14 @@ def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: P
 def test_an_iterator_of_torchs_own_is_named_so() -> None:
     loader = ours.DataLoader(data.datapipes.iter.IterableWrapper(range(4)), 2)
     assert len(list(loader)) == 2
-    assert "torch's own iterator, because the dataset is a DataPipe" in loader.statistics().verdict
+    assert "torch's own iterator, because the dataset is a DataPipe" in loader.statistics().diagnosis
 
 
 def test_who_asks_while_the_loop_begins_asks_the_same_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """As another thread may: what is counted is not lost to a second set of counters."""
     loader = ours.DataLoader(range(8), batch_size=2)
-    serving: Any = pytest.importorskip("infeed.torch.serving")
-    make, begun = serving.Core, []
+    serving: Any = pytest.importorskip("infeed.torch.service")
+    make, begun = serving.Session, []
 
     def make_slowly(*given: Any) -> Any:
         if not begun:
@@ -65,7 +65,7 @@ def test_who_asks_while_the_loop_begins_asks_the_same_loader(monkeypatch: pytest
             begun.append(iter(loader))  # meanwhile
         return make(*given)
 
-    monkeypatch.setattr(serving, "Core", make_slowly)
+    monkeypatch.setattr(serving, "Session", make_slowly)
     assert loader.statistics().batch_count == 0
     assert len(list(begun[1])) == 4
     assert loader.statistics().batch_count == 4

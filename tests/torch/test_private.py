@@ -185,7 +185,8 @@ class OwnIter(dataloader._SingleProcessDataLoaderIter):  # type: ignore[name-def
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
 def test_iterators_that_a_library_creates_itself_are_torchs_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one warning where they have workers."""
-    from infeed.torch import serving, tally
+    from infeed.torch import service as serving
+    from infeed.torch import summary as tally
 
     counts = tally.Tally()
     monkeypatch.setattr(serving, "TALLY", counts)

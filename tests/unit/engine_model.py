@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from infeed.scheduler.machine import Scheduler
 from infeed.scheduler.messages import (
     Action,
+    BatchHasBadSamples,
     BatchId,
     BatchPlanned,
-    BatchSpoiled,
     BatchWanted,
     Closed,
     Deliver,
@@ -49,6 +48,7 @@ from infeed.scheduler.messages import (
     WorkerReady,
     WorkerReleased,
 )
+from infeed.scheduler.scheduler import Scheduler
 
 DEATHS_FORGIVEN = 3
 MOST_WORKERS = 6
@@ -247,14 +247,14 @@ class EngineModel:
         """A worker died of a sample that is given up for it: its batch is planned anew before the death is told."""
         self.dying = at.worker
         self._note_spoiled(at.batch, grain_count)
-        actions = self.tell(BatchSpoiled(at.batch.batch, grain_count, at.worker))
+        actions = self.tell(BatchHasBadSamples(at.batch.batch, grain_count, at.worker))
         return actions if self.is_closed else [*actions, *self.kill(at.worker, at)]
 
     def spoil(self, task: Task, grain_count: int | None) -> list[Action]:
         """A task ended with a bad sample."""
         del self.tasks[task.task]
         self._note_spoiled(task.batch, grain_count)
-        return self.tell(BatchSpoiled(task.batch.batch, grain_count, task.worker, task.task))
+        return self.tell(BatchHasBadSamples(task.batch.batch, grain_count, task.worker, task.task))
 
     def _note_spoiled(self, batch: Batch, grain_count: int | None) -> None:
         if batch.outcome or batch.is_given_up:
@@ -504,7 +504,7 @@ class EngineModel:
         for epoch in (self.epoch, self.epoch + 1):
             assert scheduler.has_undelivered(epoch) == bool(self.live(epoch))
         assert not self.gone or scheduler.is_lost, f"{self.gone} died and were not started again"
-        assert set(scheduler.hired_workers) == self.hired | self.gone
+        assert set(scheduler.active_workers) == self.hired | self.gone
         assert set(scheduler.leaving_workers) == self.leaving
         for worker in self.leaving:
             assert any(task.worker == worker for task in self.tasks.values()), f"{worker} was released, and is not stopped"
@@ -663,6 +663,6 @@ def _late_word(model: EngineModel, task: Task, kind: int) -> None:
         TaskFailed(task.worker, task.task),
         TaskUnplaced(task.worker, task.task),
         TaskMismatched(task.worker, task.task),
-        BatchSpoiled(task.batch.batch, task.batch.next_grain_count, task.worker, task.task),
+        BatchHasBadSamples(task.batch.batch, task.batch.next_grain_count, task.worker, task.task),
     ]
     assert model.tell(events[kind]) == []

@@ -8,8 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from infeed.tuning.readings import Change, Limits, Reading
-from infeed.tuning.tuner import Tuner
+from infeed.autotune.tuner import Change, Limits, Reading, Tuner
 
 _SHARPNESS = 40  # of the corner where one thing becomes scarcer than another
 READING_S = 0.1

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.batch.arrays import ArrayTable, as_rows, table_of
-from infeed.batch.rows import RowReader
+from infeed.collate.arrays import ArrayTable, as_rows, table_of
+from infeed.collate.rows import RowReader
 from infeed.memory.leases import LeaseBook
 from infeed.scheduler.messages import SlotId
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed import autocount
-from infeed.autocount import MOST_WORKERS, AutoCount
-from infeed.config import LoaderConfig
+from infeed import options as autocount
+from infeed.options import MOST_WORKERS, AutoCount, LoaderConfig
 from tests.helpers import Stream
 from tests.unit.test_config import config
 

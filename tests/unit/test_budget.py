@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from infeed.errors import ConfigError
-from infeed.memory.budget import available_bytes, parse_bytes
-from infeed.units import format_bytes
+from infeed.formatting import format_bytes
+from infeed.memory.limits import available_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.fresh import SOURCE, run_fresh
 
-STARTUP = str(SOURCE / "startup")
-HOOKED = "any(type(finder).__module__ == 'infeed.importing' for finder in sys.meta_path)"
+STARTUP = str(SOURCE / "programs" / "startup")
+HOOKED = "any(type(finder).__module__ == 'infeed.import_hooks' for finder in sys.meta_path)"
 
 
 def start(code: str, *paths: str, run: str | None) -> str:
@@ -44,7 +44,7 @@ def test_a_sitecustomize_of_the_users_runs_as_well(tmp_path: Path) -> None:
 def test_what_is_carried_into_a_process_arrives_without_torch_and_goes_on_to_its_children() -> None:
     code = f"""
     import multiprocessing, pickle, sys
-    from infeed.children import carry_into_processes, forget_processes
+    from infeed.programs.children import carry_into_processes, forget_processes
     carry_into_processes()
     config = multiprocessing.Process()._config
     assert "infeed" in config
@@ -60,7 +60,7 @@ def test_what_is_carried_into_a_process_arrives_without_torch_and_goes_on_to_its
 
 
 def test_the_environment_keeps_its_own_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from infeed.children import carry_into_commands, is_child_of_run
+    from infeed.programs.children import carry_into_commands, is_child_of_run
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["a", "b"]))
     monkeypatch.setenv("INFEED_RUN", "")  # to be put back

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.config import LoaderConfig, is_stream
 from infeed.errors import ConfigError
+from infeed.options import LoaderConfig, is_stream
 
 DEFAULTS: dict[str, Any] = {
     "batch_size": 1,

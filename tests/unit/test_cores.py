@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infeed import cores
-from infeed.cores import available_cores, local_ranks
+from infeed.memory import limits as cores
+from infeed.memory.limits import available_cores, local_ranks
 
 Machine = Callable[..., float]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import infeed
 from infeed.errors import StateError
-from infeed.plan.cursor import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
+from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
 from tests.helpers import Squares, Stream, assert_faster_than, collected, plain
 
 MOST = (1 << 63) - 1

@@ -40,12 +40,13 @@ def test_the_demo_extra_is_part_of_the_dev_extra(pyproject: dict[str, Any]) -> N
     assert set(extras["demo"]) <= set(extras["dev"])
 
 
-def test_check_runs_lint_format_and_types_for_three_platforms(dev: ModuleType) -> None:
-    """The checks are ruff twice and mypy for this platform, Windows and macOS, each with its own cache, all at once."""
+def test_check_runs_lint_format_layers_and_types_for_three_platforms(dev: ModuleType) -> None:
+    """The checks are ruff twice, import-linter, and mypy for this platform, Windows and macOS, each with its own cache, all at once."""
     assert dev.steps("check", []) == [
         [
             ["-m", "ruff", "check", "."],
             ["-m", "ruff", "format", "--check", "."],
+            ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
             ["-m", "mypy"],
             ["-m", "mypy", "--platform", "win32", "--cache-dir", ".mypy_cache/win32"],
             ["-m", "mypy", "--platform", "darwin", "--cache-dir", ".mypy_cache/darwin"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infeed.errors import SampleError
-from infeed.workers.failures import Failure
+from infeed.workers.exceptions import Failure
 
 
 class Needy(Exception):

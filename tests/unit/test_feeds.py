@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from infeed.feeds import IndexedFeed, StreamFeed, StreamShares
+from infeed.engine.planning import IndexedFeed, StreamFeed, StreamShares
 from infeed.plan.batches import BatchPlan, Lookahead, sampled_batches
-from infeed.plan.cursor import Cursor, ShareCursor, StreamCursor
 from infeed.plan.shards import Cut
+from infeed.plan.state import Cursor, ShareCursor, StreamCursor
 from infeed.scheduler.messages import WorkerId
 
 W0, W1, W2 = map(WorkerId, range(3))

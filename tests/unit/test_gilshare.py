@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from infeed.workers import gilshare
-from infeed.workers.gilshare import GilShare
+from infeed.workers import gil as gilshare
+from infeed.workers.gil import GilShare
 
 pytestmark = pytest.mark.linux("elsewhere a busy machine cannot be told from a GIL that is held")
 

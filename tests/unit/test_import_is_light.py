@@ -32,6 +32,6 @@ def test_the_fork_server_imports_only_what_workers_need() -> None:
 
 def test_a_spawned_worker_imports_only_what_workers_need() -> None:
     """It is a fresh interpreter, so every one of them pays: what starts and watches processes stays with who does that."""
-    names = ("torch", "psutil", "multiprocessing", "subprocess", "asyncio", "infeed.workers.process", "infeed.workers.starting")
+    names = ("torch", "psutil", "multiprocessing", "subprocess", "asyncio", "infeed.workers.process", "infeed.workers.launcher")
 
-    assert imported_after("import infeed.workers.spawned", *names) == []
+    assert imported_after("import infeed.workers.main", *names) == []

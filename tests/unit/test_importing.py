@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infeed.importing import when_imported
+from infeed.import_hooks import when_imported
 
 NAME = "infeed_test_imported_module"
 
@@ -36,7 +36,7 @@ def test_the_function_is_called_once_after_the_module_was_executed(module: Path)
     importlib.reload(imported)
 
     assert calls == [7]
-    assert type(imported.__loader__).__module__ != "infeed.importing"
+    assert type(imported.__loader__).__module__ != "infeed.import_hooks"
 
 
 def test_looking_for_the_module_first_changes_nothing(module: Path) -> None:

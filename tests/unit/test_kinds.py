@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infeed.tuning.kinds import better_kind
+from infeed.autotune.tuner import better_kind
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from infeed.tuning.kinds import better_kind
     ],
 )
 def test_the_better_kind(gil_share: float, is_drawing: bool, cores: float, kind: str) -> None:
-    verdict = better_kind(gil_share, is_drawing=is_drawing, cores=cores)
-    assert verdict.kind == kind
-    assert is_drawing or f"{gil_share:.0%}" in verdict.why
-    assert ("random" in verdict.why) == is_drawing
+    diagnosis = better_kind(gil_share, is_drawing=is_drawing, cores=cores)
+    assert diagnosis.kind == kind
+    assert is_drawing or f"{gil_share:.0%}" in diagnosis.why
+    assert ("random" in diagnosis.why) == is_drawing

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.batch.layout import infer_layout
+from infeed.collate.layout import infer_layout
 from infeed.errors import CollateError
 
 

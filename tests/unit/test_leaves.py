@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.batch.leaves import Kind, UnequalShapes, finish_beside, leaf_of
+from infeed.collate.leaves import Kind, UnequalShapes, finish_beside, leaf_of
 
 STRUCTURED = np.dtype([("a", "i4"), ("b", "f8")])
 OTHER_STRUCTURED = np.dtype([("c", "i4")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infeed.ledger import BadSample, Ledger, new_list
+from infeed.engine.bad_samples import BadSample, ErrorBudget, new_list
 
 
 def _bad(position: int) -> BadSample:
@@ -28,22 +28,22 @@ def _bad(position: int) -> BadSample:
 def test_the_budget_is_a_number_or_a_fraction(
     budget: float | None, length: int | None, bad_count: int, row_count: int, is_over: bool
 ) -> None:
-    ledger = Ledger(budget)
-    ledger.begin_epoch(0, 0)
-    ledger.note([_bad(position) for position in range(bad_count)], row_count)
-    assert (ledger.excess(length) is not None) is is_over
+    error_budget = ErrorBudget(budget)
+    error_budget.begin_epoch(0, 0)
+    error_budget.note([_bad(position) for position in range(bad_count)], row_count)
+    assert (error_budget.excess(length) is not None) is is_over
 
 
 def test_an_epoch_that_goes_on_counts_what_was_bad_before() -> None:
-    ledger = Ledger(2)
-    ledger.begin_epoch(4, 2)
-    assert ledger.excess(10) is None
-    ledger.note([_bad(7)], 3)
-    assert "3 samples of epoch 4 were bad, and error_budget=2 is exceeded; the last was index=7" in str(ledger.excess(10))
+    error_budget = ErrorBudget(2)
+    error_budget.begin_epoch(4, 2)
+    assert error_budget.excess(10) is None
+    error_budget.note([_bad(7)], 3)
+    assert "3 samples of epoch 4 were bad, and error_budget=2 is exceeded; the last was index=7" in str(error_budget.excess(10))
 
 
 def test_only_the_latest_are_listed() -> None:
     listed = new_list()
-    ledger = Ledger(None, listed)
-    ledger.note([_bad(position) for position in range(2000)], 0)
-    assert [listed[0].position, listed[-1].position, len(listed), ledger.bad_count] == [1000, 1999, 1000, 2000]
+    error_budget = ErrorBudget(None, listed)
+    error_budget.note([_bad(position) for position in range(2000)], 0)
+    assert [listed[0].position, listed[-1].position, len(listed), error_budget.bad_count] == [1000, 1999, 1000, 2000]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.batch.packing import Packing, unpack
+from infeed.collate.packing import Packing, unpack
 from infeed.memory.leases import LeaseBook
 from infeed.scheduler.messages import SlotId
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infeed.errors import WorkerStartError
-from infeed.memory.parcel import receive, send
+from infeed.memory.dataset import receive, send
 from infeed.memory.segments import SegmentStore, open_reader, open_store
 
 
@@ -49,9 +49,9 @@ def test_arrays_arrive_with_their_contents(store: SegmentStore) -> None:
 def test_a_worker_that_writes_to_its_dataset_hurts_nobody(store: SegmentStore) -> None:
     """Pages are shared until one writes, which then is its own affair, as with a copy."""
     original = {"x": np.zeros(10_000)}
-    parcel = send({}, original, store)
+    serialized = send({}, original, store)
     reader = open_reader(store.descriptor())
-    one, other = receive(parcel, reader), receive(parcel, reader)
+    one, other = receive(serialized, reader), receive(serialized, reader)
 
     one["x"][:] = 7
     original["x"][0] = 3

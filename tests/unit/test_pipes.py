@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 if sys.platform == "win32":
     pytest.skip("pipes are for Linux and macOS", allow_module_level=True)
 
-from infeed.workers.pipes import PipeEnd, PipeLink, PipePoller
+from infeed.workers.transport_pipes import PipeEnd, PipeLink, PipePoller
 
 MIB = 1 << 20
 

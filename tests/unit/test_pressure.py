@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infeed.memory.pressure import OomWatch
+from infeed.memory.limits import OomWatch
 
 
-def _watch(folder: Path) -> OomWatch:
+def _watchdog(folder: Path) -> OomWatch:
     return OomWatch(cgroups=folder / "cgroup", own=folder / "own", vmstat=folder / "vmstat")
 
 
@@ -19,11 +19,11 @@ def _write(path: Path, text: str) -> None:
 def test_a_container_that_killed_is_named_with_its_limit(tmp_path: Path) -> None:
     _write(tmp_path / "cgroup/memory.events", "low 0\noom 1\noom_kill 1\n")
     _write(tmp_path / "cgroup/memory.max", f"{4 << 30}\n")
-    watch = _watch(tmp_path)
-    assert watch.verdict() is None
+    watchdog = _watchdog(tmp_path)
+    assert watchdog.diagnosis() is None
     _write(tmp_path / "cgroup/memory.events", "low 0\noom 2\noom_kill 2\n")
-    assert watch.verdict() == "the container's memory limit of 4.0 GiB was reached, and the kernel killed it for that"
-    assert watch.verdict() is None  # told once
+    assert watchdog.diagnosis() == "the container's memory limit of 4.0 GiB was reached, and the kernel killed it for that"
+    assert watchdog.diagnosis() is None  # told once
 
 
 def test_the_group_of_this_process_is_looked_at(tmp_path: Path) -> None:
@@ -32,9 +32,9 @@ def test_the_group_of_this_process_is_looked_at(tmp_path: Path) -> None:
     counters = tmp_path / "cgroup/user.slice/job-7/memory.events"
     _write(counters, "oom_kill 0\n")
     _write(counters.with_name("memory.max"), "max\n")
-    watch = _watch(tmp_path)
+    watchdog = _watchdog(tmp_path)
     _write(counters, "oom_kill 3\n")
-    assert watch.verdict() == "the container's memory limit was reached, and the kernel killed it for that"
+    assert watchdog.diagnosis() == "the container's memory limit was reached, and the kernel killed it for that"
 
 
 def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
@@ -42,17 +42,17 @@ def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
     counters = tmp_path / "cgroup/memory/docker/abc/memory.oom_control"
     _write(counters, "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
     _write(counters.with_name("memory.limit_in_bytes"), f"{64 << 20}\n")
-    watch = _watch(tmp_path)
+    watchdog = _watchdog(tmp_path)
     _write(counters, "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert "memory limit of 64.0 MiB" in (watch.verdict() or "")
+    assert "memory limit of 64.0 MiB" in (watchdog.diagnosis() or "")
 
 
 def test_a_machine_that_killed_is_named(tmp_path: Path) -> None:
     _write(tmp_path / "vmstat", "nr_free_pages 1\noom_kill 5\n")
-    watch = _watch(tmp_path)
+    watchdog = _watchdog(tmp_path)
     _write(tmp_path / "vmstat", "nr_free_pages 1\noom_kill 6\n")
-    assert watch.verdict() == "the machine ran out of memory, and the kernel killed it for that"
+    assert watchdog.diagnosis() == "the machine ran out of memory, and the kernel killed it for that"
 
 
 def test_where_nobody_counts_nothing_is_said(tmp_path: Path) -> None:
-    assert _watch(tmp_path).verdict() is None
+    assert _watchdog(tmp_path).diagnosis() is None

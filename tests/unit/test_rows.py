@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infeed.batch.layout import Layout, infer_layout
-from infeed.batch.rows import RowMismatch, RowReader, RowWriter
+from infeed.collate.layout import Layout, infer_layout
+from infeed.collate.rows import RowMismatch, RowReader, RowWriter
 from infeed.memory.leases import LeaseBook
 from infeed.scheduler.messages import SlotId
 

@@ -24,7 +24,7 @@ from infeed.scheduler.messages import (
     WorkerReady,
     WorkersLost,
 )
-from infeed.scheduler.pace import Pace
+from infeed.scheduler.pacing import Pacing
 from tests.unit.engine_model import EngineModel, Options, Task
 
 W0, W1, W2 = map(WorkerId, range(3))
@@ -143,7 +143,7 @@ def test_a_worker_has_its_next_task_at_hand_unless_it_is_a_long_one(grain_ns: in
 def test_tasks_grow_with_what_is_in_flight(ahead: int, waiting: int, grains: int) -> None:
     """All four workers load the batch that the loop wants first; one that it wants later is loaded in larger parts, if enough
     is left for everybody."""
-    pace = Pace()
+    pace = Pacing()
     pace.learn_task(SLOW_NS, 1)
 
     assert pace.task_grains(8, 4, ahead=ahead, waiting=waiting) == grains
@@ -152,7 +152,7 @@ def test_tasks_grow_with_what_is_in_flight(ahead: int, waiting: int, grains: int
 @pytest.mark.parametrize(("grain_ns", "grains"), [(1_000, 64), (30_000, 64), (40_000, 32), (500_000, 2), (5_000_000, 1)])
 def test_a_task_takes_a_millisecond_or_more(grain_ns: int, grains: int) -> None:
     """A batch is divided into equal parts, and not at all if that would make them shorter."""
-    pace = Pace()
+    pace = Pacing()
     pace.learn_task(grain_ns, 1)
 
     assert pace.task_grains(64, 14, ahead=0, waiting=1) == grains

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from infeed.workers.seeding import lent_generators, seed_generators
+from infeed.workers.rng import lent_generators, seed_generators
 from tests.unit.fresh import run_fresh
 
 # Each is run after seeding with 7, once lazily and once not. "before" runs before lazy seeding begins.
@@ -39,7 +39,7 @@ BEFORE = {
 SETUP = """
 import random
 import numpy as np
-from infeed.workers.seeding import seed_generators, seed_lazily
+from infeed.workers.rng import seed_generators, seed_lazily
 """
 
 
@@ -73,7 +73,7 @@ def test_the_users_own_seed_wins(name: str) -> None:
 
 
 KEPT = """
-from infeed.workers.seeding import keep_user_seeds, seed_worker
+from infeed.workers.rng import keep_user_seeds, seed_worker
 seed_lazily()
 seed_worker(7)
 {seeds}

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infeed.distributed import find_shard
 from infeed.errors import ConfigError
 from infeed.plan.batches import BatchPlan, given_batches, ordered_batches, sampled_batches
 from infeed.plan.order import SequentialOrder, ShuffledOrder
 from infeed.plan.shards import Cut, Shard, Steps
-from infeed.ranks import find_shard
 
 LENGTHS = st.integers(0, 200)
 SIZES = st.integers(1, 9)

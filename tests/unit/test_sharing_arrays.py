@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.batch.arrays import table_of
+from infeed.collate.arrays import table_of
+from infeed.memory.dataset import receive, send
 from infeed.memory.holding import find_held, pointer_of
-from infeed.memory.parcel import receive, send
 from infeed.memory.pickling import dump_by_value
 from infeed.memory.segments import open_reader, open_store
 
@@ -123,11 +123,11 @@ def test_a_shared_array_in_a_dataset_is_not_copied_into_the_parcel() -> None:
     held = infeed.share([np.arange(50_000)])
     dataset = {"whole": shared, "part": shared[5:], "odd": shared[::-3], "element": held[0]}
     store = open_store()
-    parcel = send({}, dataset, store)
-    again = receive(parcel, open_reader(store.descriptor()))
+    serialized = send({}, dataset, store)
+    again = receive(serialized, open_reader(store.descriptor()))
     store.close()
 
-    assert sum(parcel.sizes) < 5000
+    assert sum(serialized.sizes) < 5000
     for name, array in dataset.items():
         assert type(again[name]) is type(array)
         assert np.array_equal(again[name], array)

@@ -17,8 +17,8 @@ if sys.platform != "linux":
 
 from infeed.memory import segments
 from infeed.memory.segments import NamedReader, NamedStore
-from infeed.workers.channel import can_use_poll
-from infeed.workers.insides import MemoryUse, memory_use
+from infeed.workers.process_tools import MemoryUse, memory_use
+from infeed.workers.transport import can_use_poll
 from tests.helpers import start_script
 from tests.stand_in.windows_stand_in import active, live_names
 

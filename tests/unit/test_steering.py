@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from infeed.observe.records import Point
-from infeed.steering import Steering
-from infeed.tuning.readings import Change, Limits, Reading
-from infeed.tuning.tuner import Tuner
+from infeed.autotune.tuner import Change, Limits, Reading, Tuner
+from infeed.engine.scaling import AutoScaler
+from infeed.metrics.statistics import Point
 
 SECOND = 1_000_000_000
 
@@ -22,13 +21,13 @@ class Bench:
         self.latest: Point | None = None
         self.tick_count = 0
         self.members = self
-        self.hired_workers = (0, 1)
+        self.active_workers = (0, 1)
         self.window, self.most = 16, most
         self.windows: list[int] = []
         self.aims: list[int] = []
         self.marks: list[tuple[str, int, str]] = []
         part: Any = self
-        self.steering = Steering(tuner, part, part, part, part, self.windows.append, memory_budget)
+        self.autoscaler = AutoScaler(tuner, part, part, part, part, self.windows.append, memory_budget)
 
     def usage(self, worker: int) -> Any:
         return type("Usage", (), {"private_bytes": 1000 * (worker + 1)})
@@ -60,7 +59,7 @@ class Bench:
             queued_ns=last.queued_ns + round(workers * busy * SECOND / 4),
             worker_count=workers,
         )
-        self.steering.consider()
+        self.autoscaler.consider()
 
 
 def test_a_loop_that_waits_while_workers_idle_gets_a_wider_window() -> None:
@@ -99,7 +98,7 @@ def test_a_look_that_found_nothing_new_is_none() -> None:
     bench = Bench()
     bench.second(waited=0.5, busy=0.4)
     for _ in range(20):
-        bench.steering.consider()
+        bench.autoscaler.consider()
     assert bench.windows == []
 
 
@@ -146,7 +145,7 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the tuner leaves free is of the machine's memory, not of the user's budget."""
-    monkeypatch.setattr("infeed.steering.available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 40)
     tuner = Told()
     tuner.reserve_bytes = 1 << 36
     bench = Bench(tuner=tuner, memory_budget=10_000)
@@ -156,13 +155,13 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
     assert free is not None
     assert free - tuner.reserve_bytes == 10_000 - 3_000 - 500  # two workers have 1000 and 2000, and batches their room
     assert tuner.readings[0].is_budget
-    monkeypatch.setattr("infeed.steering.available_bytes", lambda: 1 << 36)
+    monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 36)
     bench.second(waited=0.9, busy=1.0)
     assert not tuner.readings[1].is_budget
 
 
 def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("infeed.steering.available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 40)
     bench = Bench(tuner=Tuner(Limits(cores=8, most_workers=8)), memory_budget=3_500)
     with caplog.at_level(logging.INFO, logger="infeed"):
         for _ in range(20):
@@ -176,7 +175,7 @@ def test_epochs_that_are_too_short_by_themselves_tell_the_tuner_something_togeth
     bench = Bench(tuner=Tuner(Limits(cores=8, most_workers=8)))
     for _ in range(5):
         bench.second(waited=0.9, busy=1.0)
-        bench.steering.begin_epoch()
+        bench.autoscaler.begin_epoch()
         assert bench.latest is not None
         bench.latest = bench.latest._replace(at_ns=bench.latest.at_ns + 100 * SECOND)
     assert bench.aims == [8]

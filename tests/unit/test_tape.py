@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from infeed.workers.tape import (
+from infeed.workers.recorder import (
     BUCKETS,
     COLLATE,
     LOAD,
     NO_INDEX,
-    TAPE_NUMBERS,
+    RECORDER_NUMBERS,
     WRITE,
     RawSpan,
-    Tape,
-    TapeReader,
+    Recorder,
+    RecorderReader,
     bucket_end_ns,
     bucket_of,
     spans_of,
@@ -28,24 +28,26 @@ from infeed.workers.tape import (
 MS = 1_000_000
 
 
-def new_tape(*, is_spanning: bool = True) -> tuple[Tape, TapeReader, memoryview]:
-    numbers = memoryview(array("q", bytes(8 * TAPE_NUMBERS)))
-    return Tape(numbers, is_spanning=is_spanning), TapeReader(numbers, 0), numbers
+def new_tape(*, is_spanning: bool = True) -> tuple[Recorder, RecorderReader, memoryview]:
+    numbers = memoryview(array("q", bytes(8 * RECORDER_NUMBERS)))
+    return Recorder(numbers, is_spanning=is_spanning), RecorderReader(numbers, 0), numbers
 
 
-def take(reader: TapeReader, *, is_last: bool = True) -> tuple[list[RawSpan], int]:
+def take(reader: RecorderReader, *, is_last: bool = True) -> tuple[list[RawSpan], int]:
     raw, lost = reader.take_spans(is_last=is_last)
     return spans_of(raw), lost
 
 
-def run_task(tape: Tape, rows: int, times: list[int] | None = None, position: int = 0, *, is_written: bool = False) -> None:
+def run_task(
+    recorder: Recorder, rows: int, times: list[int] | None = None, position: int = 0, *, is_written: bool = False
+) -> None:
     """As a runner does it."""
-    tape.begin(perf_counter_ns() - sum(times or [0]), epoch=3, position=position)
-    if tape.is_fine:
-        tape.loaded(position, list(range(100 + position, 100 + position + rows)), times)
+    recorder.begin(perf_counter_ns() - sum(times or [0]), epoch=3, position=position)
+    if recorder.is_fine:
+        recorder.loaded(position, list(range(100 + position, 100 + position + rows)), times)
         if is_written:  # on a busy machine even that may take long enough for a span
-            tape.written()
-    tape.end(rows, perf_counter_ns())
+            recorder.written()
+    recorder.end(rows, perf_counter_ns())
 
 
 def test_a_time_is_below_the_end_of_its_bucket_and_not_below_the_end_of_the_one_before() -> None:
@@ -57,12 +59,12 @@ def test_a_time_is_below_the_end_of_its_bucket_and_not_below_the_end_of_the_one_
 
 
 def test_sums_are_those_of_all_tasks() -> None:
-    tape, reader, _ = new_tape()
+    recorder, reader, _ = new_tape()
     for _ in range(10):
-        run_task(tape, 4, is_written=True)
-    tape.retried()
-    run_task(tape, 2)
-    tape.flush()
+        run_task(recorder, 4, is_written=True)
+    recorder.retried()
+    run_task(recorder, 2)
+    recorder.flush()
     sums = reader.sums()
     assert (sums.sample_count, sums.retry_count) == (42, 1)
     assert sums.load_ns > 0
@@ -73,13 +75,13 @@ def test_sums_are_those_of_all_tasks() -> None:
 
 def test_of_a_task_that_failed_the_time_counts_and_no_samples() -> None:
     for tiny_count in (0, 1, 3):  # looked at by itself, or among tiny ones
-        tape, reader, _ = new_tape()
+        recorder, reader, _ = new_tape()
         for _ in range(tiny_count):
-            run_task(tape, 4)
+            run_task(recorder, 4)
         before = reader.sums()
         began_ns = perf_counter_ns() - 5 * MS
-        tape.begin(began_ns, epoch=3, position=8)
-        tape.failed(began_ns + 5 * MS)
+        recorder.begin(began_ns, epoch=3, position=8)
+        recorder.failed(began_ns + 5 * MS)
         after = reader.sums()
         assert after.sample_count == before.sample_count == 4 * tiny_count
         assert after.load_ns - before.load_ns >= 4 * MS
@@ -91,7 +93,7 @@ def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> Non
     run_task(first, 3, [2 * MS, 3 * MS, 2 * MS])
     first.flush()
     before = reader.sums()
-    second = Tape(numbers)
+    second = Recorder(numbers)
     run_task(second, 1, [9 * MS])
     sums = reader.sums()
     assert sums.sample_count == 4
@@ -100,8 +102,8 @@ def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> Non
 
 
 def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one() -> None:
-    tape, reader, _ = new_tape()
-    run_task(tape, 5, [2 * MS, 1000, 1000, 5 * MS, 1000], position=40)
+    recorder, reader, _ = new_tape()
+    run_task(recorder, 5, [2 * MS, 1000, 1000, 5 * MS, 1000], position=40)
     spans, lost = take(reader)
     loads = [span for span in spans if span.kind == LOAD]
     assert [(span.position, span.first_index, span.size) for span in loads] == [
@@ -117,10 +119,10 @@ def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one
 
 
 def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
-    tape, reader, _ = new_tape()
+    recorder, reader, _ = new_tape()
     for number in range(500):
-        run_task(tape, 2, position=2 * number)
-    tape.flush()
+        run_task(recorder, 2, position=2 * number)
+    recorder.flush()
     spans, lost = take(reader)
     assert len(spans) + lost < 500
     assert sum(span.size for span in spans) == 1000
@@ -128,9 +130,9 @@ def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
 
 
 def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
-    tape, reader, _ = new_tape()
-    run_task(tape, 1, [2 * MS])
-    run_task(tape, 1, [3 * MS])
+    recorder, reader, _ = new_tape()
+    run_task(recorder, 1, [2 * MS])
+    run_task(recorder, 1, [3 * MS])
     taken = [span.end_ns - span.begin_ns for span in take(reader, is_last=False)[0]]
     rest = [span.end_ns - span.begin_ns for span in take(reader)[0]]
     assert (taken, rest) == ([2 * MS], [3 * MS])
@@ -138,9 +140,9 @@ def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
 
 
 def test_spans_that_were_overwritten_are_counted() -> None:
-    tape, reader, _ = new_tape()
+    recorder, reader, _ = new_tape()
     for number in range(5000):
-        run_task(tape, 1, [2 * MS], position=number)
+        run_task(recorder, 1, [2 * MS], position=number)
     spans, lost = take(reader)
     assert lost > 0
     assert len(spans) + lost == 5000
@@ -148,37 +150,37 @@ def test_spans_that_were_overwritten_are_counted() -> None:
 
 
 def test_without_spans_sums_and_times_are_kept() -> None:
-    tape, reader, _ = new_tape(is_spanning=False)
-    run_task(tape, 2, [2 * MS, 4 * MS])
-    run_task(tape, 8)
-    tape.flush()
+    recorder, reader, _ = new_tape(is_spanning=False)
+    run_task(recorder, 2, [2 * MS, 4 * MS])
+    run_task(recorder, 8)
+    recorder.flush()
     assert take(reader) == ([], 0)
     assert reader.sums().sample_count == sum(reader.histogram()) == 10
     assert len(reader.slowest()) == 2
 
 
 def test_an_index_that_is_no_number_is_not_kept() -> None:
-    tape, reader, _ = new_tape()
+    recorder, reader, _ = new_tape()
     for index in ("a", True, 1 << 70, (1, 2)):
-        tape.begin(perf_counter_ns(), 0, 0)
-        tape.loaded(0, [index], [2 * MS])
-        tape.end(1, perf_counter_ns())
+        recorder.begin(perf_counter_ns(), 0, 0)
+        recorder.loaded(0, [index], [2 * MS])
+        recorder.end(1, perf_counter_ns())
     assert [span.first_index for span in take(reader)[0]] == [NO_INDEX] * 4
 
 
 def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
-    tape, reader, _ = new_tape()
+    recorder, reader, _ = new_tape()
     times = [random.Random(1).randrange(1, 1000) * MS for _ in range(300)]
     for number, took in enumerate(times):
-        run_task(tape, 1, [took], position=number)
+        run_task(recorder, 1, [took], position=number)
     slowest = sorted(reader.slowest(), reverse=True)
     assert [took for took, *_ in slowest] == sorted(times, reverse=True)[:16]
     assert all(times[position] == took for took, _, position, *_ in slowest)
 
 
 def test_a_start_is_a_span() -> None:
-    tape, reader, _ = new_tape()
-    tape.started(perf_counter_ns() - 5 * MS)
+    recorder, reader, _ = new_tape()
+    recorder.started(perf_counter_ns() - 5 * MS)
     (span,) = take(reader)[0]
     assert isinstance(span, RawSpan)
     assert span.end_ns - span.begin_ns >= 5 * MS
@@ -194,24 +196,24 @@ class Doer:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 1_000 * MS
-        monkeypatch.setattr("infeed.workers.tape.perf_counter_ns", lambda: self.now)
-        self.tape, self.reader, self.numbers = new_tape(**options)
+        monkeypatch.setattr("infeed.workers.recorder.perf_counter_ns", lambda: self.now)
+        self.recorder, self.reader, self.numbers = new_tape(**options)
         self.count = 0  # tasks
         self.looked_at: list[int] = []
 
     def do(self, us: int, pause_us: int = 1) -> None:
-        tape = self.tape
+        recorder = self.recorder
         self.now += pause_us * US
-        tape.begin(self.now, epoch=0, position=4 * self.count)
-        if tape.is_fine:
+        recorder.begin(self.now, epoch=0, position=4 * self.count)
+        if recorder.is_fine:
             self.looked_at.append(self.now)
         self.now += us * US * 3 // 4
-        if tape.is_fine:
-            tape.loaded(4 * self.count, range(4))
+        if recorder.is_fine:
+            recorder.loaded(4 * self.count, range(4))
         self.now += us * US // 4
-        if tape.is_fine:
-            tape.written()
-        tape.end(4, self.now)
+        if recorder.is_fine:
+            recorder.written()
+        recorder.end(4, self.now)
         self.count += 1
 
 
@@ -227,7 +229,7 @@ def test_of_tiny_tasks_one_in_ten_milliseconds_is_looked_at(
         assert doer.reader.sums().sample_count == sum(doer.reader.histogram()) == 4 * doer.count
     assert all(one - other >= 10 * MS for other, one in pairwise(doer.looked_at))
     assert len(doer.looked_at) > 10
-    doer.tape.flush()
+    doer.recorder.flush()
     sums = doer.reader.sums()
     assert (sums.load_ns, sums.write_ns, sums.sample_count) == (150 * MS, 50 * MS, 4000)
     assert sum(doer.reader.histogram()) == 4000
@@ -237,7 +239,7 @@ def test_runs_of_tiny_tasks_have_no_pauses_in_them(monkeypatch: pytest.MonkeyPat
     doer = Doer(monkeypatch)
     for number in range(30):
         doer.do(200, pause_us=300 if number % 3 == 0 else 1)
-    doer.tape.flush()
+    doer.recorder.flush()
     spans, lost = take(doer.reader)
     assert lost == 0
     assert sum(span.size for span in spans) == 120
@@ -250,7 +252,7 @@ def test_runs_of_tiny_tasks_are_cut_after_a_while(monkeypatch: pytest.MonkeyPatc
     doer = Doer(monkeypatch)
     for _ in range(100):
         doer.do(200, pause_us=0)
-    doer.tape.flush()
+    doer.recorder.flush()
     spans, lost = take(doer.reader)
     assert lost == 0
     assert [span.position for span in spans] == [sum(span.size for span in spans[:number]) for number in range(len(spans))]
@@ -266,13 +268,13 @@ def test_a_task_that_is_long_after_all_is_followed_by_one_that_is_looked_at(monk
     began = doer.now
     doer.do(3000)
     assert doer.looked_at[1:] == [began + US]
-    assert doer.tape.is_fine
+    assert doer.recorder.is_fine
 
 
 def test_retries_are_told_at_once() -> None:
-    tape, reader, _ = new_tape()
-    run_task(tape, 4)
-    tape.retried()
+    recorder, reader, _ = new_tape()
+    run_task(recorder, 4)
+    recorder.retried()
     assert reader.sums().retry_count == 1
 
 
@@ -285,8 +287,8 @@ def test_tiny_tasks_are_entered_together(monkeypatch: pytest.MonkeyPatch) -> Non
         entered.append(doer.numbers[3])
     assert entered[0] == 4  # it was looked at
     assert len(set(entered)) <= 7
-    doer.tape.flush()
-    doer.tape.flush()  # once is enough
+    doer.recorder.flush()
+    doer.recorder.flush()  # once is enough
     assert doer.reader.sums().sample_count == 200
 
 
@@ -300,15 +302,15 @@ def test_parts_of_a_task_that_take_long_have_spans_of_their_own(
     monkeypatch: pytest.MonkeyPatch, times: list[int] | None, us: int, kinds: list[int]
 ) -> None:
     doer = Doer(monkeypatch)
-    tape = doer.tape
-    tape.begin(doer.now, epoch=0, position=0)
+    recorder = doer.recorder
+    recorder.begin(doer.now, epoch=0, position=0)
     doer.now += sum(times or [us * US])
-    tape.loaded(0, [7], times)
+    recorder.loaded(0, [7], times)
     doer.now += us * US
-    tape.collated()
+    recorder.collated()
     doer.now += us * US
-    tape.written()
-    tape.end(1, doer.now)
+    recorder.written()
+    recorder.end(1, doer.now)
     assert [span.kind for span in take(doer.reader)[0]] == kinds
     sums = doer.reader.sums()
     assert (sums.collate_ns, sums.write_ns) == (us * US, us * US)
@@ -317,30 +319,30 @@ def test_parts_of_a_task_that_take_long_have_spans_of_their_own(
 def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     for _ in range(2):
-        doer.tape.begin(doer.now, epoch=0, position=0)
+        doer.recorder.begin(doer.now, epoch=0, position=0)
         for _ in range(40):
             doer.now += 80 * US
-            doer.tape.loaded(0, [7])
-        doer.tape.end(8, doer.now)
+            doer.recorder.loaded(0, [7])
+        doer.recorder.end(8, doer.now)
     assert [(span.end_ns - span.begin_ns, span.size) for span in take(doer.reader)[0]] == [(3200 * US, 8)] * 2
 
 
 def test_the_share_of_the_gil_is_told_once_it_is_known() -> None:
-    tape, reader, _ = new_tape()
+    recorder, reader, _ = new_tape()
     assert reader.sums().gil_share is None
-    tape.note_gil(0.25)
+    recorder.note_gil(0.25)
     assert reader.sums().gil_share == 0.25
-    tape.note_gil(0.0)
+    recorder.note_gil(0.0)
     assert reader.sums().gil_share == 0.0
 
 
 def test_all_parts_of_a_long_task_are_seen_that_are_not_tiny_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
-    doer.tape.begin(doer.now, epoch=0, position=0)
-    for us, told in ((1200, lambda: doer.tape.loaded(0, [7])), (850, doer.tape.collated), (90, doer.tape.written)):
+    doer.recorder.begin(doer.now, epoch=0, position=0)
+    for us, told in ((1200, lambda: doer.recorder.loaded(0, [7])), (850, doer.recorder.collated), (90, doer.recorder.written)):
         doer.now += us * US
         told()
-    doer.tape.end(1, doer.now)
+    doer.recorder.end(1, doer.now)
     spans = take(doer.reader)[0]
     assert [(span.kind, span.end_ns - span.begin_ns) for span in spans] == [(LOAD, 1200 * US), (COLLATE, 850 * US)]
 
@@ -348,10 +350,10 @@ def test_all_parts_of_a_long_task_are_seen_that_are_not_tiny_themselves(monkeypa
 def test_a_task_that_only_wrote_tells_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker had loaded waited for its place: that is no share of what follows."""
     doer = Doer(monkeypatch)
-    doer.tape.begin(doer.now, epoch=0, position=0)
+    doer.recorder.begin(doer.now, epoch=0, position=0)
     doer.now += 100 * US
-    doer.tape.written()
-    doer.tape.end(0, doer.now)
+    doer.recorder.written()
+    doer.recorder.end(0, doer.now)
     for _ in range(10):
         doer.do(200)
     sums = doer.reader.sums()
@@ -363,7 +365,7 @@ def test_tiny_tasks_of_a_worker_that_died_are_not_lost(monkeypatch: pytest.Monke
     for _ in range(5):
         doer.do(200)
     before, times = doer.reader.sums(), doer.reader.histogram()
-    doer.tape = Tape(doer.numbers)
+    doer.recorder = Recorder(doer.numbers)
     assert (doer.reader.sums(), doer.reader.histogram()) == (before, times)
     doer.do(200)
     assert doer.reader.sums().sample_count == 24

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infeed
-from infeed.feeds import IndexedFeed, PlannedBatch
+from infeed.engine.planning import IndexedFeed, PlannedBatch
+from infeed.engine.progress import Progress
+from infeed.engine.records import Record
 from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
-from infeed.plan.cursor import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
 from infeed.plan.order import SequentialOrder
 from infeed.plan.shards import Cut, Shard
-from infeed.records import Record
+from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
 from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset
-from infeed.trail import Trail
 from tests.helpers import Stream
 
 
@@ -38,10 +38,10 @@ def share(worker: int, number: int, rows: int = 4, state: Any = None, *, size: i
     return record
 
 
-def given_steps(trail: Trail, *numbers: int) -> Cursor:
+def given_steps(progress: Progress, *numbers: int) -> Cursor:
     for number in numbers:
-        trail.delivered(step(number), 0)
-    return trail.cursor()
+        progress.delivered(step(number), 0)
+    return progress.cursor()
 
 
 # --- in order and out of order
@@ -50,39 +50,39 @@ def given_steps(trail: Trail, *numbers: int) -> Cursor:
 def test_a_fresh_trail_stands_where_it_starts() -> None:
     """Before anything was given."""
     for start in (Cursor(), Cursor(3, 2, 8), Cursor(3, 2, 8, (4, 5)), Cursor(1, 2, 8, (2, 3))):
-        assert Trail(start).cursor() == start
+        assert Progress(start).cursor() == start
 
 
 def test_in_order_each_batch_is_one_step() -> None:
     """Position is where the last one ended."""
-    assert given_steps(Trail(Cursor(5)), 0, 1, 2) == Cursor(5, 3, 12)
+    assert given_steps(Progress(Cursor(5)), 0, 1, 2) == Cursor(5, 3, 12)
 
 
 def test_batches_that_come_early_are_kept_apart_until_the_gap_is_closed() -> None:
     """The position never runs ahead of a batch that is missing."""
-    trail = Trail(Cursor())
-    assert given_steps(trail, 2) == Cursor(0, 0, 0, (2,))
-    assert given_steps(trail, 1) == Cursor(0, 0, 0, (1, 2))
-    assert given_steps(trail, 4) == Cursor(0, 0, 0, (1, 2, 4))
-    assert given_steps(trail, 0) == Cursor(0, 3, 12, (4,))
-    assert given_steps(trail, 3) == Cursor(0, 5, 20)
+    progress = Progress(Cursor())
+    assert given_steps(progress, 2) == Cursor(0, 0, 0, (2,))
+    assert given_steps(progress, 1) == Cursor(0, 0, 0, (1, 2))
+    assert given_steps(progress, 4) == Cursor(0, 0, 0, (1, 2, 4))
+    assert given_steps(progress, 0) == Cursor(0, 3, 12, (4,))
+    assert given_steps(progress, 3) == Cursor(0, 5, 20)
 
 
 def test_what_came_early_in_an_earlier_run_is_passed_when_what_follows_it_comes() -> None:
     """Where it ended is not known before."""
-    trail = Trail(Cursor(0, 1, 4, (2, 3, 6)))
-    assert given_steps(trail, 1) == Cursor(0, 2, 8, (2, 3, 6))
-    assert given_steps(trail, 5) == Cursor(0, 2, 8, (2, 3, 5, 6))
-    assert given_steps(trail, 4) == Cursor(0, 6, 24, (6,))
-    assert given_steps(trail, 7) == Cursor(0, 8, 32)
+    progress = Progress(Cursor(0, 1, 4, (2, 3, 6)))
+    assert given_steps(progress, 1) == Cursor(0, 2, 8, (2, 3, 6))
+    assert given_steps(progress, 5) == Cursor(0, 2, 8, (2, 3, 5, 6))
+    assert given_steps(progress, 4) == Cursor(0, 6, 24, (6,))
+    assert given_steps(progress, 7) == Cursor(0, 8, 32)
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     """Whatever was still kept apart."""
-    trail = Trail(Cursor(4, 1, 4, (3,)))
-    given_steps(trail, 1)
-    trail.end()
-    assert trail.cursor() == Cursor(5)
+    progress = Progress(Cursor(4, 1, 4, (3,)))
+    given_steps(progress, 1)
+    progress.end()
+    assert progress.cursor() == Cursor(5)
 
 
 # --- failures
@@ -90,37 +90,37 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
 
 def test_a_failed_batch_is_still_to_come_until_the_loop_goes_on_behind_it() -> None:
     """If the run ends with the exception, the next run tries it again."""
-    trail = Trail(Cursor())
-    given_steps(trail, 0)
-    trail.failed(step(1))
-    assert trail.cursor() == Cursor(0, 1, 4)
-    assert given_steps(trail, 2) == Cursor(0, 3, 12)
+    progress = Progress(Cursor())
+    given_steps(progress, 0)
+    progress.failed(step(1))
+    assert progress.cursor() == Cursor(0, 1, 4)
+    assert given_steps(progress, 2) == Cursor(0, 3, 12)
 
 
 def test_several_failed_batches_are_behind_the_loop_that_went_on() -> None:
     """Else the state stays at the first of them for the rest of the epoch, and grows with every batch."""
-    trail = Trail(Cursor())
-    given_steps(trail, 0)
-    trail.failed(step(1))
-    trail.failed(step(2))
-    assert given_steps(trail, 3) == Cursor(0, 4, 16)
+    progress = Progress(Cursor())
+    given_steps(progress, 0)
+    progress.failed(step(1))
+    progress.failed(step(2))
+    assert given_steps(progress, 3) == Cursor(0, 4, 16)
 
 
 def test_the_last_of_several_failed_batches_is_still_to_come() -> None:
     """The loop went on behind the first."""
-    trail = Trail(Cursor())
-    trail.failed(step(0))
-    trail.failed(step(1))
-    assert trail.cursor() == Cursor(0, 1, 4)
+    progress = Progress(Cursor())
+    progress.failed(step(0))
+    progress.failed(step(1))
+    assert progress.cursor() == Cursor(0, 1, 4)
 
 
 def test_a_failed_batch_that_came_early_is_no_gap_later() -> None:
     """Out of order, too."""
-    trail = Trail(Cursor())
-    trail.failed(step(2))
-    assert trail.cursor() == Cursor()
-    assert given_steps(trail, 0) == Cursor(0, 1, 4, (2,))
-    assert given_steps(trail, 1) == Cursor(0, 3, 12)
+    progress = Progress(Cursor())
+    progress.failed(step(2))
+    assert progress.cursor() == Cursor()
+    assert given_steps(progress, 0) == Cursor(0, 1, 4, (2,))
+    assert given_steps(progress, 1) == Cursor(0, 3, 12)
 
 
 # --- what is remembered
@@ -128,20 +128,20 @@ def test_a_failed_batch_that_came_early_is_no_gap_later() -> None:
 
 def test_the_latest_batches_are_remembered_and_old_ones_are_not() -> None:
     """Also those that failed; the latest of what is known of a step."""
-    trail = Trail(Cursor())
+    progress = Progress(Cursor())
     record = step(0)
     record.deaths = ["worker 0 was killed", "worker 1 was killed"]
     record.parts.append((WorkerId(1), 0, 4, 1000))
-    trail.failed(record)
-    past = trail.find(0)
+    progress.failed(record)
+    past = progress.find(0)
     assert past is not None
     assert past.attempts == 3
     assert past.parts == [(WorkerId(1), 0, 4, 1000)]
     for number in range(1, 1000):
-        trail.delivered(step(number), 0)
-    assert trail.find(0) is None
-    assert trail.find(1000) is None
-    latest = trail.find(999)
+        progress.delivered(step(number), 0)
+    assert progress.find(0) is None
+    assert progress.find(1000) is None
+    latest = progress.find(999)
     assert latest is not None
     assert latest.attempts == 1
 
@@ -151,12 +151,12 @@ def test_the_latest_batches_are_remembered_and_old_ones_are_not() -> None:
 
 def test_each_share_of_a_stream_is_counted_for_itself() -> None:
     """Rows, the dataset's own state, whether it has ended, and whose turn it is."""
-    trail = Trail(Cursor())
-    trail.delivered(share(0, 0, state={"dataset": 4}), 2)
-    assert trail.cursor().stream == StreamCursor(1, (ShareCursor(4, False, {"dataset": 4}), ShareCursor()))
-    trail.delivered(share(1, 1, 3), 2)
-    trail.delivered(share(0, 2, state={"dataset": 8}), 2)
-    assert trail.cursor() == Cursor(
+    progress = Progress(Cursor())
+    progress.delivered(share(0, 0, state={"dataset": 4}), 2)
+    assert progress.cursor().stream == StreamCursor(1, (ShareCursor(4, False, {"dataset": 4}), ShareCursor()))
+    progress.delivered(share(1, 1, 3), 2)
+    progress.delivered(share(0, 2, state={"dataset": 8}), 2)
+    assert progress.cursor() == Cursor(
         0, 3, 11, (), StreamCursor(1, (ShareCursor(8, False, {"dataset": 8}), ShareCursor(3, True)))
     )
 
@@ -164,26 +164,26 @@ def test_each_share_of_a_stream_is_counted_for_itself() -> None:
 def test_a_stream_goes_on_counting_where_it_was_left() -> None:
     """Shares that give nothing more keep what they had."""
     start = Cursor(2, 3, 11, (), StreamCursor(1, (ShareCursor(8), ShareCursor(3, True, "x"))))
-    trail = Trail(start)
-    assert trail.cursor() == start
-    trail.delivered(share(0, 4), 2)
-    assert trail.cursor() == Cursor(2, 5, 15, (), StreamCursor(1, (ShareCursor(12), ShareCursor(3, True, "x"))))
+    progress = Progress(start)
+    assert progress.cursor() == start
+    progress.delivered(share(0, 4), 2)
+    assert progress.cursor() == Cursor(2, 5, 15, (), StreamCursor(1, (ShareCursor(12), ShareCursor(3, True, "x"))))
 
 
 def test_a_stream_read_by_one_has_one_share() -> None:
     """Whatever was thought before its first batch."""
-    trail = Trail(Cursor())
-    trail.delivered(share(0, 0), 1)
-    assert trail.cursor().stream == StreamCursor(1, (ShareCursor(4),))
+    progress = Progress(Cursor())
+    progress.delivered(share(0, 0), 1)
+    assert progress.cursor().stream == StreamCursor(1, (ShareCursor(4),))
 
 
 def test_what_is_remembered_of_a_stream_is_small() -> None:
     """A stream's own state may be large, such as a buffer: one for each share is kept, not one for each batch."""
     tracemalloc.start()
     try:
-        trail = Trail(Cursor())
+        progress = Progress(Cursor())
         for number in range(256):
-            trail.delivered(share(0, number, state={"dataset": bytearray(100_000)}), 1)
+            progress.delivered(share(0, number, state={"dataset": bytearray(100_000)}), 1)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -300,13 +300,13 @@ def test_every_step_comes_exactly_once_however_the_epoch_is_interrupted(
     seen: list[tuple[int, tuple[int, ...]]] = []
     cursor = Cursor()
     for _ in range(data.draw(st.integers(0, 4), label="interruptions")):
-        trail = Trail(cursor)
+        progress = Progress(cursor)
         in_flight = taken(feed(kind, cursor, cut, length))
         for _ in range(data.draw(st.integers(0, len(in_flight)), label="batches of this run")):
             planned = in_flight.pop(data.draw(st.integers(0, min(4, len(in_flight) - 1)), label="which of the window"))
-            trail.delivered(loaded(planned), 0)
+            progress.delivered(loaded(planned), 0)
             seen.append((planned.step, rows(planned)))
-        state = json.loads(json.dumps(write_state(trail.cursor(), identity(cut, length))))
+        state = json.loads(json.dumps(write_state(progress.cursor(), identity(cut, length))))
         cursor, _ = read_state(state, identity(cut, length))
     rest = taken(feed(kind, cursor, cut, length))
     seen += [(planned.step, rows(planned)) for planned in rest]
@@ -320,9 +320,9 @@ def test_in_order_the_state_has_nothing_ahead(cut: Cut, length: int, data: st.Da
     """A few numbers, at every step; the position is that of the whole step, of all ranks."""
     cursor = Cursor()
     for planned in taken(feed("ordered", cursor, cut, length)):
-        trail = Trail(cursor)
-        trail.delivered(loaded(planned), 0)
-        cursor = trail.cursor()
+        progress = Progress(cursor)
+        progress.delivered(loaded(planned), 0)
+        cursor = progress.cursor()
         assert cursor == Cursor(0, planned.step + 1, planned.stop)
         if data.draw(st.booleans(), label="resumed here"):
             assert [p.step for p in taken(feed("ordered", cursor, cut, length))][:1] in ([], [planned.step + 1])
@@ -349,10 +349,10 @@ def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
 
 
 def test_a_batch_is_found_while_another_thread_takes_batches() -> None:
-    trail = Trail(Cursor())
+    progress = Progress(Cursor())
     for number in range(3):
-        trail.delivered(step(number), 0)
-    sought = trail._recent[0].plan
+        progress.delivered(step(number), 0)
+    sought = progress._recent[0].plan
 
     class Taking(NamedTuple):
         """A plan whose step is asked for while the training loop takes the next batch."""
@@ -361,11 +361,11 @@ def test_a_batch_is_found_while_another_thread_takes_batches() -> None:
 
         @property
         def step(self) -> int:
-            trail.delivered(step(self.number + 10), 0)
+            progress.delivered(step(self.number + 10), 0)
             return self.number
 
     for number in (1, 2):
-        trail._recent[number].plan = Taking(number)  # type: ignore[assignment]
-    past = trail.find(0)
+        progress._recent[number].plan = Taking(number)  # type: ignore[assignment]
+    past = progress.find(0)
     assert past is not None
     assert past.plan is sought

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infeed.batch.tree import Column, StructureMismatch, structure_of
+from infeed.collate.tree import Column, StructureMismatch, structure_of
 
 
 class Pair(NamedTuple):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infeed.tuning.readings import Limits, Reading
-from infeed.tuning.tuner import Tuner
+from infeed.autotune.tuner import Limits, Reading, Tuner
 from tests.unit.simulated_machine import Simulation, Work
 
 # Readings, of a tenth of a second: by then it has come to rest...

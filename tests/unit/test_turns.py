@@ -10,8 +10,8 @@ import pytest
 
 from infeed.memory.arena import Block
 from infeed.scheduler.messages import TaskId
-from infeed.workers.messages import DropTask, PlaceTask
-from infeed.workers.turns import Placing, Turns
+from infeed.workers.loop import Placing, Turns
+from infeed.workers.protocol import DropTask, PlaceTask
 from tests.helpers import DEADLINE_S, wait_until
 
 PLACE = PlaceTask(TaskId(1), Block(0, 0, 8), None)
@@ -102,7 +102,7 @@ def test_the_thread_leaves_the_end_of_the_channel_to_the_worker() -> None:
 
 
 def test_the_thread_keeps_out_of_what_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infeed.workers.turns._LONG_S", DEADLINE_S)
+    monkeypatch.setattr("infeed.workers.loop._LONG_S", DEADLINE_S)
     desk = Desk("a", "b", "c")
     desk.held = 1
     for message in ("a", "b", "c"):

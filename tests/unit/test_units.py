@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infeed.units import format_bytes, format_count, format_rate, format_seconds
+from infeed.formatting import format_bytes, format_count, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(

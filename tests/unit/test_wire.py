@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.batch.layout import Layout, infer_layout
-from infeed.batch.packing import Packed
+from infeed.collate.layout import Layout, infer_layout
+from infeed.collate.packing import Packed
 from infeed.memory.arena import Block
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import TaskId
-from infeed.workers.failures import Failure
-from infeed.workers.messages import (
+from infeed.workers.exceptions import Failure
+from infeed.workers.protocol import (
     DropTask,
     Emptied,
     FromWorker,
@@ -27,11 +27,15 @@ from infeed.workers.messages import (
     RowsLoaded,
     Started,
     StartFailed,
+    TaskDecoder,
+    TaskEncoder,
     ToWorker,
     UnmapSegment,
     Unplaced,
+    decode_answer,
+    dumps,
+    encode_answer,
 )
-from infeed.workers.wire import TaskDecoder, TaskEncoder, decode_answer, dumps, encode_answer
 
 LAYOUT = infer_layout([{"x": np.zeros(3), "name": "a"}], [0])
 BLOCK = Block(3, 1 << 40, 4096)

@@ -12,7 +12,7 @@ from infeed.cli import numbers
 from infeed.cli.outputs import Output, find_trouble
 
 if TYPE_CHECKING:
-    from infeed.doctor.benching import Measured, Setting
+    from infeed.doctor.bench import Measured, Setting
 
 __all__ = ["add_parser", "run"]
 
@@ -47,12 +47,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Try the settings, print them, and the best as a line to paste."""
-    from infeed.cores import available_cores
     from infeed.doctor import targets
-    from infeed.doctor.benching import Bench, choose, confirm, search, told
-    from infeed.doctor.page import bench_page, check_plot
+    from infeed.doctor.bench import Bench, choose, confirm, search, told
+    from infeed.doctor.report import bench_page, check_plot
     from infeed.errors import ConfigError
-    from infeed.programs import show_error
+    from infeed.memory.limits import available_cores
+    from infeed.programs.script import show_error
 
     target: str = arguments.dataset
     if not targets.names_dataset(target):
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if best is not None and not data.is_stdout:
         _print_table(results, best)
         print(f"\nbest here, the least that is almost as fast as the fastest:\n  {best.setting.code(bench.batch_size)}")
-    troubles = []
+    faults = []
     if data.is_wanted:
         document = {
             "format": _FORMAT_VERSION,
@@ -100,18 +100,18 @@ def run(arguments: argparse.Namespace) -> int:
             "results": [asdict(one) for one in results],
             "best": None if best is None else {**asdict(best), "code": best.setting.code(bench.batch_size)},
         }
-        troubles.append(data.write(json.dumps(document, indent=2) + "\n"))
+        faults.append(data.write(json.dumps(document, indent=2) + "\n"))
     if page.is_wanted:
-        troubles.append(page.write(bench_page(target, bench.batch_size, cores, results, best)))
-    for trouble in filter(None, troubles):
+        faults.append(page.write(bench_page(target, bench.batch_size, cores, results, best)))
+    for trouble in filter(None, faults):
         _complain(trouble, _USAGE)
     if best is None:
         return _complain(f"{target} could not be loaded: {results[0].error}", _NOT_RUN)
-    return _USAGE if any(troubles) else 0
+    return _USAGE if any(faults) else 0
 
 
 def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
-    from infeed.units import format_bytes, format_seconds
+    from infeed.formatting import format_bytes, format_seconds
 
     good = [one for one in results if not one.error]
     rows = [["workers", "samples/s", "first batch", "memory"]]

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
 
 from infeed.cli import numbers
-from infeed.cores import available_cores
-from infeed.units import format_count, format_seconds
+from infeed.formatting import format_count, format_seconds
+from infeed.memory.limits import available_cores
 
 if TYPE_CHECKING:
     from infeed.cli.pictures import PictureFolder

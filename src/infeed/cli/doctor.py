@@ -54,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program and print the findings; the exit code says whether there are any."""
     from infeed.doctor.child import Orders
     from infeed.doctor.findings import NAMES, examine
-    from infeed.doctor.page import findings_page
-    from infeed.doctor.report import conclusion, ending, plain, print_report
-    from infeed.doctor.surveying import survey
+    from infeed.doctor.report import conclusion, ending, findings_page, plain, print_report
+    from infeed.doctor.runner import survey
 
     program: list[str] = arguments.program
     unknown = [name for name in arguments.ignore if name not in NAMES]
@@ -98,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     findings = [finding for finding in examine(seen) if finding.name not in arguments.ignore]
     if not data.is_stdout:
         print_report(seen, findings, _console())
-    troubles = []
+    faults = []
     if data.is_wanted:
-        troubles.append(data.write(json.dumps(plain(seen, findings), indent=2) + "\n"))
+        faults.append(data.write(json.dumps(plain(seen, findings), indent=2) + "\n"))
     if page.is_wanted:
-        troubles.append(page.write(findings_page(seen, findings)))
-    for trouble in filter(None, troubles):
+        faults.append(page.write(findings_page(seen, findings)))
+    for trouble in filter(None, faults):
         _complain(trouble)
-    if any(troubles):
+    if any(faults):
         return _USAGE
     if findings:
         return _FOUND

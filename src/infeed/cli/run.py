@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from infeed.children import carry_into_commands, install_when_imported
-from infeed.programs import exit_code_of, run_module, run_script, show_error
-from infeed.workers.early import start_for_module, start_for_program
+from infeed.programs.children import carry_into_commands, install_when_imported
+from infeed.programs.script import exit_code_of, run_module, run_script, show_error
+from infeed.workers.early_start import start_for_module, start_for_program
 
 __all__ = ["add_parser", "run"]
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _summary() -> str:
-    tally: Any = sys.modules.get("infeed.torch.tally")
+    tally: Any = sys.modules.get("infeed.torch.summary")
     if tally is None and "torch" in sys.modules:
         return (
             "torch was imported past infeed's import hook, so that all loaders ran on torch's own workers; call "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, final
 
-from infeed.batch.layout import Layout
-from infeed.batch.packing import Handed, Packed, unpack
-from infeed.batch.rows import RowReader
+from infeed.collate.layout import Layout
+from infeed.collate.packing import Handed, Packed, unpack
+from infeed.collate.rows import RowReader
 from infeed.delivery.backend import Backend
-from infeed.delivery.pinning import Cooling, Pinner
+from infeed.delivery.pinning import PendingReads, Pinner
 from infeed.memory.arena import Arena
 from infeed.memory.leases import Lease
 from infeed.scheduler.messages import SlotId
@@ -32,7 +32,7 @@ class HostDelivery:
         self._arena = arena
         self._backend = backend
         self._pinner = None if backend is None else Pinner(backend)
-        self._cooling = None if backend is None or is_staged else Cooling(backend, arena.ended_leases)
+        self._cooling = None if backend is None or is_staged else PendingReads(backend, arena.ended_leases)
         self.ended_slots = arena.ended_leases if self._cooling is None else self._cooling.free
         self.given_bytes = 0  # of all batches so far
         self._readers: dict[tuple[int, int], RowReader] = {}

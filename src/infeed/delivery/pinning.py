@@ -95,7 +95,7 @@ class Pinner:
 
 
 @final
-class Cooling:
+class PendingReads:
     """Slots that the user has let go of, and that the accelerator may still be reading. See NOTE [asynchronous reads]."""
 
     def __init__(self, backend: Backend, ended: Callable[[], list[SlotId]]) -> None:

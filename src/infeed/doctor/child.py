@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from infeed.children import install_when_imported
 from infeed.doctor.evidence import Ending
 from infeed.doctor.journal import Journal
+from infeed.doctor.monitor import Watcher
 from infeed.doctor.targets import load_dataset
-from infeed.doctor.watching import Watcher
 from infeed.errors import ConfigError
-from infeed.programs import exit_code_of, run_module, run_script, show_error
+from infeed.programs.children import install_when_imported
+from infeed.programs.script import exit_code_of, run_module, run_script, show_error
 
 _PROBE_S: Final = 2.0
 _PAUSE_S: Final = 0.5
@@ -125,8 +125,8 @@ class _Child:
         # Not before: it imports NumPy, and a program may want to set the number of its threads first.
         import threadpoolctl
 
-        from infeed.doctor.probing import probe
-        from infeed.workers.threadpools import limit_pools
+        from infeed.doctor.probe import probe
+        from infeed.workers.native_threads import limit_pools
 
         self._is_over = True
         at = time.monotonic()

@@ -13,10 +13,10 @@ from mmap import mmap
 from typing import Final, NamedTuple, final
 
 from infeed.errors import MemoryLimitError
+from infeed.formatting import format_bytes
 from infeed.memory.leases import Lease, LeaseBook
 from infeed.memory.segments import Segment, SegmentHandle, SegmentStore, round_up
 from infeed.scheduler.messages import SlotId
-from infeed.units import format_bytes
 
 # A segment holds at least this much, so that tiny batches do not cost a mapping each...
 _SEGMENT_BYTES: Final = 4 << 20

@@ -17,9 +17,9 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.errors import InfeedError, MemoryLimitError
-from infeed.memory.budget import available_bytes
+from infeed.formatting import format_bytes
+from infeed.memory.limits import available_bytes
 from infeed.memory.segments import Address, SegmentStore, find_segment, make_findable, round_up
-from infeed.units import format_bytes
 
 _FIRST_BIN: Final = 256 << 10
 # The most that objects share. It doubles with every 32 bins, four times: many systems allow a process a thousand descriptors.

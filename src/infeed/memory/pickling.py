@@ -6,24 +6,205 @@ copying them. NumPy does this by itself (protocol 5); ``tensors`` does it for te
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
 import pickle
 import random
 import sys
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
 import cloudpickle
 import numpy as np
+from cloudpickle.cloudpickle import _lookup_module_and_qualname
 
-from infeed.memory.callables import reduce_callable
-from infeed.memory.inheriting import reduce_shared
-from infeed.memory.sharedarrays import reduce_held
-from infeed.memory.tensors import TensorReducer
+from infeed.memory.inheriting import is_shared_storage, reduce_shared, reduce_shared_storage
+from infeed.memory.sharedarrays import is_plain_tensor, reduce_held
+
+_DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
+
+
+def reduce_callable(obj: Any) -> Any:
+    """Reduction by value of a cached function, a cached property or a generic function, or ``NotImplemented``."""
+    if isinstance(obj, functools._lru_cache_wrapper):
+        return NotImplemented if _is_importable(obj) else _reduce_cached(obj)
+    if isinstance(obj, functools.cached_property):
+        state = {name: value for name, value in vars(obj).items() if name != "lock"}
+        return copyreg.__newobj__, (type(obj),), (state, "lock" in vars(obj)), None, None, _set_cached_property  # type: ignore[attr-defined]
+    if isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHER and not _is_importable(obj):
+        return _reduce_generic(obj)
+    return NotImplemented
+
+
+def _is_importable(obj: Any) -> bool:
+    if obj.__module__ in cloudpickle.list_registry_pickle_by_value():
+        return False
+    return _lookup_module_and_qualname(obj) is not None
+
+
+def _reduce_cached(obj: Any) -> Any:
+    parameters = obj.cache_parameters()
+    return _rebuild_cached, (obj.__wrapped__, parameters["maxsize"], parameters["typed"]), vars(obj)
+
+
+def _rebuild_cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _set_cached_property(obj: Any, state: tuple[dict[str, Any], bool]) -> None:
+    attributes, has_lock = state
+    vars(obj).update(attributes)
+    if has_lock:  # Python 3.11 has one, and it cannot be pickled
+        obj.lock = threading.RLock()
+
+
+def _reduce_generic(obj: Any) -> Any:
+    registry = obj.registry
+    others = {cls: function for cls, function in registry.items() if cls is not object}
+    return functools.singledispatch, (registry[object],), others, None, None, _register
+
+
+def _register(generic: Any, functions: dict[type, Callable[..., Any]]) -> None:
+    for cls, function in functions.items():
+        generic.register(cls, function)
+
+
+# To keep its strides, a tensor is written with the gaps between its elements, if it is at most this many times larger so...
+_MOST_TIMES: Final = 8
+# ...or if all of it is no larger than this. Otherwise (a column of a large table) it is made contiguous.
+_MOST_BYTES: Final = 1 << 16
+# Regions that tensors share begin at multiples of this: then an offset in bytes is an offset in elements of any dtype.
+_ALIGN: Final = 16
+
+
+@final
+class _Region:
+    """A range of bytes of a storage. Pickled once, however many tensors are views of it."""
+
+    __slots__ = ("begin", "end", "storage")
+
+    def __init__(self, storage: Any, begin: int, end: int) -> None:
+        self.storage, self.begin, self.end = storage, begin, end
+
+    def __reduce__(self) -> Any:
+        torch = sys.modules["torch"]
+        size = self.end - self.begin
+        raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.begin, (size,), (1,)).numpy()
+        return _rebuild_storage, (pickle.PickleBuffer(raw),)
+
+
+@final
+class TensorReducer:
+    """Reduces the tensors and storages of one object. It knows which parts of which storages have been pickled."""
+
+    def __init__(self, *, keeps_shared: bool) -> None:
+        """``keeps_shared``: storages in shared memory are not copied; whoever reads the pickle maps the same memory."""
+        self._keeps_shared = keeps_shared
+        self._regions: dict[int, list[_Region]] = {}  # by the address of torch's own object for the storage
+        # Regions that are in the pickle already turned out to overlap: pickle again, now that all regions are known.
+        self.must_repeat = False
+
+    def reduce(self, obj: Any) -> Any:
+        """The reduction of a tensor or storage of the CPU, or ``NotImplemented``."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return NotImplemented
+        if type(obj) is torch.Tensor:
+            return self._reduce_tensor(torch, obj)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            if self._keeps_shared and is_shared_storage(torch, obj):
+                return reduce_shared_storage(torch, obj)
+            return _same, (self._region(obj, 0, obj.nbytes(), 1),)
+        if isinstance(obj, torch.TypedStorage) and obj._untyped_storage.device.type == "cpu":  # obj.device warns
+            return _rebuild_typed_storage, (obj._untyped_storage, _name(obj.dtype))
+        return NotImplemented
+
+    def _reduce_tensor(self, torch: Any, tensor: Any) -> Any:
+        if not is_plain_tensor(torch, tensor):
+            return NotImplemented  # torch's own reduction, which comes to the storage
+        tensor = tensor.detach()
+        itemsize, name = tensor.element_size(), _name(tensor.dtype)
+        if not tensor.numel():
+            return _rebuild_empty, (name, tuple(tensor.shape), tensor.stride())
+        storage = tensor.untyped_storage()
+        if self._keeps_shared and is_shared_storage(torch, storage):
+            return _rebuild_tensor, (storage, name, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        span = itemsize * (1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+        if span > max(_MOST_BYTES, _MOST_TIMES * tensor.numel() * itemsize):
+            tensor = tensor.contiguous()
+            storage, span = tensor.untyped_storage(), tensor.numel() * itemsize
+        begin = itemsize * tensor.storage_offset()
+        region = self._region(storage, begin, begin + span, itemsize)
+        offset = (begin - region.begin) // itemsize
+        return _rebuild_tensor, (region, name, offset, tuple(tensor.shape), tensor.stride())
+
+    def _region(self, storage: Any, begin: int, end: int, itemsize: int) -> _Region:
+        """The region that holds these bytes. Regions of one storage do not overlap."""
+        regions = self._regions.setdefault(storage._cdata, [])
+        first, last = _touched(regions, begin, end)
+        if last - first == 1:
+            region = regions[first]
+            if region.begin <= begin and end <= region.end and not (begin - region.begin) % itemsize:
+                return region
+        grown = (first, first)
+        while grown != (first, last):
+            self.must_repeat = True
+            begin = min(begin, regions[first].begin)
+            begin -= begin % _ALIGN
+            end = max(end, regions[last - 1].end)
+            grown, (first, last) = (first, last), _touched(regions, begin, end)
+        made = _Region(storage, begin, end)
+        regions[first:last] = [made]
+        return made
+
+
+def _touched(regions: list[_Region], begin: int, end: int) -> tuple[int, int]:
+    """The range of regions that overlap with these bytes."""
+    first = bisect_right(regions, begin, key=lambda region: region.end)
+    return first, bisect_left(regions, end, lo=first, key=lambda region: region.begin)
+
+
+def _name(dtype: Any) -> str:
+    """Not the dtype itself: pickle would look for it in every module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _same(region: Any) -> Any:
+    return region
+
+
+def _rebuild_storage(buffer: Any) -> Any:
+    import torch  # the pickle holds a tensor: whoever reads it needs torch
+
+    if not memoryview(buffer).nbytes:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _rebuild_typed_storage(storage: Any, dtype_name: str) -> Any:
+    import torch  # it is one of torch's
+
+    typed: Any = torch.storage.TypedStorage
+    return typed(wrap_storage=storage, dtype=getattr(torch, dtype_name), _internal=True)
+
+
+def _rebuild_tensor(storage: Any, dtype_name: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+    import torch  # it is a tensor
+
+    return torch.empty(0, dtype=getattr(torch, dtype_name)).set_(storage, offset, shape, stride)
+
+
+def _rebuild_empty(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+    import torch  # it is a tensor
+
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype_name))
+
 
 _PROTOCOL: Final = 5
 BUFFER_ALIGN: Final = 64

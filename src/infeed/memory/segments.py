@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from infeed.errors import MemoryLimitError
-from infeed.memory.budget import available_bytes, process_limit
-from infeed.units import format_bytes
+from infeed.formatting import format_bytes
+from infeed.memory.limits import available_bytes, process_limit
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 CURE: Final = "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"

@@ -6,12 +6,12 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, final
 
+from infeed.formatting import format_bytes
 from infeed.memory.chunks import Chunks
 from infeed.memory.holding import Extent, Held, open_extent
 from infeed.memory.lookup import bucket_bits, bucket_of, build_table, stable_hash
 from infeed.memory.packed import Column, Layout, pack
 from infeed.memory.segments import Address
-from infeed.units import format_bytes
 
 _MISSING: Final = object()
 

@@ -13,8 +13,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from infeed.memory.budget import available_bytes
 from infeed.memory.holding import Held, find_held, pointer_of
+from infeed.memory.limits import available_bytes
 
 # Bounds of the effort: a millisecond or two, whatever the dataset.
 _LOOKS: Final = 1000

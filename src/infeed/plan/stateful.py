@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 from infeed.errors import StateError
 from infeed.plan.batches import BatchPlan
-from infeed.plan.cursor import Cursor
+from infeed.plan.state import Cursor
 
 _SOURCE: Final = "source"
 _ITERATOR: Final = "iterator"
@@ -231,9 +231,9 @@ class Reading:
 
     def watched(self, batches: Iterator[BatchPlan | Exception]) -> Iterator[BatchPlan | Exception]:
         """The batches, at their positions in the epoch; the sampler's state is kept behind each."""
-        return map(self._watch, batches)  # and no generator: it would end with the first exception
+        return map(self._watchdog, batches)  # and no generator: it would end with the first exception
 
-    def _watch(self, plan: BatchPlan | Exception) -> BatchPlan | Exception:
+    def _watchdog(self, plan: BatchPlan | Exception) -> BatchPlan | Exception:
         if isinstance(plan, Exception):
             return plan
         indices, first_position, stop, _ = plan

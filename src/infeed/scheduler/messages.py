@@ -107,7 +107,7 @@ class TaskFailed(NamedTuple):
     task: TaskId
 
 
-class BatchSpoiled(NamedTuple):
+class BatchHasBadSamples(NamedTuple):
     """A sample of the batch is bad. It was planned anew and is to be loaded again, from the beginning.
 
     ``grain_count`` is what it has now: 0 if nothing is left of it, ``None`` if it is given up. ``task`` is the one that ended
@@ -165,7 +165,7 @@ Event: TypeAlias = (
     | TaskUnplaced
     | TaskMismatched
     | TaskFailed
-    | BatchSpoiled
+    | BatchHasBadSamples
     | SlotsAdded
     | GrowthRefused
     | PlaceRefused

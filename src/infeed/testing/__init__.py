@@ -10,6 +10,6 @@ from infeed.testing.datasets import FaultyDataset as FaultyDataset
 from infeed.testing.datasets import RandomDataset as RandomDataset
 from infeed.testing.datasets import SlowDataset as SlowDataset
 from infeed.testing.datasets import UnevenDataset as UnevenDataset
-from infeed.testing.resuming import assert_resumable as assert_resumable
+from infeed.testing.resume import assert_resumable as assert_resumable
 
 __all__ = ["CrashingDataset", "FaultyDataset", "RandomDataset", "SlowDataset", "UnevenDataset", "assert_resumable"]

@@ -10,27 +10,25 @@ from typing import Any, Generic, Literal, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from infeed.autocount import MOST_WORKERS, AutoCount
-from infeed.checks import check_cpu_limit
-from infeed.config import Observe, OnError, WorkerChoice
+from infeed.engine.bad_samples import BadSample
+from infeed.engine.progress import Lineage
 from infeed.errors import ConfigError
-from infeed.ledger import BadSample
-from infeed.lineage import Lineage
-from infeed.observe.records import Statistics
-from infeed.torch.plans import is_gathered
-from infeed.torch.serving import (
+from infeed.metrics.statistics import Statistics
+from infeed.options import MOST_WORKERS, AutoCount, Observe, OnError, WorkerChoice, check_cpu_limit
+from infeed.torch.plan import is_gathered
+from infeed.torch.service import (
     config_of,
-    core_of,
     iterator_of,
-    known_core,
+    known_session,
     plan_of,
     refused_reason,
+    session_of,
     statistics_of,
     stop_workers,
     trace_of,
     why_not,
 )
-from infeed.workers.early import start_for_loader
+from infeed.workers.early_start import start_for_loader
 
 _T = TypeVar("_T", covariant=True)
 
@@ -190,12 +188,12 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or the next one if there is none."""
-        return core_of(self).epoch
+        return session_of(self).epoch
 
     @property
     def bad_samples(self) -> list[BadSample]:
         """Samples that were left out or replaced because they could not be loaded; the latest thousand of all epochs."""
-        return core_of(self).bad_samples
+        return session_of(self).bad_samples
 
     def statistics(self) -> Statistics:
         """What it did so far, in all its epochs, and a verdict: does the loop wait for data, for what, and what would help."""
@@ -209,7 +207,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Raises:
             ConfigError: the ending is none of these, ``observe`` keeps no timeline, or this runs on torch's own workers.
         """
-        from infeed.observe.timeline import write_timeline
+        from infeed.metrics.timeline import write_timeline
 
         write_timeline(trace_of(self), path)
 
@@ -219,7 +217,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Raises:
             ConfigError: ``observe`` keeps no timeline, or this runs on torch's own workers.
         """
-        from infeed.observe.report import write_report
+        from infeed.metrics.report import write_report
 
         write_report(trace_of(self), path)
 
@@ -229,16 +227,16 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         From then on workers call ``set_epoch`` of the dataset, its transforms and ``collate_fn`` at the start of each epoch. If
         you never call this, they do not, as with torch.
         """
-        core = core_of(self)
+        session = session_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
             hear = getattr(one, "set_epoch", None)
             if callable(hear):
                 hear(epoch)
-        core.set_epoch(epoch)
-        plan = plan_of(core)
+        session.set_epoch(epoch)
+        plan = plan_of(session)
         if not plan.tells_epochs:
             plan.tells_epochs = True
-            core.garage.clear()  # persistent workers were started without
+            session.engine_cache.clear()  # persistent workers were started without
             self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,7 +256,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
                 stacklevel=2,
             )
             return {}
-        return (known_core(self) or core_of(self)).state_dict()
+        return (known_session(self) or session_of(self)).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state says, with the next iteration; as ``torchdata``'s ``StatefulDataLoader``.
@@ -266,19 +264,19 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Raises:
             StateError: it is damaged, or of another dataset or other options. The loader is as it was.
         """
-        core = core_of(self)
-        core.load_state_dict(state_dict)
+        session = session_of(self)
+        session.load_state_dict(state_dict)
         if state_dict:
-            core.garage.clear()  # workers have the seed of another run
+            session.engine_cache.clear()  # workers have the seed of another run
             self._iterator = None  # as torchdata: persistent workers begin again
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
         """Where batch ``step`` (from 0) of an epoch comes from: see ``infeed.DataLoader.explain``."""
-        return core_of(self).explain(step, epoch)
+        return session_of(self).explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
         """Load batch ``step`` of an epoch again, in this thread: see ``infeed.DataLoader.replay``."""
-        return core_of(self).replay(step, epoch)
+        return session_of(self).replay(step, epoch)
 
     def close(self) -> None:
         """Stop workers now; iterating again starts others."""

@@ -15,10 +15,10 @@ from typing import Final, final
 assert sys.platform == "linux"
 
 from infeed.errors import WorkerStartError
-from infeed.workers.launch import command_line, interpreter_environment, start_interpreter, started
+from infeed.workers.forkserver_protocol import MAX_FDS, Exited, Fork, Forked, Guess, Hold, Kill, Preload, Refused, receive, send
+from infeed.workers.interpreter import command_line, interpreter_environment, start_interpreter, started
+from infeed.workers.native_threads import SERVER_THREADS
 from infeed.workers.preload import is_right_guess
-from infeed.workers.requests import MAX_FDS, Exited, Fork, Forked, Guess, Hold, Kill, Preload, Refused, receive, send
-from infeed.workers.threadpools import SERVER_THREADS
 
 # For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
 _EXIT_S: Final = 5.0

@@ -18,9 +18,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from infeed.workers.channel import Link
-from infeed.workers.child import END_S, IDLE_S
-from infeed.workers.starting import Launch, Process
+from infeed.workers.launcher import Launch, Process
+from infeed.workers.main import END_S, IDLE_S
+from infeed.workers.transport import Link
 
 # A worker is not taken in its last seconds: it may be about to leave.
 _TAKE_S: Final = IDLE_S - 10.0

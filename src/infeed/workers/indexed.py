@@ -13,30 +13,31 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import Any, final
 
-from infeed.batch.rows import RowMismatch
-from infeed.batch.tree import Sample
+from infeed.collate.rows import RowMismatch
+from infeed.collate.tree import Sample
 from infeed.memory.arena import Block
 from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import TaskId
-from infeed.workers.failures import Failure
-from infeed.workers.fetching import Fetcher
-from infeed.workers.filling import Filler, Held
-from infeed.workers.messages import FromWorker, LoadFailed, LoadGrains, Mismatched, RowsLoaded, Unplaced
-from infeed.workers.silence import Silence
-from infeed.workers.sources import Making, Seeding, Source, WorkerSpec
-from infeed.workers.tape import Tape
+from infeed.workers.exceptions import Failure
+from infeed.workers.fetch import Fetcher
+from infeed.workers.protocol import FromWorker, LoadFailed, LoadGrains, Mismatched, RowsLoaded, Unplaced
+from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
+from infeed.workers.write import Held, SlotWriter
 
 
 @final
 class IndexedLoader:
     """Belongs to one runner."""
 
-    def __init__(self, spec: WorkerSpec, source: Source, tape: Tape | Silence, fetcher: Fetcher, filler: Filler) -> None:
+    def __init__(
+        self, spec: WorkerSpec, source: Source, recorder: Recorder | NullRecorder, fetcher: Fetcher, slot_writer: SlotWriter
+    ) -> None:
         self._spec = spec
         self._source = source
-        self._tape = tape
+        self._recorder = recorder
         self._fetcher = fetcher
-        self._filler = filler
+        self._slot_writer = slot_writer
 
     def load(self, message: LoadGrains) -> FromWorker:
         """Do a task.
@@ -50,23 +51,23 @@ class IndexedLoader:
         if making is Making.ROWS:
             return self._load_rows(message)
         samples = self._fetcher.grains(message)
-        return self._filler.pack(message, samples, message.row_count, plain_indices(message.indices))
+        return self._slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
 
     # --- samples
 
     def _load_rows(self, message: LoadGrains) -> FromWorker:
-        filler = self._filler
+        slot_writer = self._slot_writer
         is_torch = self._source.torch_collate is not None
         if is_torch and (self._fetcher.is_together or not len(message.indices)):
             # What __getitems__ returns is what is collated, whatever it is; and so is nothing at all.
             samples = self._fetcher.grains(message)
             if type(samples) is not list or len(samples) != message.row_count or not samples:
-                return filler.pack(message, samples, message.row_count, plain_indices(message.indices))
-            written = filler.write(message, samples, message.row_count, message.first_row)
+                return slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
+            written = slot_writer.write(message, samples, message.row_count, message.first_row)
             return self._place_fetched(message, samples) if written is None else written
-        writer = filler.writer(message.block, message.layout, message.row_count)
-        if self._tape.is_fine:
-            self._tape.written()  # memory that is new here was mapped, which may take as long as writing into it
+        writer = slot_writer.writer(message.block, message.layout, message.row_count)
+        if self._recorder.is_fine:
+            self._recorder.written()  # memory that is new here was mapped, which may take as long as writing into it
         if writer is None:
             samples = self._fetcher.grains(message)
         else:
@@ -81,11 +82,11 @@ class IndexedLoader:
                 except RowMismatch:
                     fits = False
                     break
-                if self._tape.is_fine:
-                    self._tape.written()
+                if self._recorder.is_fine:
+                    self._recorder.written()
                 row += len(samples)
             if fits:
-                return RowsLoaded(message.task, perf_counter_ns() - filler.began_ns, len(message.indices), None, beside)
+                return RowsLoaded(message.task, perf_counter_ns() - slot_writer.began_ns, len(message.indices), None, beside)
             if not message.is_whole:
                 return Mismatched(message.task)
             if len(samples) < len(message.indices):
@@ -96,12 +97,14 @@ class IndexedLoader:
     def _place_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
         """Make a batch of samples that do not fit what is expected, or a part of one."""
         indices = plain_indices(message.indices)
-        if self._source.torch_collate is not None and self._filler.torch_layout(samples) is None:
+        if self._source.torch_collate is not None and self._slot_writer.torch_layout(samples) is None:
             if not message.is_whole:
                 return Mismatched(message.task)
-            return self._filler.pack(message, samples, message.row_count, indices)
+            return self._slot_writer.pack(message, samples, message.row_count, indices)
         block = message.block if message.is_whole else None
-        return self._filler.write_or_hold(message.task, samples, indices, block, message.row_count, first_row=message.first_row)
+        return self._slot_writer.write_or_hold(
+            message.task, samples, indices, block, message.row_count, first_row=message.first_row
+        )
 
     # --- arrays
 
@@ -110,7 +113,7 @@ class IndexedLoader:
         assert table is not None
         _, nbytes = table.layout.offsets(message.row_count)
         if message.block is None or message.block.size < nbytes:
-            self._filler.held[message.task] = Held(0, message.row_count, message.indices, table.layout, None)
+            self._slot_writer.held[message.task] = Held(0, message.row_count, message.indices, table.layout, None)
             return Unplaced(message.task, nbytes, table.layout)
         return self.gather_into(message.task, message.indices, message.block, message.row_count)
 
@@ -119,13 +122,13 @@ class IndexedLoader:
         table = self._source.table
         assert table is not None
         try:
-            table.gather(indices, self._filler.memory(block), block.offset, row_count)
+            table.gather(indices, self._slot_writer.memory(block), block.offset, row_count)
         except Exception as error:  # an index that does not exist, or that is none
-            bad = self._missing_rows(indices) if self._spec.mends and isinstance(error, IndexError) else ()
+            bad = self._missing_rows(indices) if self._spec.handles_bad_samples and isinstance(error, IndexError) else ()
             return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
-        if self._tape.is_fine:
-            self._tape.loaded(0, ())
-        return RowsLoaded(task, perf_counter_ns() - self._filler.began_ns, row_count, table.layout, [])
+        if self._recorder.is_fine:
+            self._recorder.loaded(0, ())
+        return RowsLoaded(task, perf_counter_ns() - self._slot_writer.began_ns, row_count, table.layout, [])
 
     def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
         table = self._source.table

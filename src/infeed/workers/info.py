@@ -7,10 +7,10 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
-from infeed.importing import when_imported
+from infeed.import_hooks import when_imported
 
 if TYPE_CHECKING:
-    from infeed.workers.sources import WorkerSpec  # needs NumPy
+    from infeed.workers.spec import WorkerSpec  # needs NumPy
 
 
 @final

@@ -7,13 +7,13 @@ from typing import final
 
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
-from infeed.workers.crew import Crew, News
-from infeed.workers.messages import MapSegment, OpenStream, Started, TellStack, ToWorker, UnmapSegment
-from infeed.workers.runner import Runner, Work
+from infeed.workers.loop import Runner, Work
+from infeed.workers.pool import News, WorkerPool
+from infeed.workers.protocol import MapSegment, OpenStream, Started, TellStack, ToWorker, UnmapSegment
 
 
 @final
-class InlineCrew(Crew):
+class InlinePool(WorkerPool):
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._todo: deque[Work] = deque()

@@ -9,22 +9,34 @@ import time
 from collections.abc import Hashable
 from typing import Any, Final, final
 
-from infeed.memory.parcel import Parcel
-from infeed.memory.pressure import OomWatch
+from infeed.memory.dataset import SerializedDataset
+from infeed.memory.limits import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
-from infeed.workers.board import Board
-from infeed.workers.channel import Link, open_poller
-from infeed.workers.child import END_S, Birth
-from infeed.workers.crew import Crew, Death, News
 from infeed.workers.idle import IDLE_WORKERS, IdleWorker, are_unchanged
-from infeed.workers.insides import child_environment, current_directory
-from infeed.workers.launch import StartMethod, command_line, explaining_limits, search_path
-from infeed.workers.messages import FromWorker, Idle, MapSegment, Stack, Started, TellStack, ToWorker, UnmapSegment
-from infeed.workers.sources import WorkerSpec
-from infeed.workers.stacks import take as take_stack
-from infeed.workers.starting import Launch, Process, SpawnedProcess, Starter
-from infeed.workers.wire import PART, RESET, TaskEncoder, decode_answer
+from infeed.workers.interpreter import StartMethod, command_line, explaining_limits, search_path
+from infeed.workers.launcher import Launch, Process, SpawnedProcess, Starter
+from infeed.workers.main import END_S, Birth
+from infeed.workers.pool import Death, News, WorkerPool
+from infeed.workers.process_tools import child_environment, current_directory
+from infeed.workers.protocol import (
+    PART,
+    RESET,
+    FromWorker,
+    Idle,
+    MapSegment,
+    Stack,
+    Started,
+    TaskEncoder,
+    TellStack,
+    ToWorker,
+    UnmapSegment,
+    decode_answer,
+)
+from infeed.workers.spec import WorkerSpec
+from infeed.workers.status import StatusBoard
+from infeed.workers.status import take as take_stack
+from infeed.workers.transport import Link, open_poller
 
 _SIGKILL: Final = 9  # not in `signal` on Windows
 # How long a worker has to say where it is.
@@ -72,26 +84,26 @@ class _Leaver:
 
 
 @final
-class ProcessCrew(Crew):
+class ProcessPool(WorkerPool):
     def __init__(
         self,
         *,
-        parcel: Parcel,
+        serialized: SerializedDataset,
         store: SegmentStore,
-        board: Board,
+        status_board: StatusBoard,
         specs: dict[WorkerId, WorkerSpec],
         start_method: StartMethod,
         threads: int,
         init_fn: Any,
     ) -> None:
         """``init_fn`` is the user's ``worker_init_fn``: what it has done to a process is done for this crew only."""
-        self._parcel = parcel
+        self._serialized = serialized
         self._init_fn = init_fn
         self._store = store
-        self._board = board
+        self._status_board = status_board
         self._specs = specs
         self._threads = threads
-        self._starter = Starter(parcel=parcel, store=store, start_method=start_method, threads=threads)
+        self._starter = Starter(serialized=serialized, store=store, start_method=start_method, threads=threads)
         self._launches: list[Launch] = []  # workers that are being started, or whose start was interrupted
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
@@ -107,12 +119,12 @@ class ProcessCrew(Crew):
         self._idle_key: Hashable = None  # a worker is reused where this is the same
 
     def start(self, worker: WorkerId) -> None:
-        assert self._board.handle is not None
+        assert self._status_board.handle is not None
         for leaver in self._leavers:
             if leaver.worker == worker:
                 leaver.process.kill()  # two would write into one place on the board
         environ = child_environment(self._threads)
-        self._idle_key = (frozenset(environ.items()), self._parcel.has_tracker)
+        self._idle_key = (frozenset(environ.items()), self._serialized.has_tracker)
         launch = Launch()
         self._launches.append(launch)
         idle = self._take_idle(launch)
@@ -129,17 +141,17 @@ class ProcessCrew(Crew):
         assert process is not None
         birth = Birth(
             self._specs[worker],
-            self._parcel,
+            self._serialized,
             list(self._segments.values()),
             search_path(),
             command_line(),
             current_directory(),
             environ,
-            self._board.handle,
+            self._status_board.handle,
             self._threads,
             None if idle is None else self._store.address(),
         )
-        self._board.clear(worker)
+        self._status_board.clear(worker)
         member = self._members[worker] = _Member(link, process, started_at)
         member.is_resetting = idle is not None and idle.files is None
         self._worker_of[link] = worker
@@ -149,7 +161,7 @@ class ProcessCrew(Crew):
 
     def _take_idle(self, launch: Launch) -> IdleWorker | None:
         # What a dataset needs to inherit, a process inherits when it starts.
-        if self._starter.uses_fork or len(self._parcel.fds) > self._parcel.has_tracker:
+        if self._starter.uses_fork or len(self._serialized.fds) > self._serialized.has_tracker:
             return None
         return IDLE_WORKERS.take(self._idle_key, self._init_fn, launch)
 
@@ -161,7 +173,7 @@ class ProcessCrew(Crew):
             member.link.send([PART])  # one that is forked knows no names that it could remove
         self._dismiss(worker)
         self._early = [news for news in self._early if news[0] != worker]
-        self._board.vacate(worker)
+        self._status_board.vacate(worker)
         self._leavers.append(_Leaver(worker, member.process))
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
@@ -327,15 +339,15 @@ class ProcessCrew(Crew):
             # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
             member.process.kill()
             code = member.process.wait(END_S)
-        verdict = self._oom.verdict() if code == -_SIGKILL else None
-        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", verdict, is_blamed=code is not None)
+        diagnosis = self._oom.diagnosis() if code == -_SIGKILL else None
+        return Death(f"(pid {member.process.pid}) {_how_it_ended(code)}", diagnosis, is_blamed=code is not None)
 
     def _see_off(self) -> None:
         gone = [leaver for leaver in self._leavers if leaver.is_gone]
         for leaver in gone:
             self._leavers.remove(leaver)
             if leaver.worker not in self._members:
-                self._board.vacate(leaver.worker)  # once more: it may have been starting, and have said so
+                self._status_board.vacate(leaver.worker)  # once more: it may have been starting, and have said so
 
     def _dismiss(self, worker: WorkerId) -> _Member:
         """Hear and tell it no more: it ends with its pipe."""

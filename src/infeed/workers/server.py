@@ -25,9 +25,23 @@ from typing import Any, Final, NoReturn, final
 
 assert sys.platform == "linux"
 
-from infeed.importing import trace_imports
-from infeed.workers.child import leave, run_worker
-from infeed.workers.insides import (
+from infeed.import_hooks import trace_imports
+from infeed.workers.forkserver_protocol import (
+    Exited,
+    Fork,
+    Forked,
+    Guess,
+    Hold,
+    Kill,
+    Preload,
+    Refused,
+    ToServer,
+    receive,
+    send,
+)
+from infeed.workers.main import leave, run_worker
+from infeed.workers.preload import ImportReports
+from infeed.workers.process_tools import (
     die_with_parent,
     flush_output,
     ignore_interrupts,
@@ -36,10 +50,8 @@ from infeed.workers.insides import (
     name_process,
     open_process,
 )
-from infeed.workers.pipes import PipeEnd
-from infeed.workers.preload import ImportReports
-from infeed.workers.requests import Exited, Fork, Forked, Guess, Hold, Kill, Preload, Refused, ToServer, receive, send
-from infeed.workers.seeding import seed_lazily
+from infeed.workers.rng import seed_lazily
+from infeed.workers.transport_pipes import PipeEnd
 
 # With no worker and nothing asked of it for this long, the server ends; the next loader starts another. Shorter would cost
 # notebooks a start with every cell, longer keeps memory for nothing.

@@ -11,12 +11,13 @@ from typing import Final, final
 
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import TaskId, WorkerId
-from infeed.workers.crew import Crew, News
-from infeed.workers.failures import Failure
-from infeed.workers.hearers import Recalls
-from infeed.workers.insides import queued_ns
-from infeed.workers.launch import explaining_limits
-from infeed.workers.messages import (
+from infeed.workers.epoch_hooks import Recalls
+from infeed.workers.exceptions import Failure
+from infeed.workers.interpreter import explaining_limits
+from infeed.workers.loop import Placing, Runner, Turns
+from infeed.workers.pool import News, WorkerPool
+from infeed.workers.process_tools import queued_ns
+from infeed.workers.protocol import (
     LoadFailed,
     LoadGrains,
     LoadNext,
@@ -28,10 +29,8 @@ from infeed.workers.messages import (
     ToWorker,
     UnmapSegment,
 )
-from infeed.workers.runner import Runner
-from infeed.workers.seeding import generator_states
-from infeed.workers.stacks import thread_stack
-from infeed.workers.turns import Placing, Turns
+from infeed.workers.rng import generator_states
+from infeed.workers.status import thread_stack
 
 _LOG: Final = logging.getLogger("infeed")
 # How long close() waits for threads in user code. They cannot be stopped, and they are daemons: longer gains nothing, shorter
@@ -47,7 +46,7 @@ _News = queue.SimpleQueue[tuple[_Inbox, News] | None]  # with the inbox of who t
 
 
 @final
-class ThreadCrew(Crew):
+class ThreadPool(WorkerPool):
     def __init__(self, make_runner: Callable[[WorkerId, Recalls], Runner]) -> None:
         self._recalls = Recalls()
         self._make_runner = lambda worker: make_runner(worker, self._recalls)

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.findings.finding import MOST_OF_IT, Finding, describe, way_s
-from infeed.units import format_count, format_seconds
+from infeed.formatting import format_count, format_seconds
 
 ONE_THREAD: Final = "threads_per_worker=1, which is the default"
 # Of the run. With less, all that is wrong is how it looks.

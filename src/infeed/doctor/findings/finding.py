@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 from infeed.doctor.evidence import LoaderSeen, Probe
-from infeed.units import format_seconds, format_workers
+from infeed.formatting import format_seconds, format_workers
 
 # In order of what they may cost: the run, or what comes out of it; its time; its memory.
 Risk: TypeAlias = Literal["hang", "failure", "wrong results", "time", "memory"]

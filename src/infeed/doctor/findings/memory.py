@@ -6,7 +6,7 @@ from typing import Final
 
 from infeed.doctor.evidence import LoaderSeen, Moment, Run
 from infeed.doctor.findings.finding import Finding, describe
-from infeed.units import format_bytes, format_count, format_seconds
+from infeed.formatting import format_bytes, format_count, format_seconds
 
 # A worker grows while it imports, opens files and fills buffers. What counts is growth after a third of its life that goes on
 # in the last third; below these figures it may still be any of those.

@@ -6,7 +6,7 @@ from typing import Final
 
 from infeed.doctor.evidence import Fork, LoaderSeen, ProcessSeen, Run
 from infeed.doctor.findings.finding import Finding, describe
-from infeed.units import format_seconds
+from infeed.formatting import format_seconds
 
 # Native threads that a forked process can do without. OpenBLAS ends its threads before a fork and starts others after it.
 # torch tells its workers to use one thread, so that OpenMP's and its own are not asked for there. What CUDA and the memory

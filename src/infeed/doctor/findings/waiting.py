@@ -9,7 +9,7 @@ from infeed.doctor.evidence import LoaderSeen, Run, gives_up
 from infeed.doctor.findings.counting import MOST_WORKERS, best_workers
 from infeed.doctor.findings.crowding import ONE_THREAD, may_hold_gil, waits_for_gil, waits_for_pools
 from infeed.doctor.findings.finding import MOST_OF_IT, Finding, collate_text, describe, sample_text
-from infeed.units import format_bytes, format_count, format_seconds, format_workers
+from infeed.formatting import format_bytes, format_count, format_seconds, format_workers
 
 # The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
 _WAIT_SHARE: Final = 0.1

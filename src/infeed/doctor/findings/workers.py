@@ -9,7 +9,7 @@ from infeed.doctor.findings.counting import MOST_WORKERS, best_workers, slowest_
 from infeed.doctor.findings.crowding import may_hold_gil, waits_for_gil, waits_for_pools
 from infeed.doctor.findings.finding import Finding, describe, way_s
 from infeed.doctor.findings.waiting import LEAST_LOAD_S, waits, waits_for_collate, waits_for_slow
-from infeed.units import format_seconds
+from infeed.formatting import format_seconds
 
 # A change is proposed if it saves at least this part of the time.
 _GAIN: Final = 0.1

@@ -1,0 +1,168 @@
+"""In-memory arrays are gathered, not looped over: one ``take`` per field and batch, straight into the slot.
+
+Known are NumPy arrays, tuples, named tuples and dicts of them, and torch's ``TensorDataset``, when they are used with default
+collation. For these there is nothing that a worker could do faster than the copy itself, so they are read in this process.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from mmap import mmap
+from typing import Any, Final, final
+
+import numpy as np
+
+from infeed.collate.layout import Layout
+from infeed.collate.leaves import Kind, Leaf
+from infeed.collate.tree import LeafNode, MappingNode, Node, SequenceNode
+from infeed.memory.sharedarrays import SharedArray, is_shared_tensor
+from infeed.plan.order import Indices
+
+_TABLE_DTYPES: Final = "biufcmMSUV?"
+
+
+@final
+class ArrayTable:
+    """Columns of equal length that are rows of a dataset together."""
+
+    def __init__(self, node: Node, columns: Sequence[Any]) -> None:
+        self.length = len(columns[0])
+        self._columns = [_as_array(column) for column in columns]
+        self.layout = Layout(node, tuple(map(_leaf, columns)))
+
+    def gather(self, indices: Indices | list[Any], memory: mmap, block_offset: int, row_count: int) -> None:
+        """Write rows ``indices``, all of the batch, into a slot.
+
+        Raises:
+            IndexError: an index is outside the table.
+        """
+        offsets, _ = self.layout.offsets(row_count)
+        where = _checked(indices, self.length)
+        for column, leaf, offset in zip(self._columns, self.layout.leaves, offsets, strict=True):
+            begin = block_offset + offset
+            if isinstance(column, np.ndarray):
+                rows = np.ndarray((row_count, *column.shape[1:]), column.dtype, memory, begin)
+                if column.flags.c_contiguous:
+                    # The bounds are checked already; mode="raise" would check again and go through a buffer of its own.
+                    column.take(where, axis=0, out=rows, mode="wrap")
+                else:
+                    rows[...] = column[where]  # `take` would make a contiguous copy of the whole column first
+            else:
+                _gather_tensor(column, where, leaf, memory, begin, row_count)
+
+
+def _checked(indices: Indices | list[Any], length: int) -> Indices:
+    where = np.asarray(indices)
+    if where.dtype.kind not in "iu" and where.size:
+        raise IndexError(f"indices of a dataset of arrays must be whole numbers, not {where.dtype}")
+    where = where.astype(np.int64, copy=False)
+    # As numbers without a sign those below zero are larger than any length: one look finds both.
+    if where.size and where.view(np.uint64).max() >= length and (where.min() < -length or where.max() >= length):
+        bad = int(where[(where < -length) | (where >= length)][0])
+        raise IndexError(f"index {bad} is out of bounds for a dataset of length {length}")
+    return where
+
+
+def _gather_tensor(column: Any, where: Indices, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
+    import torch  # the dataset is made of tensors
+
+    if leaf.row_bytes == 0:
+        return
+    count = math.prod(leaf.shape) * row_count
+    rows = torch.frombuffer(memory, dtype=column.dtype, count=count, offset=offset).view(row_count, *leaf.shape)
+    torch.index_select(column.detach(), 0, torch.from_numpy(where % len(column)), out=rows)
+
+
+def _as_array(column: Any) -> Any:
+    """A tensor as an array over the same memory, of numbers as wide as its own: NumPy gathers faster than torch."""
+    if isinstance(column, np.ndarray):
+        return np.asarray(column)  # a shared one as a plain one over the same memory
+    import torch  # the dataset is made of tensors
+
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(column.dtype.itemsize)
+    if width is None or column.dim() == 0:
+        return column
+    return column.detach().view(width).numpy()
+
+
+def _leaf(column: Any) -> Leaf:
+    shape = tuple(column.shape[1:])
+    if isinstance(column, np.ndarray):
+        return Leaf(Kind.ARRAY, column.dtype, shape, column.dtype.itemsize * math.prod(shape))
+    return Leaf(Kind.TENSOR, str(column.dtype).removeprefix("torch."), shape, column.dtype.itemsize * math.prod(shape))
+
+
+def table_of(dataset: Any) -> ArrayTable | None:
+    """The dataset as a table, if it is one."""
+    if _is_column(dataset):
+        return ArrayTable(LeafNode(), [dataset])
+    cls = type(dataset)
+    if cls is tuple or (isinstance(dataset, tuple) and isinstance(getattr(cls, "_fields", None), tuple)):
+        if _are_columns(dataset):
+            return ArrayTable(SequenceNode(cls, (LeafNode(),) * len(dataset), ""), dataset)
+        return None
+    if cls is dict:
+        if _are_columns(list(dataset.values())):
+            keys = tuple(dataset)
+            return ArrayTable(MappingNode(dict, dict, keys, (LeafNode(),) * len(keys), ""), list(dataset.values()))
+        return None
+    return _tensor_table(dataset)
+
+
+@final
+class RowView:
+    """Columns of one length as a dataset of rows, for when they cannot be gathered: a ``collate_fn``, objects, a memory map."""
+
+    def __init__(self, columns: Any) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        columns = self._columns
+        return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
+
+    def __getitem__(self, index: Any) -> Any:
+        columns = self._columns
+        if isinstance(columns, dict):
+            return {key: column[index] for key, column in columns.items()}
+        row = [column[index] for column in columns]
+        return tuple(row) if type(columns) is tuple else type(columns)._make(row)
+
+
+def as_rows(dataset: Any) -> Any:
+    """A tuple, named tuple or dict of arrays of one length as the dataset of their rows; anything else as it is."""
+    if type(dataset) is dict:
+        columns = list(dataset.values())
+    elif isinstance(dataset, tuple):
+        columns = list(dataset)
+    else:
+        return dataset
+    are_columns = bool(columns) and all(isinstance(column, np.ndarray) and column.ndim > 0 for column in columns)
+    return RowView(dataset) if are_columns and len({len(column) for column in columns}) == 1 else dataset
+
+
+def _tensor_table(dataset: Any) -> ArrayTable | None:
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is None or type(dataset) is not torch_data.TensorDataset:
+        return None
+    torch = sys.modules["torch"]
+    tensors = dataset.tensors
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor and not is_shared_tensor(tensor):
+            return None
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
+    return ArrayTable(SequenceNode(tuple, (LeafNode(),) * len(tensors), ""), tensors) if tensors else None
+
+
+def _are_columns(values: Sequence[Any]) -> bool:
+    return bool(values) and all(map(_is_column, values)) and len({len(value) for value in values}) == 1
+
+
+def _is_column(value: Any) -> bool:
+    # Rows of a memory map come from a disk, which workers can wait for side by side: it is a dataset like any other.
+    is_array = type(value) is np.ndarray or type(value) is SharedArray
+    return is_array and value.ndim > 0 and value.dtype.kind in _TABLE_DTYPES and not value.dtype.hasobject

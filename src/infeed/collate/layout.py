@@ -1,0 +1,94 @@
+"""Where the rows of a batch lie in its slot.
+
+Each in-slot leaf has one contiguous run of rows, beginning on a cache line; runs follow one another in the order of the leaves.
+So offsets are a function of the layout and the number of rows, and workers that know both can fill different rows of one batch
+without a word to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from infeed.collate.leaves import Leaf, UnequalShapes, leaf_of
+from infeed.collate.tree import Column, Node, Sample, StructureMismatch, structure_of
+from infeed.errors import CollateError
+
+_ALIGN: Final = 64
+# Row counts whose offsets a layout remembers: batches of one loader have one or two, unless a batch sampler varies them.
+_OFFSETS_KEPT: Final = 64
+_LAYOUTS_KEPT: Final = 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Structure and leaves of a batch, whatever its number of rows. Compares by value."""
+
+    node: Node
+    leaves: tuple[Leaf, ...]
+    _known_offsets: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+    def offsets(self, row_count: int) -> tuple[tuple[int, ...], int]:
+        """Offset of each leaf's run in the slot (0 for those that travel beside it), and the bytes the batch takes."""
+        known = self._known_offsets.get(row_count)
+        if known is None:
+            if len(self._known_offsets) >= _OFFSETS_KEPT:
+                self._known_offsets.clear()
+            known = self._known_offsets[row_count] = self._offsets(row_count)
+        return known
+
+    def _offsets(self, row_count: int) -> tuple[tuple[int, ...], int]:
+        offsets = []
+        end = 0
+        for leaf in self.leaves:
+            offsets.append(end if leaf.is_in_slot else 0)
+            end += -(-leaf.row_bytes * row_count // _ALIGN) * _ALIGN
+        return tuple(offsets), end
+
+
+@final
+class LayoutPool:
+    """Makes equal layouts one object, by which workers know them. Keeps some, not all."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[Layout, Layout] = {}
+
+    def interned(self, layout: Layout) -> Layout:
+        if len(self._layouts) >= _LAYOUTS_KEPT:
+            self._layouts.clear()
+        return self._layouts.setdefault(layout, layout)
+
+
+def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:
+    """The layout that all these samples fit into; ``indices`` are theirs, for the error.
+
+    Raises:
+        CollateError: they differ in structure, or arrays of one field differ in shape.
+    """
+    node = structure_of(samples[0])
+    columns: list[Column] = []
+    try:
+        node.split(samples, columns)
+    except StructureMismatch as mismatch:
+        raise CollateError(
+            f"samples of one batch differ in structure at sample{mismatch.path}: {mismatch.expected} "
+            f"and, at index={indices[mismatch.row]!r}, {mismatch.found}; return the same structure for every index, "
+            "or pass collate_fn= to make batches yourself"
+        ) from None
+    leaves = []
+    for path, column in zip(node.paths(), columns, strict=True):
+        try:
+            leaves.append(leaf_of(column))
+        except UnequalShapes as unequal:
+            raise CollateError(
+                f"arrays do not stack at sample{path}: shape {unequal.shape} at index={indices[unequal.row]!r} and shape "
+                f"{unequal.other_shape} at index={indices[unequal.other_row]!r}; resize or pad them to one shape, "
+                "or pass collate_fn= to make batches yourself"
+            ) from None
+    return Layout(node, tuple(leaves))

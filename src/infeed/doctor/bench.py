@@ -1,0 +1,217 @@
+"""Finding the best settings for a dataset on this machine, by trying them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias, final
+
+from infeed.doctor.monitor import measure as measure_batch
+from infeed.errors import ConfigError, InfeedError
+from infeed.formatting import format_workers
+
+Kind: TypeAlias = Literal["inline", "thread", "process"]
+
+# More workers must bring at least this much to count as a gain. One step without may be chance, two are the end.
+_GAIN: Final = 1.05
+_MOST_WORKERS: Final = 64
+# The choice is the least that reaches this part of the best: workers cost memory, and two runs differ by a few percent.
+_ENOUGH: Final = 0.97
+# What is measured a second time.
+_CLOSE: Final = 0.7
+_MOST_AGAIN: Final = 5
+# Before counting begins: this part of the time to be measured, and some batches of each worker.
+_WARM_SHARE: Final = 0.25
+_WARM_BATCHES: Final = 2
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is tried."""
+
+    kind: Kind
+    num_workers: int
+
+    def code(self, batch_size: int) -> str:
+        """A line to paste."""
+        worker = f', worker="{self.kind}"' if self.kind == "thread" else ""
+        return f"infeed.DataLoader(dataset, batch_size={batch_size}, num_workers={self.num_workers}{worker})"
+
+    def __str__(self) -> str:
+        return format_workers(self.num_workers, self.kind) if self.num_workers else "no workers"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What came of it."""
+
+    setting: Setting
+    samples_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    first_s: float = 0.0  # to the first batch
+    memory_bytes: int = 0  # of the workers; of threads, what this process has grown by
+    error: str = ""
+
+
+Measure: TypeAlias = Callable[[Setting], Measured]
+
+
+def search(measure: Measure, core_count: int, kinds: Iterable[Kind] = ("thread", "process")) -> Iterator[Measured]:
+    """Try no workers, then more and more of each kind, until more bring nothing."""
+    yield measure(Setting("inline", 0))
+    for kind in kinds:
+        best, idle = 0.0, 0
+        for count in worker_counts(core_count):
+            found = measure(Setting(kind, count))
+            yield found
+            if found.error:
+                break  # more of the same would fail as well
+            idle = 0 if found.samples_per_s > _GAIN * best else idle + 1
+            best = max(best, found.samples_per_s)
+            if idle == 2 or (idle and count >= 2 * core_count):
+                break
+
+
+def confirm(measure: Measure, results: Iterable[Measured]) -> list[Measured]:
+    """Measure the fastest once more, and keep the better figure: other programs can only make a setting look slower."""
+    kept = list(results)
+    best = max((one.samples_per_s for one in kept), default=0.0)
+    close = [number for number, one in enumerate(kept) if not one.error and one.samples_per_s >= _CLOSE * best]
+    for number in sorted(close, key=lambda number: -kept[number].samples_per_s)[:_MOST_AGAIN]:
+        again = measure(kept[number].setting)
+        if not again.error and again.samples_per_s > kept[number].samples_per_s:
+            kept[number] = replace(again, first_s=kept[number].first_s)
+    return kept
+
+
+def worker_counts(core_count: int) -> list[int]:
+    """Numbers of workers that are worth a try, in order.
+
+    >>> worker_counts(6)
+    [1, 2, 4, 6, 8, 12, 16, 32, 64]
+    """
+    doubled = {1 << power for power in range(_MOST_WORKERS.bit_length())}
+    return sorted(count for count in doubled | {core_count, 2 * core_count} if count <= _MOST_WORKERS)
+
+
+def choose(results: Iterable[Measured]) -> Measured | None:
+    """The least that is almost as fast as the fastest."""
+    good = [one for one in results if not one.error and one.samples_per_s]
+    if not good:
+        return None
+    best = max(one.samples_per_s for one in good)
+    enough = [one for one in good if one.samples_per_s >= _ENOUGH * best]
+    return min(enough, key=lambda one: (one.setting.num_workers, one.memory_bytes))
+
+
+@final
+class Bench:
+    """Measures settings of ``infeed.DataLoader`` over one dataset."""
+
+    def __init__(
+        self, dataset: Any, *, batch_size: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._dataset = dataset
+        self._is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        if length == 0:
+            raise ConfigError("the dataset is empty; give one with samples")
+        self.batch_size = batch_size if length is None else min(batch_size, length)
+        self._seconds = seconds
+        self._clock = clock
+
+    def measure(self, setting: Setting) -> Measured:
+        """Load for a while with this setting. An error is told in the result, so that others can be tried."""
+        try:
+            return self._measure(setting)
+        except Exception as error:  # the dataset's own arrive as they are
+            return Measured(setting=setting, error=told(error))
+
+    def _measure(self, setting: Setting) -> Measured:
+        import psutil
+
+        import infeed
+
+        before = psutil.Process().memory_info().rss
+        asked = self._clock()
+        loader = infeed.DataLoader(
+            self._dataset,
+            batch_size=self.batch_size,
+            shuffle=self._is_indexed,  # as training does: reading in order may be faster
+            drop_last=True,
+            num_workers=setting.num_workers,
+            worker=setting.kind,
+            seed=0,
+        )
+        with loader:
+            batches = _Endless(loader)
+            size, _, _ = measure_batch(next(batches))
+            first_s = self._clock() - asked
+            warm = self._clock() + _WARM_SHARE * self._seconds
+            for _ in range(_WARM_BATCHES * setting.num_workers):
+                next(batches)
+                if self._clock() > warm + self._seconds:
+                    break
+            while self._clock() < warm:
+                next(batches)
+            began = now = self._clock()
+            count = 0
+            while now < began + self._seconds:
+                next(batches)
+                count += 1
+                now = self._clock()
+            memory = _memory(batches.worker_pids()) or max(0, psutil.Process().memory_info().rss - before)
+        rate = count / (now - began)
+        return Measured(
+            setting=setting,
+            samples_per_s=rate * self.batch_size,
+            bytes_per_s=rate * size,
+            first_s=first_s,
+            memory_bytes=memory,
+        )
+
+
+def told(error: Exception) -> str:
+    """An error in a line, with its type if it is not infeed's own, and with the sample that it came from."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, InfeedError):
+        return first
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ())[:1] if note.startswith("while loading"))
+    return f"{type(error).__name__}: {first}".removesuffix(": ") + where
+
+
+class _Endless:
+    """One epoch after another."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._epoch = iter(loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._epoch)
+        except StopIteration:
+            self._epoch = iter(self._loader)
+        try:
+            return next(self._epoch)
+        except StopIteration:
+            raise ConfigError("the dataset gave less than one batch; give a smaller --batch-size") from None
+
+    def worker_pids(self) -> list[int]:
+        pids: list[int] = self._epoch.worker_pids()
+        return pids
+
+
+def _memory(pids: list[int]) -> int:
+    import psutil
+
+    total = 0
+    for pid in pids:
+        try:
+            total += psutil.Process(pid).memory_full_info().uss
+        except (psutil.Error, OSError):
+            continue
+    return total

@@ -1,0 +1,324 @@
+"""Looking at a dataset by hand: loads some samples, weighs it, tries to send it, finds random generators in it.
+
+Runs in the program's own process when the program has ended or its time is up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import pickle
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+import infeed
+from infeed.doctor.journal import Journal
+from infeed.doctor.monitor import Watched
+from infeed.memory.dataset import find_culprit
+from infeed.memory.pickling import dump_by_value
+from infeed.memory.weighing import find_heavy
+
+_MOST_SAMPLES: Final = 300
+_WARM: Final = 2
+# A sample is slow if it takes so many times what others take, and long enough for anyone to notice.
+_SLOW_TIMES: Final = 10
+_SLOW_S: Final = 0.005
+_MOST_SLOW: Final = 5
+# The first call may import modules; of one that takes so long that is no matter.
+_COLLATES: Final = 2
+_COLLATE_S: Final = 0.5
+# Bounds of the search for generators.
+_LOOKS: Final = 500
+_DEPTH: Final = 4
+_ELEMENTS: Final = 20
+# Datasets beyond this are not pickled for a try: that would take longer than the run.
+_MOST_PICKLED: Final = 1 << 30
+
+
+def probe(watched: Watched, journal: Journal, seconds: float) -> None:
+    """Look at the dataset of a loader, and write down each thing that is known as soon as it is."""
+
+    def note(**facts: Any) -> None:
+        journal.write("probe", loader=watched.number, **facts)
+
+    heavy = find_heavy(watched.dataset, "dataset")
+    note(heavy=[(f"{one.path}, {one.what}", one.size, one.is_array) for one in heavy])
+    if sum(one.size for one in heavy) < _MOST_PICKLED:
+        note(**_try_to_send(watched))
+    generators = find_generators(watched.dataset)
+    states = [_state(generator) for _, generator in generators]
+    try:
+        note(**_load_some(watched, seconds))
+    except Exception as error:
+        note(error=f"{type(error).__name__}: {error}")
+    drawn = [path for (path, generator), state in zip(generators, states, strict=True) if _state(generator) != state]
+    note(generators=drawn)
+
+
+def _try_to_send(watched: Watched) -> dict[str, Any]:
+    given = {"dataset": watched.dataset, "collate_fn": watched.collate_fn, "worker_init_fn": watched.worker_init_fn}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        try:
+            dump_by_value(value, set())
+        except Exception as error:  # whatever the user's __reduce__ raises
+            culprit = find_culprit(value, name)
+            if culprit is None:
+                found.setdefault("unsendable", f"{name}: {error}")
+            else:
+                path, part = culprit
+                kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
+                found.setdefault("unsendable", f"{path} is a {kind}")
+        try:
+            pickle.Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        except Exception as error:
+            found.setdefault("unpicklable", f"{name}: {error}")
+    return found
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+# --- samples
+
+
+def _load_some(watched: Watched, seconds: float) -> dict[str, Any]:
+    if not watched.settings["is_stream"]:
+        indices = list(itertools.islice(_indices(watched), _MOST_SAMPLES))
+        take = watched.dataset.__getitem__
+        if hasattr(watched.dataset, "__getitems__"):
+            rows = watched.settings["batch_size"] or watched.batch_rows or 1
+            groups = [indices[at : at + rows] for at in range(0, len(indices), rows)]
+            return _measure([(group, len(group)) for group in groups], watched.dataset.__getitems__, watched, seconds)
+        return _measure([(index, 1) for index in indices], take, watched, seconds)
+    stream, shards_itself = _open(watched)
+    facts = _measure([(number, 1) for number in range(_MOST_SAMPLES)], lambda _: next(stream), watched, seconds)
+    return {"shards_itself": shards_itself, **facts}
+
+
+def _open(watched: Watched) -> tuple[Iterator[Any], bool]:
+    """A stream, and whether it has asked which worker reads it by the time it gives its first sample."""
+    library = watched.settings["library"]
+    asking = {infeed.get_worker_info.__code__} if library != "torch" else set()
+    if library != "infeed":
+        asking.add(importlib.import_module("torch.utils.data").get_worker_info.__code__)
+    was_asked = False
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal was_asked
+        del argument
+        was_asked = was_asked or (event == "call" and frame.f_code in asking)
+
+    # Not by replacing the function, which the stream's module may have imported by its name.
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        stream = iter(watched.dataset)
+        first = list(itertools.islice(stream, 1))
+    finally:
+        sys.setprofile(before)
+    # What torch's pipes read is told to them by torch, before.
+    is_pipe = any(cls.__name__ == "IterDataPipe" for cls in type(watched.dataset).__mro__)
+    return itertools.chain(first, stream), was_asked or is_pipe
+
+
+def _indices(watched: Watched) -> Iterator[Any]:
+    """Some that the loader would ask for: spread over the dataset, or as an own sampler gives them."""
+    sampler = watched.sampler
+    module = type(sampler).__module__
+    if sampler is not None and not module.startswith(("torch.utils.data", "infeed")):
+        return iter(sampler)
+    length = len(watched.dataset)
+    if length <= _MOST_SAMPLES:
+        return iter(range(length))
+    chosen = random.Random(0).sample(range(length), _MOST_SAMPLES)
+    return iter(chosen)
+
+
+def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: Watched, seconds: float) -> dict[str, Any]:
+    """Load and time each task, which is an index or a list of them, until time is up."""
+    times: list[float] = []
+    counts: list[int] = []
+    loaded: list[Any] = []  # what these are of
+    samples: list[Any] = []
+    failed: Exception | None = None
+    deadline = time.perf_counter() + seconds
+    rows = watched.settings["batch_size"] or watched.batch_rows or 1
+    # The first ones open files and import modules.
+    warm = min(_WARM, len(tasks) // 2)
+    cpu = switches = read = 0.0
+    for number, (what, count) in enumerate(tasks):
+        if number == warm:
+            cpu, switches, read = time.process_time(), _switches(), _read_bytes()
+        began = time.perf_counter()
+        try:
+            sample = take(what)
+        except StopIteration:
+            break
+        except Exception as error:  # the loader may leave it out (on_error), or the program fails by itself
+            failed = failed or error
+            if watched.settings["is_stream"] or time.perf_counter() > deadline:
+                break
+            continue
+        ended = time.perf_counter()
+        if len(samples) < rows:
+            samples += sample if count > 1 else [sample]
+        if number >= warm:
+            times.append((ended - began) / count)
+            counts.append(count)
+            loaded.append(what)
+        if ended > deadline and times:
+            break
+    if not times:
+        if failed is not None:
+            raise failed
+        return {}
+    total = sum(counts)
+    facts: dict[str, Any] = {
+        "sample_count": total,
+        "sample_s": sum(one * count for one, count in zip(times, counts, strict=True)) / total,
+        "median_s": statistics.median(times),
+        "cpu_s": (time.process_time() - cpu) / total,  # of all threads: libraries have pools
+        # Of a call: one for many samples waits for all of them at once.
+        "switches": (_switches() - switches) / len(times) if _has_usage() else None,
+        "read_bytes": (_read_bytes() - read) / total,
+    }
+    if total == len(times) and not watched.settings["is_stream"]:
+        facts["slow"] = _find_slow(loaded, times, take)
+    module = getattr(watched.collate_fn, "__module__", None) or ""
+    is_own = watched.collate_fn is not None and not module.startswith("torch.utils.data")
+    if is_own or watched.settings["library"] == "torch":  # infeed writes rows where torch's default would be called
+        is_batch = watched.settings["batch_size"] or watched.batch_rows
+        facts |= {"has_collate_fn": is_own, "is_collate_known": False}
+        with suppress(Exception):  # it may want other samples than these
+            for _ in range(_COLLATES):
+                facts |= _collate(watched.collate_fn, samples if is_batch else samples[0])
+                if facts["collate_s"] > _COLLATE_S:
+                    break
+    return facts
+
+
+def _collate(collate_fn: Callable[[Any], Any], samples: Any) -> dict[str, Any]:
+    began, cpu, switches = time.perf_counter(), time.process_time(), _switches()
+    collate_fn(samples)
+    return {
+        "is_collate_known": True,
+        "collate_s": time.perf_counter() - began,
+        "collate_cpu_s": time.process_time() - cpu,
+        "collate_switches": _switches() - switches if _has_usage() else None,
+    }
+
+
+def _find_slow(indices: list[Any], times: list[float], take: Callable[[Any], Any]) -> list[tuple[str, float]]:
+    """Those that are slow again when they are asked again: not what was cold, or interrupted by others."""
+    limit = max(_SLOW_TIMES * statistics.median(times), _SLOW_S)
+    ranked = sorted(zip(times, indices, strict=True), key=lambda pair: -pair[0])
+    slow = []
+    for seconds, index in ranked[:_MOST_SLOW]:
+        if seconds < limit:
+            break
+        began = time.perf_counter()
+        take(index)
+        again = time.perf_counter() - began
+        if again >= limit:
+            slow.append((repr(index), min(seconds, again)))
+    return slow
+
+
+def _has_usage() -> bool:
+    return sys.platform == "linux"
+
+
+def _switches() -> float:
+    if sys.platform != "linux":
+        return 0.0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _read_bytes() -> float:
+    """What this thread has read from files, from disk or cache."""
+    if sys.platform != "linux":
+        return 0.0
+    try:
+        with open("/proc/thread-self/io") as file:
+            return next((float(line.split()[1]) for line in file if line.startswith("rchar")), 0.0)
+    except OSError:
+        return 0.0
+
+
+# --- random generators
+
+
+def find_generators(dataset: Any) -> list[tuple[str, Any]]:
+    """Random generators that the dataset holds, or that are global in the modules it is written in, by their paths."""
+    found: list[tuple[str, Any]] = []
+    todo: deque[tuple[str, Any, int]] = deque([("dataset", dataset, 0)])
+    modules = {cls.__module__ for cls in type(dataset).__mro__ if not _is_library(cls.__module__)}
+    seen: set[int] = set()
+    for _ in range(_LOOKS):
+        if not todo:
+            break
+        path, value, depth = todo.popleft()
+        if id(value) in seen or isinstance(value, str | bytes | int | float | type | ModuleType | np.ndarray):
+            continue
+        seen.add(id(value))
+        if _state(value) is not None:
+            found.append((path, value))
+        elif depth < _DEPTH:
+            todo.extend((path + step, part, depth + 1) for step, part in _parts(value))
+            cls = type(value).__module__
+            if not _is_library(cls):
+                modules.add(cls)
+    for name in sorted(modules):
+        for key, value in list(vars(sys.modules.get(name, object)).items()) if name in sys.modules else ():
+            if id(value) not in seen and _state(value) is not None:
+                seen.add(id(value))
+                found.append((f"{name}.{key}", value))
+    return found
+
+
+def _is_library(module: str) -> bool:
+    """Whether its global generators are no affair of the user's: those of the standard library, NumPy and torch are seeded."""
+    first = module.partition(".")[0]
+    return first in sys.stdlib_module_names or first in ("numpy", "torch", "infeed")
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in itertools.islice(value.items(), _ELEMENTS):
+            yield f"[{key!r}]", part
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value[:_ELEMENTS]):
+            yield f"[{number}]", part
+    else:
+        for name, part in tuple(getattr(value, "__dict__", {}).items()):
+            yield f".{name}", part
+
+
+def _state(value: Any) -> Any:
+    """The state of a random generator, fit to be compared; ``None`` of anything else."""
+    if isinstance(value, np.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return pickle.dumps(value.get_state(legacy=False))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    return None

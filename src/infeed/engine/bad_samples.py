@@ -1,0 +1,261 @@
+"""What becomes of a sample that cannot be loaded: raised, left out, or replaced.
+
+Decided here, in the user's process, whatever the worker was. A batch with a bad sample is planned anew, without it or with
+another in its place, and loaded again under the same seeds. So the outcome is a function of seed, position and which samples
+are bad, and of no timing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final, get_args
+
+import numpy as np
+
+from infeed.engine.planning import Plan, PlannedBatch
+from infeed.errors import ConfigError, SampleError
+from infeed.options import KindAdvice, OnError
+from infeed.plan.batches import grain_count
+from infeed.plan.order import Indices, plain_indices
+from infeed.plan.seeds import derive
+from infeed.workers.exceptions import Failure
+
+_LOG: Final = logging.getLogger("infeed")
+# Bad samples that are remembered one by one; of others only the number is.
+_LISTED: Final = 1000
+# How many are named in the line at the end of an epoch.
+_SHOWN: Final = 5
+# Where nobody knows how long an epoch is, a fraction is one of what has come, and of no less than this.
+_LEAST_SEEN: Final = 100
+_ROUNDING: Final = 1e-9  # 0.29 * 100 is a little less than 29
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that could not be loaded, and what was done about it."""
+
+    __module__ = "infeed"
+
+    epoch: int
+    position: int
+    index: str  # as it is shown; the index itself may be anything
+    error: str
+    outcome: Literal["skipped", "replaced"]
+    replacement: str | None = None  # the index that came in its place
+
+    def __str__(self) -> str:
+        done = self.outcome if self.replacement is None else f"replaced by index={self.replacement}"
+        return f"index={self.index} (position {self.position} of epoch {self.epoch}) {done}: {self.error}"
+
+
+def new_list() -> deque[BadSample]:
+    """For the latest bad samples of a loader."""
+    return deque(maxlen=_LISTED)
+
+
+@final
+class ErrorBudget:
+    """Belongs to one iteration of a loader."""
+
+    def __init__(self, budget: int | float | None = None, listed: deque[BadSample] | None = None) -> None:
+        """``listed`` is the loader's own list, of all its epochs."""
+        self._budget = budget
+        self._listed = new_list() if listed is None else listed
+        self._epoch = -1
+        self._bad_count = 0  # of this epoch
+        self._seen_count = 0
+        self._of_epoch: list[BadSample] = []  # the first of this epoch
+        self._last: BadSample | None = None
+
+    @property
+    def bad_count(self) -> int:
+        """Of the epoch that was begun last, also those of an earlier run that it goes on from."""
+        return self._bad_count
+
+    def begin_epoch(self, epoch: int, bad_count: int) -> None:
+        self._epoch, self._bad_count, self._seen_count = epoch, bad_count, 0
+        self._of_epoch = []
+
+    def note(self, samples: list[BadSample], row_count: int) -> None:
+        """A batch of ``row_count`` rows is the user's, from which, or in which, these were left out or replaced."""
+        self._seen_count += row_count
+        for sample in samples:
+            self._seen_count += sample.outcome == "skipped"
+            self._bad_count += 1
+            self._listed.append(sample)
+            self._last = sample
+            if len(self._of_epoch) < _SHOWN:
+                self._of_epoch.append(sample)
+
+    def excess(self, length: int | None) -> SampleError | None:
+        """What to raise if there are more than the budget allows, in an epoch of this length, if that is known."""
+        budget = self._budget
+        if budget is None:
+            return None
+        if isinstance(budget, float):
+            allowed = int(budget * (max(self._seen_count, _LEAST_SEEN) if length is None else length) + _ROUNDING)
+            shown = f"error_budget={budget}, which is {allowed} samples here,"
+        else:
+            allowed = budget
+            shown = f"error_budget={budget}"
+        if self._bad_count <= allowed:
+            return None
+        last = "" if self._last is None else f"; the last was {self._last}"
+        return SampleError(
+            f"{self._bad_count} samples of epoch {self._epoch} were bad, and {shown} is exceeded{last}; mend the dataset, or "
+            "raise error_budget"
+        )
+
+    def emptiness(self) -> SampleError | None:
+        """What to raise at the end of an epoch that gave nothing at all because of bad samples."""
+        if not self._bad_count or self._last is None:
+            return None
+        return SampleError(
+            f"none of the {self._bad_count} samples of epoch {self._epoch} could be loaded; the last was {self._last}; look at "
+            "it with num_workers=0 and on_error='raise'"
+        )
+
+    def end_epoch(self) -> None:
+        """Say what was left out."""
+        if not self._of_epoch:
+            return
+        lines = "".join(f"\n  {sample}" for sample in self._of_epoch)
+        more = self._bad_count - len(self._of_epoch)
+        rest = f"\n  and {more} more; see bad_samples" if more > 0 else ""
+        noun = "sample" if self._bad_count == 1 else "samples"
+        _LOG.warning("epoch %d had %d bad %s:%s%s", self._epoch, self._bad_count, noun, lines, rest)
+        self._of_epoch = []
+
+
+_VERDICTS: Final = get_args(KindAdvice)
+# Keeps the draw of a replacement apart from other numbers that are made of seed, epoch and position.
+_SALT: Final = 0x5245504C
+# Replacements that may be bad in their turn, for one row.
+_TRIES: Final = 16
+_LEFT_OUT: Final = object()
+
+
+@final
+class BadRows:
+    """What is known of the bad samples of one batch, over all the times it was planned anew."""
+
+    __slots__ = ("_changes", "_rows", "_tries", "done", "first_indices")
+
+    def __init__(self, indices: Indices | list[Any] | None) -> None:
+        """``indices`` are those of the batch as it was first planned; ``None`` for a stream."""
+        self.first_indices: list[Any] = [] if indices is None else plain_indices(indices)
+        self._rows = list(range(len(self.first_indices)))  # of the batch as first planned, for each row that is left
+        self._changes: dict[int, Any] = {}  # by row, as planned now: another index, or that it is left out
+        self._tries: dict[int, int] = {}  # replacements, by row as first planned
+        self.done: list[BadSample] = []
+
+    def first_row(self, row: int) -> int:
+        """The number that a row had in the batch as it was first planned."""
+        return self._rows[row]
+
+    def knows(self, row: int) -> bool:
+        return row in self._changes
+
+    def leave_out(self, row: int) -> None:
+        self._changes[row] = _LEFT_OUT
+
+    def replace(self, row: int, index: Any) -> None:
+        self._changes[row] = index
+
+    def next_try(self, row: int) -> int:
+        first = self._rows[row]
+        self._tries[first] = self._tries.get(first, 0) + 1
+        return self._tries[first]
+
+    @property
+    def row_count(self) -> int:
+        """How many rows there will be."""
+        return len(self._rows) - sum(change is _LEFT_OUT for change in self._changes.values())
+
+    def apply(self, planned: PlannedBatch, grain_size: int) -> PlannedBatch:
+        """The batch planned anew."""
+        assert planned.indices is not None
+        indices = [self._changes.get(row, index) for row, index in enumerate(plain_indices(planned.indices))]
+        self._rows = [first for first, index in zip(self._rows, indices, strict=True) if index is not _LEFT_OUT]
+        kept: Any = [index for index in indices if index is not _LEFT_OUT]
+        self._changes = {}
+        if isinstance(planned.indices, np.ndarray):
+            kept = np.array(kept, dtype=np.int64)  # that is how indices travel fastest
+        rows = None if len(self._rows) == len(self.first_indices) else self._rows
+        return planned._replace(indices=kept, row_count=len(kept), grain_count=grain_count(len(kept), grain_size), rows=rows)
+
+
+@final
+class BadSampleHandler:
+    """Belongs to one engine."""
+
+    def __init__(self, on_error: OnError, plan: Plan) -> None:
+        self._on_error = on_error
+        self._plan = plan
+
+    @property
+    def is_active(self) -> bool:
+        return self._on_error != "raise"
+
+    def decide(self, planned: PlannedBatch, bad_rows: BadRows, row: int, failure: Failure, place: str) -> BaseException | None:
+        """Find out what becomes of a row, and note it in ``mend``; or what is to be raised instead of the batch."""
+        assert planned.indices is not None
+        index = plain_indices(planned.indices)[row]
+        diagnosis = self._judge(failure, place, index)
+        if isinstance(diagnosis, BaseException):
+            return diagnosis
+        position = planned.first_position + bad_rows.first_row(row)
+        shown, error = failure.index or repr(index), failure.line
+        if diagnosis == "skip":
+            bad_rows.leave_out(row)
+            bad_rows.done.append(BadSample(planned.epoch, position, shown, error, "skipped"))
+            return None
+        replacement = self._replacement(planned, bad_rows, row, position)
+        if isinstance(replacement, str):
+            unmended = SampleError(f"nothing can replace index={shown} at position {position}: {replacement}; it had {error}")
+            unmended.__cause__ = failure.exception(place)
+            return unmended
+        bad_rows.replace(row, replacement[0])
+        bad_rows.done.append(BadSample(planned.epoch, position, shown, error, "replaced", repr(replacement[0])))
+        return None
+
+    def decide_element(self, epoch: int, element: int, failure: Failure, place: str) -> BadSample | BaseException:
+        """The same for an element of a stream, which the worker has left out already."""
+        diagnosis = self._judge(failure, place, element)
+        if diagnosis == "replace":
+            return ConfigError(
+                "on_error returned 'replace' for an element of a stream; only 'raise' and 'skip' can be done there"
+            )
+        if isinstance(diagnosis, BaseException):
+            return diagnosis
+        return BadSample(epoch, element, f"element {element}", failure.line, "skipped")
+
+    def _judge(self, failure: Failure, place: str, index: Any) -> KindAdvice | BaseException:
+        """What to do, or what to raise: the failure itself, or what the user's function raised."""
+        diagnosis = self._on_error
+        if callable(diagnosis):
+            try:
+                diagnosis = diagnosis(failure.exception(place), index)
+            except Exception as error:
+                return error
+            if diagnosis not in _VERDICTS:
+                return ConfigError(f"on_error returned {diagnosis!r}; it must return one of 'raise', 'skip', 'replace'")
+        return failure.exception(place) if diagnosis == "raise" else diagnosis
+
+    def _replacement(self, planned: PlannedBatch, bad_rows: BadRows, row: int, position: int) -> tuple[Any] | str:
+        """Another index, in a tuple because it may be anything; or why there is none."""
+        tries = bad_rows.next_try(row)
+        if tries > _TRIES:
+            return f"{_TRIES} others were bad as well"
+        drawn = derive(self._plan.seed, planned.epoch, position, _SALT, tries)
+        index = self._plan.substitute(planned.epoch, drawn)
+        if index is not None:
+            return (index,)
+        # A sampler's order is known to nobody else, and what it leaves out must not come: one of this very batch. It may be bad
+        # as well; which are known to be, by now, is a matter of timing.
+        first = bad_rows.first_row(row)
+        others = [*bad_rows.first_indices[:first], *bad_rows.first_indices[first + 1 :]]
+        return (others[drawn % len(others)],) if others else "there is no other sample in its batch"

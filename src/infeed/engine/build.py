@@ -1,0 +1,276 @@
+"""From options to an engine: which workers, which memory, which feed."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from math import ceil
+from typing import Any, Final
+
+from infeed.autotune.tuner import Tuner
+from infeed.collate.arrays import ArrayTable
+from infeed.collate.torch_compat import collate_as_torch
+from infeed.delivery.backend import find_backend, is_gpu
+from infeed.delivery.host import HostDelivery
+from infeed.engine.bad_samples import BadSampleHandler
+from infeed.engine.engine import Engine
+from infeed.engine.planning import Feed, IndexedFeed, Plan, StreamFeed, StreamShares, rows_of, seed_grain
+from infeed.engine.records import EngineSetup
+from infeed.engine.watchdog import Limits, Watchdog
+from infeed.memory.arena import Arena
+from infeed.memory.dataset import send
+from infeed.memory.limits import available_bytes
+from infeed.memory.segments import PrivateStore, SegmentStore, open_store
+from infeed.memory.weighing import advise
+from infeed.metrics.collector import Collector
+from infeed.options import LoaderConfig, WorkerKind
+from infeed.plan.batches import BatchPlan
+from infeed.plan.state import Cursor
+from infeed.scheduler.messages import WorkerId
+from infeed.workers.epoch_hooks import EpochHooks
+from infeed.workers.inline import InlinePool
+from infeed.workers.launcher import prepare
+from infeed.workers.loop import Runner
+from infeed.workers.pool import WorkerPool
+from infeed.workers.process import ProcessPool
+from infeed.workers.process_tools import is_importing
+from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
+from infeed.workers.status import StatusBoard
+from infeed.workers.thread import ThreadPool
+
+_LOG: Final = logging.getLogger("infeed")
+_MSG_IMPORTING: Final = (
+    "a module that workers import iterates a loader when it is imported: so each worker does, by itself and without workers of "
+    "its own; put that into a function, which the program calls"
+)
+# Batches in flight, at least, while memory allows: deep enough that one slow sample among fifty does not hold up the rest.
+_USUAL_BATCHES: Final = 16
+# Loaders, by their plans, that were looked through: each is told once.
+_advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
+
+
+def build_engine(
+    config: LoaderConfig,
+    plan: Plan,
+    collector: Collector,
+    *,
+    kind: WorkerKind | None = None,
+    tuner: Tuner | None = None,
+    first_count: int | None = None,
+    probes: bool = False,
+    only: BatchPlan | None = None,
+) -> Engine:
+    """An engine for these options, with its workers started.
+
+    Args:
+        meter: counts what it does.
+        kind: what workers are, where the options leave that open.
+        tuner: decides how many workers there are, while it runs.
+        first_count: how many there are at first; by default as many as there may be.
+        probes: whether workers find out if threads would do as well.
+        only: every epoch has this batch and no other.
+
+    Raises:
+        WorkerStartError: the dataset cannot be sent to processes.
+        MemoryLimitError: there is no memory for it.
+    """
+    table = plan.table
+    kind = "inline" if table is not None else kind or config.kind
+    if kind == "process" and is_importing():
+        # Its workers would import the same module, and start workers for it, without end.
+        _LOG.warning("%s", _MSG_IMPORTING)
+        kind = "inline"
+    if kind == "process":
+        prepare(config.start_method)
+    source = _source(config, table)
+    count = 1 if kind == "inline" else config.most_workers
+    workers = tuple(map(WorkerId, range(count)))
+    grain_size = seed_grain(config)
+    limit = config.memory_limit_bytes or available_bytes() // 2
+    store: SegmentStore = open_store() if kind == "process" else PrivateStore()
+    arena = Arena(store, limit_bytes=limit)
+    seeding = {"inline": Seeding.LEND, "thread": Seeding.LEAVE, "process": Seeding.SET}[kind]
+    if table is not None or (kind == "inline" and config.is_torch and config.seed is None):
+        seeding = Seeding.LEAVE  # nothing of the user's runs, or it draws from the process's own generators as with torch
+    specs = {
+        worker: WorkerSpec(
+            worker=worker,
+            worker_count=count,
+            seed=plan.seed,
+            grain_size=grain_size,
+            seeding=seeding,
+            cut=plan.cut,
+            kind=kind,
+            torch_seed=plan.torch_seed,
+            tells_epochs=plan.tells_epochs,
+            retries=config.retries,
+            handles_bad_samples=config.on_error != "raise",
+            is_watched=config.sample_timeout > 0,
+            observe=config.observe,
+            probes=probes and kind == "process",
+            probes_gil=probes and kind == "process" and worker == 0,
+        )
+        for worker in workers
+    }
+    stream = StreamShares(count) if config.is_stream else None
+    if stream is not None and config.is_torch:
+        stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
+    limits = Limits(float(config.sample_timeout), config.hang_warning)
+    # A generator that worker_init_fn seeds gives numbers that depend on which batches its worker loads. That must not depend on
+    # timing: worker i % count loads batch i, as with torch. With num_workers="auto" the count changes, so it is not done there.
+    binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
+    is_whole = count == 1 or binds or source.making is not Making.ROWS or source.is_batched
+    windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
+    # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
+    is_shared_hearer = kind == "thread" and plan.tells_epochs and bool(EpochHooks(source.dataset, source.collate_fn))
+    undo = ExitStack()
+    undo.callback(store.close)
+    with undo:
+        status_board = StatusBoard(workers, store if kind == "process" else None)
+        undo.callback(status_board.close)
+        pool = _pool(config, plan, kind, source, store, arena, status_board, specs)
+        undo.callback(pool.close)
+        setup = EngineSetup(
+            pool=pool,
+            store=store,
+            arena=arena,
+            workers=workers,
+            first_workers=workers[:first_count],
+            windows=windows,
+            is_window_fixed=kind == "inline" or not (config.prefetch is None and config.prefetch_factor is None),
+            is_lazy=kind == "inline",
+            in_order=config.in_order,
+            whole_batches=is_whole,
+            binds_batches=binds,
+            grain_size=grain_size,
+            timeout_s=float(config.timeout),
+            sample_timeout_s=float(config.sample_timeout),
+            has_init=kind != "inline" and config.worker_init_fn is not None,
+            stream=stream,
+            make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            # Bad indices that are skipped or replaced go through tasks, which report each bad sample.
+            gather=pool.gather if isinstance(pool, InlinePool) and table is not None and config.on_error == "raise" else None,
+            table_layout=None if table is None else table.layout,
+            delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged),
+            bad_sample_handler=BadSampleHandler(config.on_error, plan),
+            status_board=status_board,
+            metrics=collector.metrics(status_board, workers, kind, limit),
+            memory_budget=config.memory_limit_bytes,
+            tuner=tuner if kind != "inline" and stream is None else None,
+            watchdog=None if kind == "inline" else Watchdog(pool, status_board, workers, limits),
+            epoch_length=partial(_epoch_length, config, plan),
+            prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
+        )
+        engine = Engine(setup)
+        undo.pop_all()  # all is well: from here on the engine closes them
+    return engine
+
+
+def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
+    if table is not None:
+        making = Making.GATHERED
+    elif config.batch_size is None and config.batch_sampler is None:
+        making = Making.SINGLE
+    elif config.collate_fn is not None:
+        making = Making.COLLATED
+    else:
+        making = Making.ROWS
+    torch_collate = collate_as_torch if config.is_torch and making is Making.ROWS else None
+    dataset = rows_of(config)
+    return Source(dataset, making, config.is_stream, config.collate_fn, config.worker_init_fn, table, torch_collate)
+
+
+def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: bool) -> tuple[int, int]:
+    """Batches in flight: the usual number, and the least that keeps every worker busy, be they as large as they may."""
+    if is_inline:
+        return 1, 1
+    if config.prefetch is not None:
+        return config.prefetch, config.prefetch
+    if config.prefetch_factor is not None:
+        window = max(1, config.prefetch_factor * count)
+        return window, window
+    # A large batch that several workers fill keeps them busy; and few slots stay in the processor's cache.
+    return max(_USUAL_BATCHES, 2 * count + 2), 2 + (count if is_whole else count // 4)
+
+
+def _pool(
+    config: LoaderConfig,
+    plan: Plan,
+    kind: str,
+    source: Source,
+    store: SegmentStore,
+    arena: Arena,
+    status_board: StatusBoard,
+    specs: dict[WorkerId, WorkerSpec],
+) -> WorkerPool:
+    if kind == "inline":
+        first = WorkerId(0)
+        return InlinePool(
+            Runner(specs[first], source, arena, status_board.cell(first), status_board.recorder(first, specs[first].observe))
+        )
+    if kind == "thread":
+        return ThreadPool(
+            lambda worker, recalls: Runner(
+                specs[worker],
+                source,
+                arena,
+                status_board.cell(worker),
+                status_board.recorder(worker, specs[worker].observe),
+                recalls,
+            )
+        )
+    given = {
+        "dataset": config.dataset,
+        "collate_fn": config.collate_fn,
+        "worker_init_fn": config.worker_init_fn,
+    }
+    serialized = send(given, source, store)
+    if plan not in _advised:
+        _advised.add(plan)
+        usual = min(len(specs), ceil(config.core_limit)) if config.is_auto else len(specs)
+        advise(config.dataset, serialized.sizes, usual)
+    return ProcessPool(
+        serialized=serialized,
+        store=store,
+        status_board=status_board,
+        specs=specs,
+        start_method=config.start_method,
+        threads=config.threads_per_worker,
+        init_fn=config.worker_init_fn,
+    )
+
+
+def _make_feed(
+    config: LoaderConfig,
+    plan: Plan,
+    grain_size: int,
+    stream: StreamShares | None,
+    only: BatchPlan | None,
+    cursor: Cursor,
+    asked: Iterator[Any] | None,
+) -> Feed:
+    if stream is not None:
+        return StreamFeed(cursor, config.batch_size or 1, stream)
+    if only is not None:
+        return IndexedFeed(cursor, iter([only]), grain_size)
+    is_inline = config.kind == "inline"
+    return IndexedFeed(cursor, plan.batches(cursor, asked), grain_size, plan.lookahead(cursor), is_inline=is_inline)
+
+
+def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
+    """Samples of this rank in an epoch, if it is known; with a sampler of the user's, to within a batch."""
+    identity = plan.identity(is_fresh=False)
+    if identity.epoch_length is not None:
+        return identity.epoch_length // identity.world_size
+    try:
+        return None if config.is_stream else plan.batch_count() * (config.batch_size or 1)
+    except Exception:  # a sampler of the user's that has no length may say so in any way
+        return None
+
+
+def _is_pinned(config: LoaderConfig) -> bool:
+    """Whether an accelerator that torch uses is to read batches by itself."""
+    return config.pin_memory or (config.output is None and is_gpu(config.device))

@@ -1,0 +1,323 @@
+"""What goes out to workers and comes back: tasks, and the layout that batches are expected to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+from infeed.collate.layout import Layout, LayoutPool
+from infeed.engine.faults import Faults
+from infeed.engine.output import BatchOutput
+from infeed.engine.planning import Feed, PlannedBatch, StreamFeed
+from infeed.engine.records import EngineSetup, Record, Task
+from infeed.engine.scaling import WorkerScaling
+from infeed.engine.slots import SlotAllocator
+from infeed.plan.state import Cursor
+from infeed.scheduler.messages import (
+    BatchId,
+    BatchPlanned,
+    EpochAbandoned,
+    Event,
+    PlaceRefused,
+    Send,
+    SlotFreed,
+    SlotId,
+    TaskEmpty,
+    TaskId,
+    TaskLoaded,
+    TaskMismatched,
+    TaskUnplaced,
+    WindowChanged,
+    WorkerId,
+)
+from infeed.scheduler.scheduler import Scheduler
+from infeed.workers.protocol import DropTask, Emptied, LoadFailed, LoadGrains, LoadNext, PackedLoaded, PlaceTask, RowsLoaded
+
+# Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
+# would let workers run dry.
+_REFILL_SHARE: Final = 4
+# While an epoch lasts, threads get so many batches of the next, each: enough to go on with. They would take the GIL from the
+# loop, which has more use for it; when it is over they get the rest.
+_SPARING: Final = 2
+
+
+@final
+class BatchInput:
+    """Belongs to one engine, and works on its books."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        scheduler: Scheduler,
+        records: dict[BatchId, Record],
+        tasks: dict[TaskId, Task],
+        allocator: SlotAllocator,
+        scaling: WorkerScaling,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._setup, self._scheduler, self._delivery = setup, scheduler, setup.delivery
+        self._records, self._tasks = records, tasks
+        self._allocator, self._scaling, self._tell = allocator, scaling, tell
+        self._refill = max(1, allocator.window // _REFILL_SHARE)
+        self._batch_count = 0
+        self.feed: Feed | None = None  # of the epoch in progress; whoever finds its end takes it away
+        self._returned: PlannedBatch | None = None  # taken from the feed, and to be planned next
+        self._next_feed: Feed | None = None
+        self._next_count = 0  # batches that were taken from it
+        self._is_sparing = setup.metrics.kind == "thread"
+        self._binds_batches = setup.binds_batches
+
+    # --- epochs
+
+    def begin(self, start: Cursor, asked: Iterator[Any] | None = None) -> None:
+        """Take the batches of an epoch from here on; some may have been planned already, behind those of the one before."""
+        prefetched, self._next_feed, self._next_count = self._next_feed, None, 0
+        self._returned = None
+        self._is_sparing = self._setup.metrics.kind == "thread"
+        if prefetched is not None and start == Cursor(prefetched.epoch):
+            self.feed = prefetched
+            return
+        if prefetched is not None:
+            self.abandon(prefetched.epoch)
+        self.feed = self._setup.make_feed(start, asked)
+
+    def abandon(self, epoch: int) -> None:
+        """What was planned of an epoch is not wanted any more."""
+        records = self._records
+        wanted = {batch for batch, record in records.items() if record.plan.epoch != epoch}
+        left = [task for task, entry in self._tasks.items() if entry.batch not in wanted]
+        self._setup.pool.recall(left)
+        self._tell(EpochAbandoned(epoch))
+
+    def end(self) -> None:
+        """The epoch is over: all that may be in flight is planned of the next."""
+        if not self._setup.is_lazy:
+            self._is_sparing = False
+            self.plan()
+            self._setup.pool.flush()
+        self.feed = None
+
+    # --- planning
+
+    def plan_some(self) -> bool:
+        """Plan as many batches as are sent out together; whether there may be more to plan."""
+        return self.plan(self._refill)
+
+    def plan(self, most: int | None = None) -> bool:
+        """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
+        for slot in self._delivery.ended_slots():
+            self._tell(SlotFreed(slot))
+        self.settle_workers()
+        # Several at a time: their messages go out together.
+        room = self._scheduler.room
+        if room < self._refill:
+            return False
+        for _ in range(room if most is None else most):
+            planned = self._take()
+            if planned is None:
+                return False
+            batch = BatchId(self._batch_count)
+            self._batch_count += 1
+            self._records[batch] = Record(planned)
+            worker = planned.worker
+            if self._binds_batches:
+                worker = WorkerId(planned.step % len(self._setup.workers))
+            self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, worker, planned.indices is None))
+        return True
+
+    def _take(self) -> PlannedBatch | None:
+        """The next batch of this epoch, or the first of the next while there is nothing else to do."""
+        feed = self.feed
+        if feed is None:
+            return None
+        planned, self._returned = self._returned or feed.take(), None
+        if planned is None:
+            if not (feed.is_exhausted and feed.error is None and self._setup.prefetches_epochs):
+                return None
+            if self._is_sparing and self._next_count >= _SPARING * len(self._scheduler.active_workers):
+                return None
+            if self._next_feed is None:
+                self._next_feed = self._setup.make_feed(Cursor(feed.epoch + 1), None)
+            self._next_count += 1
+            return self._next_feed.take()
+        if planned.worker is not None and isinstance(feed, StreamFeed) and feed.opening(planned.worker):
+            self._scaling.open_share(planned.worker, feed)
+        return planned
+
+    def put_back(self, planned: PlannedBatch) -> None:
+        """Plan this batch next: it was taken from the feed and could not be gathered."""
+        self._returned = planned
+
+    def delivered(self) -> None:
+        """A batch, or an exception in its place, is delivered."""
+        if self.feed is not None:
+            self.feed.delivered()
+
+    def stream_loaded(self, record: Record, row_count: int, state: Any) -> None:
+        """So much came of a batch of a stream, which says whether there is more to ask for."""
+        if isinstance(self.feed, StreamFeed) and self.feed.epoch == record.plan.epoch:
+            assert record.plan.worker is not None
+            self.feed.loaded(record.plan.worker, row_count, record.plan.row_count, state)
+
+    # --- how many at a time
+
+    def settle_workers(self) -> None:
+        """Let there be as many workers as are wanted, and in flight what keeps them busy."""
+        if self._scaling.settle():
+            self.change_window(self._allocator.learn_worker_count(len(self._scheduler.active_workers)))
+
+    def learn_size(self, nbytes: int) -> None:
+        """Batches of this size are in flight: hold their number to what fits."""
+        self.change_window(self._allocator.learn_size(nbytes))
+
+    def change_window(self, window: int | None) -> None:
+        """Let so many batches be in flight, or as many as before."""
+        if window is not None:
+            self._refill = max(1, window // _REFILL_SHARE)
+            self._tell(WindowChanged(window))
+
+
+@final
+class Dispatcher:
+    """Belongs to one engine, and works on its books."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        records: dict[BatchId, Record],
+        tasks: dict[TaskId, Task],
+        allocator: SlotAllocator,
+        faults: Faults,
+        batch_input: BatchInput,
+        output: BatchOutput,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._setup, self._pool = setup, setup.pool
+        self._records, self._tasks = records, tasks
+        self._allocator, self._faults = allocator, faults
+        self._input, self._output, self._tell = batch_input, output, tell
+        self._layout: Layout | None = None  # what the next batch is expected to look like
+        self._layouts = LayoutPool()
+
+    # --- what goes out
+
+    def send(self, action: Send) -> None:
+        record = self._records[action.batch]
+        plan = record.plan
+        layout = record.layout or self._layout
+        block = None
+        if action.slot is not None:
+            needed = layout.offsets(plan.row_count)[1] if layout is not None else 0
+            block = self._allocator.block(action.slot, needed)
+        if plan.indices is None:
+            self._tasks[action.task] = Task(action.worker, action.batch, 0, plan.row_count, layout)
+            self._pool.send(
+                action.worker, LoadNext(action.task, plan.epoch, plan.first_position, plan.row_count, block, layout)
+            )
+            return
+        if block is not None and record.layout is None and not action.is_whole:
+            record.layout = layout
+        grain_size = self._setup.grain_size
+        first_row = action.first_grain * grain_size
+        indices = plan.indices
+        if not action.is_whole:
+            indices = indices[first_row : first_row + action.grain_count * grain_size]
+        rows = None if plan.rows is None else plan.rows[first_row : first_row + len(indices)]
+        self._tasks[action.task] = Task(action.worker, action.batch, first_row, len(indices), layout)
+        self._pool.send(
+            action.worker,
+            LoadGrains(
+                action.task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
+                action.is_whole, indices, record.deaths is not None, rows,
+            ),
+        )  # fmt: skip
+
+    def place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
+        block = self._allocator.block(slot, record.needed_bytes)
+        if block is None:
+            self._tell(PlaceRefused(worker, task))
+        else:
+            self._pool.send(worker, PlaceTask(task, block, record.layout))
+
+    def drop(self, worker: WorkerId, task: TaskId) -> None:
+        """Whatever it comes to, nobody wants it."""
+        self._tasks.pop(task, None)
+        self._pool.send(worker, DropTask(task))
+
+    # --- what comes back
+
+    def loaded(self, worker: WorkerId, message: RowsLoaded | PackedLoaded) -> None:
+        entry = self._tasks.pop(message.task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is not None and record is not None:
+            record.row_count += message.row_count
+            record.parts.append((worker, entry.first_row, message.row_count, message.elapsed_ns))
+            if isinstance(message, PackedLoaded):
+                record.packed = message.packed
+                self._input.learn_size(record.needed_bytes)
+            else:
+                layout = message.layout
+                if layout is None:
+                    layout = entry.layout
+                elif layout is not entry.layout:
+                    layout = self._layout = self._layouts.interned(layout)
+                record.layout = layout
+                record.beside[entry.first_row] = message.beside
+            if self._setup.stream is not None:
+                self._setup.stream.decide(shards_itself=message.shards_itself)
+                record.stream_state = message.stream_state
+                self._input.stream_loaded(record, message.row_count, message.stream_state)
+                if message.bad and not self._faults.left_out(worker, record, message.task, message.bad):
+                    return
+        self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
+
+    def unplaced(self, worker: WorkerId, task: TaskId, nbytes: int, layout: Layout | None) -> None:
+        entry = self._tasks.get(task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if entry is not None and record is not None:
+            record.needed_bytes = nbytes
+            self._input.learn_size(nbytes)
+            if layout is not None:
+                layout = self._layouts.interned(layout)
+                if self._layout is None:
+                    self._layout = layout
+                if record.layout is None:
+                    record.layout = layout
+                elif record.layout is not layout:
+                    # Another part of this batch came out differently.
+                    del self._tasks[task]
+                    self._pool.send(worker, DropTask(task))
+                    self._tell(TaskMismatched(worker, task))
+                    return
+                self._tasks[task] = entry._replace(layout=layout)
+        self._tell(TaskUnplaced(worker, task))
+
+    def mismatched(self, worker: WorkerId, task: TaskId) -> None:
+        """Its samples differ in layout."""
+        self._tasks.pop(task, None)
+        self._tell(TaskMismatched(worker, task))
+
+    def emptied(self, worker: WorkerId, message: Emptied) -> None:
+        """The stream had ended, or what was left of it was bad."""
+        entry = self._tasks.pop(message.task, None)
+        record = None if entry is None else self._records.get(entry.batch)
+        if self._setup.stream is not None:
+            self._setup.stream.decide(shards_itself=message.shards_itself)
+        if record is not None:
+            self._input.stream_loaded(record, 0, message.stream_state)
+            if message.bad:
+                if not self._faults.left_out(worker, record, message.task, message.bad):
+                    return
+                assert record.bad_rows is not None
+                self._output.note_bad(record)
+        self._tell(TaskEmpty(worker, message.task))
+
+    def failed(self, worker: WorkerId, message: LoadFailed) -> None:
+        """Of a stream, all positions of the batch are used up: what it reads next belongs to the next batch."""
+        entry = self._tasks.get(message.task)
+        record = None if entry is None else self._records.get(entry.batch)
+        if record is not None and self._setup.stream is not None:
+            record.row_count = record.plan.row_count
+            self._setup.stream.decide(shards_itself=message.shards_itself)
+            self._input.stream_loaded(record, record.plan.row_count, None)
+        self._faults.load_failed(worker, message)

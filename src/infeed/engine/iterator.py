@@ -1,0 +1,236 @@
+"""One iteration of a loader: takes an engine with the first batch, and gives it back when it is over or left."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Final, NoReturn, final
+
+from infeed.delivery.backend import open_stage
+from infeed.delivery.prefetch import DevicePrefetch
+from infeed.engine.engine import NOTHING, Engine, EpochEnd
+from infeed.engine.progress import Progress
+from infeed.engine.session import Session
+from infeed.metrics.progress_bar import Show
+from infeed.workers.exceptions import kept
+from infeed.workers.launcher import Process
+
+_MSG_ALREADY: Final = (
+    "this iteration is asked for a batch by code that runs while it gets one (a callback, a handler, the dataset)"
+)
+
+_FOREVER_S: Final = 3600.0
+
+
+@final
+class EpochIterator(Iterator[Any]):
+    """One iteration of a loader. Starts nothing before the first batch is asked for."""
+
+    def __init__(self, session: Session, owner: object = None, asked: Iterator[Any] | None = None) -> None:
+        """It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it.
+
+        Args:
+            asked: the sampler's iterator, where ``iter`` was called on the sampler already.
+        """
+        self._session = session
+        self._config = session.config  # as it is now: a torch loader's options may be changed before the first batch
+        self._asked = asked
+        if session.engine_cache.is_closed and _is_python_exiting():
+            _stop_here()
+        self._offered = session.offer(self)
+        self._owner = owner
+        self._progress: Progress | None = None
+        self._lock = threading.Lock()  # one thread at a time drives the engine
+        self._driver = 0  # that thread
+        self._engine: Engine | None = None
+        self._is_over = False
+        self._ahead: DevicePrefetch | None = None
+        self._show: Show | None = None
+        self._has_given = False
+        self._is_drained = False  # all batches are on their way to the device
+        self._finalizer: weakref.finalize[[Session, Engine, DevicePrefetch | None], EpochIterator] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._driver == threading.get_ident():
+            raise RuntimeError(_MSG_ALREADY)
+        with self._lock:
+            self._driver = threading.get_ident()
+            try:
+                return self._next()
+            except Exception as error:
+                if isinstance(error, StopIteration) or not _is_python_exiting():
+                    raise
+            finally:
+                self._driver = 0
+        _stop_here()
+
+    def _next(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        engine = self._engine or self._begin_once()
+        if self._show is not None:
+            if self._has_given:
+                self._show.step()  # the loop is done with a batch
+            self._has_given = True
+        try:
+            return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
+        except EpochEnd:
+            if self._progress is not None:
+                self._progress.end()
+            show = self._show
+            self._end()
+            if show is not None:
+                show.tell()
+            raise StopIteration from None
+        except BaseException:
+            if engine.is_between_epochs and self._ahead is None and self._progress is not None:
+                self._progress.end()  # it gave nothing but this error
+                self._end()
+            if not engine.is_usable:
+                self._end()
+            raise
+
+    def _next_ahead(self, engine: Engine, ahead: DevicePrefetch) -> Any:
+        """The next batch on the device, with some behind it on their way."""
+        asked_ns = perf_counter_ns()
+        engine.asked(asked_ns)
+        try:
+            return self._take_ahead(engine, ahead, asked_ns)
+        finally:
+            engine.stop_waiting()
+
+    def _take_ahead(self, engine: Engine, ahead: DevicePrefetch, asked_ns: int) -> Any:
+        assert self._progress is not None
+        while not ahead.is_full and not self._is_drained:
+            try:
+                batch = engine.next_batch(waits=ahead.is_empty)
+            except EpochEnd:
+                self._is_drained = True
+                break
+            except Exception as error:
+                ahead.push_error(kept(error), self._progress.reached())
+                self._is_drained = not engine.is_usable or engine.is_between_epochs
+                break
+            if batch is NOTHING:
+                break
+            try:
+                ahead.push(batch, self._progress.reached())
+            except Exception as error:  # the user's `convert`, or a device without memory
+                ahead.push_error(kept(error), self._progress.reached())
+            except BaseException:
+                engine.close()  # as wherever it is interrupted: what was on its way is lost, and nothing may follow it
+                raise
+        if ahead.is_empty:
+            engine.ended(asked_ns)
+            raise EpochEnd
+        batch, reached = ahead.pop()
+        engine.given(asked_ns, perf_counter_ns())
+        self._progress.show(reached)
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+    def _begin_once(self) -> Engine:
+        """An iteration whose sampler or dataset raised before the first batch has ended, like a generator."""
+        try:
+            return self.begin()
+        except Exception:
+            self._end()
+            raise
+
+    def begin(self) -> Engine:
+        """Take an engine and begin. Happens by itself with the first batch."""
+        asked_ns = perf_counter_ns()
+        session, config = self._session, self._config
+        engine_cache = session.engine_cache
+        stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
+        engine = engine_cache.take(partial(session.build, config))
+        progress = session.begin(self._offered)
+        try:
+            show = session.show(progress)
+            session.restore_dataset(progress.start)
+            engine.begin_epoch(progress, self._asked, is_polled=stage is not None)
+        except BaseException:
+            session.take_back(progress)
+            engine_cache.give_back(engine)
+            raise
+        self._progress = progress
+        self._show = show
+        if stage is not None:
+            progress.show(progress.start)
+            self._ahead = DevicePrefetch(stage, config.device_prefetch)
+        self._engine = engine
+        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
+        self._finalizer = weakref.finalize(self, _leave, session, engine, self._ahead)
+        self._finalizer.atexit = False
+        engine.changed_over(asked_ns)
+        return engine
+
+    def worker_pids(self) -> list[int]:
+        """Process numbers of the workers that load for it."""
+        return [process.pid for process in self.worker_processes()]
+
+    def worker_processes(self) -> list[Process]:
+        """The worker processes that load for it."""
+        return [] if self._engine is None else self._engine.worker_processes()
+
+    def leave(self, *, stops_workers: bool = False) -> None:
+        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told.
+
+        Args:
+            stops_workers: Whether its workers end now, and wait for no other epoch or loader.
+        """
+        engine = self._engine
+        if not self._lock.acquire(blocking=False):
+            if engine is not None:
+                # Another thread is in `next`, or this one, and a signal handler called: `next` ends the epoch on its way out.
+                engine.close()
+                return
+            self._lock.acquire()  # it is beginning only
+        try:
+            if stops_workers and self._engine is not None:
+                self._engine.close()
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._progress is not None:
+            self._progress.error_budget.end_epoch()
+        self._ahead = None
+        show, self._show = self._show, None
+        if show is not None:
+            show.close()
+        if self._finalizer is not None:
+            self._finalizer()
+        self._engine = None
+
+
+def _is_python_exiting() -> bool:
+    """Whether Python closes all loaders, and this is a daemon thread, which it does not wait for."""
+    return not threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread()
+
+
+def _stop_here() -> NoReturn:
+    """Wait for the end of the process, as daemon threads do: an exception would be printed, and nobody could handle it."""
+    while True:
+        time.sleep(_FOREVER_S)
+
+
+def _leave(session: Session, engine: Engine, ahead: DevicePrefetch | None) -> None:
+    began_ns = perf_counter_ns()
+    if ahead is not None:
+        ahead.close()
+    if engine.is_usable:
+        engine.leave_epoch()
+        session.learn(engine)
+    session.engine_cache.give_back(engine)
+    engine.changed_over(began_ns)

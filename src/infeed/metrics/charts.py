@@ -1,0 +1,435 @@
+"""The timeline as a chart to zoom and look around in, and a page with nothing but that."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import pairwise
+from typing import Any, Final
+
+from infeed.formatting import format_count, format_rate, format_seconds
+from infeed.metrics.page import Block, Figure, chart, diagnosis, hint, page, paragraph, section, tiles
+from infeed.metrics.statistics import LOOP, Mark, Point, SpanKind, Statistics, Trace
+from infeed.metrics.table import Serial, serial
+from infeed.metrics.timeline import (
+    EXTENT,
+    FAULTS,
+    WORDS,
+    Piece,
+    Window,
+    lane_names,
+    lane_tops,
+    marks_in,
+    pieces,
+    whole,
+    windows,
+)
+
+__all__ = ["memory_figure", "rate_figure", "sample_time_figure", "thinned", "wait_figure", "worker_figure"]
+
+_MOST_POINTS: Final = 120
+_MOST_MARKS_SHOWN: Final = 100
+_GIB: Final = 2**30
+
+
+def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """Points at about even distances in time, the first and the last among them. Sums lose nothing by that."""
+    # Two at one time would be divided by nothing.
+    rising = [*points[:1], *(after for before, after in pairwise(points) if after.at_ns > before.at_ns)]
+    if len(rising) <= most:
+        return rising
+    times = [point.at_ns for point in rising]
+    length_ns = times[-1] - times[0]
+    wanted = {bisect_left(times, times[0] + length_ns * step // (most - 1)) for step in range(most)}
+    return [rising[at] for at in sorted(wanted)]
+
+
+def rate_figure(points: Sequence[Point], marks: Sequence[Mark]) -> Figure:
+    """Samples a second, between each two points, and when something happened."""
+    few = thinned(points)
+    rates = _between(few, lambda before, after: (after.sample_count - before.sample_count) / _ns(before, after) * 1e9)
+    area = {"fill": "tozeroy", "line": {"color": "var(--load)", "width": 2}, "hovertemplate": "%{y:,.4~g} samples/s"}
+    data = [{**_line("rate", few, rates), **area}]
+    if marks:
+        # At the bottom, where they cover nothing.
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "events",
+                "x": [mark.at_ns / 1e9 for mark in marks[:_MOST_MARKS_SHOWN]],
+                "y": [0] * len(marks[:_MOST_MARKS_SHOWN]),
+                "text": [f"<b>{mark.kind}</b><br>{wrapped(mark.text)}" for mark in marks[:_MOST_MARKS_SHOWN]],
+                "hovertemplate": "%{text}<extra></extra>",
+                "cliponaxis": False,
+                "marker": {
+                    "symbol": "diamond",
+                    "size": 9,
+                    "color": "var(--text)",
+                    "line": {"width": 1, "color": "var(--card)"},
+                },
+            }
+        )
+    return {"data": data, "layout": _layout("samples/s", few, showlegend=bool(marks))}
+
+
+def wait_figure(points: Sequence[Point]) -> Figure:
+    """Of the loop's time between each two points, how much it waited and how much it did its own work."""
+
+    def share(before: Point, after: Point) -> float:
+        waited, away = after.waited_ns - before.waited_ns, after.away_ns - before.away_ns
+        return 100 * waited / (waited + away) if waited + away > 0 else 0.0
+
+    few = thinned(points)
+    shares = _between(few, share)
+    data = [
+        {
+            **_line(name, few, values),
+            "stackgroup": "loop",
+            "fillcolor": colour,
+            "line": {"width": 0, "color": colour},
+            "hovertemplate": "%{y:.1f} %",
+        }
+        for name, values, colour in (
+            ("waiting for data", shares, "var(--wait)"),
+            ("your code", [100 - value for value in shares], "var(--away)"),
+        )
+    ]
+    layout = _layout("", few, showlegend=True)
+    layout["yaxis"].update(range=[0, 100], ticksuffix=" %")
+    return {"data": data, "layout": layout}
+
+
+def worker_figure(points: Sequence[Point]) -> Figure:
+    """How many workers there were, how many were busy, and how many cores they kept busy."""
+    few = thinned(points)
+    counts = {"x": [point.at_ns / 1e9 for point in few], "y": [point.worker_count for point in few]}
+    # Work is counted when it is done, so a short while may seem to hold more of it than there were workers.
+    busy = _between(few, lambda before, after: min(after.worker_count, (after.busy_ns - before.busy_ns) / _ns(before, after)))
+    cores = _between(few, lambda before, after: (after.cpu_ns - before.cpu_ns) / _ns(before, after))
+    data: list[dict[str, Any]] = [
+        {
+            **_line("busy", few, busy),
+            "fill": "tozeroy",
+            "line": {"color": "var(--load)", "width": 1.5},
+            "hovertemplate": "%{y:.2f} workers",
+        },
+        {
+            **_line("workers", few, []),
+            **counts,
+            "line": {"color": "var(--text)", "width": 2, "shape": "hv"},
+            "hovertemplate": "%{y} workers",
+        },
+    ]
+    if any(cores):
+        style = {"line": {"color": "var(--deliver)", "width": 1.5, "dash": "dot"}, "hovertemplate": "%{y:.2f} cores"}
+        data.append({**_line("processor cores used", few, cores), **style})
+    layout = _layout("workers, cores", few, showlegend=True)
+    layout["yaxis"].update(rangemode="tozero")
+    return {"data": data, "layout": layout}
+
+
+def memory_figure(points: Sequence[Point]) -> Figure:
+    """Memory of the workers, and of batches that are loaded, being loaded or kept."""
+    few = thinned(points)
+    largest = max((max(point.memory_bytes, point.flight_bytes) for point in few), default=0)
+    unit, size = ("GiB", _GIB) if largest >= _GIB else ("MiB", 2**20)
+    data = []
+    for name, colour, values in (
+        ("processes", "var(--load)", [point.memory_bytes for point in few]),
+        ("batches in flight", "var(--deliver)", [point.flight_bytes for point in few]),
+    ):
+        if any(values):
+            style = {"line": {"color": colour, "width": 2}, "hovertemplate": f"%{{y:,.3~f}} {unit}"}
+            line = {**_line(name, few, [value / size for value in values]), "x": [point.at_ns / 1e9 for point in few]}
+            data.append({**line, **style})
+    layout = _layout(unit, few, showlegend=True)
+    layout["yaxis"].update(rangemode="tozero")
+    return {"data": data, "layout": layout}
+
+
+def sample_time_figure(statistics: Statistics) -> Figure:
+    """How many samples took how long; empty ends are left out."""
+    filled = [at for at, (_, count) in enumerate(statistics.histogram) if count]
+    shown = statistics.histogram[filled[0] : filled[-1] + 1]
+    bounds = [0.0, *(upper for upper, _ in statistics.histogram)][filled[0] :]
+    names = [f"{format_seconds(lower)} to {format_seconds(upper)}" for lower, (upper, _) in zip(bounds, shown, strict=False)]
+    counts = [count for _, count in shown]
+    # One in a thousand must still be seen: it may be what holds everything up.
+    is_wide = max(counts) > 200
+    axis: dict[str, Any] = {"title": {"text": "samples" + (" (log scale)" if is_wide else "")}}
+    if is_wide:
+        axis.update(type="log", dtick=1, tickformat=",d", range=[-0.3, len(str(max(counts))) - 0.3 + 0.4])
+    step = max(1, -(-len(shown) // 5))
+    ticks = list(range(0, len(shown), step))
+    return {
+        "data": [
+            {
+                "type": "bar",
+                "x": list(range(len(shown))),
+                "y": counts,
+                "text": names,
+                "textposition": "none",
+                "marker": {"color": "var(--load)"},
+                "hovertemplate": "%{text}<br><b>%{y:,} samples</b><extra></extra>",
+            }
+        ],
+        "layout": {
+            "showlegend": False,
+            "xaxis": {
+                # The end of each bar, where the next begins.
+                "tickvals": [at + 0.5 for at in ticks],
+                "ticktext": [format_seconds(shown[at][0]) for at in ticks],
+                "title": {"text": "time for one sample"},
+                "showgrid": False,
+                "fixedrange": True,
+            },
+            "yaxis": {**axis, "fixedrange": True},
+        },
+    }
+
+
+def _between(points: Sequence[Point], value: Callable[[Point, Point], float]) -> list[float]:
+    return [round(value(before, after), 4) for before, after in pairwise(points)]
+
+
+def _ns(before: Point, after: Point) -> int:
+    return after.at_ns - before.at_ns
+
+
+def _line(name: str, points: Sequence[Point], values: Sequence[float]) -> dict[str, Any]:
+    """A line through the middles between points."""
+    middles = [round((before.at_ns + after.at_ns) / 2e9, 4) for before, after in pairwise(points)]
+    return {"type": "scatter", "mode": "lines", "name": name, "x": middles, "y": list(values)}
+
+
+def _layout(unit: str, points: Sequence[Point], *, showlegend: bool) -> dict[str, Any]:
+    return {
+        "hovermode": "x unified",
+        "showlegend": showlegend,
+        "xaxis": {
+            "range": [points[0].at_ns / 1e9, points[-1].at_ns / 1e9],
+            "ticksuffix": " s",
+            "hoverformat": ".2f",
+            "nticks": 7,
+            "showgrid": False,
+        },
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "fixedrange": True},
+    }
+
+
+__all__ = ["timeline_chart", "timeline_figure", "timeline_page", "timeline_section"]
+
+_LANE_PX: Final = 34
+_LEAST_LANE_PX: Final = 12
+_MOST_HEIGHT_PX: Final = 900
+_AROUND_PX: Final = 96  # legend above, times below
+_MOST_MARKS: Final = 200
+
+
+def timeline_page(trace: Trace) -> str:
+    """A page with the timeline alone."""
+    statistics = trace.statistics
+    blocks = [diagnosis(statistics.diagnosis or "No verdict yet.")]
+    picture = timeline_chart(trace, most=6000)
+    if picture is None:
+        blocks.append(paragraph("Nothing was recorded: no batch was asked for, or tracing was off."))
+        return page("infeed timeline", blocks)
+    rate = format_rate(statistics.samples_per_s) if statistics.elapsed_s else "not known"
+    blocks.append(
+        tiles(
+            [
+                (
+                    "Given",
+                    format_count(statistics.batch_count, "batch", "batches"),
+                    format_count(statistics.sample_count, "sample"),
+                ),
+                ("Rate", rate, ""),
+                ("Waiting", f"{statistics.wait_share:.0%} of the loop's time", format_seconds(statistics.waited_s)),
+            ]
+        )
+    )
+    blocks.append(timeline_section(trace, picture))
+    return page("infeed timeline", blocks)
+
+
+def timeline_section(trace: Trace, picture: Block) -> Block:
+    """The timeline under a heading, with how to read it and what is not in it."""
+    how = hint("Drag to zoom in; double-click to go back, and once more to see everything.")
+    return section("Timeline", how, picture, note=_note(trace))
+
+
+def _note(trace: Trace) -> str:
+    parts = []
+    shown = windows(trace)
+    in_a_row = serial(trace, shown[-1]) if shown else None
+    if in_a_row is not None:
+        parts.append(
+            f"The top lane is the same work as a loader without workers would do it, from the measured times: "
+            f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(in_a_row.loop_s)}."
+        )
+    if len(shown) > 1 or (shown and trace.lost_span_count):
+        parts.append(f"Shown first: {shown[-1].title}, {format_seconds(shown[-1].seconds)}.")
+    if trace.lost_span_count:
+        parts.append(f"{trace.lost_span_count:,} older spans were not kept.")
+    return " ".join(parts)
+
+
+def timeline_chart(trace: Trace, *, most: int) -> Block | None:
+    """The timeline as a block of a page, with at most some ``most`` pieces; ``None`` if nothing is known."""
+    window = whole(trace)
+    if window is None:
+        return None
+    shown = windows(trace)[-1]
+    lane_count = lane_tops(trace, has_serial=serial(trace, shown) is not None)[LOOP] + 1
+    lane_px = max(_LEAST_LANE_PX, min(_LANE_PX, _MOST_HEIGHT_PX / lane_count))
+    return chart(timeline_figure(trace, window, shown, most=most), height_px=round(_AROUND_PX + lane_px * lane_count))
+
+
+def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -> Figure:
+    """All of ``window``, of which ``shown`` is what one sees first. It is finer there: half of the pieces are in it."""
+    in_a_row = serial(trace, shown)
+    tops = lane_tops(trace, has_serial=in_a_row is not None)
+    names = lane_names(trace)
+    found = _pieces(trace, window, shown, most)
+    data = [_bars(kind, found[kind], tops) for kind in WORDS if found[kind]]
+    if in_a_row is not None:
+        data += _serial_bars(in_a_row, {kind for kind in WORDS if found[kind]})
+    data += _mark_points(trace, window, tops)
+    ticks = {tops[lane] + 0.5: name for lane, name in names.items()}
+    if in_a_row is not None:
+        ticks = {0.5: "one after<br>another", **ticks}
+    # All names where there is room for them, else some.
+    step = max(1, -(-len(ticks) // 26))
+    kept = [at for row, at in enumerate(ticks) if row % step == 0 or row == len(ticks) - 1]
+    return {
+        "data": data,
+        "layout": {
+            "barmode": "overlay",
+            "xaxis": {"range": [shown.begin_ns / 1e9, shown.end_ns / 1e9], "ticksuffix": " s", "nticks": 7},
+            "yaxis": {
+                "range": [tops[LOOP] + 1.05, -0.05],
+                "tickvals": kept,
+                "ticktext": [ticks[at] for at in kept],
+                "showgrid": False,
+                "zeroline": False,
+                "fixedrange": True,
+            },
+            "annotations": [] if in_a_row is None else [_serial_note(in_a_row)],
+        },
+    }
+
+
+def _pieces(trace: Trace, window: Window, shown: Window, most: int) -> dict[SpanKind, list[Piece]]:
+    """Fine within ``shown``, coarse before and after it, and none twice."""
+    parts = [(shown, most // 2)]
+    if window.begin_ns < shown.begin_ns:
+        parts.append((Window(window.begin_ns, shown.begin_ns, ""), most // 4))
+    if shown.end_ns < window.end_ns:
+        parts.append((Window(shown.end_ns, window.end_ns, ""), most // 4))
+    found: dict[SpanKind, list[Piece]] = defaultdict(list)
+    for part, share in parts:
+        for piece in pieces(trace.spans, part, most=share):
+            found[piece.kind].append(piece)
+    return found
+
+
+def _bars(kind: SpanKind, found: list[Piece], tops: dict[int, float]) -> dict[str, Any]:
+    offset, height = EXTENT[kind]
+    is_loop = kind in ("wait", "deliver", "away")
+    what = "batch %{customdata[1]}" if is_loop else "position %{customdata[1]}%{customdata[2]}"
+    many = "batches" if is_loop else "samples"
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": WORDS[kind],
+        "legendgroup": kind,
+        "base": [round(piece.begin_ns / 1e9, 7) for piece in found],
+        "x": [round((piece.end_ns - piece.begin_ns) / 1e9, 7) for piece in found],
+        "y": [round(tops[piece.lane] + offset, 3) for piece in found],
+        "width": height,
+        "offset": 0,
+        "marker": {
+            "color": f"var(--{kind})",
+            "opacity": [round(0.25 + 0.75 * piece.density, 2) for piece in found],
+            "line": {"width": 0},
+        },
+        "customdata": [
+            [piece.epoch, piece.position, "" if piece.first_index is None else f", index {piece.first_index}", piece.size]
+            for piece in found
+        ],
+        "hovertemplate": f"<b>{WORDS[kind]}</b>, %{{x:.3s}}s<br>epoch %{{customdata[0]}}, {what}<br>"
+        f"%{{customdata[3]}} {many}, at %{{base:.4f}} s<extra></extra>",
+    }
+
+
+def _serial_bars(in_a_row: Serial, known: set[SpanKind]) -> list[dict[str, Any]]:
+    bars = []
+    for kind in ("load", "away"):
+        steps = [(begin_ns, end_ns) for one, begin_ns, end_ns in in_a_row.steps if one == kind]
+        offset, height = EXTENT[kind]
+        bars.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": WORDS[kind],
+                "legendgroup": kind,
+                "showlegend": kind not in known,
+                "base": [round(begin_ns / 1e9, 7) for begin_ns, _ in steps],
+                "x": [round((end_ns - begin_ns) / 1e9, 7) for begin_ns, end_ns in steps],
+                "y": [offset] * len(steps),
+                "width": height,
+                "offset": 0,
+                "marker": {"color": f"var(--{kind})", "line": {"width": 1, "color": "var(--card)"}},
+                "hovertemplate": f"<b>{WORDS[kind]}</b>, one after another, %{{x:.3s}}s<extra></extra>",
+            }
+        )
+    return bars
+
+
+def _serial_note(in_a_row: Serial) -> dict[str, Any]:
+    return {
+        "text": f"<b>{in_a_row.text}</b>",
+        "font": {"color": "var(--text)"},
+        "showarrow": False,
+        "xref": "paper",
+        "x": 1,
+        "xanchor": "right",
+        "y": 1.35,
+        "yanchor": "middle",
+    }
+
+
+def _mark_points(trace: Trace, window: Window, tops: dict[int, float]) -> list[dict[str, Any]]:
+    data = []
+    marks, _ = marks_in(trace, window, most=_MOST_MARKS)
+    for name, is_fault, symbol in (("faults", True, "x"), ("events", False, "diamond-tall")):
+        chosen = [mark for mark in marks if (mark.kind in FAULTS) is is_fault]
+        if chosen:
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": name,
+                    "x": [mark.at_ns / 1e9 for mark in chosen],
+                    "y": [tops.get(mark.lane, tops[LOOP]) + 0.5 for mark in chosen],
+                    "text": [f"<b>{mark.kind}</b><br>{wrapped(mark.text)}" for mark in chosen],
+                    "hovertemplate": "%{text}<br>at %{x:.3f} s<extra></extra>",
+                    "marker": {
+                        "symbol": symbol,
+                        "size": 12,
+                        "color": "var(--text)",
+                        "line": {"width": 1.5, "color": "var(--card)"},
+                    },
+                }
+            )
+    return data
+
+
+def wrapped(text: str, *, width: int = 60, most: int = 300) -> str:
+    """Text of others for a chart: escaped, cut into lines, and not too long."""
+    line = " ".join(text.split())
+    line = line if len(line) <= most else f"{line[: most - 1]}\u2026"
+    return "<br>".join(escape(line[at : at + width], quote=False) for at in range(0, len(line), width))

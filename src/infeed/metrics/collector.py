@@ -1,0 +1,962 @@
+"""A loader's counters, through all its epochs and engines, as the record that the user gets."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from time import perf_counter_ns, process_time_ns
+from typing import Final, Literal, NamedTuple, TypeAlias, final
+
+from infeed.autotune.tuner import Bound
+from infeed.metrics.diagnosis import diagnose
+from infeed.metrics.recent import Amounts, LoopTimes, Past, Slice
+from infeed.metrics.statistics import (
+    LOOP,
+    Mark,
+    MarkKind,
+    Point,
+    SlowSample,
+    Span,
+    SpanKind,
+    Statistics,
+    Times,
+    Trace,
+    WorkerStatistics,
+)
+from infeed.scheduler.messages import WorkerId
+from infeed.workers import recorder
+from infeed.workers.process_tools import memory_use, queued_ns
+from infeed.workers.recorder import BUCKETS, NO_INDEX, SLOWEST, Observe, RawSpan, RecorderReader, Slow, Sums, bucket_end_ns
+from infeed.workers.status import StatusBoard
+
+
+@final
+class AllMetrics:
+    """All of a loader, one for each of its engines; of those that are gone, one may stand for several."""
+
+    def __init__(self) -> None:
+        self.all: list[EngineMetrics] = []
+        # Held while they are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
+        self.lock = threading.RLock()
+        self.has_given = False  # whether the loop ever got a batch
+        self.active: EngineMetrics | None = None  # of the loop that began, or got one, last: others around it are in no step
+
+    def total(self, metrics: EngineMetrics, own: Point) -> Point:
+        """How far the whole loader has come, when one engine has come so far. Sums only ever grow, whoever comes and goes."""
+        with self.lock:
+            others = [one.point(own.at_ns, is_own=False) for one in self.all if one is not metrics]
+        return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
+
+
+# Both clocks are system calls, at which a thread may lose its core: half a millisecond where there are fewer cores than work.
+# They are read where an epoch begins and where it ends, unless it or the pause before it was shorter than this. Then they are
+# read this seldom, pauses between epochs are measured with them and leave their share of what was measured...
+_SHORT_TIME_NS: Final = 20_000_000
+_SELDOM_NS: Final = 100_000_000
+# ...and never more often than so many times what reading takes.
+_READ_SHARE: Final = 1000
+_LONGEST_NS: Final = 1_000_000_000
+
+
+@final
+class OwnTime:
+    """Belongs to the gauge of one engine. Epochs begin and end in the loop's thread."""
+
+    def __init__(self) -> None:
+        self.counted_ns = 0  # of processor time
+        self.queued_ns = 0  # of the loop's thread: ready to run, and no core to run on
+        self._cpu_from_ns = self._queued_from_ns = 0  # how far they were when they were last read
+        self._read_ns = 0  # when that was; 0: never
+        self._paused_ns = 0  # since then, between epochs
+        self._least_ns = 0  # from there to the next time, at least
+        self._begun_ns = 0  # when the latest epoch began
+        self._ended_ns = 0  # when it ended; 0: it is in progress
+        self._is_exact = False  # it was long, and counted to its end
+        self._thread = 0
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        now_ns, thread = perf_counter_ns(), threading.get_ident()
+        pause_ns, self._begun_ns, self._ended_ns = now_ns - self._ended_ns, now_ns, 0
+        if self._read_ns and pause_ns < _SELDOM_NS and thread == self._thread:
+            is_cheap = now_ns - self._read_ns >= self._least_ns
+            if not (self._is_exact and pause_ns >= _SHORT_TIME_NS and is_cheap):
+                self._paused_ns += pause_ns
+                return
+        self._thread, self._paused_ns = thread, 0
+        self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
+        self._read_ns = perf_counter_ns()
+
+    def end(self) -> bool:
+        """The epoch is over. Whether that was counted: not if it was short, because another may follow at once."""
+        is_long = perf_counter_ns() - self._begun_ns >= _SHORT_TIME_NS
+        is_counted = self._count(0 if is_long else _SELDOM_NS)
+        self._is_exact = is_long and is_counted
+        self._ended_ns = perf_counter_ns()
+        return is_counted
+
+    def count(self) -> bool:
+        """Count up to now, unless that was done a moment ago.
+
+        Each thread has its own wait for a core, so that can be had in the loop's alone.
+        """
+        return self._count(_SELDOM_NS)
+
+    def _count(self, least_ns: int) -> bool:
+        began_ns = perf_counter_ns()
+        since_ns = began_ns - self._read_ns
+        if not self._read_ns or self._ended_ns or since_ns < self._least_ns or since_ns - self._paused_ns < least_ns:
+            return False
+        before_ns, self._cpu_from_ns = self._cpu_from_ns, process_time_ns()
+        self.counted_ns += self._in_epochs(self._cpu_from_ns - before_ns, began_ns)
+        if threading.get_ident() == self._thread:
+            before_ns, self._queued_from_ns = self._queued_from_ns, queued_ns()
+            self.queued_ns += self._in_epochs(max(0, self._queued_from_ns - before_ns), began_ns)
+        self._paused_ns, self._read_ns = 0, perf_counter_ns()
+        # It may have taken long by chance, because others had the core: that is not held against it for ever.
+        self._least_ns = min(_LONGEST_NS, _READ_SHARE * (self._read_ns - began_ns))
+        return True
+
+    def _in_epochs(self, used_ns: int, now_ns: int) -> int:
+        """Of what was used since the clocks were read, the share of epochs."""
+        passed_ns = now_ns - self._read_ns
+        return used_ns * (passed_ns - self._paused_ns) // passed_ns if 0 < self._paused_ns < passed_ns else used_ns
+
+    @property
+    def cpu_ns(self) -> int:
+        """Up to now, while an epoch is in progress."""
+        if not self._read_ns or self._ended_ns:
+            return self.counted_ns
+        return self.counted_ns + self._in_epochs(process_time_ns() - self._cpu_from_ns, perf_counter_ns())
+
+
+# Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
+_SPANS_KEPT: Final = 100_000
+_LOOP_SPANS_KEPT: Final = 20_000
+_MARKS_KEPT: Final = 2_000
+_POINTS_KEPT: Final = 1_000
+
+_KINDS: Final[dict[int, SpanKind]] = {
+    recorder.LOAD: "load",
+    recorder.COLLATE: "collate",
+    recorder.WRITE: "write",
+    recorder.START: "start",
+}
+
+
+@final
+class History:
+    """Of all engines of a loader. Times are those of ``perf_counter_ns``."""
+
+    def __init__(self) -> None:
+        self._loop_spans: deque[Span] = deque(maxlen=_LOOP_SPANS_KEPT)
+        self._recorders: deque[tuple[WorkerId, bytes]] = deque()  # as workers wrote them: read when somebody wants to see them
+        self._tape_count = 0
+        self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
+        self.points: list[Point] = []
+        self.past = Past()
+        self.lost_span_count = 0
+        self._stride = 1  # of so many points one is kept
+        self._point_count = 0
+
+    def spans(self) -> list[Span]:
+        # Copied at once: the loop's thread may go on meanwhile.
+        recorders, loop = list(self._recorders), list(self._loop_spans)
+        return [*(_worker_span(worker, one) for worker, raw in recorders for one in recorder.spans_of(raw)), *loop]
+
+    def add_spans(self, spans: list[Span]) -> None:
+        """Of the loop."""
+        self.lost_span_count += max(0, len(self._loop_spans) + len(spans) - _LOOP_SPANS_KEPT)
+        self._loop_spans.extend(spans)
+
+    def add_recorded(self, worker: WorkerId, raw: bytes, lost_count: int) -> None:
+        """Of a worker, with how many it has overwritten."""
+        self._recorders.append((worker, raw))
+        self._tape_count += recorder.span_count(raw)
+        self.lost_span_count += lost_count
+        while self._tape_count > _SPANS_KEPT:
+            count = recorder.span_count(self._recorders.popleft()[1])
+            self._tape_count -= count
+            self.lost_span_count += count
+
+    def add_point(self, point: Point) -> None:
+        self._point_count += 1
+        if self._point_count % self._stride:
+            return
+        self.points.append(point)
+        if len(self.points) >= _POINTS_KEPT:
+            del self.points[::2]
+            self._stride *= 2
+
+
+def _worker_span(worker: WorkerId, raw: RawSpan) -> Span:
+    index = None if raw.first_index == NO_INDEX else raw.first_index
+    return Span(worker, _KINDS.get(raw.kind, "load"), raw.begin_ns, raw.end_ns, raw.epoch, raw.position, index, raw.size)
+
+
+# A sample that takes less is not worth a word while it is being loaded.
+_LONG_SPAN_NS: Final = 20_000_000
+
+
+class Usage(NamedTuple):
+    cpu_ns: int
+    queued_ns: int
+    memory_bytes: int  # now
+    private_bytes: int  # now, without what it shares with others
+
+
+class Reading(NamedTuple):
+    """A worker's tape: sums, histogram, and the slowest samples."""
+
+    sums: Sums
+    histogram: list[int]
+    slowest: list[Slow]
+
+
+_NO_READING: Final = Reading(Sums(), [0] * recorder.BUCKETS, [])
+
+
+@final
+class Member:
+    """One worker, all its lives together."""
+
+    __slots__ = ("alive_ns", "cpu_ns", "pid", "queued_ns", "restart_count", "since_ns")
+
+    def __init__(self) -> None:
+        self.alive_ns = 0  # of lives that are over
+        self.cpu_ns = self.queued_ns = 0  # of lives that are over
+        self.since_ns = 0  # when this life began; 0: it has none
+        self.restart_count = 0
+        self.pid: int | None = None
+
+
+@final
+class Members:
+    """Belongs to the gauge of one engine."""
+
+    def __init__(self, status_board: StatusBoard, workers: tuple[WorkerId, ...]) -> None:
+        self._status_board = status_board
+        self._members = {worker: Member() for worker in workers}
+        self._readers = {worker: status_board.reader(worker) for worker in workers}
+        self.known: set[WorkerId] = set()  # those of them that have ever been there
+        self.is_closed = False
+        self._count = self._final_count = 0
+        self._last: dict[WorkerId, Reading] = {}  # when they were gone
+        self._idle_ns = 0  # since when nobody wants anything of them; 0: somebody does
+        # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
+        self._still: dict[WorkerId, tuple[RecorderReader, Usage]] = {}
+
+    def __getitem__(self, worker: WorkerId) -> Member:
+        return self._members[worker]
+
+    # --- what happens to them
+
+    def started(self, worker: WorkerId, pid: int | None) -> None:
+        member = self._members[worker]
+        self._count += not member.since_ns
+        member.since_ns, member.pid = perf_counter_ns(), pid
+        self.known.add(worker)
+
+    def ended(self, worker: WorkerId) -> None:
+        """It died, or was let go."""
+        member = self._members[worker]
+        if member.since_ns:
+            used = self.usage(worker)
+            member.cpu_ns, member.queued_ns = used.cpu_ns, used.queued_ns
+            member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
+            member.since_ns = 0
+            self._count -= 1
+
+    def restarted(self, worker: WorkerId) -> None:
+        self._members[worker].restart_count += 1
+
+    def rest(self, now_ns: int, *, is_still: bool) -> None:
+        """Nobody wants anything of them; ``is_still``: whatever they load ahead, what is known stays as it is."""
+        self._idle_ns = now_ns
+        if is_still:
+            self._still = {worker: (self._readers[worker].copy(), self.usage(worker)) for worker in self.known}
+
+    def wake(self) -> None:
+        """Count the time between epochs as far as workers loaded ahead: for the rest of it nobody wanted anything of them."""
+        idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
+        still, self._still = self._still, {}
+        for worker, member in self._members.items():
+            if member.since_ns:
+                ahead_ns = busy_ns(self._sums(worker)) - busy_ns(still[worker][0].sums()) if worker in still else 0
+                member.alive_ns -= max(0, idle_ns - ahead_ns)
+
+    def close(self) -> None:
+        """They are gone; the board is about to be."""
+        self._last = {worker: self.read(worker) for worker in self._members}
+        self._final_count = self.count
+        for worker in self._members:
+            self.ended(worker)
+        self.is_closed = True
+        self._still = {}
+
+    def absorb(self, other: Members) -> None:
+        """Count for those of another engine as well; both are closed."""
+        self._final_count = other._final_count
+        for worker, member in other._members.items():
+            own = self._members.setdefault(worker, Member())
+            if worker in other.known:
+                self.known.add(worker)
+            own.alive_ns += member.alive_ns
+            own.cpu_ns += member.cpu_ns
+            own.queued_ns += member.queued_ns
+            own.restart_count += member.restart_count
+            own.pid = member.pid
+            self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
+
+    # --- what is known of them
+
+    @property
+    def count(self) -> int:
+        """How many there are, or were when the engine was closed."""
+        return self._final_count if self.is_closed else self._count
+
+    def alive_ns(self, worker: WorkerId) -> int:
+        member = self._members[worker]
+        return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
+
+    def pending_ns(self, worker: WorkerId) -> int:
+        """How long it is at the one sample that it is at, if that is long; it counts as loading when its task is done."""
+        if self.is_closed or self._idle_ns or not self._members[worker].since_ns:
+            return 0
+        try:
+            doing = self._status_board.doing(worker)
+        except ValueError:
+            return 0  # closed by another thread, a moment ago
+        took_ns = perf_counter_ns() - doing.since_ns
+        is_sample = doing.task is not None and doing.exact_row is not None and doing.since_ns
+        return took_ns if is_sample and took_ns >= _LONG_SPAN_NS else 0
+
+    def usage(self, worker: WorkerId) -> Usage:
+        """What it has used so far, all its lives together."""
+        member = self._members[worker]
+        if member.since_ns and not self.is_closed:
+            try:
+                doing = self._status_board.doing(worker)
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+            else:
+                cpu_ns, queued_ns = member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns
+                still = self._still.get(worker)
+                if still is not None:
+                    cpu_ns, queued_ns, *_ = still[1]
+                return Usage(cpu_ns, queued_ns, doing.rss_bytes, doing.private_bytes)
+        return Usage(member.cpu_ns, member.queued_ns, 0, 0)
+
+    def read(self, worker: WorkerId) -> Reading:
+        """What a worker has put on its tape."""
+        if not self.is_closed:
+            try:
+                reader = self._reader(worker).copy()
+                return Reading(reader.sums(), reader.histogram(), reader.slowest())
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+        return self._last.get(worker, _NO_READING)
+
+    def _reader(self, worker: WorkerId) -> RecorderReader:
+        still = self._still.get(worker)
+        return self._readers[worker] if still is None else still[0]
+
+    def sums(self) -> dict[WorkerId, Sums]:
+        """What workers have put on their tapes, of those that have been there."""
+        return {worker: self._sums(worker) for worker in list(self.known)}
+
+    def _sums(self, worker: WorkerId) -> Sums:
+        if not self.is_closed:
+            try:
+                return self._reader(worker).sums()
+            except ValueError:
+                pass  # closed by another thread, a moment ago
+        return self._last.get(worker, _NO_READING).sums
+
+    def take_spans(self, *, is_last: bool) -> list[tuple[WorkerId, bytes, int]]:
+        """What is new on their tapes, and how much of it was lost, by worker."""
+        taken = []
+        for worker in list(self.known):
+            try:
+                raw, lost = self._readers[worker].take_spans(is_last=is_last)
+            except ValueError:
+                break  # closed by another thread, a moment ago
+            if raw:
+                taken.append((worker, raw, lost))
+        return taken
+
+
+def busy_ns(sums: Sums) -> int:
+    return sums.load_ns + sums.collate_ns + sums.write_ns
+
+
+def _added(one: Reading, other: Reading) -> Reading:
+    sums = Sums(
+        one.sums.load_ns + other.sums.load_ns,
+        one.sums.collate_ns + other.sums.collate_ns,
+        one.sums.write_ns + other.sums.write_ns,
+        one.sums.sample_count + other.sums.sample_count,
+        one.sums.retry_count + other.sums.retry_count,
+        one.sums.span_count + other.sums.span_count,
+        other.sums.gil_share,
+        other.sums.is_drawing,
+    )
+    histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
+    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[: recorder.SLOWEST])
+
+
+# How often workers are looked at, and how much of the time that may take: a hundredth.
+_TICK_NS: Final = 100_000_000
+_TICK_SHARE: Final = 200
+# Of the loop, too: what is shorter than the first is put together, up to the second.
+_LONG_NS: Final = 50_000
+_RUN_NS: Final = 2_000_000
+_NEVER: Final = 1 << 63
+# Of epochs that are shorter, and follow each other, it is not noted exactly what was loaded ahead for the next.
+_SHORT_NS: Final = 20_000_000
+
+WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
+
+
+class Flight(NamedTuple):
+    """What is on its way."""
+
+    batch_count: int
+    nbytes: int
+    room_bytes: int  # of all memory for batches, used or not
+
+
+# Of a gauge, what engines have in common.
+_SUMMED: Final = (
+    "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
+    "added_worker_ns", "manned_ns", "idled_ns", "ended_count", "_final_bytes",
+)  # fmt: skip
+
+
+@final
+class EngineMetrics:
+    """Belongs to one engine.
+
+    Others may ask at any time. So what belongs together is assigned together, in one statement: they must not see half of it.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        all_metrics: AllMetrics,
+        status_board: StatusBoard,
+        workers: tuple[WorkerId, ...],
+        kind: WorkerKind,
+        observe: Observe,
+        memory_limit: int,
+    ) -> None:
+        self._history, self._all_metrics = history, all_metrics
+        self.kind: WorkerKind = kind
+        self._is_on = observe != "off"
+        self._is_spanning = observe == "timeline"
+        self.members = Members(status_board, workers)
+        self.flight: Callable[[], Flight] = _no_flight  # the engine says what is
+        self.bytes_given: Callable[[], int] = _no_bytes
+        self._final_bytes = 0
+        self.batch_count = self.sample_count = 0
+        self.ended_count = 0  # epochs that were not left before their end
+        self.waited_ns = 0
+        self.started_ns = 0
+        self.away_ns = 0
+        self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
+        self.outside_ns = 0  # of the wait, while epochs began and ended
+        self.changeover_ns = 0  # of the wait, for workers that were started or stopped
+        self.added_worker_ns = 0  # of that, what came in the middle of epochs
+        self.manned_ns = self.idled_ns = 0  # workers' time while the loop waited for a batch; of that, with nothing to load
+        self.memory_limit = memory_limit  # for batches
+        self.tick_count = 0
+        self.latest: Point | None = None  # what the last tick found
+        self.outcomes: Counter[str] = Counter()  # of bad samples
+        self.next_ns = 0  # when `note` wants to be called next
+        # When it was last, and how far the sums were then.
+        self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
+        # When the loop asked for the batch that it waits for, and how far `blocked_ns` was then; 0: it does not wait.
+        self.asked_ns = self.asked_blocked = 0
+        self._left_ns = 0
+        self._seen_ns = 0  # until when the step that goes on was told of
+        self._idle_ns = 0  # since when no epoch is in progress; 0: one is
+        self._next_tick = 0
+        self._epoch = self._step_offset = 0
+        self.is_closed = False
+        self._taking = threading.Lock()
+        self._own = OwnTime()
+        self._begun_ns = 0  # when the epoch began
+        self._told, self._told_ns = Amounts(), perf_counter_ns()  # what the past knows of this, and since when
+        self._owner_pid = os.getpid()
+
+    # --- the user's loop
+
+    def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self._epoch, self._step_offset = epoch, first_step - self.batch_count
+        self._begun_ns = perf_counter_ns()
+        self._left_ns = self._noted_ns = self._seen_ns = 0  # what the user did between epochs is not their loop
+        self._noted_waited, self._noted_blocked = self.waited_ns, self.blocked_ns
+        self._all_metrics.active = self
+        if self._idle_ns:
+            # A look is due after so much of the loop's own time: who has several loaders pays for one at a time.
+            self._next_tick += self._begun_ns - self._idle_ns
+            self._idle_ns = 0
+            self.members.wake()
+        self.next_ns = 0 if self._is_on else _NEVER
+        if self._is_on:
+            self._own.begin()
+        self.mark("epoch", LOOP, f"epoch {epoch} begins")
+
+    def changed_over(self, begin_ns: int, end_ns: int) -> None:
+        """The loop waited for something else than a batch: an epoch began, or was over, and workers with it."""
+        took_ns = end_ns - begin_ns
+        if not self._all_metrics.has_given:
+            self.outside_ns, self.started_ns = self.outside_ns + took_ns, self.started_ns + took_ns
+        else:
+            self.outside_ns, self.waited_ns = self.outside_ns + took_ns, self.waited_ns + took_ns
+            if self.is_closed or not self.batch_count:
+                self.changeover_ns += took_ns
+            if self.is_closed and self._is_on:  # nobody tells of it later
+                lost = Amounts(waited_ns=took_ns, blocked_ns=took_ns, changeover_ns=took_ns)
+                self._history.past.add(Slice(self.kind, begin_ns, lost))
+        if self._is_spanning and took_ns >= _LONG_NS:
+            number = max(0, self.batch_count - 1) if self._idle_ns else self.batch_count
+            self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
+
+    def waited_for_workers(self, took_ns: int) -> None:
+        """In the middle of an epoch the loop waited for a worker to be there: in the place of one that died, or one more."""
+        self.blocked_ns += took_ns
+        if self.batch_count:  # else all of the wait is for workers, and counted with the first batch
+            self.changeover_ns += took_ns
+            self.added_worker_ns += took_ns
+
+    def given(self, asked_ns: int, left_ns: int) -> None:
+        """The loop asked for a batch and got it."""
+        self.waited_ns, self.asked_ns = self.waited_ns + left_ns - asked_ns, 0
+        self.batch_count += 1
+        before_ns, self._left_ns = self._left_ns, left_ns
+        if left_ns > self.next_ns:
+            self.note(before_ns, asked_ns, left_ns)
+
+    def stop_waiting(self) -> None:
+        """The loop asked for a batch, and gets an exception for it, or this engine is closed; if it did not get one."""
+        asked_ns, now_ns = self.asked_ns, perf_counter_ns()
+        if asked_ns:
+            took_ns = now_ns - asked_ns if self._all_metrics.has_given else 0  # what nothing came of yet is no start
+            self.waited_ns, self.asked_ns = self.waited_ns + took_ns, 0
+
+    def note(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
+        """Take in what the loop did since the last time. For who counts ``waited_ns`` and ``batch_count`` by themselves.
+
+        Args:
+            before_ns: when the loop got the batch before; 0 if this is the first of an epoch.
+        """
+        wait_ns = left_ns - asked_ns
+        away_ns = self.away_ns
+        if before_ns:
+            if self._is_spanning:
+                self._record(before_ns, asked_ns, left_ns)
+            away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
+        else:
+            if self.batch_count == 1 and self._all_metrics.has_given:
+                self.changeover_ns += wait_ns
+            elif self.batch_count == 1:
+                self.waited_ns, self.started_ns = self.waited_ns - wait_ns, self.started_ns + wait_ns
+            self._all_metrics.has_given = True
+            if self._is_spanning:
+                self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
+        self.away_ns, self._noted_ns, self._noted_waited = away_ns, left_ns, self.waited_ns
+        self._noted_count, self._noted_blocked = self.batch_count, self.blocked_ns
+        self._all_metrics.active = self
+        self.next_ns = left_ns + _RUN_NS
+        if left_ns > self._next_tick:
+            self._tick(left_ns)
+
+    def end_epoch(self, left_ns: int, asked_ns: int = 0) -> None:
+        """The epoch is over, or was left.
+
+        Args:
+            left_ns: when the loop got its last batch; 0 if it got none.
+            asked_ns: when it asked for another, and there was none; 0 if it did not: nobody knows how long its last step was,
+                but that it lasted when it was told of.
+        """
+        if self._idle_ns:
+            return
+        now_ns = perf_counter_ns()
+        left_ns = self._left_ns or left_ns
+        end_ns = asked_ns or max(left_ns, self._seen_ns)
+        away_ns, waited_ns = self._step_ns(end_ns), now_ns - asked_ns if asked_ns else 0
+        if self._noted_ns and self._is_spanning:
+            self._record_last(left_ns, end_ns)
+        away_ns, waited_ns = self.away_ns + away_ns, self.waited_ns + waited_ns
+        self.away_ns, self.waited_ns, self.asked_ns, self._idle_ns = away_ns, waited_ns, 0, now_ns
+        self.ended_count += bool(asked_ns)
+        is_live = self._is_on and not self.is_closed
+        is_long = now_ns - self._begun_ns >= _SHORT_NS
+        self.members.rest(now_ns, is_still=is_live and is_long and self.kind != "inline")
+        if self._own.end() and is_live:
+            self._tell_past()
+
+    def _step_ns(self, end_ns: int) -> int:
+        """How long the loop was away since the last time, if its latest step ended then."""
+        return max(0, end_ns - self._noted_ns - (self.waited_ns - self._noted_waited)) if self._noted_ns else 0
+
+    def _record_last(self, left_ns: int, asked_ns: int) -> None:
+        """Keep what the loop did since the last time, and its last step."""
+        spans: list[Span] = []
+        short_count = self.batch_count - self._noted_count
+        if short_count:
+            spans.append(self._short_span(left_ns, self.waited_ns - self._noted_waited, short_count))
+        if asked_ns - left_ns >= _LONG_NS:
+            spans.append(self._span("away", left_ns, asked_ns, self.batch_count - 1, 1))
+        self._history.add_spans(spans)
+
+    def _record(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
+        """Keep what the loop did: short rounds together, and the latest by itself."""
+        spans: list[Span] = []
+        number = self.batch_count - 1
+        wait_ns = left_ns - asked_ns
+        short_count = number - self._noted_count
+        if short_count:
+            spans.append(self._short_span(before_ns, self.waited_ns - self._noted_waited - wait_ns, short_count))
+        if asked_ns - before_ns >= _LONG_NS:
+            spans.append(self._span("away", before_ns, asked_ns, number, 1))
+        # What infeed itself did is put last, where most of it was.
+        worked_ns = 0 if short_count else min(wait_ns, max(0, wait_ns - (self.blocked_ns - self._noted_blocked)))
+        if wait_ns - worked_ns >= _LONG_NS:
+            spans.append(self._span("wait", asked_ns, left_ns - worked_ns, number, 1))
+        if worked_ns >= _LONG_NS:
+            spans.append(self._span("deliver", left_ns - worked_ns, left_ns, number, 1))
+        self._history.add_spans(spans)
+
+    def _short_span(self, end_ns: int, waited_ns: int, count: int) -> Span:
+        """Rounds since the last time, put together."""
+        kind: SpanKind = "wait" if 2 * waited_ns > end_ns - self._noted_ns else "away"
+        return self._span(kind, self._noted_ns, end_ns, self._noted_count, count)
+
+    def _span(self, kind: SpanKind, begin_ns: int, end_ns: int, number: int, size: int) -> Span:
+        return Span(LOOP, kind, begin_ns, end_ns, self._epoch, number + self._step_offset, None, size)
+
+    @property
+    def byte_count(self) -> int:
+        return self._final_bytes if self.is_closed else self.bytes_given()
+
+    def mark(self, kind: MarkKind, lane: int, text: str) -> None:
+        if self._is_spanning:
+            self._history.marks.append(Mark(perf_counter_ns(), lane, kind, text))
+
+    # --- from time to time
+
+    def point(self, now_ns: int, *, is_own: bool = True) -> Point:
+        """How far this engine has come; ``is_own``: with the memory of this process, where workers are no processes."""
+        members = self.members
+        usages = [members.usage(worker) for worker in list(members.known)]
+        own_bytes = memory_use().resident_bytes if is_own and self.kind != "process" else 0
+        flight = self.flight()
+        return Point(
+            at_ns=now_ns,
+            batch_count=self.batch_count,
+            sample_count=self.sample_count,
+            byte_count=self.byte_count,
+            waited_ns=self.waited_ns,
+            away_ns=self.away_ns,
+            worker_count=0 if self.is_closed else members.count,
+            busy_ns=sum(map(busy_ns, members.sums().values())),
+            cpu_ns=sum(one.cpu_ns for one in usages),
+            queued_ns=sum(one.queued_ns for one in usages),
+            memory_bytes=sum(one.memory_bytes for one in usages) if self.kind == "process" else own_bytes,
+            flight_bytes=flight.nbytes,
+            room_bytes=flight.room_bytes,
+        )
+
+    def _tick(self, now_ns: int) -> None:
+        self.tick_count += 1
+        self.take_spans()
+        self.latest = self.point(now_ns)
+        self._history.add_point(self._all_metrics.total(self, self.latest))
+        self._own.count()
+        self._tell_past()
+        done_ns = perf_counter_ns()
+        self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
+
+    def loop_times(self) -> LoopTimes:
+        """Up to now."""
+        # The clock first, then all that is read, with nothing called between: whatever the loop does meanwhile, no more is
+        # told than was, and a later answer is no less.
+        is_here, now_ns = os.getpid() == self._owner_pid, perf_counter_ns()
+        waited_ns, away_ns, blocked_ns, asked_ns = self.waited_ns, self.away_ns, self.blocked_ns, self.asked_ns
+        noted_ns, since_ns, seen_ns = self._noted_ns, waited_ns - self._noted_waited, self._seen_ns
+        is_over, not_own_ns, asked_blocked = self.is_closed or self._idle_ns, blocked_ns + self.outside_ns, self.asked_blocked
+        if not self._all_metrics.has_given:
+            return LoopTimes(0, 0, not_own_ns, 0)  # it is still the first start
+        if is_over or not self._is_on:
+            return LoopTimes(waited_ns, away_ns, not_own_ns, 0)
+        is_waiting, waiting_ns = is_here and asked_ns, 0
+        if not is_waiting and is_here and self._all_metrics.active is self:
+            self._seen_ns = now_ns
+        elif is_waiting:
+            waiting_ns = max(0, now_ns - asked_ns)
+            not_own_ns += max(0, waiting_ns - (blocked_ns - asked_blocked))
+        else:
+            now_ns = seen_ns  # what was told is not taken back
+        if noted_ns:
+            away_ns += max(0, now_ns - noted_ns - since_ns - waiting_ns)
+        return LoopTimes(waited_ns + waiting_ns, away_ns, not_own_ns, waiting_ns)
+
+    def amounts(self, *, is_exact: bool = True) -> Amounts:
+        """All that this engine did so far; ``is_exact``: up to now, not up to the latest count."""
+        loop = self.loop_times() if is_exact else None
+        members = self.members
+        sums = members.sums()
+        usages = [members.usage(worker) for worker in sums]
+        return Amounts(
+            batch_count=self.batch_count,
+            sample_count=self.sample_count,
+            loaded_count=sum(one.sample_count for one in sums.values()),
+            waited_ns=self.waited_ns if loop is None else loop.waited_ns,
+            started_ns=self.started_ns,
+            away_ns=self.away_ns if loop is None else loop.away_ns,
+            blocked_ns=self.blocked_ns + self.outside_ns if loop is None else loop.blocked_ns,
+            changeover_ns=self.changeover_ns,
+            added_worker_ns=self.added_worker_ns,
+            manned_ns=self.manned_ns,
+            idled_ns=self.idled_ns,
+            load_ns=sum(one.load_ns for one in sums.values()),
+            collate_ns=sum(one.collate_ns for one in sums.values()),
+            write_ns=sum(one.write_ns for one in sums.values()),
+            alive_ns=sum(members.alive_ns(worker) for worker in sums),
+            cpu_ns=sum(one.cpu_ns for one in usages),
+            queued_ns=sum(one.queued_ns for one in usages),
+            own_cpu_ns=self._own.cpu_ns if is_exact else self._own.counted_ns,
+            loop_queued_ns=self._own.queued_ns,
+        )
+
+    def latest_slice(self) -> Slice:
+        """What was done since the past was told."""
+        return Slice(self.kind, self._told_ns, Amounts() if self.is_closed else self.amounts().minus(self._told))
+
+    def _tell_past(self) -> None:
+        amounts = self.amounts(is_exact=False)
+        self._history.past.add(Slice(self.kind, self._told_ns, amounts.minus(self._told)))
+        self._told, self._told_ns = amounts, perf_counter_ns()
+
+    def take_spans(self, *, is_last: bool = False) -> None:
+        """Read what workers have put on their tapes since the last time."""
+        if not self._is_spanning or self.is_closed or not self._taking.acquire(blocking=False):
+            return  # or another thread does it just now
+        try:
+            for worker, raw, lost in self.members.take_spans(is_last=is_last):
+                self._history.add_recorded(worker, raw, lost)
+        finally:
+            self._taking.release()
+
+    def close(self) -> None:
+        """The workers are gone; the board is about to be."""
+        if self.is_closed or os.getpid() != self._owner_pid:
+            return
+        self.take_spans(is_last=True)
+        if not self._idle_ns:
+            self.away_ns, self._noted_ns = self.away_ns + self._step_ns(self.asked_ns or self._seen_ns), 0
+        self.stop_waiting()
+        self._tell_past()
+        self._final_bytes = self.bytes_given()
+        self.members.close()
+        # The engine is not to be kept for what it was.
+        self.flight, self.bytes_given = _no_flight, _no_bytes
+        self.is_closed = True
+
+    def absorb(self, other: EngineMetrics) -> None:
+        """Count for another engine as well; both are closed."""
+        self.kind, self.memory_limit = other.kind, other.memory_limit
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.outcomes += other.outcomes
+        self.members.absorb(other.members)
+
+
+def _no_flight() -> Flight:
+    return Flight(0, 0, 0)
+
+
+def _no_bytes() -> int:
+    return 0
+
+
+_NOTHING_KEPT: Final = "nothing is kept: observe='off'"
+_QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@final
+class Collector:
+    """Belongs to one loader."""
+
+    def __init__(self, observe: Observe) -> None:
+        self._observe: Observe = observe
+        self._history = History()
+        self._all_metrics = AllMetrics()
+        self._began = time.time()
+        self._began_ns = time.perf_counter_ns()
+
+    def metrics(
+        self, status_board: StatusBoard, workers: tuple[WorkerId, ...], kind: WorkerKind, memory_limit: int
+    ) -> EngineMetrics:
+        """For a new engine."""
+        all_metrics = self._all_metrics
+        with all_metrics.lock:
+            # Of engines that are gone only the sums are of interest: one stands for all.
+            closed = [metrics for metrics in all_metrics.all if metrics.is_closed]
+            for metrics in closed[1:]:
+                closed[0].absorb(metrics)
+                all_metrics.all.remove(metrics)
+            metrics = EngineMetrics(self._history, all_metrics, status_board, workers, kind, self._observe, memory_limit)
+            all_metrics.all.append(metrics)
+            return metrics
+
+    def statistics(
+        self,
+        *,
+        epoch: int,
+        is_auto: bool,
+        core_count: float,
+        memory_limit: int,
+        loads_by: str,
+        has_collate_fn: bool,
+        most_workers: int,
+        keeps_workers: bool,
+        is_settled: bool,
+        bound: Bound,
+        cpu_limit: float | None,
+        prefetch: int,
+    ) -> Statistics:
+        """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
+        with self._all_metrics.lock:
+            all_metrics = list(self._all_metrics.all)
+            if all_metrics:
+                memory_limit = all_metrics[-1].memory_limit
+            if self._observe == "off":
+                all_metrics = []
+            latest = all_metrics[-1] if all_metrics else None
+            flight = None if latest is None else latest.flight()
+            outcomes: Counter[str] = sum((metrics.outcomes for metrics in all_metrics), Counter())
+            # Each once, so that one figure does not contradict another: workers go on meanwhile.
+            recorders = [
+                {worker: metrics.members.read(worker) for worker in list(metrics.members.known)} for metrics in all_metrics
+            ]
+            readings = [reading for recorder in recorders for reading in recorder.values()]
+            histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
+            slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:SLOWEST]
+            recent = self._history.past.recent([metrics.latest_slice() for metrics in all_metrics]) if all_metrics else None
+            loops = [metrics.loop_times() for metrics in all_metrics]
+            waited_ns = sum(one.waited_ns for one in loops)
+            started_ns = sum(metrics.started_ns for metrics in all_metrics)
+            statistics = Statistics(
+                epoch=epoch,
+                ended_count=sum(metrics.ended_count for metrics in all_metrics),
+                batch_count=sum(metrics.batch_count for metrics in all_metrics),
+                sample_count=sum(metrics.sample_count for metrics in all_metrics),
+                byte_count=sum(metrics.byte_count for metrics in all_metrics),
+                waited_s=waited_ns / 1e9,
+                started_s=started_ns / 1e9,
+                changeover_s=sum(metrics.changeover_ns for metrics in all_metrics) / 1e9,
+                waiting_s=sum(one.waiting_ns for one in loops) / 1e9,
+                away_s=sum(one.away_ns for one in loops) / 1e9,
+                deliver_s=max(0, waited_ns + started_ns - sum(one.blocked_ns for one in loops)) / 1e9,
+                loads_by=loads_by,
+                has_collate_fn=has_collate_fn,
+                keeps_workers=keeps_workers,
+                kind="inline" if latest is None else latest.kind,
+                is_auto=is_auto,
+                is_settled=is_settled,
+                bound=bound,
+                cpu_limit=cpu_limit,
+                prefetch=prefetch,
+                worker_count=0 if latest is None or latest.kind == "inline" else latest.members.count,
+                workers=tuple(_workers(all_metrics, recorders)),
+                core_count=core_count,
+                batches_in_flight=0 if flight is None else flight.batch_count,
+                bytes_in_flight=0 if flight is None else flight.nbytes,
+                memory_limit=memory_limit,
+                skipped_count=outcomes["skipped"],
+                replaced_count=outcomes["replaced"],
+                sample_times=Times(_quantiles(histogram, slowest[0][0] if slowest else 0)),
+                histogram=tuple((bucket_end_ns(bucket) / 1e9, count) for bucket, count in enumerate(histogram) if count),
+                slowest=tuple(_slow_sample(one, 0 if recent is None else recent.since_ns) for one in slowest),
+                diagnosis="",
+                most_workers=most_workers,
+                recent=recent,
+            )
+        return replace(statistics, diagnosis=_NOTHING_KEPT if self._observe == "off" else diagnose(statistics))
+
+    def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
+        """All that is known, for pictures. Times are from the making of the loader on."""
+        for metrics in list(self._all_metrics.all):
+            metrics.take_spans(is_last=True)
+        began = self._began_ns
+        history = self._history
+        spans = [
+            Span(*one._replace(begin_ns=max(0, one.begin_ns - began), end_ns=max(0, one.end_ns - began)))
+            for one in history.spans()
+        ]
+        return Trace(
+            began=self._began,
+            statistics=statistics,
+            spans=tuple(sorted(spans, key=lambda span: (span.lane, span.begin_ns))),
+            marks=tuple(Mark(*one._replace(at_ns=max(0, one.at_ns - began))) for one in list(history.marks)),
+            points=tuple(one._replace(at_ns=max(0, one.at_ns - began)) for one in list(history.points)),
+            lost_span_count=history.lost_span_count,
+            settings=settings,
+            machine=machine,
+        )
+
+
+def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, Reading]]) -> Iterable[WorkerStatistics]:
+    """Workers of one number are one to the user, whichever engine they belonged to."""
+    for worker in sorted({worker for recorded in recorders for worker in recorded}):
+        own = [metrics for metrics, recorded in zip(all_metrics, recorders, strict=True) if worker in recorded]
+        latest = own[-1].members[worker]
+        sums = [recorded[worker].sums for recorded in recorders if worker in recorded]
+        usages = [metrics.members.usage(worker) for metrics in own]
+        busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums)
+        yield WorkerStatistics(
+            worker=worker,
+            pid=latest.pid,
+            is_alive=bool(latest.since_ns),
+            sample_count=sum(one.sample_count for one in sums),
+            load_s=sum(one.load_ns for one in sums) / 1e9,
+            collate_s=sum(one.collate_ns for one in sums) / 1e9,
+            write_s=sum(one.write_ns for one in sums) / 1e9,
+            # Who was let go may have had something to finish.
+            alive_s=max(busy_ns, sum(metrics.members.alive_ns(worker) for metrics in own)) / 1e9,
+            cpu_s=sum(one.cpu_ns for one in usages) / 1e9,
+            queued_s=sum(one.queued_ns for one in usages) / 1e9,
+            memory_bytes=usages[-1].memory_bytes,
+            restart_count=sum(metrics.members[worker].restart_count for metrics in own),
+            retry_count=sum(one.retry_count for one in sums),
+            pending_s=max(metrics.members.pending_ns(worker) for metrics in own) / 1e9,
+        )
+
+
+def _slow_sample(slow: Slow, since_ns: int) -> SlowSample:
+    took_ns, epoch, position, index, end_ns = slow
+    recent_ns = min(took_ns, max(0, end_ns - since_ns))
+    return SlowSample(epoch, position, None if index == NO_INDEX else index, took_ns / 1e9, recent_ns / 1e9)
+
+
+def _quantiles(histogram: list[int], longest_ns: int) -> dict[str, float]:
+    """Times below which so much of all samples are, to within a bucket."""
+    total = sum(histogram)
+    if not total:
+        return {}
+    sums = list(accumulate(histogram))
+    times = {
+        name: bucket_end_ns(next(bucket for bucket, count in enumerate(sums) if count >= share * total)) / 1e9
+        for name, share in _QUANTILES.items()
+    }
+    top = bucket_end_ns(max(bucket for bucket, count in enumerate(histogram) if count)) / 1e9
+    times["max"] = longest_ns / 1e9 if longest_ns else top
+    return {name: min(seconds, times["max"]) for name, seconds in times.items()}

@@ -1,0 +1,197 @@
+"""A web page in one file: text, tables and charts that need no network, in light and in dark, also on a phone.
+
+A page is made of blocks, and whoever makes a block escapes what is in it: all functions here take plain text and give
+blocks, so nothing a dataset or a setting is called can become markup.
+
+    page("Report", [verdict("The loop waits.", "bad"), section("Rate", paragraph("..."), chart(figure))])
+
+Charts are drawn by plotly.js, which comes with the plotly package. It goes into the page once, compressed (about 2 MB
+instead of 5), and only if there is a chart: a page without one needs no plotly.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import importlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from typing import Any, Literal, TypeAlias, final
+
+from infeed.errors import ConfigError
+
+__all__ = [
+    "Block",
+    "Figure",
+    "Tone",
+    "bars",
+    "chart",
+    "code",
+    "diagnosis",
+    "facts",
+    "hint",
+    "label",
+    "page",
+    "paragraph",
+    "row",
+    "section",
+    "table",
+    "tiles",
+]
+
+# What plotly.js draws: {"data": [...], "layout": {...}}. Any colour may be a name of the stylesheet, as "var(--load)"; it
+# is looked up in the page, so that it follows light and dark.
+Figure: TypeAlias = Mapping[str, Any]
+Tone: TypeAlias = Literal["good", "fair", "bad", "plain"]
+
+# Nothing may be fetched, whatever is in the page: all of it is in the file.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a page: markup in which everything is escaped."""
+
+    html: str
+    has_chart: bool = False
+
+
+def page(title: str, blocks: Iterable[Block], *, subtitle: str = "") -> str:
+    """One whole HTML page with these blocks in it.
+
+    Raises:
+        ConfigError: There is a chart among the blocks, and plotly is not installed.
+    """
+    body = _join(blocks)
+    head = f"<h1>{escape(title)}</h1>" + (f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else "")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_part('style.css')}</style>\n</head>\n"
+        f"<body>\n<header>{head}</header>\n<main>\n{body.html}\n</main>\n"
+        f"{_scripts() if body.has_chart else ''}</body>\n</html>\n"
+    )
+
+
+def section(title: str, *blocks: Block, note: str = "") -> Block:
+    """Blocks under a heading; ``note`` stands below it in small letters and says how to read them."""
+    body = _join(blocks)
+    small = f'<p class="note">{escape(note)}</p>' if note else ""
+    return Block(f"<section><h2>{escape(title)}</h2>{small}\n{body.html}</section>", body.has_chart)
+
+
+def row(*blocks: Block) -> Block:
+    """Blocks side by side where there is room, one below the other where there is not."""
+    body = _join(Block(f"<div>{block.html}</div>", block.has_chart) for block in blocks)
+    return Block(f'<div class="row">{body.html}</div>', body.has_chart)
+
+
+def diagnosis(text: str, tone: Tone = "plain") -> Block:
+    """What it all comes to: the first line large, the others below it."""
+    first, _, rest = text.strip().partition("\n")
+    lines = "".join(f"<p>{escape(line.strip())}</p>" for line in rest.splitlines() if line.strip())
+    return Block(f'<div class="verdict {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
+
+
+def paragraph(text: str) -> Block:
+    return Block(f"<p>{escape(text)}</p>")
+
+
+def hint(text: str) -> Block:
+    """What can be done with a mouse, in small letters; not shown where there is none."""
+    return Block(f'<p class="note hint">{escape(text)}</p>')
+
+
+def code(text: str) -> Block:
+    """Text as it is, in letters of one width; scrolls by itself if it is wide."""
+    return Block(f"<pre><code>{escape(text)}</code></pre>")
+
+
+def label(text: str, tone: Tone = "plain") -> Block:
+    """A word or two on a coloured ground; may be a cell of a table."""
+    return Block(f'<span class="label {tone}">{escape(text)}</span>')
+
+
+def tiles(values: Iterable[tuple[str, str, str]]) -> Block:
+    """Large figures beside each other: what it is, the figure with its unit, and a remark or nothing."""
+    cells = (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
+        for name, value, remark in values
+    )
+    return Block(f'<dl class="tiles">{"".join(cells)}</dl>')
+
+
+def facts(values: Mapping[str, str]) -> Block:
+    """Names and what they stand for, one line for each."""
+    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in values.items())
+    return Block(f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>')
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str | Block]], *, numbers: Iterable[int] = ()) -> Block:
+    """A table that scrolls by itself if it is wide; columns in ``numbers`` are set to the right."""
+    right = set(numbers)
+
+    def cell(tag: str, column: int, content: str | Block) -> str:
+        inner = content.html if isinstance(content, Block) else escape(content)
+        kind = ' class="number"' if column in right else ""
+        return f"<{tag}{kind}>{inner}</{tag}>"
+
+    def line(tag: str, cells: Sequence[str | Block]) -> str:
+        return f"<tr>{''.join(cell(tag, column, content) for column, content in enumerate(cells))}</tr>"
+
+    return Block(
+        f'<div class="scroll"><table><thead>{line("th", head)}</thead>'
+        f"<tbody>{''.join(line('td', cells) for cells in rows)}</tbody></table></div>"
+    )
+
+
+def bars(share: float) -> Block:
+    """A bar that is filled to ``share`` of its length, 0 to 1; for cells of a table."""
+    return Block(f'<span class="bar"><i style="width:{min(1.0, max(0.0, share)) * 100:.1f}%"></i></span>')
+
+
+def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Block:
+    """A chart, as wide as there is room. Text in a figure is markup for plotly.js: use ``html.escape`` on what is not ours."""
+    # In a script only "</script" and "<!--" could end it, and JSON can do without the character that both begin with.
+    data = json.dumps(figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return Block(
+        f'<figure class="chart"><div class="plot" style="--height:{height_px}px"></div>'
+        f'<script type="application/json">{data}</script>{below}</figure>',
+        has_chart=True,
+    )
+
+
+def plotly_source() -> str:
+    """plotly.js, as it comes with the plotly package."""
+    try:
+        offline = importlib.import_module("plotly.offline")
+    except ImportError:
+        raise ConfigError(
+            "charts are drawn by plotly, which is not installed; install it with: pip install infeed[report]"
+        ) from None
+    source: str = offline.get_plotlyjs()
+    return source
+
+
+def _scripts() -> str:
+    packed = base64.b64encode(gzip.compress(plotly_source().encode(), mtime=0)).decode()
+    return (
+        "<noscript><p>The charts of this page are drawn by JavaScript, which is switched off here.</p></noscript>\n"
+        f'<script type="text/plain" id="library">{packed}</script>\n<script>\n{_part("charts.js")}</script>\n'
+    )
+
+
+def _join(blocks: Iterable[Block]) -> Block:
+    parts = tuple(blocks)
+    return Block("\n".join(part.html for part in parts), any(part.has_chart for part in parts))
+
+
+def _part(name: str) -> str:
+    return files("infeed.metrics").joinpath(name).read_text(encoding="utf-8")

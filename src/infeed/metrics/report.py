@@ -1,0 +1,207 @@
+"""Everything that is known of a run on one page: verdict, charts, timeline, the slowest samples, settings, machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from infeed.errors import ConfigError
+from infeed.formatting import format_bytes, format_count, format_rate, format_seconds
+from infeed.metrics import charts as measures
+from infeed.metrics.charts import timeline_chart, timeline_section
+from infeed.metrics.page import Block, Tone, bars, chart, diagnosis, facts, label, page, paragraph, row, section, table, tiles
+from infeed.metrics.statistics import Mark, Statistics, Trace, WorkerStatistics
+from infeed.metrics.timeline import FAULTS, lane_names
+
+__all__ = ["report_page", "write_report"]
+
+# Below the first the loop hardly waits; above the second, waiting is what it does.
+_GOOD_WAIT_SHARE: Final = 0.05
+_FAIR_WAIT_SHARE: Final = 0.2
+_MOST_PIECES: Final = 4000
+_MOST_MARKS: Final = 60
+
+
+def write_report(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write the report of a run as a page in one file, which needs no network.
+
+    Raises:
+        ConfigError: The path does not end in ``.html``, or plotly is not installed.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"path={os.fspath(path)!r} is not that of a web page, which a report is; let it end in .html")
+    # A path in a setting may hold bytes that are no text.
+    target.write_text(report_page(trace), encoding="utf-8", errors="backslashreplace")
+
+
+def report_page(trace: Trace) -> str:
+    """The report as HTML."""
+    began = datetime.fromtimestamp(trace.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    length_s = max((point.at_ns for point in trace.points), default=0) / 1e9
+    subtitle = f"begun {began}" + (f", {format_seconds(length_s)} long" if length_s else "")
+    return page("infeed report", _blocks(trace), subtitle=subtitle)
+
+
+def _blocks(trace: Trace) -> Iterator[Block]:
+    statistics = trace.statistics
+    yield diagnosis(statistics.diagnosis or "No verdict yet.", _tone(trace))
+    if statistics.batch_count:
+        yield tiles(_tiles(statistics))
+    elif not statistics.ended_count:
+        yield paragraph(
+            "No batch was given yet, so there is little to tell: iterate over the loader, then write the report again."
+        )
+    yield from _over_time(trace)
+    timeline = timeline_chart(trace, most=_MOST_PIECES)
+    if timeline is not None:
+        yield timeline_section(trace, timeline)
+    elif statistics.batch_count:
+        yield section("Timeline", paragraph("Nothing was recorded of what happened when: tracing was off."))
+    yield from _samples(statistics)
+    yield from _workers(statistics)
+    if trace.marks:
+        yield section("What happened", *_events(trace))
+    tables = [
+        section(title, facts(values)) for title, values in (("Settings", trace.settings), ("Machine", trace.machine)) if values
+    ]
+    if tables:
+        yield row(*tables)
+
+
+def _tone(trace: Trace) -> Tone:
+    statistics = trace.statistics
+    if not statistics.elapsed_s:
+        return "plain"
+    if statistics.recent_wait_share >= _FAIR_WAIT_SHARE:
+        return "bad"
+    return "good" if statistics.recent_wait_share < _GOOD_WAIT_SHARE else "fair"
+
+
+def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
+    if statistics.elapsed_s:
+        per_s = f"{format_bytes(statistics.byte_count / statistics.elapsed_s)}/s" if statistics.byte_count else ""
+        yield "Rate", format_rate(statistics.samples_per_s), per_s
+        waited = f"{format_seconds(statistics.waited_s)} of {format_seconds(statistics.elapsed_s)}"
+        yield "The loop waited", f"{statistics.wait_share:.0%}", waited
+    yield "Given", format_count(statistics.batch_count, "batch", "batches"), format_count(statistics.sample_count, "sample")
+    if statistics.kind == "inline":
+        yield "Workers", "none", "the loop loads by itself"
+    else:
+        noun = ("process", "processes") if statistics.kind == "process" else ("thread", "threads")
+        decided = ", number chosen by infeed" if statistics.is_auto else ""
+        yield "Workers", format_count(statistics.worker_count, *noun), f"{statistics.busy_share:.0%} busy{decided}"
+    if statistics.sample_times:
+        slowest = f"slowest {format_seconds(statistics.sample_times['max'])}" if "max" in statistics.sample_times else ""
+        yield (
+            "A sample takes",
+            format_seconds(statistics.sample_times.get("median", 0.0)),
+            f"median; {slowest}" if slowest else "median",
+        )
+    if statistics.memory_bytes:
+        limit = f"in flight {format_bytes(statistics.bytes_in_flight)} of {format_bytes(statistics.memory_limit)}"
+        yield "Memory of workers", format_bytes(statistics.memory_bytes), limit
+    if statistics.started_s:
+        yield "First start", format_seconds(statistics.started_s), "until the first batch, not in the rate"
+    faults = {
+        ("restart", "restarts"): statistics.restart_count,
+        ("retry", "retries"): statistics.retry_count,
+        ("skipped", "skipped"): statistics.skipped_count,
+        ("replaced", "replaced"): statistics.replaced_count,
+    }
+    if any(faults.values()):
+        each = ", ".join(format_count(count, *names) for names, count in faults.items() if count)
+        yield "Faults", f"{sum(faults.values()):,}", each
+
+
+def _over_time(trace: Trace) -> Iterator[Block]:
+    points = measures.thinned(trace.points)
+    if len(points) < 3:
+        if trace.statistics.batch_count:
+            yield section("Over time", paragraph("The run was too short to be measured more than once."))
+        return
+    marks = sorted(trace.marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))
+    yield section("Throughput", chart(measures.rate_figure(points, marks)))
+    yield row(
+        section("What the loop did", chart(measures.wait_figure(points)), note="Red is time in which the loop had to wait."),
+        section("Workers", chart(measures.worker_figure(points)), note="How many there were, and how many worked.")
+        if any(point.worker_count for point in points)
+        else section("Workers", paragraph("None: the loop loads by itself, so it waits for as long as loading takes.")),
+    )
+    if any(point.memory_bytes or point.flight_bytes for point in points):
+        note = "What processes share counts in each of them. In flight: loaded, being loaded, or kept by the loop."
+        yield section("Memory", chart(measures.memory_figure(points), height_px=220), note=note)
+
+
+def _samples(statistics: Statistics) -> Iterator[Block]:
+    blocks = []
+    if any(count for _, count in statistics.histogram):
+        times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in statistics.sample_times.items())
+        blocks.append(
+            section("How long samples take", chart(measures.sample_time_figure(statistics), height_px=340), note=times)
+        )
+    if statistics.slowest:
+        note = "Look at these first if a few samples hold up the others."
+        blocks.append(section("Slowest samples", _slowest(statistics), note=note))
+    if blocks:
+        yield row(*blocks)
+    elif statistics.batch_count:
+        yield section("How long samples take", paragraph("Samples were not timed one by one in this run."))
+
+
+def _slowest(statistics: Statistics) -> Block:
+    longest = max(one.seconds for one in statistics.slowest) or 1.0
+    median = statistics.sample_times.get("median", 0.0)
+    rows: list[list[str | Block]] = [
+        [
+            "" if one.index is None else str(one.index),
+            format_seconds(one.seconds),
+            f"{one.seconds / median:.1f} \u00d7" if median else "",
+            bars(one.seconds / longest),
+            f"{one.position:,}",
+            str(one.epoch),
+        ]
+        for one in statistics.slowest
+    ]
+    return table(["index", "time", "vs. median" if median else "", "", "position", "epoch"], rows, numbers=(0, 1, 2, 4, 5))
+
+
+def _workers(statistics: Statistics) -> Iterator[Block]:
+    if statistics.workers:
+        head = ["worker", "", "samples", "busy", "", "loading", "collating", "writing", "processor", "memory", "restarts"]
+        rows = [_worker_row(one) for one in statistics.workers]
+        yield section("Each worker", table(head, rows, numbers=(2, 3, 5, 6, 7, 8, 9, 10)))
+
+
+def _worker_row(one: WorkerStatistics) -> list[str | Block]:
+    name = f"{one.worker}" if one.pid is None else f"{one.worker} (pid {one.pid})"
+    return [
+        name,
+        label("alive", "good") if one.is_alive else label("ended"),
+        f"{one.sample_count:,}",
+        f"{one.busy_share:.0%}",
+        bars(one.busy_share),
+        format_seconds(one.load_s),
+        format_seconds(one.collate_s),
+        format_seconds(one.write_s),
+        format_seconds(one.cpu_s),
+        format_bytes(one.memory_bytes),
+        str(one.restart_count),
+    ]
+
+
+def _events(trace: Trace) -> Iterator[Block]:
+    names = lane_names(trace)
+    # What went wrong is kept where there is too much.
+    chosen = sorted(trace.marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))[:_MOST_MARKS]
+
+    def cells(mark: Mark) -> list[str | Block]:
+        tone: Tone = "bad" if mark.kind in FAULTS - {"restart"} else "plain"
+        return [format_seconds(mark.at_ns / 1e9), names.get(mark.lane, ""), label(mark.kind, tone), mark.text]
+
+    yield table(["when", "who", "what", ""], [cells(mark) for mark in sorted(chosen, key=lambda mark: mark.at_ns)], numbers=[0])
+    if len(trace.marks) > len(chosen):
+        yield paragraph(f"And {len(trace.marks) - len(chosen):,} more.")

@@ -1,0 +1,559 @@
+"""A torch loader's plan: its samplers, asked as torch asks them, and much faster where it is known what they would say."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Final, final
+from weakref import ref
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from infeed.collate.arrays import ArrayTable, table_of
+from infeed.collate.leaves import has_own_strides
+from infeed.collate.torch_compat import torch_table_layout
+from infeed.engine.planning import Plan, is_loaded_together, substitute_in
+from infeed.errors import StateError
+from infeed.memory.sharedarrays import SharedArray
+from infeed.options import LoaderConfig
+from infeed.plan.batches import BatchPlan, GivenIndices, Lookahead, compacted, listed, ordered_batch, ordered_batches
+from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
+from infeed.plan.shards import Cut, Steps
+from infeed.plan.state import Cursor, Identity
+from infeed.plan.stateful import Reading, Readings, check_reading, is_stateful, restore, source_state
+
+# Samplers that draw, and all at once.
+_DRAWING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+# Samplers that draw all they ever draw before their first index: nobody notices how far ahead they are asked.
+_DRAWING_FIRST: Final = (SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+# Generators in a state: torch's own, the loader's, the sampler's if it has another.
+_DEFAULT: Final = "default"
+_GENERATORS: Final = (_DEFAULT, "generator", "sampler_generator")
+
+
+@final
+class ListedOrder(Order):
+    """An order that is written down, as torch's is."""
+
+    def __init__(self, indices: Indices) -> None:
+        self.length = len(indices)
+        self._indices = indices
+
+    def take(self, start: int, stop: int) -> Indices:
+        return self._indices[start:stop]
+
+
+@final
+class AskedBatches(Iterator[BatchPlan | Exception]):
+    """One ``next(asked)`` for each batch, as torch asks: it goes on after an exception if the sampler does.
+
+    Something that is not iterable is yielded as the exception that loading it would raise.
+    """
+
+    def __init__(self, asked: Iterator[Any], start: int, *, is_batched: bool, is_together: bool) -> None:
+        """The first ``start`` indices are passed over. Unless ``is_batched``, all that the sampler yields is an index.
+
+        With ``is_together``, the dataset has ``__getitems__`` and gets batches in the type in which the sampler yields them.
+        """
+        self._asked, self._start = asked, start
+        self._is_batched, self._is_together = is_batched, is_together
+        self._position = 0
+
+    def __next__(self) -> BatchPlan | Exception:
+        while True:
+            first_position = self._position
+            plan = self._ask()
+            if not isinstance(plan, Exception):
+                self._position = plan.stop
+            if first_position >= self._start:
+                return plan
+
+    def _ask(self) -> BatchPlan | Exception:
+        chunk = next(self._asked)
+        indices: Any = [chunk]
+        if self._is_batched:
+            indices = listed(chunk)
+            if self._is_together and type(chunk) is not list and not isinstance(chunk, Iterator):
+                indices = GivenIndices([chunk] if isinstance(indices, Exception) else indices, chunk)
+        if isinstance(indices, Exception):
+            return indices
+        return BatchPlan(compacted(indices), self._position, self._position + len(indices))
+
+
+class FirstLent(Iterator[BatchPlan | Exception]):
+    """Batches of a sampler. What samplers draw they draw with their first index, as a rule."""
+
+    def __init__(self, batches: Iterator[BatchPlan | Exception], lending: Callable[[], AbstractContextManager[None]]) -> None:
+        self._batches, self._lending = batches, lending
+        self._has_begun = False
+
+    def __next__(self) -> BatchPlan | Exception:
+        if self._has_begun:
+            return next(self._batches)
+        self._has_begun = True
+        with self._lending():
+            return next(self._batches)
+
+
+@final
+class Armed(Iterator[Any]):
+    """One iteration's iterator of the sampler, and what the iteration draws its order and its seeds from.
+
+    Generators are as they were before ``iter``: see NOTE [generators in states].
+    """
+
+    def __init__(self, generators: dict[str, torch.Tensor], seed: int | None, source_state: dict[str, Any] | None) -> None:
+        self.iterator: Iterator[Any] = iter(())  # of the sampler
+        self.is_resumed = False  # ``iter`` of the sampler uses up its loaded state, or was called once in the saved epoch
+        self.generators = generators
+        self.seed = seed  # of the workers, if it was drawn in an earlier epoch: persistent workers keep theirs
+        self.source_state = source_state  # of the sampler that torch calls ``iter`` of
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
+@final
+class TorchPlan(Plan):
+    """Order and batches from the loader's samplers; with ``seed=`` a plain shuffle is infeed's own.
+
+    NOTE [generators in states]
+      What an epoch draws (the base seed of workers, the order) is drawn again when it is resumed: its state holds the
+      generators as they stood before ``iter``. A generator that was passed to the loader or to the sampler is put there. The
+      process's own is the user's: while the loader draws, and only then, it stands where that of the saved run stood
+      (``_lending``), in this epoch and in those that follow. It is drawn from directly again once it is known to be where the
+      saved run's would be: the user has restored it, or has seeded it with another seed.
+    """
+
+    def __init__(self, config: LoaderConfig, sampler: Any, lookahead: int, seed: int) -> None:
+        self.seed = seed
+        self.torch_seed: int | None = seed
+        # As torch, which leaves that to the user, who may count epochs otherwise; until they call set_epoch of the loader.
+        self.tells_epochs = False
+        self._table: ArrayTable | None = None
+        self._columns_seen: list[Any] | None = None
+        self.configure(config, sampler, lookahead)
+        self._armed: ref[Armed] | None = None  # of the latest iteration that was made, unless it was dropped
+        self._is_waiting = False  # it has not begun
+        self._begun: tuple[Cursor, Armed] | None = None
+        self._readings = Readings()
+        self._has_seed = False  # an iteration has drawn the base seed of workers
+        self._draws = True  # whether reading the sampler draws from the default generator; as long as it is not known
+        self._lent: torch.Tensor | None = None  # the default generator of a saved run, if this one goes on with it
+        self._is_lending = False
+        self._is_lent_once = False  # for one epoch: the user has put the default generator where it was
+        self._seeded_with = 0  # what the default generator was seeded with when a state was loaded
+
+    def configure(
+        self, config: LoaderConfig, sampler: Any, lookahead: int, generator: Any = None, *, keeps_seed: bool = False
+    ) -> None:
+        """Take over options that were changed since the last epoch.
+
+        Args:
+            sampler: yields indices, or lists of them.
+            lookahead: how many batches torch asks it for beyond those that it has delivered.
+            generator: the loader's.
+            keeps_seed: Whether workers stay from epoch to epoch, with their seed.
+        """
+        self._config, self._sampler, self._lookahead = config, sampler, lookahead
+        self._generator, self._keeps_seed = generator, keeps_seed
+        self.cut = Cut(config.batch_size or 1, config.drop_last)
+        columns = _columns(config)
+        if columns is not None and not _is_gathered_as_stacked(config, columns):
+            columns = None
+        seen = None if columns is None else list(map(_place_of, columns))
+        if seen != self._columns_seen:
+            self._columns_seen = seen
+            self._table = None if columns is None else _table(config.dataset)
+
+    @property
+    def table(self) -> ArrayTable | None:
+        """Only if the sampler is torch's: another may yield indices that are no numbers."""
+        return self._table if type(self._inner()).__module__.startswith("torch.utils.data") else None
+
+    @contextmanager
+    def drawing(self, loader: Any, start: Cursor, *, is_reset: bool = False) -> Iterator[Armed]:
+        """Around torch's part of ``iter``, of an iteration that begins at ``start``. ``is_reset``: of persistent workers."""
+        record = start.sampler or {}
+        self._restore(record, start)
+        seed = record.get("seed", self.seed if is_reset and self._config.seed is None else None)
+        source, is_torch_batches = self._source()
+        if not is_torch_batches:
+            restore(source, record.get("state"))
+        armed = Armed(self._generator_states(), seed, None if is_torch_batches else source_state(source))
+        armed.is_resumed = ("state" in record and start.position > 0) or (seed is not None and not is_reset)
+        given = loader.generator
+        if seed is not None and not is_reset:
+            loader.__dict__["generator"] = torch.Generator()  # torch draws a seed, which is not used
+        try:
+            with self._lending():
+                yield armed
+        finally:
+            loader.__dict__["generator"] = given
+
+    def arm(self, armed: Armed, asked: Iterator[Any], base_seed: int) -> int:
+        """The next epoch asks the sampler by this iterator of it; its seeds are counted from the seed that is returned."""
+        armed.iterator = asked
+        self._armed, self._is_waiting = ref(armed), True
+        seed = base_seed if armed.seed is None else armed.seed
+        if self._config.seed is None:
+            self.seed = self.torch_seed = seed
+            self._has_seed = True
+        return seed
+
+    def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
+        armed = None if self._armed is None else self._armed()
+        self._begun, self._is_waiting = None if armed is None else (start, armed), False
+        self._readings.begin(start, reached)
+
+    @property
+    def is_given(self) -> bool:
+        return not self._is_ours()
+
+    @property
+    def is_foreseeable(self) -> bool:
+        return False  # the dataset is sent anew for each epoch, or samplers are asked when it begins
+
+    def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
+        assert isinstance(asked, Armed)
+        if self._begun is not None and self._begun[0] is cursor:
+            self._begun = cursor, asked
+        order = self._own_order(cursor.epoch)
+        if order is not None:
+            return ordered_batches(order, self._sampler_cut(), cursor.position)
+        inner = self._inner()
+        if type(inner) is RandomSampler and inner.generator is None:
+            return self._seeded_batches(cursor)
+        if type(inner) in _DRAWING and self._is_whole_shuffle():
+            return self._shuffled_batches(inner.generator, cursor.position)
+        # Another sampler may draw in `iter`, which torch has called.
+        is_torch_batches = type(self._sampler) is BatchSampler
+        return FirstLent(self._read_batches(cursor, asked), self._watching_draws if is_torch_batches else self._lending)
+
+    def lookahead(self, cursor: Cursor) -> Lookahead | None:
+        sampler = self._inner()
+        is_private = type(sampler) is RandomSampler and sampler.generator is None
+        if not self._lookahead or self._is_ours() or is_private or type(sampler) in _DRAWING_FIRST:
+            return None
+        if not self._is_whole_shuffle():
+            return Lookahead(self._lookahead, 0)
+        # It is drawn with its first index, and again when the sampler is asked for more than its full batches.
+        rest = max(0, len(sampler.data_source) - cursor.position)
+        return Lookahead(self._lookahead, rest // self._sampler_cut().batch_size)
+
+    def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
+        order = self._own_order(cursor.epoch)
+        assert order is not None
+        steps = Steps(cursor.position, order.length, self.cut)
+        number = step - cursor.step
+        return ordered_batch(order, steps.piece(number)) if 0 <= number < steps.count else None
+
+    def substitute(self, epoch: int, drawn: int) -> Any:
+        order = self._own_order(epoch)
+        return None if order is None else substitute_in(order, drawn)
+
+    def batch_count(self) -> int:
+        return len(self._sampler)
+
+    def identity(self, *, is_fresh: bool = True) -> Identity:
+        del is_fresh
+        config = self._config
+        sized = hasattr(config.dataset, "__len__") and not config.is_stream
+        return Identity(
+            order="stream" if config.is_stream else "torch",
+            length=len(config.dataset) if sized else None,
+            num_samples=None,
+            seed=self.seed,
+            is_seed_given=config.seed is not None,
+            batch_size=config.batch_size,
+            world_size=1,
+            worker_count=max(1, config.most_workers),
+        )
+
+    def sampler_state(self, cursor: Cursor, start: Cursor | None) -> Any:
+        if start is None and cursor.sampler is not None:
+            return cursor.sampler or None
+        armed = self._armed() if self._is_waiting and self._armed is not None else None
+        if start is not None:
+            if self._begun is None or self._begun[0] is not start:
+                return start.sampler or None
+            armed = self._begun[1]
+        if armed is not None:
+            states, seed = armed.generators, armed.seed
+        else:
+            states, seed = self._generator_states(), self.seed if self._keeps_seed and self._has_seed else None
+        needed = self._generators()
+        record: dict[str, Any] = {name: _written(states[name]) for name in needed if name in states}
+        if _DEFAULT in record:
+            record["now"] = _digest(torch.default_generator)
+        if seed is not None:
+            record["seed"] = seed
+        reading = None if self._is_ours() else self._readings.state(self._source()[0], cursor, start)
+        return {**record, **(reading or {})} or None
+
+    def read_sampler_state(self, state: Any, cursor: Cursor) -> Any:
+        self._lent = None
+        self._seeded_with = torch.default_generator.initial_seed()
+        if state is None:
+            state = {}
+        known = {*_GENERATORS, "now", "seed"}
+        if not isinstance(state, dict) or not state.keys() <= {*known, "state", "position", "ended"}:
+            raise StateError("state has a sampler that is not one of infeed's; use a state that state_dict() made")
+        seed = state.get("seed", 0)
+        if type(seed) is not int or not 0 <= seed < 1 << 64 or type(state.get("now", "")) is not str:
+            raise StateError("state has a seed of workers that is none; use a state that state_dict() made")
+        for name in _GENERATORS:
+            if name in state:
+                _generator_state(state[name])
+        source = None if self._config.is_stream or self._is_ours() else self._source()[0]
+        reading = {name: part for name, part in state.items() if name not in known}
+        if reading:
+            check_reading(reading, cursor, source)
+        # The generator that the order is drawn from, which must be known in the middle of an epoch.
+        own = self._order_generator()
+        name = _DEFAULT if own is None else "generator" if own is self._generator else "sampler_generator"
+        if cursor.position and not self._is_ours() and type(self._inner()) in _DRAWING and name not in state:
+            raise StateError(f"state is in mid-epoch and has no {name!r}; use the sampler and generator of the loader it is of")
+        return state
+
+    # --- generators
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        """What is drawn from, by the name that it has in a state."""
+        config, generator = self._config, self._generator
+        found: dict[str, torch.Generator] = {}
+        is_seeding = config.seed is None and self.table is None and (config.most_workers > 0 or config.on_error != "raise")
+        is_ordering = not config.is_stream and not self._is_ours()
+        own = self._order_generator() if is_ordering else None
+        if generator is not None and (is_seeding or own is generator):
+            found["generator"] = generator
+        if own is not None and own is not generator:
+            found["sampler_generator"] = own
+        if (is_seeding and generator is None) or (is_ordering and own is None and self._draws):
+            found[_DEFAULT] = torch.default_generator
+        return found
+
+    def _order_generator(self) -> torch.Generator | None:
+        """The generator that the sampler was given."""
+        own = getattr(self._inner(), "generator", None)
+        return own if isinstance(own, torch.Generator) else None
+
+    def _generator_states(self) -> dict[str, torch.Tensor]:
+        states = {name: generator.get_state() for name, generator in self._generators().items()}
+        if _DEFAULT in states and self._lent is not None:
+            states[_DEFAULT] = self._lent
+        return states
+
+    def _restore(self, record: dict[str, Any], start: Cursor) -> None:
+        """Before an iteration draws: put generators where a state says, or see whose turn it is."""
+        default = torch.default_generator
+        is_seeded_anew = default.initial_seed() != self._seeded_with
+        if _DEFAULT in record and not (is_seeded_anew and not start.step):
+            saved, now = _generator_state(record[_DEFAULT]), default.get_state()
+            self._lent = None if torch.equal(saved, now) else saved
+            self._is_lent_once = _digest(default) == record.get("now")
+        elif is_seeded_anew or self._is_lent_once:
+            self._lent = None
+        for name, generator in self._generators().items():
+            if name != _DEFAULT and name in record:
+                generator.set_state(_generator_state(record[name]))
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """While the loader draws, the default generator stands where that of the saved run stood."""
+        if self._lent is None or self._is_lending:
+            yield
+            return
+        default = torch.default_generator
+        before = default.get_state()
+        default.set_state(self._lent)
+        self._is_lending = True
+        try:
+            yield
+        finally:
+            self._is_lending = False
+            self._lent = default.get_state()
+            default.set_state(before)
+
+    @contextmanager
+    def _watching_draws(self) -> Iterator[None]:
+        """Lend while a sampler is asked for its first index, and see whether it draws."""
+        default = torch.default_generator
+        with self._lending():
+            before = default.get_state()
+            yield
+            self._draws = not torch.equal(before, default.get_state())
+
+    # --- samplers
+
+    def _inner(self) -> Any:
+        """The sampler of single indices, if torch's own batches, or none, are made of it."""
+        if not self._is_batched:
+            return self._sampler
+        return self._sampler.sampler if type(self._sampler) is BatchSampler else None
+
+    @property
+    def _is_batched(self) -> bool:
+        """Whether the sampler yields batches; if not, all that it yields is an index, even a list from a ``BatchSampler``."""
+        return self._config.batch_size is not None or self._config.batch_sampler is not None
+
+    def _sampler_cut(self) -> Cut:
+        """How torch's own batches are cut. Read off the batch sampler, which may be the user's."""
+        sampler = self._sampler
+        return Cut(sampler.batch_size, sampler.drop_last) if self._is_batched else Cut(1)
+
+    def _is_whole_shuffle(self) -> bool:
+        sampler = self._inner()
+        return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+    def _is_ours(self) -> bool:
+        if self._config.is_stream or self._sampler is None:
+            return False
+        if type(self._inner()) is SequentialSampler:
+            return True
+        return self._config.seed is not None and self._is_whole_shuffle() and self._inner().generator is None
+
+    def _own_order(self, epoch: int) -> Order | None:
+        if not self._is_ours():
+            return None
+        length = len(self._inner().data_source)
+        if type(self._inner()) is SequentialSampler:
+            return SequentialOrder(length)
+        return ShuffledOrder(length, seed=self.seed, epoch=epoch)
+
+    def _source(self) -> tuple[Any, bool]:
+        """The sampler whose states count, and whether it is one that torch's own class makes batches of.
+
+        As torchdata, what torch calls ``iter`` of. A batch sampler of the user's without a state may be made of a sampler that
+        has one.
+        """
+        sampler = self._sampler
+        if type(sampler) is BatchSampler:
+            return sampler.sampler, True
+        inner = getattr(sampler, "sampler", None)
+        return (inner if not is_stateful(sampler) and is_stateful(inner) else sampler), False
+
+    def _read_batches(self, cursor: Cursor, armed: Armed) -> Iterator[BatchPlan | Exception]:
+        """What the sampler yields, with its states."""
+        source, is_torch_batches = self._source()
+        record = cursor.sampler if cursor.sampler is not None and "state" in cursor.sampler else None
+        reading = Reading(
+            source,
+            cursor,
+            record,
+            iterator=None if is_torch_batches else armed.iterator,
+            before=armed.source_state,
+            again=None if is_torch_batches else partial(iter, self._sampler),
+            is_kept=is_torch_batches or source is self._sampler,
+            full_size=self._sampler.batch_size if is_torch_batches and self._is_batched else None,
+        )
+        self._readings.follow(cursor, reading)
+        read: Any = BatchSampler(reading, self._sampler.batch_size, self._sampler.drop_last) if is_torch_batches else reading
+        return reading.watched(self._given(iter(read), reading.skip))
+
+    def _seeded_batches(self, cursor: Cursor) -> Iterator[BatchPlan | Exception]:
+        """What a ``RandomSampler`` yields that draws a seed from the default generator for each epoch."""
+        with self._lending():
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        if self._is_whole_shuffle():
+            # It is nobody's after this epoch: what the sampler draws last need not be drawn.
+            yield from self._shuffled_batches(generator, cursor.position, is_kept=False)
+            return
+        sampler = self._inner()
+        again: Any = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
+        if self._is_batched:
+            again = BatchSampler(again, self._sampler.batch_size, self._sampler.drop_last)
+        yield from self._given(iter(again), cursor.position)
+
+    def _shuffled_batches(self, generator: torch.Generator, start: int, *, is_kept: bool = True) -> Iterator[BatchPlan]:
+        """A whole shuffle, as ``RandomSampler`` draws it, without making a list of it."""
+        length = len(self._inner().data_source)
+        indices = torch.randperm(length, generator=generator).numpy()
+        cut = self._sampler_cut()
+        for plan in ordered_batches(ListedOrder(indices), cut, start):
+            if is_kept and len(plan.indices) < cut.batch_size:
+                # It exhausts the sampler, which then draws once more, for a remainder that it does not have.
+                torch.randperm(length, generator=generator)
+                yield plan
+                return
+            yield plan
+        if is_kept:
+            torch.randperm(length, generator=generator)
+
+    def _given(self, asked: Iterator[Any], start: int) -> Iterator[BatchPlan | Exception]:
+        return AskedBatches(asked, start, is_batched=self._is_batched, is_together=is_loaded_together(self._config))
+
+
+def _digest(generator: torch.Generator) -> str:
+    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _written(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _generator_state(text: Any) -> torch.Tensor:
+    try:
+        data = base64.b64decode(text, validate=True)
+        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        torch.Generator().set_state(state)  # refuses what is not one
+    except (TypeError, ValueError, RuntimeError):
+        raise StateError("state has a generator that is none of torch's; use a state that state_dict() made") from None
+    return state
+
+
+def is_gathered(config: LoaderConfig) -> bool:
+    """Whether batches are probably gathered from arrays in the main process; the sampler may still prevent it."""
+    return _columns(config) is not None
+
+
+def _columns(config: LoaderConfig) -> tuple[Any, ...] | None:
+    """What a ``TensorDataset`` is made of, or one array, if default collation of its rows is all that is asked for."""
+    dataset = config.dataset
+    if config.worker_init_fn is not None:
+        return None  # who has something to be done in workers wants workers
+    if config.collate_fn is not None or config.is_stream or (config.batch_size is None and config.batch_sampler is None):
+        return None
+    if type(dataset) is np.ndarray or type(dataset) is SharedArray:
+        return (dataset,)
+    if type(dataset) is not torch.utils.data.TensorDataset:
+        return None
+    # Who differentiates through them has the graph from torch.
+    return None if any(tensor.requires_grad for tensor in dataset.tensors) else dataset.tensors
+
+
+def _is_gathered_as_stacked(config: LoaderConfig, columns: tuple[Any, ...]) -> bool:
+    """Whether torch would stack their rows into contiguous batches: in the main process not if channels are last."""
+    return config.most_workers > 0 or not has_own_strides([column[0] for column in columns if len(column)])
+
+
+def _place_of(column: Any) -> tuple[Any, ...]:
+    """Where a column's numbers are, and how to read them: what a table of it depends on."""
+    if isinstance(column, np.ndarray):
+        return column.__array_interface__["data"], column.shape, column.strides, column.dtype
+    if column.layout is not torch.strided:
+        return (column,)
+    return type(column), column.data_ptr(), column.shape, column.stride(), column.dtype, column.device
+
+
+def _table(dataset: Any) -> ArrayTable | None:
+    table = table_of(dataset)
+    layout = None if table is None else torch_table_layout(table.layout)
+    if table is None or layout is None:
+        return None
+    table.layout = layout
+    return table

@@ -1,0 +1,287 @@
+"""Asking the dataset for samples: each grain under its seed, again if it raises and may be asked again, and noting progress.
+
+A sample that raises is retried with its whole grain, because the grain shares one run of random numbers: what comes of it is
+bit for bit what would have come without the failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from operator import getitem, length_hint
+from time import perf_counter_ns
+from types import FunctionType, MethodType
+from typing import Any, Final, final
+
+from infeed.collate.tree import Sample
+from infeed.errors import InternalError
+from infeed.plan.batches import GivenIndices
+from infeed.plan.order import plain_indices
+from infeed.plan.seeds import derive, mix
+from infeed.workers.exceptions import Failure
+from infeed.workers.iterable_share import STREAM_FAILURES, StreamShare
+from infeed.workers.protocol import LoadGrains
+from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.rng import Place, seed_generators
+from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
+from infeed.workers.status import Cell
+
+# Samples that take longer than this are noted one by one: it costs a fifth of a microsecond, which tiny ones would feel.
+_NOTED_NS: Final = 20_000
+
+
+class LoadError(Exception):
+    """User code raised; the cause is what it raised. Internal."""
+
+    def __init__(self, doing: str, index: Any, position: int | None) -> None:
+        super().__init__(doing, index, position)
+        self.doing, self.index, self.position = doing, index, position
+        self.shards_itself = False  # of a stream: the dataset asked which worker it is in
+        # Rows of the batch that cannot be loaded, where that is to be told of all at once.
+        self.bad: tuple[tuple[int, Failure], ...] = ()
+
+    def failure(self) -> Failure:
+        cause = self.__cause__
+        assert cause is not None
+        return Failure.of(cause, self.doing, index=self.index, position=self.position)
+
+
+@final
+class Fetcher:
+    """Belongs to one runner."""
+
+    def __init__(self, spec: WorkerSpec, source: Source, place: Place, cell: Cell, recorder: Recorder | NullRecorder) -> None:
+        self._spec = spec
+        self._source = source
+        self._place = place
+        self._cell = cell
+        self._recorder = recorder
+        self._get: Callable[[Any], Sample] = _not_indexed if source.is_stream else _getter(source.dataset)
+        self.is_together = source.is_batched and source.making is not Making.SINGLE
+        # torch passes what __getitems__ returns to the collate function as it is: it need not be a list of samples.
+        self.is_passed_on = self.is_together and spec.torch_seed is not None
+        self._fetch: Callable[[list[Any], int], Any] = self._fetch_together if self.is_together else self._fetch_singly
+        self._is_forgiving = spec.retries > 0 or spec.handles_bad_samples
+        self.epoch_seed = 0
+        self._batch_position = 0
+        # Nothing is known before the first task, so its samples are noted.
+        self._row_ns = _NOTED_NS + 1
+        self._is_noting = True
+        self.bad_elements: list[tuple[int, Failure]] = []  # of a stream, since last taken
+
+    def seed(self, place: int) -> None:
+        """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
+        if self._spec.seeding is not Seeding.LEAVE:
+            seed_generators(mix(self.epoch_seed ^ place))
+
+    def learn(self, elapsed_ns: int, row_count: int) -> None:
+        """What samples of a task took."""
+        self._row_ns = elapsed_ns // max(1, row_count)
+
+    # --- by index
+
+    def chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
+        """Samples of a task in order, some ``chunk_rows`` at a time, each grain under its own seed."""
+        indices, position = self._begin(message)
+        grain_size = self._spec.grain_size
+        if self._is_forgiving:
+            for begin in range(0, len(indices), grain_size):
+                yield self._fetch_forgiving(indices, begin, min(begin + grain_size, len(indices)), position)
+            return
+        # What is fetched together is one call for each grain, however it is written.
+        fetch_rows = grain_size if self.is_together else chunk_rows
+        chunk: list[Sample] = []
+        for begin in range(0, len(indices), grain_size):
+            self.seed(position + begin)
+            stop = min(begin + grain_size, len(indices))
+            for start in range(begin, stop, fetch_rows):
+                chunk += self._fetch(indices[start : min(start + fetch_rows, stop)], position + start)
+                if len(chunk) >= chunk_rows:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk
+
+    def grains(self, message: LoadGrains) -> Any:
+        """A list of all samples of a task; if it ``is_passed_on``, whatever ``__getitems__`` returned for the batch."""
+        if self.is_passed_on:
+            indices, position = self._begin(message)
+            return self._fetch_forgiving(indices, 0, len(indices), position)
+        return [sample for chunk in self.chunks(message, len(message.indices)) for sample in chunk]
+
+    def _begin(self, message: LoadGrains) -> tuple[list[Any], int]:
+        """The indices of a task, and the position of the first."""
+        position = message.first_position + message.first_row
+        self._batch_position = message.first_position
+        self._place.moved = None if message.rows is None else (position, message.first_position, message.rows)
+        self._is_noting = message.is_careful or self._spec.is_watched or self._row_ns > _NOTED_NS
+        return plain_indices(message.indices), position
+
+    def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
+        # Runs in C; on an exception the iterator tells how far it came.
+        rest = iter(indices)
+        self._place.at_rows(self.epoch_seed, position, len(indices), rest)
+        times: list[int] | None = None
+        try:
+            if self._is_noting:
+                times = []
+                samples = self._noted(rest, position, times)
+            else:
+                self._cell.among(position - self._batch_position, len(indices))
+                samples = list(map(self._get, rest))
+            if len(samples) != len(indices):
+                raise RuntimeError("the dataset raised StopIteration")
+        except Exception as error:
+            row = len(indices) - length_hint(rest) - 1
+            if self._recorder.is_fine:  # what raised took its time as well
+                self._recorder.loaded(position, indices[: row + 1], times)
+            raise LoadError("loading sample", indices[row], position + row) from error
+        if self._recorder.is_fine:
+            self._recorder.loaded(position, indices, times)
+        return samples
+
+    def _noted(self, rest: Iterator[Any], position: int, times: list[int]) -> list[Sample]:
+        note, get, noted = self._cell.at, self._get, times.append
+        samples: list[Sample] = []
+        row = position - self._batch_position
+        before = 0
+        try:
+            for index in rest:
+                now = note(row)
+                if samples:
+                    noted(now - before)
+                before = now
+                row += 1
+                samples.append(get(index))
+        except StopIteration:
+            pass  # as `map` has it
+        finally:
+            noted(perf_counter_ns() - before)
+        return samples
+
+    def _fetch_together(self, indices: list[Any], position: int) -> Any:
+        self._place.at_rows(self.epoch_seed, position, len(indices), None)
+        try:
+            samples = self._source.dataset.__getitems__(indices.given if isinstance(indices, GivenIndices) else indices)
+            if not self.is_passed_on and len(samples := list(samples)) != len(indices):
+                raise RuntimeError(f"__getitems__ returned {len(samples)} samples for {len(indices)} indices")
+        except Exception as error:
+            raise LoadError("loading samples", indices, position) from error
+        if self._recorder.is_fine:
+            self._recorder.loaded(position, indices)
+        return samples
+
+    def _fetch_forgiving(self, indices: list[Any], begin: int, stop: int, position: int) -> Any:
+        """One grain of a task; all of it again if a sample raises, until one has raised too often."""
+        tries: Counter[int | None] = Counter()
+        while True:
+            self.seed(position + begin)
+            try:
+                return self._fetch(indices[begin:stop], position + begin)
+            except LoadError as error:
+                tries[error.position] += 1
+                if tries[error.position] <= self._spec.retries:
+                    self._recorder.retried()
+                    continue
+                if self._spec.handles_bad_samples:
+                    error.bad = self._bad_rows(error, indices, begin, position)
+                raise
+
+    def _bad_rows(self, error: LoadError, indices: list[Any], begin: int, position: int) -> tuple[tuple[int, Failure], ...]:
+        """All rows of the task, from a grain on, that cannot be loaded: the batch is then mended once and not once for each."""
+        first = position - self._batch_position
+        bad: list[tuple[int, Failure]] = []
+        known = None
+        if not self.is_together and error.position is not None:
+            known = error.position - position
+            bad.append((first + known, error.failure()))
+        for row in range(begin if known is None else known + 1, len(indices)):
+            failure = self._try_alone(indices[row], position + row)
+            if failure is not None:
+                bad.append((first + row, failure))
+        return tuple(bad)
+
+    def _try_alone(self, index: Any, position: int) -> Failure | None:
+        for attempt in range(self._spec.retries + 1):
+            if attempt:
+                self._recorder.retried()
+            self.seed(position)
+            try:
+                self._alone(index, position)
+            except LoadError as error:
+                failure = error.failure()
+            else:
+                return None
+        return failure
+
+    def _alone(self, index: Any, position: int) -> None:
+        if not self.is_together:
+            self._fetch_singly([index], position)
+            return
+        try:
+            self._fetch_together([index], position)
+        except LoadError as error:
+            raise LoadError("loading sample", index, position) from error.__cause__
+
+    # --- of a stream
+
+    def read(self, share: StreamShare, position: int, count: int, samples: list[Sample]) -> None:
+        """Append the next elements of the stream, each grain under its own seed, until there are ``count`` or it ends."""
+        number = self._spec.share
+        self._place.at_stream(derive(self.epoch_seed, number), position, samples)
+        is_noting = self._spec.is_watched or self._row_ns > _NOTED_NS
+        note = self._cell.at if is_noting else None
+        times: list[int] = []
+        before = 0 if note is None else note(position)
+        while len(samples) < count:
+            wanted = min(len(samples) + self._spec.grain_size, count)
+            self.seed(derive(position + len(samples), number))
+            if self._spec.handles_bad_samples:
+                self._read_forgiving(share, position, wanted, samples)
+            else:
+                # Not extend: what came before an exception is to be counted.
+                for sample in islice(share.elements, wanted - len(samples)):
+                    samples.append(sample)
+                    if note is not None:
+                        now = note(position + len(samples))
+                        times.append(now - before)
+                        before = now
+            if len(samples) < wanted:
+                share.end()
+                break
+        if self._recorder.is_fine:
+            self._recorder.loaded(position, range(position, position + len(samples)), times)
+
+    def _read_forgiving(self, share: StreamShare, position: int, wanted: int, samples: list[Sample]) -> None:
+        in_a_row = 0
+        while len(samples) < wanted:
+            try:
+                samples.append(next(share.elements))
+                in_a_row = 0
+            except StopIteration:
+                return
+            except Exception as error:
+                in_a_row += 1
+                if in_a_row > STREAM_FAILURES:
+                    raise
+                self.note_bad(position + len(samples), error)
+
+    def note_bad(self, element: int, error: Exception) -> None:
+        failure = Failure.of(error, "reading the stream", index=f"element {element}", position=element)
+        self.bad_elements.append((element, failure))
+
+    def take_bad_elements(self) -> tuple[tuple[int, Failure], ...]:
+        bad, self.bad_elements = tuple(self.bad_elements), []
+        return bad
+
+
+def _getter(dataset: Any) -> Callable[[Any], Sample]:
+    """``dataset[index]`` as a function. A plain function on the class is bound once, which saves a call for each sample."""
+    found = next((vars(cls)["__getitem__"] for cls in type(dataset).__mro__ if "__getitem__" in vars(cls)), None)
+    return MethodType(found, dataset) if isinstance(found, FunctionType) else partial(getitem, dataset)
+
+
+def _not_indexed(_index: Any) -> Sample:
+    raise InternalError("a stream was asked for an index; this is a bug in infeed")

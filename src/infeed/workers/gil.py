@@ -1,0 +1,154 @@
+"""Finding out, while a worker loads samples, whether threads would do as well.
+
+They would if loading leaves the GIL for most of the time, and if it draws from no generator that threads would share.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from time import perf_counter_ns
+from typing import Final, final
+
+from infeed.workers.process_tools import queued_ns
+from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.rng import DrawWatch
+
+# How often it looks. Seldom enough that user code does not notice.
+_TICK_S: Final = 0.001
+# How long it asks for the GIL before user code has to hand it over, while this looks: well above what a clock is off by, and
+# below Python's own 5 ms, so that there are ticks enough in a few tenths of a second.
+_SWITCH_S: Final = 0.002
+# A tick that is late by more had to wait for the GIL; without a word of how long it waited for a processor, by more than that.
+_LATE_S: Final = 0.00025
+_SURELY_LATE_S: Final = 0.0014
+# A look that nobody ends, because there is nothing more to do, ends by itself.
+_MOST_S: Final = 2.0
+# Fewer ticks say nothing.
+_LEAST_TICKS: Final = 20
+
+
+@final
+class GilShare:
+    """Looks from ``start`` to ``stop``, for as long as user code runs in this process.
+
+    For processes that are ours: it changes the switch interval in between.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._is_stopped = threading.Event()
+        self._interval_s = 0.0
+        self.looked_s = 0.0  # by the last look
+        self._ticks: list[tuple[bool, float]] = []  # whether the GIL was held, and how long it was to the next
+
+    def start(self) -> None:
+        assert self._thread is None, "it looks already"
+        self._is_stopped.clear()
+        self._ticks = []
+        self._interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        watched = threading.get_native_id()
+        self._thread = threading.Thread(target=self._look, args=(watched,), name="infeed:gil", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> float | None:
+        """The share of the time, from 0 to 1, that the GIL was held; ``None`` if that cannot be told from so short a look."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return None
+        self._is_stopped.set()
+        thread.join()
+        sys.setswitchinterval(self._interval_s)
+        if len(self._ticks) < _LEAST_TICKS:
+            return None
+        self.looked_s = sum(seconds for _, seconds in self._ticks)
+        held_s = sum(seconds for is_held, seconds in self._ticks if is_held)
+        return held_s / self.looked_s if self.looked_s else None
+
+    def _look(self, watched: int) -> None:
+        clock, sleep, ticks = time.perf_counter, time.sleep, self._ticks
+        own, others = _ProcessorWaits(threading.get_native_id()), _ProcessorWaits(watched)
+        late_s = _LATE_S if own.are_known else _SURELY_LATE_S
+        try:
+            begin = clock() - others.seconds()  # on a clock that stands while user code waits for a processor
+            until = clock() + _MOST_S
+            while not self._is_stopped.is_set() and clock() < until:
+                # The clock first: whatever waits for a processor after it has been read is taken off.
+                due = clock() + _TICK_S - own.seconds()
+                sleep(_TICK_S)
+                late = clock() - own.seconds() - due
+                end = clock() - others.seconds()
+                ticks.append((late > late_s, max(0.0, end - begin)))
+                begin = end
+        finally:
+            own.close()
+            others.close()
+
+
+@final
+class _ProcessorWaits:
+    """How long a thread of this process was ready to run and had no processor. Linux; elsewhere it is not known."""
+
+    def __init__(self, native_id: int) -> None:
+        self._fd = -1
+        self.are_known = False
+        if sys.platform == "linux":
+            try:
+                self._fd = os.open(f"/proc/self/task/{native_id}/schedstat", os.O_RDONLY)
+                self.seconds()
+                self.are_known = True
+            except (OSError, ValueError, IndexError):  # a kernel that does not count
+                self.close()
+
+    def seconds(self) -> float:
+        if sys.platform == "linux" and self._fd >= 0:
+            return int(os.pread(self._fd, 128, 0).split()[1]) / 1e9
+        return 0.0
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+# So much loading is looked at for the GIL, within so long.
+_ENOUGH_NS: Final = 250_000_000
+_LONG_NS: Final = 1_500_000_000
+_LEAST_NS: Final = 50_000_000
+
+
+@final
+class Probe:
+    """Belongs to one worker that is a process."""
+
+    def __init__(self, recorder: Recorder | NullRecorder, *, looks_at_gil: bool) -> None:
+        self._recorder = recorder
+        self._gil = GilShare() if looks_at_gil else None
+        self._draws = DrawWatch()
+        self._began_ns = self._busy_ns = self._queued_ns = 0
+
+    def begin(self) -> None:
+        """A task begins."""
+        if self._gil is not None and not self._began_ns:
+            self._began_ns, self._busy_ns, self._queued_ns = perf_counter_ns(), 0, queued_ns()
+            self._gil.start()
+
+    def end(self, elapsed_ns: int) -> None:
+        """It has been done."""
+        if self._draws.look():
+            self._recorder.note_draw()
+        if self._gil is None:
+            return
+        self._busy_ns += elapsed_ns
+        if self._busy_ns < _ENOUGH_NS and perf_counter_ns() - self._began_ns < _LONG_NS:
+            return
+        share = self._gil.stop()
+        self._began_ns = 0
+        if share is not None and self._busy_ns > _LEAST_NS:
+            # While the worker had nothing to do, nobody held it; and neither clock runs while it waits for a core.
+            loaded_ns = max(1, self._busy_ns - (queued_ns() - self._queued_ns))
+            self._recorder.note_gil(min(1.0, share * max(1.0, self._gil.looked_s * 1e9 / loaded_ns)))
+            self._gil = None

@@ -1,0 +1,230 @@
+"""Starting a worker's process: it is forked by the fork server, or spawned where there is no safe fork."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from typing import Final, final
+
+from infeed.memory.dataset import SerializedDataset
+from infeed.memory.segments import SegmentStore
+from infeed.workers.interpreter import (
+    StartMethod,
+    explaining_limits,
+    forbid_forks,
+    interpreter_environment,
+    start_interpreter,
+    started,
+    uses_fork,
+)
+from infeed.workers.native_threads import modules_for
+from infeed.workers.preload import preloadable
+from infeed.workers.transport import Link, can_use_poll
+
+if sys.platform == "linux":
+    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, bury_fork_server, fork_server
+if sys.platform != "win32":
+    from infeed.workers.transport_pipes import PipeLink
+
+_LOG: Final = logging.getLogger("infeed")
+
+# Fork servers that may be killed, one after another, while a worker is started.
+_SERVERS: Final = 5
+
+
+def prepare(start_method: StartMethod) -> None:
+    """Let the fork server start while the rest of an engine is made: it is what the first batch waits for."""
+    if sys.platform == "linux" and uses_fork(start_method):
+        with explaining_limits():
+            fork_server()
+
+
+class Process(ABC):
+    """A worker's process, as the engine's side knows it."""
+
+    exit_code: int | None = None  # as far as it is known
+
+    @property
+    @abstractmethod
+    def pid(self) -> int: ...
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, negative for a signal; ``None`` if it is not known in time."""
+        if self.exit_code is None:
+            self.exit_code = self._wait(timeout_s)
+        return self.exit_code
+
+    @abstractmethod
+    def _wait(self, timeout_s: float) -> int | None: ...
+
+
+if sys.platform == "linux":
+
+    @final
+    class ForkedProcess(Process):
+        def __init__(self, server: ForkServer, pid: int) -> None:
+            self._server, self._pid = server, pid
+
+        @property
+        def pid(self) -> int:
+            return self._pid
+
+        def kill(self) -> None:
+            self._server.kill(self._pid)
+
+        def _wait(self, timeout_s: float) -> int | None:
+            return self._server.wait_exit(self._pid, timeout_s)
+
+
+@final
+class SpawnedProcess(Process):
+    def __init__(self) -> None:
+        self._owned: list[subprocess.Popen[bytes]] = []
+
+    def start(self, entry: str, *, threads: int, pass_fds: tuple[int, ...]) -> None:
+        environ = interpreter_environment(threads)
+        start_interpreter(self._owned, f"infeed.workers.main:{entry}", environ=environ, pass_fds=pass_fds)
+
+    @property
+    def pid(self) -> int:
+        process = started(self._owned)
+        return -1 if process is None else process.pid
+
+    def kill(self) -> None:
+        process = started(self._owned)
+        if process is not None:
+            process.kill()
+
+    def _wait(self, timeout_s: float) -> int | None:
+        process = started(self._owned)
+        try:
+            return 0 if process is None else process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+@final
+class Launch:
+    """The start of one worker: its link and its process, as far as they are there.
+
+    Its owner knows it before it has anything. So a signal handler may raise at any line of the start, and the owner can still
+    close all that was made. A worker ends when its link is closed, also one whose process number was never heard.
+    """
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.process: Process | None = None
+
+    def open(self, link: Link) -> tuple[int, ...]:
+        """Open this link, in place of that of an earlier try; what the worker inherits of it."""
+        self.close()
+        self.link = link
+        return link.open()
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+
+
+@final
+class Starter:
+    """Starts the processes of one crew: forks them for as long as that is safe, and spawns them from then on."""
+
+    def __init__(self, *, serialized: SerializedDataset, store: SegmentStore, start_method: StartMethod, threads: int) -> None:
+        self._store = store
+        self._threads = threads
+        self.uses_fork = uses_fork(start_method)
+        # Copies: a worker may be replaced after the user has closed what the dataset held when it was sent. Handles of Windows
+        # are known to workers by their numbers, so they are not copied.
+        self._fds = list(serialized.fds) if sys.platform == "win32" else []
+        if sys.platform != "win32":
+            self._close_fds = weakref.finalize(self, _close_all, self._fds)
+            with explaining_limits():
+                for fd in serialized.fds:
+                    self._fds.append(os.dup(fd))
+        # Looked for once: it goes through everything that the user's modules have imported.
+        self._preload = [*modules_for(threads), *preloadable(serialized.modules)] if self.uses_fork else []
+
+    def start(self, launch: Launch) -> None:
+        """Start a worker's process.
+
+        Raises:
+            WorkerStartError: a limit of the system was met, or there is no Python to start.
+        """
+        with explaining_limits():
+            self._start(launch)
+
+    def _start(self, launch: Launch) -> None:
+        if sys.platform == "linux" and self.uses_fork:
+            try:
+                self._fork(launch)
+                return
+            except ForkRefusedError as refused:
+                self.uses_fork = False
+                if refused.is_final:
+                    forbid_forks()
+                _LOG.warning("workers are spawned instead of forked: %s", refused)
+        self._spawn(launch)
+
+    if sys.platform == "linux":
+
+        def _fork(self, launch: Launch) -> None:
+            for attempt in range(1, _SERVERS + 1):
+                link = PipeLink()
+                ends = launch.open(link)
+                try:
+                    server = fork_server(self._preload)
+                    server.preload(self._preload)
+                    launch.process = ForkedProcess(server, server.fork([*ends, *self._shared_fds()]))
+                except ServerGoneError:
+                    # It was killed, or ended by itself a moment ago; another will do.
+                    if attempt == _SERVERS:
+                        raise
+                else:
+                    link.close_inherited()
+                    return
+
+    def _spawn(self, launch: Launch) -> None:
+        link: Link
+        if sys.platform != "win32" and can_use_poll():
+            # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
+            # that is killed removes no names.
+            is_bound = threading.current_thread() is threading.main_thread() and self._store.descriptor() is not None
+            entry = "over_pipes_bound" if is_bound else "over_pipes"
+            link = PipeLink()
+        else:
+            from infeed.workers.transport_portable import ConnectionLink  # takes a while to import, and few need it
+
+            entry = "over_connection"
+            link = ConnectionLink()
+        ends = launch.open(link)
+        process = launch.process = SpawnedProcess()
+        process.start(entry, threads=self._threads, pass_fds=(*ends, *self._shared_fds()))
+        link.close_inherited()
+
+    def _shared_fds(self) -> tuple[int, ...]:
+        """What all workers get, besides the ends of their own pipes."""
+        descriptor = self._store.descriptor()
+        return (*(() if descriptor is None else (descriptor,)), *self._fds)
+
+    def close(self) -> None:
+        """No more will be started."""
+        if sys.platform != "win32":
+            self._close_fds()
+        if sys.platform == "linux" and self.uses_fork:
+            bury_fork_server()
+
+
+if sys.platform != "win32":
+
+    def _close_all(fds: list[int]) -> None:
+        while fds:
+            os.close(fds.pop())

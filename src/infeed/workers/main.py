@@ -1,0 +1,440 @@
+"""Where a spawned worker begins: it is started by name, with the numbers of what it inherits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from mmap import mmap
+from time import perf_counter_ns, process_time_ns
+from typing import Final, NamedTuple, NoReturn, final
+
+from infeed.memory.dataset import SerializedDataset, receive
+from infeed.memory.inheriting import take_handed, use_tracker
+from infeed.memory.segments import (
+    Address,
+    SegmentHandle,
+    SegmentReader,
+    forget_attached_names,
+    keep_attached_names,
+    open_descriptor,
+    open_reader,
+    remove_attached_names,
+)
+from infeed.workers.exceptions import BUILDING, Failure
+from infeed.workers.heap import keep_freed_memory
+from infeed.workers.loop import Placing, Runner, Turns
+from infeed.workers.native_threads import limit_pools
+from infeed.workers.preload import ImportReports
+from infeed.workers.process_tools import (
+    adopt_environment,
+    die_with_parent,
+    end_process,
+    flush_output,
+    ignore_interrupts,
+    importing,
+    memory_use,
+    name_process,
+    queued_ns,
+    watch_parent,
+)
+from infeed.workers.protocol import (
+    PART,
+    RESET,
+    TELL_STACK,
+    DecodeError,
+    Emptied,
+    FromWorker,
+    Idle,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    MapSegment,
+    PackedLoaded,
+    PlaceTask,
+    RowsLoaded,
+    Stack,
+    Started,
+    StartFailed,
+    TaskDecoder,
+    TellStack,
+    ToWorker,
+    UnmapSegment,
+    encode_answer,
+)
+from infeed.workers.rng import seed_lazily
+from infeed.workers.spec import Source, WorkerSpec
+from infeed.workers.status import UNKNOWN, Cell, arm, main_stack, recorder_over
+from infeed.workers.transport import WorkerEnd
+
+# How often a worker notes its memory, for who asks why it was killed.
+_MEASURE_NS: Final = 100_000_000
+# How long a worker has to end by itself before it is killed. An idle one needs a millisecond; one in user code may never come
+# back, and Ctrl+C must not feel dead.
+END_S: Final = 0.5
+# How long a worker whose loader is done with it waits for another.
+IDLE_S: Final = 60.0
+# Of END_S, how long it may take to send what user code has put into queues of multiprocessing, which nobody may read.
+_QUEUES_S: Final = 0.8 * END_S
+# How long the thread that reads the pipe has to come to its end, once nothing can be sent any more.
+_READER_S: Final = 5.0
+
+
+class Birth(NamedTuple):
+    """The first message from a loader to its worker."""
+
+    spec: WorkerSpec
+    serialized: SerializedDataset
+    segments: list[SegmentHandle]
+    sys_path: list[str]
+    sys_argv: list[str]  # modules of the user may read it when they are imported
+    directory: str | None
+    environ: dict[str, str]
+    status_board: SegmentHandle
+    threads: int  # that libraries may use
+    memory: Address | None = None  # of the store, where the process was started for another loader
+
+
+@final
+class _MappedSegments:
+    """The engine's segments, mapped here."""
+
+    def __init__(self, reader: SegmentReader) -> None:
+        self._reader = reader
+        self._handles: dict[int, SegmentHandle] = {}
+        self._memory: dict[int, mmap] = {}
+
+    def memory(self, segment: int) -> mmap:
+        """Mapped when it is first written into: a segment that was only heard of may be gone again by now."""
+        memory = self._memory.get(segment)
+        if memory is None:
+            memory = self._memory[segment] = self._reader.attach(self._handles[segment])
+        return memory
+
+    def add(self, handle: SegmentHandle) -> None:
+        self._handles[handle.number] = handle
+
+    def remove(self, number: int) -> None:
+        self._handles.pop(number, None)
+        self._memory.pop(number, None)
+
+
+class _ResetError(Exception):
+    """The loader is done with this worker."""
+
+
+def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None = None) -> None:
+    """Work for one loader after another until the pipe is closed.
+
+    Args:
+        fds: what this process was handed: the descriptor of the memory, if it has one, and those that the dataset needs.
+        reports: where imports are reported, if this worker was forked.
+    """
+    before = threading.active_count()
+    timeout_s: float | None = None
+    while True:
+        try:
+            birth: Birth = pickle.loads(end.receive(timeout_s))
+        except (EOFError, TimeoutError):
+            return
+        name_process(f"infeed:worker:{birth.spec.worker}")
+        memory_fds = fds[: len(fds) - len(birth.serialized.fds)]
+        take_handed(fds[len(memory_fds) :])
+        if birth.serialized.has_tracker and fds:  # a worker that was idle has it already
+            use_tracker(fds[-1])
+        try:
+            memory_fd = memory_fds[0] if memory_fds else open_descriptor(birth.memory)
+        except OSError:
+            return  # the loader is gone already
+        if not _work_for(birth, end, memory_fd, reports):
+            return
+        if memory_fd is not None:
+            os.close(memory_fd)
+        fds, timeout_s = (), IDLE_S
+        if threading.active_count() > before or _has_children():
+            return  # something of the user's is still running
+        with suppress(OSError):
+            end.send(_encoded(Idle(_own_files())))
+        # Parts of the dataset that only the collector finds. After the answer: with torch imported it takes a while.
+        gc.unfreeze()
+        gc.collect()
+
+
+def _has_children() -> bool:
+    """Whether user code has started processes that live."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and bool(process.active_children())
+
+
+def _own_files() -> tuple[str, ...]:
+    """The files of imported modules that may be the user's own, and not of Python, installed packages or infeed."""
+    installed = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return tuple(
+        file
+        for file in files
+        if isinstance(file, str) and os.path.isfile(file) and not file.startswith(installed) and "site-packages" not in file
+    )
+
+
+def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: ImportReports | None) -> bool:
+    """Work for one loader; whether it has asked for a reset, which has been done."""
+    reader = open_reader(memory_fd)
+    segments = _MappedSegments(reader)
+    doing = BUILDING
+    began_ns = perf_counter_ns()
+    try:
+        status_board = reader.attach(birth.status_board)
+        cell = Cell.over(status_board, birth.spec.worker)
+        stack_fd = arm()
+        cell.start(UNKNOWN if stack_fd is None else stack_fd)
+        cell.note_usage(memory_use(), 0, 0)
+        adopt_environment(birth.environ)
+        limit_pools(birth.threads)
+        keep_freed_memory()
+        sys.path[:] = birth.sys_path
+        sys.argv[:] = birth.sys_argv
+        _change_directory(birth.directory)
+        for handle in birth.segments:
+            segments.add(handle)
+        with importing():
+            source: Source = receive(birth.serialized, reader)
+        recorder = recorder_over(status_board, birth.spec.worker, birth.spec.observe)
+        runner = Runner(birth.spec, source, segments, cell, recorder)
+        doing = "running worker_init_fn"
+        runner.start()
+        recorder.started(began_ns)
+    except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
+        # If the engine is gone as well, that is why, and nobody wants to know.
+        with suppress(OSError):
+            end.send(_encoded(StartFailed(Failure.of(error, doing).packed())))
+            keep_attached_names()  # others are starting, and would be told that there is no such memory
+        return False
+    # The dataset will live as long as the process: the collector need not look at it again.
+    gc.freeze()
+    gc.enable()
+    cell.rest()
+    try:
+        end.send(_encoded(Started()))
+        _serve(end, runner, segments, cell, reports)
+    except (EOFError, BrokenPipeError):
+        runner.finish()
+        return False
+    except _ResetError:
+        pass
+    runner.finish()
+    del runner, source, segments, cell, recorder, status_board, reader
+    forget_attached_names()
+    return True
+
+
+def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell, reports: ImportReports | None) -> None:
+    decoder = TaskDecoder()
+
+    def receive(timeout_s: float | None) -> ToWorker:
+        while True:
+            frame = end.receive(timeout_s)
+            if frame == RESET:
+                raise _ResetError
+            message = decoder.decode(frame)
+            if message is not None:
+                return message
+
+    def place(message: Placing) -> bool:
+        if isinstance(message, MapSegment):
+            segments.add(message.handle)
+            return True
+        if not runner.can_place_aside:
+            return False
+        answer = runner.place_aside(message)
+        if answer is not None:
+            end.send(_encoded(answer))
+        return True
+
+    turns = Turns(receive, runner.held_count, place)
+    measured = 0
+    # What was used before, to import and to build the dataset, is not loading.
+    cpu_before, queued_before = process_time_ns(), queued_ns()
+    if reports is not None:
+        reports.look()
+    while True:
+        answer: FromWorker | None
+        try:
+            message = turns.next()
+            answer = _do(message, runner, segments)
+            turns.done()
+            del message  # nothing may hold on to a batch while this worker waits for the next
+        except DecodeError as error:
+            cause = error.__cause__
+            assert cause is not None
+            answer = LoadFailed(error.task, Failure.of(cause, "receiving a task"))
+        if answer is not None:
+            assert not isinstance(answer, Started | StartFailed | Idle | Stack)
+            cell.begin(answer.task)  # objects beside the rows are the user's to pickle, which may take any time
+            frame = _encoded(answer)
+            cell.rest()
+            if reports is not None:
+                reports.look()
+            end.send(frame)  # at once, also with more to do at hand: that may take any time
+            now = perf_counter_ns()
+            if now - measured > _MEASURE_NS:
+                measured = now
+                cell.note_usage(memory_use(), process_time_ns() - cpu_before, queued_ns() - queued_before)
+        del answer
+
+
+def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:
+    match message:
+        case MapSegment(handle):
+            segments.add(handle)
+            return None
+        case UnmapSegment(number):
+            runner.forget_segment(number)
+            segments.remove(number)
+            return None
+        case TellStack():
+            return None
+        case _:
+            try:
+                return runner.handle(message)
+            except BaseException as error:
+                # SystemExit and its like: what ends a plain loop must reach the user's loop. And so must a lack of memory.
+                if isinstance(message, LoadGrains | LoadNext | PlaceTask):
+                    return LoadFailed(message.task, Failure.of(error, "loading a batch"))
+                raise
+
+
+def _encoded(answer: FromWorker) -> bytes:
+    if isinstance(answer, LoadFailed):
+        answer = answer._replace(failure=answer.failure.packed())
+    if isinstance(answer, LoadFailed | RowsLoaded | PackedLoaded | Emptied) and answer.bad:
+        answer = answer._replace(bad=tuple((row, failure.packed()) for row, failure in answer.bad))
+    try:
+        return encode_answer(answer)
+    except BaseException as error:  # an object in a sample that does not pickle
+        if isinstance(answer, Started | StartFailed | Idle | Stack):
+            raise
+        failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
+        return encode_answer(LoadFailed(answer.task, failure.packed()))
+
+
+def _change_directory(directory: str | None) -> None:
+    if directory is None:
+        return
+    with suppress(OSError):  # it is gone, or may not be entered: then what is relative to it fails where it is used
+        os.chdir(directory)
+
+
+@final
+class ThreadedEnd(WorkerEnd):
+    """A worker's end that is read by a thread, which ends the process when the engine is gone.
+
+    For workers that no fork server looks after: user code that runs on and on must not outlive the user's process.
+    """
+
+    def __init__(self, end: WorkerEnd) -> None:
+        self._end = end
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while a message goes out: two threads send
+        self._reader = threading.Thread(target=self._read, name="infeed:reader", daemon=True)
+        self._reader.start()
+
+    def send(self, frame: bytes) -> None:
+        try:
+            with self._lock:
+                self._end.send(frame)
+        except OSError:
+            # The reader comes to the end of the pipe too, by way of what the engine said last, and ends the process.
+            if threading.current_thread() is not self._reader:
+                self._reader.join(_READER_S)
+            raise
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        try:
+            return self._inbox.get() if timeout_s is None else self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def _read(self) -> None:
+        try:
+            while True:
+                frame = self._end.receive()
+                if frame == TELL_STACK:
+                    self.send(encode_answer(Stack(main_stack() or "")))
+                elif frame == PART:
+                    keep_attached_names()
+                else:
+                    self._inbox.put(frame)
+        except (EOFError, BrokenPipeError):
+            leave()
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process now, with what was printed on the screen, and without waiting for the user's code."""
+    _leaving.acquire()  # for ever: whoever comes second must not end what the first is at
+    try:
+        flush_output()
+        remove_attached_names()
+        _send_queued()
+    finally:
+        end_process(code)
+
+
+_leaving: Final = threading.Lock()
+
+
+def _send_queued() -> None:
+    """Let ``multiprocessing`` do what it does where a process of its own ends: above all, send what is in its queues."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is None:
+        return
+
+    def end() -> None:
+        with suppress(Exception):
+            util._run_finalizers()
+        flush_output()
+
+    with suppress(RuntimeError):  # no more threads may be started
+        thread = threading.Thread(target=end, name="infeed:ending", daemon=True)
+        thread.start()
+        thread.join(_QUEUES_S)
+
+
+def over_connection(parent_pid: int, handle: int, *fds: int) -> NoReturn:
+    """Entry point of a worker that is talked to over a connection of ``multiprocessing``."""
+    from infeed.workers.transport_portable import inherited_end
+
+    if sys.platform != "win32":
+        keep_to_oneself(handle)
+    _work(parent_pid, inherited_end(handle), fds)
+
+
+if sys.platform != "win32":
+    from infeed.workers.process_tools import keep_to_oneself
+    from infeed.workers.transport_pipes import PipeEnd
+
+    def over_pipes_bound(*arguments: int) -> NoReturn:
+        """Entry point of a worker that the kernel ends with its parent.
+
+        Threads, as in the others, do not run while native code of the user's keeps the GIL.
+        """
+        die_with_parent()
+        over_pipes(*arguments)
+
+    def over_pipes(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
+        """Entry point of a worker that is talked to over a pair of pipes."""
+        keep_to_oneself(read_fd, write_fd)
+        _work(parent_pid, PipeEnd(read_fd, write_fd), fds)
+
+
+def _work(parent_pid: int, end: WorkerEnd, fds: Sequence[int]) -> NoReturn:
+    ignore_interrupts()
+    watch_parent(parent_pid, leave)
+    seed_lazily()
+    run_worker(ThreadedEnd(end), fds)
+    leave()
