@@ -53,11 +53,11 @@ class BatchInput:
         tasks: dict[TaskId, Task],
         allocator: SlotAllocator,
         scaling: WorkerScaling,
-        tell: Callable[[Event], None],
+        handle: Callable[[Event], None],
     ) -> None:
         self._setup, self._scheduler, self._delivery = setup, scheduler, setup.delivery
         self._records, self._tasks = records, tasks
-        self._allocator, self._scaling, self._tell = allocator, scaling, tell
+        self._allocator, self._scaling, self._handle = allocator, scaling, handle
         self._refill = max(1, allocator.window // _REFILL_SHARE)
         self._batch_count = 0
         self.feed: Feed | None = None  # of the epoch in progress; whoever finds its end takes it away
@@ -87,7 +87,7 @@ class BatchInput:
         wanted = {batch for batch, record in records.items() if record.plan.epoch != epoch}
         left = [task for task, entry in self._tasks.items() if entry.batch not in wanted]
         self._setup.pool.recall(left)
-        self._tell(EpochAbandoned(epoch))
+        self._handle(EpochAbandoned(epoch))
 
     def end(self) -> None:
         """The epoch is over: all that may be in flight is planned of the next."""
@@ -106,7 +106,7 @@ class BatchInput:
     def plan(self, most: int | None = None) -> bool:
         """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
         for slot in self._delivery.ended_slots():
-            self._tell(SlotFreed(slot))
+            self._handle(SlotFreed(slot))
         self.settle_workers()
         # Several at a time: their messages go out together.
         room = self._scheduler.room
@@ -122,7 +122,7 @@ class BatchInput:
             worker = planned.worker
             if self._binds_batches:
                 worker = WorkerId(planned.step % len(self._setup.workers))
-            self._tell(BatchPlanned(batch, planned.epoch, planned.grain_count, worker, planned.indices is None))
+            self._handle(BatchPlanned(batch, planned.epoch, planned.grain_count, worker, planned.indices is None))
         return True
 
     def _take(self) -> PlannedBatch | None:
@@ -174,7 +174,7 @@ class BatchInput:
         """Let so many batches be in flight, or as many as before."""
         if window is not None:
             self._refill = max(1, window // _REFILL_SHARE)
-            self._tell(WindowChanged(window))
+            self._handle(WindowChanged(window))
 
 
 @final
@@ -190,12 +190,12 @@ class Dispatcher:
         faults: Faults,
         batch_input: BatchInput,
         output: BatchOutput,
-        tell: Callable[[Event], None],
+        handle: Callable[[Event], None],
     ) -> None:
         self._setup, self._pool = setup, setup.pool
         self._records, self._tasks = records, tasks
         self._allocator, self._faults = allocator, faults
-        self._input, self._output, self._tell = batch_input, output, tell
+        self._input, self._output, self._handle = batch_input, output, handle
         self._layout: Layout | None = None  # what the next batch is expected to look like
         self._layouts = LayoutPool()
 
@@ -235,7 +235,7 @@ class Dispatcher:
     def place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
         block = self._allocator.block(slot, record.needed_bytes)
         if block is None:
-            self._tell(PlaceRefused(worker, task))
+            self._handle(PlaceRefused(worker, task))
         else:
             self._pool.send(worker, PlaceTask(task, block, record.layout))
 
@@ -269,7 +269,7 @@ class Dispatcher:
                 self._input.stream_loaded(record, message.row_count, message.stream_state)
                 if message.bad and not self._faults.left_out(worker, record, message.task, message.bad):
                     return
-        self._tell(TaskLoaded(worker, message.task, message.elapsed_ns))
+        self._handle(TaskLoaded(worker, message.task, message.elapsed_ns))
 
     def unplaced(self, worker: WorkerId, task: TaskId, nbytes: int, layout: Layout | None) -> None:
         entry = self._tasks.get(task)
@@ -287,15 +287,15 @@ class Dispatcher:
                     # Another part of this batch came out differently.
                     del self._tasks[task]
                     self._pool.send(worker, DropTask(task))
-                    self._tell(TaskMismatched(worker, task))
+                    self._handle(TaskMismatched(worker, task))
                     return
                 self._tasks[task] = entry._replace(layout=layout)
-        self._tell(TaskUnplaced(worker, task))
+        self._handle(TaskUnplaced(worker, task))
 
     def mismatched(self, worker: WorkerId, task: TaskId) -> None:
         """Its samples differ in layout."""
         self._tasks.pop(task, None)
-        self._tell(TaskMismatched(worker, task))
+        self._handle(TaskMismatched(worker, task))
 
     def emptied(self, worker: WorkerId, message: Emptied) -> None:
         """The stream had ended, or what was left of it was bad."""
@@ -310,7 +310,7 @@ class Dispatcher:
                     return
                 assert record.bad_rows is not None
                 self._output.note_bad(record)
-        self._tell(TaskEmpty(worker, message.task))
+        self._handle(TaskEmpty(worker, message.task))
 
     def failed(self, worker: WorkerId, message: LoadFailed) -> None:
         """Of a stream, all positions of the batch are used up: what it reads next belongs to the next batch."""

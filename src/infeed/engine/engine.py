@@ -1,7 +1,7 @@
 """The user's side of loading: epochs, the next batch, waiting for it, close.
 
 Nothing here runs by itself. The user's thread drives it from ``next_batch``: it waits for workers in exactly one place, has the
-scheduler told what they said and what that asks for done (``orders.py``), and returns when that was to deliver.
+scheduler told what they said and what that asks for done (``_do``), and returns when that was to deliver.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, assert_never, final
 
@@ -68,105 +69,6 @@ from infeed.workers.protocol import (
     Unplaced,
 )
 
-
-@final
-class Orders:
-    """Belongs to one engine: its books, and for everything that may be asked who does it."""
-
-    def __init__(self, setup: EngineSetup, scheduler: Scheduler, close: Callable[[], None]) -> None:
-        """``close`` is the engine's own, for when nothing can be loaded any more."""
-        self._setup, self._metrics, self._scheduler, self._close = setup, setup.metrics, scheduler, close
-        self._fatal: BaseException | None = None  # why no more workers can be started
-        self.records: dict[BatchId, Record] = {}
-        tasks: dict[TaskId, Task] = {}
-        self.allocator = SlotAllocator(setup, scheduler)
-        self.scaling = WorkerScaling(setup, scheduler, self.tell)
-        self.faults = Faults(setup, self.records, tasks, self.tell)
-        self.batch_input = BatchInput(setup, scheduler, self.records, tasks, self.allocator, self.scaling, self.tell)
-        self.output = BatchOutput(setup, self.faults.name)
-        self.dispatcher = Dispatcher(
-            setup, self.records, tasks, self.allocator, self.faults, self.batch_input, self.output, self.tell
-        )
-
-    def tell(self, event: Event) -> None:
-        """Let the scheduler know of something, and do what it asks then."""
-        for action in self._scheduler.handle(event):
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Send():
-                self.dispatcher.send(action)
-            case Deliver(batch, slot):
-                feed = self.batch_input.feed
-                self.output.deliver(self.records.pop(batch), slot, 0 if feed is None else feed.share_count)
-                self.batch_input.delivered()
-            case Place(worker, task, batch, slot):
-                self.dispatcher.place(worker, task, self.records[batch], slot)
-            case Drop(worker, task):
-                self.dispatcher.drop(worker, task)
-            case Grow():
-                self._grow()
-            case DeliverError(batch, task):
-                self.output.fail(self.records.pop(batch), task)
-                self.batch_input.delivered()
-            case Reload(batch):
-                self._reload(batch)
-            case Pass(batch):
-                self.output.pass_over(self.records.pop(batch))
-                self.batch_input.delivered()
-            case Forget(batch):
-                self.records.pop(batch, None)
-            case StartWorker(worker):
-                self._metrics.members.restarted(worker)
-                try:
-                    self.scaling.replace(worker, self.batch_input.feed)
-                except WorkerStartError as error:
-                    self.lose_workers(error.with_traceback(None))
-            case StopWorker(worker):
-                self._metrics.members.ended(worker)
-                self.scaling.stop(worker)
-                self.faults.forget(worker)
-            case FailWorkers():
-                self.fail_workers()
-            case FailMemory():
-                self._fail_memory()
-            case _:
-                assert_never(action)
-
-    def _grow(self) -> None:
-        slot = self.allocator.add_slot()
-        self.tell(GrowthRefused() if slot is None else SlotsAdded((slot,)))
-
-    def _reload(self, batch: BatchId) -> None:
-        before = self.records[batch]
-        plan = before.plan
-        if before.bad_rows is not None and plan.indices is not None:
-            plan = before.bad_rows.apply(plan, self._setup.grain_size)
-        self.records[batch] = Record(plan, before)
-
-    def lose_workers(self, error: BaseException) -> None:
-        """No more workers can be started, for this reason. It is raised when no batch is ready any more."""
-        self._fatal = self._fatal or error
-        self.tell(WorkersLost())
-
-    def fail_workers(self) -> None:
-        """Workers die, one after another, or cannot be started: end it."""
-        self._close()
-        error, self._fatal = self._fatal, None
-        self.output.error = error or workers_error(self.faults.last_death)
-
-    def _fail_memory(self) -> None:
-        ended = self.allocator.collect()
-        for slot in ended:
-            self.tell(SlotFreed(slot))
-        feed = self.batch_input.feed
-        if ended and feed is not None:
-            self.tell(BatchWanted(feed.epoch))
-            return
-        self.output.error = self.allocator.error(self._scheduler.held_slots)
-
-
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 _COOLING_LOOK_S: Final = 0.0005
@@ -199,11 +101,19 @@ class Engine:
         self._scheduler = Scheduler(
             workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
-        orders = Orders(setup, self._scheduler, self.close)
-        self._tell, self._lose_workers, self._fail_workers = orders.tell, orders.lose_workers, orders.fail_workers
-        self._records, self._allocator = orders.records, orders.allocator
-        self._input, self._output = orders.batch_input, orders.output
-        self._dispatcher, self._scaling, self._faults = orders.dispatcher, orders.scaling, orders.faults
+        self._events: deque[Event] = deque()  # not passed to the scheduler yet
+        self._is_handling = False
+        self._fatal: BaseException | None = None  # why no more workers can be started
+        self._records: dict[BatchId, Record] = {}
+        tasks: dict[TaskId, Task] = {}
+        self._allocator = SlotAllocator(setup, self._scheduler)
+        self._scaling = WorkerScaling(setup, self._scheduler, self._handle)
+        self._faults = Faults(setup, self._records, tasks, self._handle)
+        self._input = BatchInput(setup, self._scheduler, self._records, tasks, self._allocator, self._scaling, self._handle)
+        self._output = BatchOutput(setup, self._faults.name)
+        self._dispatcher = Dispatcher(
+            setup, self._records, tasks, self._allocator, self._faults, self._input, self._output, self._handle
+        )
         self._autoscaler = AutoScaler(
             setup.tuner, setup.metrics, self._scheduler, self._scaling, self._allocator, self._input.change_window,
             setup.memory_budget,
@@ -361,7 +271,7 @@ class Engine:
         # Either may be there, if it was asked for before and not waited for.
         if output.error is None and output.is_empty and not (self._setup.gather and self._gather(feed, self._setup.gather)):
             batch_input.plan()
-            self._tell(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0, waits))
+            self._handle(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0, waits))
         while output.error is not None or output.is_empty:
             if output.error is not None:
                 raise output.take_error()
@@ -397,7 +307,7 @@ class Engine:
         Whether it did. If not (no slot is free or large enough, an index is wrong), the batch goes the way of all others.
         """
         for ended in self._delivery.ended_slots():
-            self._tell(SlotFreed(ended))
+            self._handle(SlotFreed(ended))
         slot, layout = self._scheduler.lease_free_slot(), self._setup.table_layout
         assert layout is not None
         if slot is None:
@@ -417,7 +327,7 @@ class Engine:
             except IndexError:
                 pass
             self._input.put_back(planned)
-        self._tell(SlotFreed(slot))
+        self._handle(SlotFreed(slot))
         return False
 
     def _check_end(self, feed: Feed, asked_ns: int, waits: bool) -> None:
@@ -542,6 +452,99 @@ class Engine:
         self._records.clear()
         self._setup.close(keeps_workers=keeps_workers)
 
+    # --- events and actions
+
+    def _handle(self, event: Event) -> None:
+        """Pass an event to the scheduler and execute the actions it returns.
+
+        Executing an action may raise further events. They wait in the queue until the actions of this one are done, so the
+        scheduler sees one event at a time and its actions are executed in order.
+        """
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                for action in self._scheduler.handle(self._events.popleft()):
+                    self._do(action)
+        finally:
+            self._is_handling = False
+            self._events.clear()
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._dispatcher.send(action)
+            case Deliver(batch, slot):
+                feed = self._input.feed
+                self._output.deliver(self._records.pop(batch), slot, 0 if feed is None else feed.share_count)
+                self._input.delivered()
+            case Place(worker, task, batch, slot):
+                self._dispatcher.place(worker, task, self._records[batch], slot)
+            case Drop(worker, task):
+                self._dispatcher.drop(worker, task)
+            case Grow():
+                self._grow()
+            case DeliverError(batch, task):
+                self._output.fail(self._records.pop(batch), task)
+                self._input.delivered()
+            case Reload(batch):
+                self._reload(batch)
+            case Pass(batch):
+                self._output.pass_over(self._records.pop(batch))
+                self._input.delivered()
+            case Forget(batch):
+                self._records.pop(batch, None)
+            case StartWorker(worker):
+                self._metrics.members.restarted(worker)
+                try:
+                    self._scaling.replace(worker, self._input.feed)
+                except WorkerStartError as error:
+                    self._lose_workers(error.with_traceback(None))
+            case StopWorker(worker):
+                self._metrics.members.ended(worker)
+                self._scaling.stop(worker)
+                self._faults.forget(worker)
+            case FailWorkers():
+                self._fail_workers()
+            case FailMemory():
+                self._fail_memory()
+            case _:
+                assert_never(action)
+
+    def _grow(self) -> None:
+        slot = self._allocator.add_slot()
+        self._handle(GrowthRefused() if slot is None else SlotsAdded((slot,)))
+
+    def _reload(self, batch: BatchId) -> None:
+        before = self._records[batch]
+        plan = before.plan
+        if before.bad_rows is not None and plan.indices is not None:
+            plan = before.bad_rows.apply(plan, self._setup.grain_size)
+        self._records[batch] = Record(plan, before)
+
+    def _lose_workers(self, error: BaseException) -> None:
+        """No more workers can be started, for this reason. It is raised when no batch is ready any more."""
+        self._fatal = self._fatal or error
+        self._handle(WorkersLost())
+
+    def _fail_workers(self) -> None:
+        """Workers die, one after another, or cannot be started: end it."""
+        self.close()
+        error, self._fatal = self._fatal, None
+        self._output.error = error or workers_error(self._faults.last_death)
+
+    def _fail_memory(self) -> None:
+        ended = self._allocator.collect()
+        for slot in ended:
+            self._handle(SlotFreed(slot))
+        feed = self._input.feed
+        if ended and feed is not None:
+            self._handle(BatchWanted(feed.epoch))
+            return
+        self._output.error = self._allocator.error(self._scheduler.held_slots)
+
     # --- what workers say
 
     def _hear(self, worker: WorkerId, message: FromWorker | Death) -> None:
@@ -551,7 +554,7 @@ class Engine:
             case Started():
                 self._metrics.members.started(worker, self._pool.pids().get(worker))
                 self._scaling.note_started(worker)
-                self._tell(WorkerReady(worker))
+                self._handle(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
                 self._dispatcher.unplaced(worker, task, nbytes, layout)
             case Mismatched(task):

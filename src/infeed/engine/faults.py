@@ -129,11 +129,11 @@ class Faults:
     """Belongs to one engine, and works on its books."""
 
     def __init__(
-        self, setup: EngineSetup, records: dict[BatchId, Record], tasks: dict[TaskId, Task], tell: Callable[[Event], None]
+        self, setup: EngineSetup, records: dict[BatchId, Record], tasks: dict[TaskId, Task], handle: Callable[[Event], None]
     ) -> None:
         self._setup = setup
         self._records, self._tasks = records, tasks
-        self._tell = tell
+        self._handle = handle
         self._ended: dict[WorkerId, Overdue] = {}  # workers that were killed because they took too long
         self._death_times: deque[float] = deque(maxlen=_DEATHS + _DEATHS_PER_WORKER * len(setup.workers))
         self.last_death = ""
@@ -151,13 +151,13 @@ class Faults:
         entry = self._tasks.pop(message.task, None)
         record = None if entry is None else self._records.get(entry.batch)
         if entry is None or record is None:
-            self._tell(TaskFailed(worker, message.task))
+            self._handle(TaskFailed(worker, message.task))
             return
         if message.bad:
             self._spoil(entry.batch, record, dict(message.bad), worker, message.task)
             return
         record.failures = (record.failures or {}) | {message.task: (worker, message.failure)}
-        self._tell(TaskFailed(worker, message.task))
+        self._handle(TaskFailed(worker, message.task))
 
     def left_out(self, worker: WorkerId, record: Record, task: TaskId, bad: tuple[tuple[int, Failure], ...]) -> bool:
         """A worker left elements of its stream out; whether that is all right."""
@@ -167,7 +167,7 @@ class Faults:
             outcome = self._setup.bad_sample_handler.decide_element(record.plan.epoch, element, failure, place)
             if isinstance(outcome, BaseException):
                 record.failures = (record.failures or {}) | {task: (worker, Failure.of(outcome, "reading the stream"))}
-                self._tell(TaskFailed(worker, task))
+                self._handle(TaskFailed(worker, task))
                 return False
             bad_rows.done.append(outcome)
         return True
@@ -190,7 +190,7 @@ class Faults:
             place = f"position {position} of epoch {plan.epoch}, {self.name(worker)}"
             record.doom = record.doom or self._setup.bad_sample_handler.decide(plan, bad_rows, row, failure, place)
         grains = None if record.doom is not None else grain_count(bad_rows.row_count, self._setup.grain_size)
-        self._tell(BatchHasBadSamples(batch, grains, worker, task))
+        self._handle(BatchHasBadSamples(batch, grains, worker, task))
 
     # --- workers that die
 
@@ -224,7 +224,7 @@ class Faults:
             if failure is not None:
                 # Before the death is told, so that the same sample is not given to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
-        self._tell(WorkerDied(worker, culprit, is_blamed, self._death_times[-1]))
+        self._handle(WorkerDied(worker, culprit, is_blamed, self._death_times[-1]))
         # Who was killed for a sample is told of with that. Handlers are the user's, and what they raise is no reason to stop in
         # the middle of what workers say.
         with suppress(Exception):
@@ -258,7 +258,7 @@ class Faults:
             return
         position = failure.position if failure.position is not None else record.plan.first_position
         record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self.name(worker)}")
-        self._tell(BatchHasBadSamples(batch, None, worker))
+        self._handle(BatchHasBadSamples(batch, None, worker))
 
     # --- workers that do not come back
 

@@ -110,9 +110,9 @@ class WorkerChoice:
 class WorkerScaling:
     """Belongs to one engine. The scheduler knows who is there; this one makes it so."""
 
-    def __init__(self, setup: EngineSetup, scheduler: Scheduler, tell: Callable[[Event], None]) -> None:
+    def __init__(self, setup: EngineSetup, scheduler: Scheduler, handle: Callable[[Event], None]) -> None:
         self._setup, self._pool, self._scheduler = setup, setup.pool, scheduler
-        self._tell = tell
+        self._handle = handle
         self._started: set[WorkerId] = set()
         self._starting: set[WorkerId] = set()  # not ready yet
         self._wanted_count = len(setup.first_workers)
@@ -153,7 +153,7 @@ class WorkerScaling:
         self._is_unsettled = False
         hired = sorted(self._scheduler.active_workers)
         for worker in reversed(hired[self._wanted_count :]):
-            self._tell(WorkerReleased(worker))
+            self._handle(WorkerReleased(worker))
         missing = self._wanted_count - len(hired)
         if missing <= 0:
             return True
@@ -167,7 +167,7 @@ class WorkerScaling:
                     "there are %d workers and no more, because another cannot be started: %s", self._wanted_count, error
                 )
                 return True
-            self._tell(WorkerAdded(worker))
+            self._handle(WorkerAdded(worker))
         return True
 
     def replace(self, worker: WorkerId, feed: Feed | None) -> None:

@@ -11,9 +11,6 @@ Invariants, checked by ``validate`` (in ``invariants``), which the tests call af
     I4  batches of one epoch are delivered once each, in the order they were planned (``in_order``)
     I5  no batch is planned while ``window`` batches are not delivered, and none begun while as many older ones are not
     I6  only a worker that is ready and stays is given tasks; one that was released has some left, or it is let go of
-
-Each floor of it is one idea: ``books`` (what is where), ``serving`` (who gets what), ``shortage`` (no memory), and here what
-follows from each event.
 """
 
 from __future__ import annotations
@@ -69,9 +66,13 @@ from infeed.scheduler.messages import (
 from infeed.scheduler.pacing import DeathLimit, Pacing
 from infeed.scheduler.state import Batch, Slots, SlotState, Task, Worker
 
+# The method for each event: _on_batch_planned for BatchPlanned.
+_HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower() for event in get_args(Event)}
 
-class Books:
-    """What the scheduler knows. The rules above read it; these methods are the only moves that touch several books at once."""
+
+@final
+class Scheduler:
+    """The state machine. ``handle`` is its only way in; the properties are for the engine's and the tests' eyes."""
 
     def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
         self._workers = {worker: Worker() for worker in workers}
@@ -98,332 +99,6 @@ class Books:
         self._is_lost = False  # no more workers are started; what is ready is delivered first
         self._death_limit = DeathLimit(len(workers))
         self._actions: list[Action] = []
-
-    def _finish(self, worker: WorkerId, task_id: TaskId) -> Task | None:
-        """Take a task off the books; ``None`` if it is not on them: the late word of a worker that was declared dead."""
-        task = self._tasks.get(task_id)
-        if task is None or task.worker != worker:
-            return None
-        del self._tasks[task_id]
-        task.batch.task_count -= 1
-        if task.is_unplaced and task_id in self._unplaced:
-            self._unplaced.remove(task_id)
-        record = self._workers[worker]
-        record.tasks.discard(task_id)
-        if record.is_ready:
-            if not record.tasks:
-                self._idle.setdefault(worker)
-                self._roomy.setdefault(worker)
-            elif self._has_room(record, task.grain_count):
-                self._roomy.setdefault(worker)
-        elif record.is_leaving and not record.tasks:
-            self._let_go(worker)
-        return task
-
-    def _has_room(self, worker: Worker, grain_count: int) -> bool:
-        """Whether it may be sent more, of which it has tasks of so many grains."""
-        is_plenty = len(self._waiting) > self._active_count and not self._whole_batches
-        return self._pacing.has_room(len(worker.tasks), grain_count, is_plenty=is_plenty)
-
-    def _retire(self, worker: WorkerId) -> Worker:
-        """Send it no more."""
-        self._roomy.pop(worker, None)
-        self._idle.pop(worker, None)
-        record = self._workers[worker]
-        record.is_ready = False
-        return record
-
-    def _let_go(self, worker: WorkerId) -> None:
-        """A worker that was released has nothing left to do."""
-        del self._workers[worker]
-        self._actions.append(StopWorker(worker))
-
-    def _settle(self, batch: Batch) -> None:
-        """Move a batch on when its last task is in."""
-        if batch.task_count:
-            return
-        if batch.slot is None:
-            self._slotless.discard(batch.batch)
-        if batch.is_abandoned:
-            if batch.batch in self._draining:
-                self._draining.discard(batch.batch)
-                if batch.slot is not None:
-                    self._slots.release(batch.slot)
-        elif batch.must_regroup and not batch.is_failed:
-            self._begin_again(batch)
-        elif batch.is_finished and batch.batch not in self._finished:
-            self._finished[batch.batch] = None
-
-    def _wait_again(self, batch: Batch, first_grain: int, grain_count: int) -> None:
-        insort(batch.waiting, (first_grain, grain_count))
-        if batch.batch not in self._waiting:
-            insort(self._waiting, batch.batch)
-
-    def _stop_waiting(self, batch: Batch) -> None:
-        batch.waiting.clear()
-        if batch.batch in self._waiting:
-            self._waiting.remove(batch.batch)
-
-    def _drop_unplaced(self, batch: Batch) -> None:
-        for task_id in [task_id for task_id in self._unplaced if self._tasks[task_id].batch is batch]:
-            worker = self._tasks[task_id].worker
-            self._actions.append(Drop(worker, task_id))  # first: if it is on its way out, it is stopped next
-            self._finish(worker, task_id)
-
-    def _begin_again(self, batch: Batch) -> None:
-        batch.begin_again()
-        self._stop_waiting(batch)
-        self._actions.append(Reload(batch.batch))
-        if batch.grain_count:
-            self._wait_again(batch, 0, batch.grain_count)
-            return
-        if batch.slot is not None:  # nothing is left of it; it is passed over in its turn
-            self._slots.release(batch.slot)
-            batch.slot = None
-        self._finished[batch.batch] = None
-
-    def has_undelivered(self, epoch: int) -> bool:
-        """Whether planned batches of an epoch are not delivered."""
-        return any(batch.epoch == epoch for batch in self._batches.values())
-
-    @property
-    def idle_count(self) -> int:
-        """How many workers have nothing to load: no task, or samples that wait for a slot."""
-        return len(self._idle) + len(self._unplaced)
-
-    @property
-    def active_workers(self) -> tuple[WorkerId, ...]:
-        """Those that are there to stay, ready or being started."""
-        return tuple(worker for worker, record in self._workers.items() if not record.is_leaving)
-
-    @property
-    def leaving_workers(self) -> tuple[WorkerId, ...]:
-        """Those that were released and still have something to do."""
-        return tuple(worker for worker, record in self._workers.items() if record.is_leaving)
-
-    def validate(self) -> None:
-        """Check the invariants; for tests."""
-        check(self._batches, self._tasks, self._workers, self._slots.states, self._slots.free, (*self._roomy, *self._idle))
-
-
-class Serving(Books):
-    """Slots to batches, grains to workers, batches to the user: each the oldest first."""
-
-    def _take_slot(self, batch: Batch) -> bool:
-        """Give the batch a slot; if there is none, ask for one and say no.
-
-        Older batches come first, even if they are not ready to be placed yet: the user's loop waits for them, and it may hold
-        what would be freed for them otherwise. So as many slots are left for them.
-        """
-        older = {other for other in self._slotless if other < batch.batch}
-        if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
-            older |= {other for other in self._waiting if other < batch.batch and self._batches[other].slot is None}
-        if len(self._slots.free) <= len(older):
-            self._slots.ask_for_growth()
-            return False
-        batch.slot = self._slots.take()
-        self._slotless.discard(batch.batch)
-        return True
-
-    def _place(self, *, only_oldest: bool = False) -> None:
-        waiting = sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch)
-        for task_id in waiting:
-            task = self._tasks[task_id]
-            if only_oldest and task.batch is not self._tasks[waiting[0]].batch:
-                return
-            if task.batch.slot is None and not self._take_slot(task.batch):
-                return
-            self._place_task(task_id)
-
-    def _place_task(self, task_id: TaskId) -> None:
-        task = self._tasks[task_id]
-        self._unplaced.remove(task_id)
-        task.is_unplaced = False
-        assert task.batch.slot is not None
-        self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
-
-    def _deliver(self) -> None:
-        if self._wanted is None or not self._finished:
-            return
-        batch = self._next_finished(self._wanted)
-        while batch is not None and not batch.grain_count and not batch.is_failed:
-            del self._batches[batch.batch]
-            del self._finished[batch.batch]
-            self._actions.append(Pass(batch.batch))
-            batch = self._next_finished(self._wanted)
-        if batch is None:
-            return
-        self._wanted = None
-        del self._batches[batch.batch]
-        del self._finished[batch.batch]
-        if not self._pacing.knows_loop:
-            self._pacing.expect_away()
-            self._find_room()
-        if batch.is_failed:
-            if batch.slot is not None:
-                self._slots.release(batch.slot)
-            self._actions.append(DeliverError(batch.batch, batch.failed))
-            return
-        assert batch.slot is not None
-        self._slots.lease(batch.slot)
-        self._death_limit.renew()
-        self._actions.append(Deliver(batch.batch, batch.slot))
-
-    def _find_room(self) -> None:
-        """Workers may be sent more ahead than before."""
-        for worker, record in self._workers.items():
-            if record.is_ready and self._has_room(record, 1):
-                self._roomy.setdefault(worker)
-
-    def _next_finished(self, epoch: int) -> Batch | None:
-        if self._in_order:
-            for batch in self._batches.values():
-                if batch.epoch == epoch:
-                    return batch if batch.batch in self._finished else None
-            return None
-        for batch_id in self._finished:
-            if self._batches[batch_id].epoch == epoch:
-                return self._batches[batch_id]
-        return None
-
-    def _assign(self, *, only_oldest: bool = False) -> None:
-        """Give waiting grains to workers with room, oldest batch first.
-
-        ``only_oldest`` when nothing moves: what workers have then only waits for a slot, and they are at nothing.
-        """
-        if not self._waiting:
-            return
-        for batch_id in tuple(self._waiting[:1] if only_oldest else self._waiting):
-            batch = self._batches[batch_id]
-            # More than the window are planned only when it has become smaller: then the oldest go on.
-            if len(self._batches) > self._window and sum(other < batch_id for other in self._batches) >= self._window:
-                return
-            while batch.waiting:
-                if batch.worker is not None:
-                    # This worker and no other, one task after another, in order.
-                    if batch.worker not in self._roomy:
-                        break
-                    worker = batch.worker
-                elif self._roomy:
-                    worker = next(iter(self._idle or self._roomy))
-                else:
-                    return
-                if batch.death_count and self._workers[worker].tasks and not only_oldest:
-                    return  # nothing else goes out until one has nothing else to do
-                if batch.slot is None and self._slots.states:
-                    if not self._take_slot(batch):
-                        return
-                    for task_id in [held for held in self._unplaced if self._tasks[held].batch is batch]:
-                        self._place_task(task_id)  # parts that were sent when there was no slot yet
-                self._send(batch, worker)
-            if not batch.waiting:
-                self._waiting.remove(batch_id)
-
-    def _send(self, batch: Batch, worker: WorkerId) -> None:
-        first, available = batch.waiting[0]
-        if self._whole_batches:
-            usual = batch.grain_count
-        else:
-            ahead = batch.batch - next(iter(self._batches))
-            usual = self._pacing.task_grains(batch.grain_count, self._active_count, ahead=ahead, waiting=len(self._waiting))
-        count = min(available, usual)
-        if count == available:
-            batch.waiting.pop(0)
-        else:
-            batch.waiting[0] = (first + count, available - count)
-        task_id = TaskId(self._next_task)
-        self._next_task += 1
-        self._tasks[task_id] = Task(worker, batch, first, count)
-        batch.task_count += 1
-        if batch.slot is None:
-            self._slotless.add(batch.batch)
-        record = self._workers[worker]
-        record.tasks.add(task_id)
-        del self._roomy[worker]
-        self._idle.pop(worker, None)
-        if self._has_room(record, count) and not batch.death_count:
-            self._roomy[worker] = None
-        is_whole = count == batch.grain_count
-        self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
-
-
-class Shortage(Serving):
-    """Notices that nothing will move by itself, and makes it move or says so."""
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether the user's loop waits and nothing will happen by itself."""
-        if len(self._tasks) != len(self._unplaced) or self._is_moving or self._wanted is None:
-            return False
-        if not self.has_undelivered(self._wanted) or self._next_finished(self._wanted) is not None:
-            return False
-        # A worker that is being started takes what waits for it, and then this is asked again.
-        bound = [batch.worker for batch in self._batches.values() if batch.worker is not None and batch.waiting]
-        awaited = bound or (
-            self.active_workers if not any(batch.worker is not None for batch in self._batches.values()) else ()
-        )
-        return all(self._workers[worker].is_ready for worker in awaited)
-
-    @property
-    def _is_moving(self) -> bool:
-        return self._slots.asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
-
-    def _unstick(self) -> None:
-        """There is no memory for what the loop waits for: ask once more, take it from younger batches, or say so."""
-        for worker, record in self._workers.items():
-            if record.is_ready:  # and has nothing to do, because nobody has
-                self._roomy.setdefault(worker)
-        if not self._has_asked_again:
-            self._has_asked_again = True
-            self._slots.is_growth_refused = False
-            self._serve_oldest()
-            self._slots.is_growth_refused = True
-        else:
-            self._send_oldest()  # it may have a slot, and have lost a worker that is not replaced
-        for batch in reversed(tuple(self._batches.values())):
-            if self._is_moving:
-                return
-            if self._evict(batch):
-                self._serve_oldest()
-        if not self._is_moving:
-            self._wanted = None
-            self._actions.append(FailMemory())
-
-    def _serve_oldest(self) -> None:
-        # And nobody else: whatever is begun now would take what was just gained, and be evicted in turn.
-        self._place(only_oldest=True)
-        self._send_oldest()
-
-    def _send_oldest(self) -> None:
-        if self._waiting and self._waiting[0] == next(iter(self._batches)):
-            self._assign(only_oldest=True)
-
-    def _evict(self, batch: Batch) -> bool:
-        """Take back what a batch has, if anything, unless it is the oldest; it will be loaded again.
-
-        A share of a stream cannot be, so it is left alone.
-        """
-        if batch.is_share or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
-            return False
-        self._slots.release(batch.slot)
-        self._slots.is_growth_refused = True
-        batch.slot = None
-        if not batch.is_failed:
-            self._finished.pop(batch.batch, None)
-            self._begin_again(batch)
-        return True
-
-
-# The method for each event: _on_batch_planned for BatchPlanned.
-_HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower() for event in get_args(Event)}
-
-
-@final
-class Scheduler(Shortage):
-    """The state machine. ``handle`` is its only way in; the properties are for the engine's and the tests' eyes."""
-
-    def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
-        super().__init__(workers=workers, window=window, in_order=in_order, whole_batches=whole_batches)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             event: getattr(self, name) for event, name in _HANDLERS.items()
         }
@@ -492,6 +167,29 @@ class Scheduler(Shortage):
         record = self._workers.get(worker)
         held = [] if record is None else [self._tasks[task] for task in sorted(record.tasks)]
         return [(task.batch.batch, task.first_grain, task.grain_count) for task in held]
+
+    def has_undelivered(self, epoch: int) -> bool:
+        """Whether planned batches of an epoch are not delivered."""
+        return any(batch.epoch == epoch for batch in self._batches.values())
+
+    @property
+    def idle_count(self) -> int:
+        """How many workers have nothing to load: no task, or samples that wait for a slot."""
+        return len(self._idle) + len(self._unplaced)
+
+    @property
+    def active_workers(self) -> tuple[WorkerId, ...]:
+        """Those that are there to stay, ready or being started."""
+        return tuple(worker for worker, record in self._workers.items() if not record.is_leaving)
+
+    @property
+    def leaving_workers(self) -> tuple[WorkerId, ...]:
+        """Those that were released and still have something to do."""
+        return tuple(worker for worker, record in self._workers.items() if record.is_leaving)
+
+    def validate(self) -> None:
+        """Check the invariants; for tests."""
+        check(self._batches, self._tasks, self._workers, self._slots.states, self._slots.free, (*self._roomy, *self._idle))
 
     # --- the plan and the user's loop
 
@@ -664,7 +362,7 @@ class Scheduler(Shortage):
         self._deliver()
         self._assign()
 
-    def _on_batch_spoiled(self, event: BatchHasBadSamples) -> None:
+    def _on_batch_has_bad_samples(self, event: BatchHasBadSamples) -> None:
         batch = self._batches.get(event.batch)
         if event.task is None:
             if event.worker in self._workers:
@@ -714,3 +412,292 @@ class Scheduler(Shortage):
             self._place()
         if self._waiting:
             self._assign()
+
+    # --- assigning grains and slots, delivering
+
+    def _take_slot(self, batch: Batch) -> bool:
+        """Give the batch a slot; if there is none, ask for one and say no.
+
+        Older batches come first, even if they are not ready to be placed yet: the user's loop waits for them, and it may hold
+        what would be freed for them otherwise. So as many slots are left for them.
+        """
+        older = {other for other in self._slotless if other < batch.batch}
+        if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
+            older |= {other for other in self._waiting if other < batch.batch and self._batches[other].slot is None}
+        if len(self._slots.free) <= len(older):
+            self._slots.ask_for_growth()
+            return False
+        batch.slot = self._slots.take()
+        self._slotless.discard(batch.batch)
+        return True
+
+    def _place(self, *, only_oldest: bool = False) -> None:
+        waiting = sorted(self._unplaced, key=lambda task_id: self._tasks[task_id].batch.batch)
+        for task_id in waiting:
+            task = self._tasks[task_id]
+            if only_oldest and task.batch is not self._tasks[waiting[0]].batch:
+                return
+            if task.batch.slot is None and not self._take_slot(task.batch):
+                return
+            self._place_task(task_id)
+
+    def _place_task(self, task_id: TaskId) -> None:
+        task = self._tasks[task_id]
+        self._unplaced.remove(task_id)
+        task.is_unplaced = False
+        assert task.batch.slot is not None
+        self._actions.append(Place(task.worker, task_id, task.batch.batch, task.batch.slot))
+
+    def _deliver(self) -> None:
+        if self._wanted is None or not self._finished:
+            return
+        batch = self._next_finished(self._wanted)
+        while batch is not None and not batch.grain_count and not batch.is_failed:
+            del self._batches[batch.batch]
+            del self._finished[batch.batch]
+            self._actions.append(Pass(batch.batch))
+            batch = self._next_finished(self._wanted)
+        if batch is None:
+            return
+        self._wanted = None
+        del self._batches[batch.batch]
+        del self._finished[batch.batch]
+        if not self._pacing.knows_loop:
+            self._pacing.expect_away()
+            self._find_room()
+        if batch.is_failed:
+            if batch.slot is not None:
+                self._slots.release(batch.slot)
+            self._actions.append(DeliverError(batch.batch, batch.failed))
+            return
+        assert batch.slot is not None
+        self._slots.lease(batch.slot)
+        self._death_limit.renew()
+        self._actions.append(Deliver(batch.batch, batch.slot))
+
+    def _find_room(self) -> None:
+        """Workers may be sent more ahead than before."""
+        for worker, record in self._workers.items():
+            if record.is_ready and self._has_room(record, 1):
+                self._roomy.setdefault(worker)
+
+    def _next_finished(self, epoch: int) -> Batch | None:
+        if self._in_order:
+            for batch in self._batches.values():
+                if batch.epoch == epoch:
+                    return batch if batch.batch in self._finished else None
+            return None
+        for batch_id in self._finished:
+            if self._batches[batch_id].epoch == epoch:
+                return self._batches[batch_id]
+        return None
+
+    def _assign(self, *, only_oldest: bool = False) -> None:
+        """Give waiting grains to workers with room, oldest batch first.
+
+        ``only_oldest`` when nothing moves: what workers have then only waits for a slot, and they are at nothing.
+        """
+        if not self._waiting:
+            return
+        for batch_id in tuple(self._waiting[:1] if only_oldest else self._waiting):
+            batch = self._batches[batch_id]
+            # More than the window are planned only when it has become smaller: then the oldest go on.
+            if len(self._batches) > self._window and sum(other < batch_id for other in self._batches) >= self._window:
+                return
+            while batch.waiting:
+                if batch.worker is not None:
+                    # This worker and no other, one task after another, in order.
+                    if batch.worker not in self._roomy:
+                        break
+                    worker = batch.worker
+                elif self._roomy:
+                    worker = next(iter(self._idle or self._roomy))
+                else:
+                    return
+                if batch.death_count and self._workers[worker].tasks and not only_oldest:
+                    return  # nothing else goes out until one has nothing else to do
+                if batch.slot is None and self._slots.states:
+                    if not self._take_slot(batch):
+                        return
+                    for task_id in [held for held in self._unplaced if self._tasks[held].batch is batch]:
+                        self._place_task(task_id)  # parts that were sent when there was no slot yet
+                self._send(batch, worker)
+            if not batch.waiting:
+                self._waiting.remove(batch_id)
+
+    def _send(self, batch: Batch, worker: WorkerId) -> None:
+        first, available = batch.waiting[0]
+        if self._whole_batches:
+            usual = batch.grain_count
+        else:
+            ahead = batch.batch - next(iter(self._batches))
+            usual = self._pacing.task_grains(batch.grain_count, self._active_count, ahead=ahead, waiting=len(self._waiting))
+        count = min(available, usual)
+        if count == available:
+            batch.waiting.pop(0)
+        else:
+            batch.waiting[0] = (first + count, available - count)
+        task_id = TaskId(self._next_task)
+        self._next_task += 1
+        self._tasks[task_id] = Task(worker, batch, first, count)
+        batch.task_count += 1
+        if batch.slot is None:
+            self._slotless.add(batch.batch)
+        record = self._workers[worker]
+        record.tasks.add(task_id)
+        del self._roomy[worker]
+        self._idle.pop(worker, None)
+        if self._has_room(record, count) and not batch.death_count:
+            self._roomy[worker] = None
+        is_whole = count == batch.grain_count
+        self._actions.append(Send(worker, task_id, batch.batch, first, count, batch.slot, is_whole))
+
+    # --- no memory for the batch that the training loop waits for
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the user's loop waits and nothing will happen by itself."""
+        if len(self._tasks) != len(self._unplaced) or self._is_moving or self._wanted is None:
+            return False
+        if not self.has_undelivered(self._wanted) or self._next_finished(self._wanted) is not None:
+            return False
+        # A worker that is being started takes what waits for it, and then this is asked again.
+        bound = [batch.worker for batch in self._batches.values() if batch.worker is not None and batch.waiting]
+        awaited = bound or (
+            self.active_workers if not any(batch.worker is not None for batch in self._batches.values()) else ()
+        )
+        return all(self._workers[worker].is_ready for worker in awaited)
+
+    @property
+    def _is_moving(self) -> bool:
+        return self._slots.asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
+
+    def _unstick(self) -> None:
+        """There is no memory for what the loop waits for: ask once more, take it from younger batches, or say so."""
+        for worker, record in self._workers.items():
+            if record.is_ready:  # and has nothing to do, because nobody has
+                self._roomy.setdefault(worker)
+        if not self._has_asked_again:
+            self._has_asked_again = True
+            self._slots.is_growth_refused = False
+            self._serve_oldest()
+            self._slots.is_growth_refused = True
+        else:
+            self._send_oldest()  # it may have a slot, and have lost a worker that is not replaced
+        for batch in reversed(tuple(self._batches.values())):
+            if self._is_moving:
+                return
+            if self._evict(batch):
+                self._serve_oldest()
+        if not self._is_moving:
+            self._wanted = None
+            self._actions.append(FailMemory())
+
+    def _serve_oldest(self) -> None:
+        # And nobody else: whatever is begun now would take what was just gained, and be evicted in turn.
+        self._place(only_oldest=True)
+        self._send_oldest()
+
+    def _send_oldest(self) -> None:
+        if self._waiting and self._waiting[0] == next(iter(self._batches)):
+            self._assign(only_oldest=True)
+
+    def _evict(self, batch: Batch) -> bool:
+        """Take back what a batch has, if anything, unless it is the oldest; it will be loaded again.
+
+        A share of a stream cannot be, so it is left alone.
+        """
+        if batch.is_share or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
+            return False
+        self._slots.release(batch.slot)
+        self._slots.is_growth_refused = True
+        batch.slot = None
+        if not batch.is_failed:
+            self._finished.pop(batch.batch, None)
+            self._begin_again(batch)
+        return True
+
+    # --- changes to several tables at once
+
+    def _finish(self, worker: WorkerId, task_id: TaskId) -> Task | None:
+        """Take a task off the books; ``None`` if it is not on them: the late word of a worker that was declared dead."""
+        task = self._tasks.get(task_id)
+        if task is None or task.worker != worker:
+            return None
+        del self._tasks[task_id]
+        task.batch.task_count -= 1
+        if task.is_unplaced and task_id in self._unplaced:
+            self._unplaced.remove(task_id)
+        record = self._workers[worker]
+        record.tasks.discard(task_id)
+        if record.is_ready:
+            if not record.tasks:
+                self._idle.setdefault(worker)
+                self._roomy.setdefault(worker)
+            elif self._has_room(record, task.grain_count):
+                self._roomy.setdefault(worker)
+        elif record.is_leaving and not record.tasks:
+            self._let_go(worker)
+        return task
+
+    def _has_room(self, worker: Worker, grain_count: int) -> bool:
+        """Whether it may be sent more, of which it has tasks of so many grains."""
+        is_plenty = len(self._waiting) > self._active_count and not self._whole_batches
+        return self._pacing.has_room(len(worker.tasks), grain_count, is_plenty=is_plenty)
+
+    def _retire(self, worker: WorkerId) -> Worker:
+        """Send it no more."""
+        self._roomy.pop(worker, None)
+        self._idle.pop(worker, None)
+        record = self._workers[worker]
+        record.is_ready = False
+        return record
+
+    def _let_go(self, worker: WorkerId) -> None:
+        """A worker that was released has nothing left to do."""
+        del self._workers[worker]
+        self._actions.append(StopWorker(worker))
+
+    def _settle(self, batch: Batch) -> None:
+        """Move a batch on when its last task is in."""
+        if batch.task_count:
+            return
+        if batch.slot is None:
+            self._slotless.discard(batch.batch)
+        if batch.is_abandoned:
+            if batch.batch in self._draining:
+                self._draining.discard(batch.batch)
+                if batch.slot is not None:
+                    self._slots.release(batch.slot)
+        elif batch.must_regroup and not batch.is_failed:
+            self._begin_again(batch)
+        elif batch.is_finished and batch.batch not in self._finished:
+            self._finished[batch.batch] = None
+
+    def _wait_again(self, batch: Batch, first_grain: int, grain_count: int) -> None:
+        insort(batch.waiting, (first_grain, grain_count))
+        if batch.batch not in self._waiting:
+            insort(self._waiting, batch.batch)
+
+    def _stop_waiting(self, batch: Batch) -> None:
+        batch.waiting.clear()
+        if batch.batch in self._waiting:
+            self._waiting.remove(batch.batch)
+
+    def _drop_unplaced(self, batch: Batch) -> None:
+        for task_id in [task_id for task_id in self._unplaced if self._tasks[task_id].batch is batch]:
+            worker = self._tasks[task_id].worker
+            self._actions.append(Drop(worker, task_id))  # first: if it is on its way out, it is stopped next
+            self._finish(worker, task_id)
+
+    def _begin_again(self, batch: Batch) -> None:
+        batch.begin_again()
+        self._stop_waiting(batch)
+        self._actions.append(Reload(batch.batch))
+        if batch.grain_count:
+            self._wait_again(batch, 0, batch.grain_count)
+            return
+        if batch.slot is not None:  # nothing is left of it; it is passed over in its turn
+            self._slots.release(batch.slot)
+            batch.slot = None
+        self._finished[batch.batch] = None
