@@ -41,7 +41,7 @@ def test_the_demo_extra_is_part_of_the_dev_extra(pyproject: dict[str, Any]) -> N
 
 
 def test_check_runs_lint_format_layers_and_types_for_three_platforms(dev: ModuleType) -> None:
-    """The checks are ruff twice, import-linter, and mypy for this platform, Windows and macOS, each with its own cache, all at once."""
+    """ruff twice, import-linter, and mypy for this platform, Windows and macOS, each with its own cache, all at once."""
     assert dev.steps("check", []) == [
         [
             ["-m", "ruff", "check", "."],
