@@ -1,9 +1,9 @@
-"""``python -m infeed``: the same as the ``infeed`` command."""
+"""Run the ``infeed`` command with ``python -m infeed``."""
 
 import sys
 
 from infeed.cli import main
 
-# Guarded because torch's own spawned workers, which the demo compares with, import this module again.
+# The guard is needed because the demo compares with torch, whose spawned workers import this module again.
 if __name__ == "__main__":
     sys.exit(main())

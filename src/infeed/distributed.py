@@ -1,4 +1,4 @@
-"""Which of several processes this one is, for ``shard="auto"``."""
+"""Find the rank of this process and the number of ranks, for ``shard="auto"``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from infeed.errors import ConfigError
 from infeed.plan.shards import ALONE, Shard
 
-# Rank and number of ranks, as launchers tell them: torchrun and its like, Open MPI, MPICH and Intel MPI, Slurm.
+# Environment variables with the rank and the world size: torchrun and similar, Open MPI, MPICH and Intel MPI, Slurm.
 _VARIABLES: Final = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -20,10 +20,13 @@ _VARIABLES: Final = (
 
 
 def find_shard(environ: Mapping[str, str] | None = None) -> Shard:
-    """From ``torch.distributed`` if it is in use, else from the launcher's environment, else this process is alone.
+    """Return the shard of this process.
+
+    Sources, in this order: ``torch.distributed`` if it is initialized, the launcher's environment variables, or a single
+    process.
 
     Raises:
-        ConfigError: the environment names a rank that cannot be.
+        ConfigError: the environment variables contain an invalid rank or world size.
     """
     torch: Any = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized():

@@ -1,67 +1,67 @@
-"""The exception tree. Each type says whose fault it is; each message gives name, value, broken rule and cure."""
+"""Exception hierarchy. The type shows the cause; the message gives the name, the value, the violated rule and the fix."""
 
 from __future__ import annotations
 
 
 class InfeedError(Exception):
-    """Base of every error that infeed raises by itself.
+    """Base class of all errors that infeed itself raises.
 
-    An exception raised by the user's own dataset or functions is not one of these: it arrives with its own type (and a note
-    that says where it was raised), so that ``except ValueError`` works as it does without workers.
+    Exceptions from the dataset or other user code keep their own type, plus a note that names where they were raised. So
+    ``except ValueError`` works the same with and without workers.
     """
 
     __module__ = "infeed"
 
 
 class ConfigError(InfeedError, ValueError):
-    """An option was given that cannot work."""
+    """An option, or a combination of options, is invalid."""
 
     __module__ = "infeed"
 
 
 class StateError(InfeedError, ValueError):
-    """A state cannot be loaded: it is damaged, of another version, or of another dataset or other options.
+    """A state cannot be loaded: it is damaged, or belongs to another version, another dataset or other options.
 
-    Or it cannot be taken: worker processes have copies of a map-style dataset that has a state of its own.
+    Also raised if a state cannot be saved, because worker processes hold copies of a stateful map-style dataset.
     """
 
     __module__ = "infeed"
 
 
 class LoaderClosedError(InfeedError, RuntimeError):
-    """The loader, or the epoch being iterated, was used after it was closed."""
+    """The loader, or the iterator of an epoch, was used after it was closed."""
 
     __module__ = "infeed"
 
 
 class SampleError(InfeedError):
-    """A sample could not be loaded, and the dataset's own exception could not be rebuilt in this process."""
+    """A sample could not be loaded, and the dataset's exception could not be re-created in this process."""
 
     __module__ = "infeed"
 
 
 class CollateError(SampleError, ValueError):
-    """Samples could not be made into one batch: shapes or structures differ."""
+    """Samples could not be collated into a batch: shapes or structures differ."""
 
     __module__ = "infeed"
 
 
 class WorkerError(InfeedError, RuntimeError):
-    """A worker went away."""
+    """A worker failed."""
 
     __module__ = "infeed"
 
 
 class WorkerStartError(WorkerError):
-    """A worker never became ready: the dataset cannot be sent, an import failed, or ``worker_init_fn`` raised."""
+    """A worker did not become ready: the dataset cannot be pickled, an import failed, or ``worker_init_fn`` raised."""
 
     __module__ = "infeed"
-    # What cannot be pickled, if that is why: "dataset.file is a h5py.File, which cannot be pickled".
+    # Names the object that cannot be pickled, if that is the cause: "dataset.file is a h5py.File, which cannot be pickled".
     unpicklable: str | None = None
 
 
 class WorkerDiedError(WorkerError):
-    """A worker was killed or ended by itself, and its work could not be done again."""
+    """A worker was killed or exited, and its tasks could not be retried."""
 
     __module__ = "infeed"
 
@@ -73,12 +73,12 @@ class LoadTimeoutError(WorkerError, TimeoutError):
 
 
 class MemoryLimitError(InfeedError, MemoryError):
-    """Shared memory is short: says what was asked, what there is and how to ask for less."""
+    """Not enough shared memory. The message gives the requested size, the available size and how to reduce the request."""
 
     __module__ = "infeed"
 
 
 class InternalError(InfeedError, RuntimeError):
-    """A bug in infeed; the message asks for a report."""
+    """A bug in infeed. The message asks the user to report it."""
 
     __module__ = "infeed"

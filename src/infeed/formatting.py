@@ -1,13 +1,13 @@
-"""Numbers for people: each with a unit, and with no more digits than can be read at a glance.
+"""Format numbers for display, with a unit and about three significant digits.
 
-In ASCII, whatever the unit: they are printed, and nobody knows where to.
+The output is ASCII only, because the encoding of the output stream is unknown.
 """
 
 from __future__ import annotations
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people.
+    """Format a duration.
 
     >>> [format_seconds(seconds) for seconds in (0, 0.0000123, 0.01234, 3.21, 75, 7384)]
     ['0 s', '12.3 us', '12.3 ms', '3.21 s', '1 min 15 s', '2 h 3 min']
@@ -26,7 +26,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_s: float, what: str = "samples") -> str:
-    """So many a second.
+    """Format a rate per second.
 
     >>> format_rate(12345.6), format_rate(3.14159), format_rate(0.021, "batches")
     ('12,346 samples/s', '3.14 samples/s', '0.021 batches/s')
@@ -35,7 +35,7 @@ def format_rate(per_s: float, what: str = "samples") -> str:
 
 
 def format_count(count: float, one: str, many: str = "") -> str:
-    """So many of something.
+    """Format a count with the singular or plural of its noun.
 
     >>> format_count(1, "batch", "batches"), format_count(1200, "sample"), format_count(2.5, "core")
     ('1 batch', '1,200 samples', '2.5 cores')
@@ -45,7 +45,7 @@ def format_count(count: float, one: str, many: str = "") -> str:
 
 
 def format_workers(count: int, kind: str) -> str:
-    """So many workers of a kind.
+    """Format a number of workers of a kind.
 
     >>> format_workers(1, "process"), format_workers(3, "process"), format_workers(2, "thread")
     ('1 process', '3 processes', '2 threads')
@@ -54,7 +54,7 @@ def format_workers(count: int, kind: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A size for people.
+    """Format a size in bytes, with binary units.
 
     >>> format_bytes(1610612736)
     '1.5 GiB'

@@ -1,4 +1,4 @@
-"""Doing something as soon as a module has been imported, without importing it."""
+"""Import hooks: run a callback after a module is imported, without importing it here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast, final
 
 
 def when_imported(name: str, call: Callable[[], None]) -> None:
-    """Call a function when a module has been imported: now, if it is there already."""
+    """Call ``call`` after the module is imported, or immediately if it is already imported."""
     if name in sys.modules:
         call()
     else:
@@ -21,7 +21,7 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
 
 @contextmanager
 def trace_imports(executed: Callable[[str, list[str]], None]) -> Iterator[None]:
-    """While this is open, call a function after each module that is executed, with the modules that are importing it."""
+    """Call ``executed`` after each module executed in this context, with its name and the modules that are importing it."""
     tracer = _Tracer(executed)
     sys.meta_path.insert(0, tracer)
     try:
@@ -31,7 +31,7 @@ def trace_imports(executed: Callable[[str, list[str]], None]) -> Iterator[None]:
 
 
 def _find_behind(finder: Any, name: str, path: Any, target: Any) -> importlib.machinery.ModuleSpec | None:
-    """What the finders behind this one find."""
+    """Return the first spec from the finders after ``finder`` in ``sys.meta_path``."""
     finders = list(sys.meta_path)
     for other in finders[finders.index(finder) + 1 :] if finder in finders else []:
         find = getattr(other, "find_spec", None)
@@ -43,10 +43,10 @@ def _find_behind(finder: Any, name: str, path: Any, target: Any) -> importlib.ma
 
 @final
 class _Finder:
-    """Ignores every module but one. Lets the finders behind it find that one, and calls a function when it has been executed.
+    """Finder that wraps the loader of one module and calls a function after that module has been executed.
 
-    It stays in place until then: ``importlib.util.find_spec`` asks finders without importing anything, and an import may fail
-    and be tried again.
+    It stays installed until then, because ``importlib.util.find_spec`` queries finders without importing, and a failed import
+    may be retried.
     """
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
@@ -60,14 +60,14 @@ class _Finder:
 
     def _execute(self, execute: Callable[[], None]) -> None:
         execute()
-        if self in sys.meta_path:  # else the module is executed a second time
+        if self in sys.meta_path:  # otherwise the module is being executed a second time
             sys.meta_path.remove(self)
             self._call()
 
 
 @final
 class _Tracer:
-    """Lets the finders behind it find modules, and calls a function after each that was executed."""
+    """Finder that wraps the loader of every module and calls a function after each execution."""
 
     def __init__(self, executed: Callable[[str, list[str]], None]) -> None:
         self._executed = executed
@@ -89,8 +89,8 @@ class _Tracer:
 
 
 @final
-class _Loader:  # not of importlib.abc, whose imports take longer than ours
-    """The loader that a finder found; ``exec_module`` is done by a call of ``around`` with it."""
+class _Loader:  # no importlib.abc base class: importing it takes longer than this module
+    """Wraps the loader of a spec and passes ``exec_module`` to ``around``, which must call it."""
 
     def __init__(self, loader: Any, around: Callable[[Callable[[], None]], None]) -> None:
         self._loader, self._around = loader, around
@@ -101,11 +101,11 @@ class _Loader:  # not of importlib.abc, whose imports take longer than ours
 
     def exec_module(self, module: types.ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # as if we had not been here
+        module.__spec__.loader = module.__loader__ = self._loader  # restore the original loader
         self._around(partial(self._loader.exec_module, module))
 
     def __getattr__(self, name: str) -> Any:
-        """``get_source``, ``get_filename`` and the like, for code that asks ``find_spec`` for them."""
+        """Forward ``get_source``, ``get_filename`` and similar, for code that gets this loader from ``find_spec``."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loader, name)

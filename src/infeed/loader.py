@@ -1,4 +1,4 @@
-"""``infeed.DataLoader``: arguments, and what they mean."""
+"""The public ``infeed.DataLoader`` class."""
 
 from __future__ import annotations
 
@@ -20,76 +20,82 @@ from infeed.workers.early_start import start_for_loader
 
 @final
 class DataLoader:
-    """Loads a dataset in batches, in parallel, in the same order and with the same contents whatever the workers.
+    """Loads a dataset in parallel batches. Order and contents do not depend on the number or kind of workers.
 
-    Iterating gives one epoch; the next iteration gives the next. Workers start with the first epoch and stay until ``close``,
-    the end of a ``with`` block, or the end of the loader. No ``if __name__ == "__main__"`` is needed.
+    Each iteration yields one epoch. Workers start with the first epoch and run until ``close``, the end of a ``with`` block, or
+    garbage collection of the loader. No ``if __name__ == "__main__"`` is needed.
 
-    Samples are trees of dicts, lists, tuples, named tuples and dataclasses. Arrays, tensors and numbers in them are stacked,
-    all else becomes lists. A batch belongs to the caller for as long as anything looks into it.
+    Samples can be nested dicts, lists, tuples, named tuples and dataclasses. Arrays, tensors and numbers are stacked; other
+    leaves become lists. A batch stays valid for as long as anything references its memory.
 
     Args:
-        dataset: has ``__getitem__`` and ``__len__`` (and ``__getitems__``, if it can load several at once), or ``__iter__`` for
-            a stream. NumPy arrays, and tuples and dicts of arrays of one length, are datasets whose rows are samples.
-        batch_size: samples in a batch; ``None`` yields single samples as they are.
-        shuffle: a new order every epoch, from ``seed``.
-        sampler: yields indices, in the order in which they are to come.
-        batch_sampler: yields lists of indices, a batch each.
-        num_workers: how many load at the same time; 0 loads in this process, when asked. ``"auto"`` begins with few and has as
-            many as bring something, by what is measured while the loop runs: how long it waits, how busy they are, the cores
-            and the memory that there are. Batches do not depend on it. A stream has one, because its order depends on them.
-        worker: what a worker is: ``"process"``; ``"thread"`` for datasets that leave the GIL; ``"inline"`` for none; ``"auto"``
-            begins with processes, and has threads from the next epoch on if measuring says that they do as well; it makes
-            ``num_workers`` the most that there may be. Only for datasets that threads may share.
-        collate_fn: makes a batch of a list of samples, in the worker. By default arrays are stacked.
-        drop_last: leave out a last batch that is not full.
-        seed: of the order and of all random numbers in the dataset; ``None`` draws one, shown in ``repr``.
-        in_order: ``False`` gives batches as they are ready.
-        prefetch: how many batches may be in flight. By default enough to keep workers busy, within ``memory_limit``.
-        timeout: seconds to wait for a batch before ``LoadTimeoutError``; 0 waits for as long as workers live.
-        worker_init_fn: called with the worker's number in each worker when it starts.
-        memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together.
-            By default half of what is free when the loader starts. With ``num_workers="auto"`` no worker is added that would
-            take more, together with the others and with batches.
-        grain_size: samples that share one seed and are loaded by one worker; by default a fourth of a batch. With 1, what is
-            random about a sample does not depend on the batch size.
-        start_method: how processes are made: ``"forkserver"`` from a clean process of our own, ``"spawn"`` each afresh,
-            ``"auto"`` the first where it is safe.
-        shard: ``(rank, world_size)`` if several processes share each epoch; ``"auto"`` asks ``torch.distributed`` and the
-            launcher's environment. All ranks need the same seed: without one it is 0. ``batch_size`` is that of each rank.
-        pad: whether ranks that would have a row less than others at the end of an epoch repeat a sample, so that all have
-            equal batches. With ``False`` every sample comes exactly once, and the last batches may differ by a row.
-        replacement: draw every sample anew from the whole dataset, so that one may come several times in an epoch.
-        weights: one number for each sample: how likely it is to be drawn, with replacement.
-        num_samples: samples in an epoch; by default as many as the dataset has.
-        pin_memory: page-lock the memory that batches lie in, if torch has an accelerator, so that it can read them by itself.
-        output: ``"jax"`` gives arrays of JAX, on ``device`` or where JAX puts them.
-        device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
-            leaves that are no numbers stay on the host.
-        device_prefetch: how many batches are on their way to the device besides the one that the loop has.
-        convert: a function of a batch on the device, run on the stream of the copies: for dtype, memory format, scaling.
-        on_error: what to do with a sample that raises, or that kills its worker: ``"raise"``; ``"skip"`` leaves it out, and
-            its batch is smaller; ``"replace"`` puts another in its place, drawn from seed and position; or a function of
-            the exception and the index that returns one of these, called in this process. See ``bad_samples``.
-        error_budget: how many bad samples an epoch may have before it is an error all the same: a number, or a fraction.
-        retries: how often a sample that raises is asked for again before it is bad.
-        sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
-        hang_warning: after how many seconds at one sample a line in the log says where its worker is; by default 10, or 30
-            times what samples usually take; 0 says nothing.
-        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, whatever the
-            environment of this process says for itself (``OMP_NUM_THREADS``). Threads and inline use this process's own pools,
-            which are left as they are.
-        cpu_limit: with ``"auto"``, how many cores workers may use, such as 2 or 0.5; by default all that this process has, its
-            part of them where several ranks share the machine.
-        observe: what is kept of the run: ``"timeline"`` (counters, and who did what when), ``"counters"`` alone, or ``"off"``.
-            All of it costs about a hundredth of the time of the smallest batches, or less. See ``statistics``, ``timeline`` and
-            ``report``.
-        progress: show a bar (tqdm, in a terminal or a notebook) with samples per second, how much the loop waits, and workers.
-        on_statistics: called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an epoch, in
-            the loop's thread: for TensorBoard, Weights & Biases, Prometheus and the like.
+        dataset: a map-style dataset with ``__getitem__`` and ``__len__`` (and ``__getitems__``, if it can load several samples
+            at once), or an iterable dataset with ``__iter__``. NumPy arrays, and tuples and dicts of arrays of equal length,
+            are datasets whose rows are samples.
+        batch_size: number of samples per batch; ``None`` yields single samples unchanged.
+        shuffle: use a new order in every epoch, derived from ``seed``.
+        sampler: an iterable that yields indices in the order of loading.
+        batch_sampler: an iterable that yields one list of indices per batch.
+        num_workers: number of workers; 0 loads in the main process, on demand. ``"auto"`` starts with few workers and adds
+            workers while they increase throughput. It measures how long the training loop waits, how busy workers are, and the
+            available CPU cores and memory. The number does not affect the batches. With ``"auto"``, an iterable dataset gets
+            one worker, because its order depends on the number of workers.
+        worker: kind of worker. ``"process"``; ``"thread"`` for datasets that release the GIL; ``"inline"`` for the main
+            process; ``"auto"`` starts with processes and switches to threads in the next epoch if measurements show that they
+            are as fast. ``"auto"`` makes ``num_workers`` the maximum. Use it only for datasets that threads can share.
+        collate_fn: function that converts a list of samples into a batch; runs in the worker. By default arrays are stacked.
+        drop_last: drop the last batch if it is incomplete.
+        seed: seed of the order and of all random numbers in the dataset; ``None`` draws one, which ``repr`` shows.
+        in_order: ``False`` yields batches in the order in which they become ready.
+        prefetch: maximum number of batches in flight. By default enough to keep workers busy, within ``memory_limit``.
+        timeout: seconds to wait for a batch before raising ``LoadTimeoutError``; 0 waits as long as workers are alive.
+        worker_init_fn: function that each worker calls with its number at start-up.
+        memory_limit: maximum memory for batches in flight and batches that user code holds, in bytes or as text such as
+            ``"2GiB"``. By default half of the memory that is free when the loader starts. With ``num_workers="auto"``, infeed
+            adds no worker if all workers and batches together would exceed the limit.
+        grain_size: number of samples that share one seed and are loaded by one worker; by default a quarter of a batch. With 1,
+            the random numbers of a sample do not depend on the batch size.
+        start_method: how to start worker processes. ``"forkserver"`` forks them from a clean helper process, ``"spawn"`` starts
+            a new interpreter for each, ``"auto"`` uses ``"forkserver"`` where it is safe.
+        shard: ``(rank, world_size)`` if several processes share each epoch; ``"auto"`` reads ``torch.distributed`` and the
+            launcher's environment variables. All ranks need the same seed; the default is 0. ``batch_size`` is per rank.
+        pad: repeat a sample on ranks that would get one row less than others at the end of an epoch, so that all ranks have
+            batches of equal size. With ``False``, each sample is delivered exactly once, and the last batches may differ by one
+            row.
+        replacement: draw each sample from the whole dataset, so that a sample can occur several times in an epoch.
+        weights: one number per sample, proportional to its probability of being drawn, with replacement.
+        num_samples: number of samples per epoch; by default the length of the dataset.
+        pin_memory: page-lock the memory of batches if torch has an accelerator, so that the accelerator can read it directly.
+        output: ``"jax"`` yields JAX arrays, on ``device`` or on JAX's default device.
+        device: target device of batches, such as ``"cuda:0"``. infeed copies batches ahead of the training loop on a separate
+            device stream. Non-numeric leaves stay on the host.
+        device_prefetch: number of batches to copy to the device ahead of the one that the training loop uses; 0 copies on
+            demand.
+        convert: function of a batch on the device, run on the copy stream: for dtype, memory format or scaling.
+        on_error: what to do with a sample that raises or kills its worker. ``"raise"`` raises; ``"skip"`` omits it, so its
+            batch is smaller; ``"replace"`` loads another sample, drawn from the seed and the position. Or pass a function of
+            the exception and the index that returns one of these; it runs in this process. See ``bad_samples``.
+        error_budget: number or fraction of bad samples that an epoch may have before the loader raises an error anyway.
+        retries: number of retries of a sample that raises, before it counts as bad.
+        sample_timeout: seconds that one sample may take. After that, the worker is killed and the sample counts as bad. 0 sets
+            no limit.
+        hang_warning: seconds on one sample after which infeed logs where the worker is. By default 10 s or 30 times the usual
+            time per sample, whichever is longer; 0 disables the warning.
+        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, regardless of
+            the environment of this process (``OMP_NUM_THREADS``). Thread and inline workers use the thread pools of this
+            process, unchanged.
+        cpu_limit: with ``"auto"``, number of CPU cores that workers may use, such as 2 or 0.5. By default all cores available
+            to this process, or its share of them if several ranks share the machine.
+        observe: what to record: ``"timeline"`` (counters and timed spans), ``"counters"`` only, or ``"off"``. Recording costs
+            at most about 1% of the time of the smallest batches. See ``statistics``, ``timeline`` and ``report``.
+        progress: show a progress bar (tqdm, in a terminal or a notebook) with samples per second, wait time of the training
+            loop and workers.
+        on_statistics: function called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an
+            epoch, in the thread of the training loop. For TensorBoard, Weights & Biases, Prometheus and similar.
+        statistics_every: seconds between calls of ``on_statistics``; 0 calls it with every batch.
 
     Raises:
-        ConfigError: arguments that cannot work.
+        ConfigError: an argument or a combination of arguments is invalid.
     """
 
     __module__ = "infeed"
@@ -177,7 +183,7 @@ class DataLoader:
             statistics_every=statistics_every,
         )
         self._session = Session(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
-        # The net under `close`: takes the engines, not the loader, and runs at the latest when Python ends.
+        # Safety net for `close`: references the engine cache, not the loader, and runs at interpreter exit at the latest.
         self._finalizer = weakref.finalize(self, self._session.engine_cache.close_unasked)
         if config.kind == "process" and self._session.plan.table is None:
             start_for_loader(config.start_method, dataset, collate_fn, worker_init_fn)
@@ -186,7 +192,7 @@ class DataLoader:
         return EpochIterator(self._session, self)
 
     def __len__(self) -> int:
-        """Batches in an epoch.
+        """Return the number of batches per epoch.
 
         Raises:
             TypeError: the dataset, sampler or batch sampler has no length.
@@ -203,98 +209,100 @@ class DataLoader:
 
     @property
     def seed(self) -> int:
-        """What the order and the dataset's random numbers are made from: as given, or as drawn."""
+        """Seed of the order and of the dataset's random numbers, as passed or as drawn."""
         return self._session.plan.seed
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated, or the next one if there is none."""
+        """The epoch in progress, or the next one if no epoch is in progress."""
         return self._session.epoch
 
     @property
     def bad_samples(self) -> list[BadSample]:
-        """Samples that were left out or replaced because they could not be loaded; the latest thousand of all epochs."""
+        """Samples that were skipped or replaced because they could not be loaded: the latest 1000 of all epochs."""
         return self._session.bad_samples
 
     def statistics(self) -> Statistics:
-        """What it did so far, in all its epochs, and a verdict: does the loop wait for data, for what, and what would help."""
+        """Return counters of all epochs and a diagnosis: whether the training loop waits for data, the bottleneck, the fix."""
         return self._session.statistics()
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write who did what when: ``.json`` for Perfetto and chrome://tracing, or a picture: ``.svg``, ``.png``, ``.html``.
+        """Write a timeline of the run to a file.
 
-        The latest hundred thousand spans of workers are kept; what is shorter than a tenth of a millisecond is put together.
+        The extension selects the format: ``.json`` for Perfetto and chrome://tracing; ``.svg``, ``.png`` or ``.html`` for a
+        picture. The timeline holds the latest 100,000 worker spans. Spans shorter than 0.1 ms are merged.
 
         Raises:
-            ConfigError: the ending is none of these, or ``observe`` keeps no timeline.
+            ConfigError: the file extension is not supported, or ``observe`` records no timeline.
         """
         from infeed.metrics.timeline import write_timeline
 
         write_timeline(self._session.trace(), path)
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page about the run so far: verdict, charts, slowest samples, timeline, settings, machine.
+        """Write a self-contained page about the run so far: diagnosis, charts, slowest samples, timeline, settings, machine.
 
         Raises:
-            ConfigError: ``observe`` keeps no timeline.
+            ConfigError: ``observe`` records no timeline.
         """
         from infeed.metrics.report import write_report
 
         write_report(self._session.trace(), path)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch; later ones follow by themselves.
+        """Set the epoch of the next iteration; later iterations count up from it.
 
-        A sampler that has ``set_epoch`` is told. The dataset, its transforms and ``collate_fn`` are told in every worker when
-        an epoch begins, also without this call. If a state of this very epoch was loaded, the epoch goes on where that says.
+        This calls ``set_epoch`` of the sampler, if it has one. Every worker calls ``set_epoch`` of the dataset, its transforms
+        and ``collate_fn`` at the start of each epoch, even without this call. If you loaded a state of the same epoch,
+        iteration resumes from that state.
         """
         self._session.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
+        """Return the position of the training loop, excluding prefetched batches, as plain data that JSON can store.
 
-        It can be loaded with another number or kind of workers, another batch size, another number of ranks.
+        You can load it with another number or kind of workers, another batch size or another number of ranks.
 
         Raises:
-            StateError: the dataset is map-style and has a ``state_dict``, which cannot be followed with workers.
+            StateError: the dataset is map-style and has its own ``state_dict``, which the loader cannot track in workers.
         """
         return self._session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state says, with the next iteration. Nothing is loaded again; ``{}`` changes nothing.
+        """Resume from a state with the next iteration, without loading delivered batches again. ``{}`` changes nothing.
 
-        Samplers and iterable datasets continue by their own ``load_state_dict`` if they have one. Others are read from the
-        beginning, and what was delivered is skipped, so they must yield the same again.
+        Samplers and iterable datasets resume through their own ``load_state_dict``, if they have one. Others are read from the
+        beginning and delivered samples are skipped, so they must yield the same values again.
 
         Raises:
-            StateError: it is damaged, or of another dataset or other options. The loader is as it was.
+            StateError: the state is damaged, or belongs to another dataset or other options. The loader stays unchanged.
         """
         self._session.load_state_dict(state_dict)
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
-        """Where batch ``step`` (from 0) of an epoch comes from: its indices and seeds, and who loaded it, how long, how often.
+        """Return the origin of batch ``step`` (from 0): indices, seeds, the workers that loaded it, the time and the attempts.
 
         Args:
-            epoch: by default the one that was begun last. Of others, and of batches that are still to come, what is planned
-                is known and nothing else.
+            epoch: by default the latest epoch that was started. For other epochs and for future batches, only the plan is
+                known.
 
         Raises:
-            IndexError: there is no such batch, or it came from a sampler or a stream and is no longer remembered.
+            IndexError: the batch does not exist, or it came from a sampler or an iterable dataset and is no longer stored.
         """
         return self._session.explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
-        """Load batch ``step`` of an epoch again, the very same, here and now: in this thread, so that a debugger can follow.
+        """Load the same batch ``step`` of an epoch again in the calling thread, so that you can use a debugger.
 
-        A stream is read from its beginning for it; not one that shares itself out among workers.
+        An iterable dataset is read from its beginning. It cannot be replayed if it splits itself among several workers.
 
         Raises:
-            IndexError: as ``explain``.
+            IndexError: see ``explain``.
         """
         return self._session.replay(step, epoch)
 
     def close(self) -> None:
-        """Stop workers and give memory back. Batches that are kept stay as they are. Idempotent, safe from any thread."""
+        """Stop workers and free memory. Batches that you still hold stay valid. Idempotent and safe to call from any thread."""
         self._finalizer.detach()
         self._session.close()
 
@@ -317,6 +325,6 @@ class DataLoader:
 
 
 def _drawn_seed(config: LoaderConfig) -> int:
-    # All ranks must have the same, and they do not talk to each other: so it is no secret.
+    # All ranks need the same seed and cannot communicate here, so the default is a constant.
     is_shared = isinstance(config.shard, Shard) and config.shard.world_size > 1
     return 0 if is_shared else int.from_bytes(os.urandom(8)) >> 1

@@ -1,4 +1,4 @@
-"""Every option: one frozen record, checked once, at the door. Later code may rely on it."""
+"""Validation of options: ``LoaderConfig`` checks them once, and later code relies on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def checked_shard(shard: Any) -> Shard:
-    """A shard, found if that was asked for."""
+    """Return the validated shard; ``"auto"`` detects it."""
     if shard is None:
         return ALONE
     if isinstance(shard, str) and shard == "auto":
@@ -58,10 +58,10 @@ def check_cpu_limit(limit: Any) -> None:
 
 
 def checked_weights(given: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    """Weights, as an array."""
+    """Return the validated weights as an array."""
     try:
         weights = np.asarray(given)
-    except Exception as error:  # a ragged list, an object that refuses
+    except Exception as error:  # for example a ragged list
         raise ConfigError("weights cannot be made an array; pass one number for each sample") from error
     if weights.ndim != 1 or weights.dtype.kind not in "fiub":
         raise ConfigError(
@@ -76,7 +76,7 @@ def checked_weights(given: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def checked_budget(budget: float | None) -> float | None:
-    """A number of samples is whole from here on, and a fraction of them is not."""
+    """Return the validated budget: an ``int`` is a number of samples, a ``float`` is a fraction of them."""
     if budget is None:
         return None
     rule = "must be a number of samples, or a fraction of them from 0.0 to 1.0; None sets no limit"
@@ -90,7 +90,7 @@ def checked_budget(budget: float | None) -> float | None:
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is a whole number of any make."""
+    """Whether the value is an integer of any type, such as NumPy's."""
     try:
         return bool(value == value.__index__())
     except (AttributeError, TypeError):
@@ -98,24 +98,24 @@ def is_int(value: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value as it is shown in a message."""
+    """Return the value as text for a message, or only its type if the text is long."""
     try:
         text = repr(value)
-    except Exception:  # a number of too many digits, or the user's own __repr__
+    except Exception:  # an integer with too many digits, or a failing user-defined __repr__
         return f"{type(value).__qualname__} object"
     return text if len(text) <= 80 else f"{type(value).__qualname__} object"
 
 
-# Work that waits for disks and networks gains from more workers than cores, whatever those are. Work that computes is held to
-# the cores by the tuner.
+# I/O-bound work gains from more workers than CPU cores, regardless of the number of cores. For CPU-bound work the tuner keeps
+# the count within the cores.
 MOST_WORKERS: Final = 64
 
 
 @final
 class AutoCount(int):
-    """The most workers that there may be, where infeed decides how many there are. Shown as ``'auto'``.
+    """Maximum number of workers for ``num_workers="auto"``. Its ``repr`` is ``'auto'``.
 
-    It stays what it is when it is copied, pickled, or given to another loader.
+    The type survives copying, pickling and being passed to another loader.
     """
 
     def __new__(cls, most: int) -> AutoCount:
@@ -132,7 +132,7 @@ class AutoCount(int):
 
 
 def core_limit(cpu_limit: float | None) -> float:
-    """Cores that a loader may use: what there is, or what the user allows."""
+    """Return the number of CPU cores that a loader may use: the available cores, or ``cpu_limit`` if that is less."""
     cores = available_cores()
     return cores if cpu_limit is None else min(cores, float(cpu_limit))
 
@@ -145,14 +145,14 @@ KindAdvice: TypeAlias = Literal["raise", "skip", "replace"]
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
 OnError: TypeAlias = KindAdvice | Callable[[BaseException, Any], KindAdvice]
 
-# Mistakes beyond this are typing errors, and would start that many processes before anyone can react.
+# Larger values are typing errors, and would start that many processes before the user can react.
 _MOST_WORKERS: Final = 1024
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
-    """What the user asked for, checked against itself and against the dataset."""
+    """All options of a loader, validated individually, in combination and against the dataset."""
 
     dataset: Any
     batch_size: int | None
@@ -188,12 +188,12 @@ class LoaderConfig:
     hang_warning: float | None = None
     threads_per_worker: int = 1
     cpu_limit: float | None = None
-    prefetch_factor: int | None = None  # of torch's loader: batches in flight for each worker
+    prefetch_factor: int | None = None  # torch's option: batches in flight per worker
     observe: Observe = "timeline"
     progress: bool = False
     on_statistics: Callable[[Any], Any] | None = None
     statistics_every: float = 10.0
-    is_torch: bool = False  # made by infeed.torch: torch has checked its own arguments, and batches are as it makes them
+    is_torch: bool = False  # created by infeed.torch: torch has validated its arguments, and batches follow torch's format
 
     def __post_init__(self) -> None:
         self._check_cpu_limit()
@@ -211,7 +211,7 @@ class LoaderConfig:
             "threads_per_worker",
         ):
             value = getattr(self, name)
-            # NumPy's integers are taken, and are Python's from here on.
+            # Convert NumPy integers to Python integers.
             if value is not None and not isinstance(value, AutoCount):
                 object.__setattr__(self, name, index(value))
         self._check_choices()
@@ -224,7 +224,7 @@ class LoaderConfig:
             object.__setattr__(self, "weights", checked_weights(self.weights))
 
     def shown(self) -> dict[str, str]:
-        """Options that are not as they are by default, for people to read."""
+        """Return the options that differ from their defaults, as text."""
         shown = {"dataset": type(self.dataset).__qualname__}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -235,7 +235,7 @@ class LoaderConfig:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the dataset is read by ``__iter__`` because it cannot be asked for an index."""
+        """Whether the dataset is iterable: it has ``__iter__`` and no access by index."""
         return _is_torch_stream(self.dataset) if self.is_torch else is_stream(self.dataset)
 
     @property
@@ -246,39 +246,39 @@ class LoaderConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the number of workers may change while they work. Not of a stream: its order depends on it."""
+        """Whether the number of workers may change at run time. False for iterable datasets, whose order depends on it."""
         is_asked = isinstance(self.num_workers, AutoCount) or self.worker == "auto"
         return is_asked and self.kind != "inline" and not self.is_stream
 
     @property
     def is_kind_auto(self) -> bool:
-        """Whether it is left open what workers are; until it is decided they are processes.
+        """Whether infeed chooses the kind of worker. It uses processes until it has decided.
 
-        A time limit needs processes, which can be ended, and ``worker_init_fn`` is for a process of its own.
+        ``sample_timeout`` needs processes, because threads cannot be killed; ``worker_init_fn`` expects a separate process.
         """
         needs_processes = self.sample_timeout > 0 or self.worker_init_fn is not None or self.is_stream
         return self.worker == "auto" and self.kind != "inline" and not needs_processes
 
     @property
     def most_workers(self) -> int:
-        """How many workers there may be; 0 for none."""
+        """Maximum number of workers; 0 loads in the main process."""
         if isinstance(self.num_workers, AutoCount) and self.is_stream:
             return 1
         return int(self.num_workers)
 
     @property
     def core_limit(self) -> float:
-        """Cores that workers may use, where it is for infeed to say how many there are."""
+        """CPU cores that workers may use if infeed chooses the number of workers."""
         return core_limit(self.cpu_limit)
 
     @property
     def is_cpu_limited(self) -> bool:
-        """Whether there are more cores than the user allows."""
+        """Whether ``cpu_limit`` is below the number of available CPU cores."""
         return self.core_limit < core_limit(None)
 
     @property
     def is_staged(self) -> bool:
-        """Whether batches are made into something else than arrays over shared memory, before the user has them."""
+        """Whether batches are converted (device, JAX) before delivery, instead of delivered as arrays in shared memory."""
         return self.device is not None or self.output is not None
 
     @property
@@ -327,7 +327,7 @@ class LoaderConfig:
             )
 
     def _check_failures(self) -> None:
-        """What is to be done about samples that fail."""
+        """Check the options for samples that fail, and those for output and device."""
         if not callable(self.on_error):
             check_choice("on_error", self.on_error, get_args(KindAdvice))
         check_int("device_prefetch", self.device_prefetch, 0, "0 copies a batch when it is asked for")
@@ -418,7 +418,7 @@ class LoaderConfig:
             )
 
     def _check_sampling(self) -> None:
-        """What decides which samples an epoch has."""
+        """Check the options that select the samples of an epoch."""
         chosen = [
             f"{name}={short(value)}" if name != "weights" else "weights"
             for name, value, default in (
@@ -442,7 +442,10 @@ class LoaderConfig:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Streams have ``__iter__`` and no ``__getitem__``; torch's ``IterableDataset`` inherits one that is not meant."""
+    """Whether the dataset is iterable: it has ``__iter__`` but no ``__getitem__``.
+
+    torch's ``IterableDataset`` counts as iterable, although it inherits an unusable ``__getitem__``.
+    """
     if isinstance(dataset, Mapping) and not isinstance(dataset, dict):
         return False
     if not _has(dataset, "__getitem__"):

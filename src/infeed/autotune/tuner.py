@@ -1,8 +1,10 @@
-"""How many workers there should be: tried out, by what it brings.
+"""Choose the number and the kind of workers from measurements.
 
-Pure: readings in, changes out, no clock. Two facts decide. How long the loop waits says whether more is to be had; how busy
-workers are says how many are needed for it. Everything else that may hold a loader back (a disk, the bus, memory bandwidth, the
-loop's own need of processors) is not modelled but measured: a step that brings too little is taken back, and remembered.
+Pure logic: readings in, changes out, no clock. The training loop's wait time shows whether more throughput is possible. The
+busy time of workers shows how many it takes.
+
+Other limits (a disk, the bus, memory bandwidth, CPU use of the training loop) are measured, not modelled. The tuner reverts a
+step that gains too little, and remembers it.
 """
 
 from __future__ import annotations
@@ -11,73 +13,74 @@ from math import ceil, exp, floor, inf, log
 from statistics import fmean, median, pstdev
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
-# Shorter spells say nothing: the clock is coarse, and one batch is not like another...
+# Minimum length of a spell (a measurement interval): the clock is coarse, and batches differ...
 _LEAST_S: Final = 0.1
 _LEAST_BATCHES: Final = 2
-# ...but of slow batches one has to do, and of workers that give nothing at all for so long even that is not waited for.
+# ...but one batch is enough after _LONG_S, and none is needed after _ENDLESS_S.
 _LONG_S: Final = 2.0
 _ENDLESS_S: Final = 10.0
-# Work is clearly other work if it takes so many times as long, and that is beyond so many times the doubt...
+# The workload has changed if its time per sample changes by this factor, and by more than this multiple of the uncertainty (as
+# an exponent of e, capped)...
 _CLEARLY: Final = 1.6
 _SURELY: Final = 6.0
 _MOST_DOUBT: Final = 5.0
-# ...or if so much more, or less, of it is computing.
+# ...or if the CPU share changes by this much.
 _CLEARLY_OTHER_SHARE: Final = 0.3
-# A loop that waits so much has no work of its own to speak of.
+# A training loop that waits this share of its time has no significant work.
 _MOSTLY: Final = 0.95
 
 
 class Limits(NamedTuple):
-    """What must not be exceeded."""
+    """Limits that the number of workers must respect."""
 
-    cores: float  # that this loader may use
+    cores: float  # CPU cores that this loader may use
     most_workers: int
-    reserve_bytes: int = 0  # of memory, to be left free
-    is_strict: bool = False  # cores are a budget: not even a gain may take more
-    has_more: bool = False  # the machine has more cores than that
+    reserve_bytes: int = 0  # memory to leave free
+    is_strict: bool = False  # the cores are a budget: do not exceed it even for a gain
+    has_more: bool = False  # the machine has more CPU cores than that
 
 
 class Reading(NamedTuple):
-    """How far everything had come at a time. All sums are from the beginning."""
+    """Counters at one point in time, all cumulative from the start."""
 
-    at_ns: int  # by a clock that stands still between epochs: these may be too short to tell anything by themselves
+    at_ns: int  # on a clock that stops between epochs, because a single epoch may be too short to measure
     batch_count: int
     sample_count: int
-    waited_ns: int  # by the loop, for batches
-    away_ns: int  # by the loop, with its own work
-    busy_ns: int  # by all workers together: at samples, be it computing or waiting for a disk
-    cpu_ns: int  # processor time of all workers together; 0 where it cannot be had
+    waited_ns: int  # the training loop's wait time for batches
+    away_ns: int  # the training loop's own work
+    busy_ns: int  # time of all workers on samples, whether CPU-bound or I/O-bound
+    cpu_ns: int  # CPU time of all workers; 0 where it is not available
     worker_count: int
-    ready_count: int  # of them, those that have started
-    worker_bytes: int = 0  # memory that one worker takes; 0 if it is not known
-    free_bytes: int | None = None  # memory that could be taken now
-    is_budget: bool = False  # that is what the user's own limit leaves, and the machine has more
+    ready_count: int  # workers that have started
+    worker_bytes: int = 0  # memory per worker; 0 if unknown
+    free_bytes: int | None = None  # memory available now
+    is_budget: bool = False  # free_bytes is what the user's limit leaves; the machine has more
 
 
-# What allows no more workers, though more might bring something: memory (the user's limit, or what is free), or cores.
+# The limit that prevents more workers, although more might help: memory (the user's limit, or free memory) or CPU cores.
 Bound: TypeAlias = Literal["", "memory_limit", "memory", "cores"]
 
 
 class Change(NamedTuple):
-    """Let there be another number of workers."""
+    """A request for another number of workers."""
 
     worker_count: int
     why: str  # a sentence for the log
 
 
 class Spell(NamedTuple):
-    """What went on between two readings, with one number of workers."""
+    """Measurements between two readings, with a constant number of workers."""
 
-    rate: float  # samples per second that the loop was there
-    wait_share: float  # of the loop's time
-    busy_count: float  # workers that were busy, on average
-    cpu_share: float | None  # of the time that workers were busy; None if it is not known
-    work_s: float  # that one sample takes a worker
-    away_s: float  # that one sample takes the loop
+    rate: float  # samples per second of the training loop's time
+    wait_share: float  # of the training loop's time
+    busy_count: float  # average number of busy workers
+    cpu_share: float | None  # of the workers' busy time; None if unknown
+    work_s: float  # a worker's time per sample
+    away_s: float  # the training loop's own time per sample
 
     @staticmethod
     def between(first: Reading, last: Reading) -> Spell | None:
-        """``None`` if it is too short to tell anything."""
+        """Return the spell between two readings; ``None`` if it is too short to be meaningful."""
         loop_s = (last.waited_ns - first.waited_ns + last.away_ns - first.away_ns) / 1e9
         batches = last.batch_count - first.batch_count
         if loop_s < _LEAST_S or (batches < _LEAST_BATCHES and loop_s < (_LONG_S if batches else _ENDLESS_S)):
@@ -97,17 +100,17 @@ class Spell(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Several spells in the middle: one that stands out does not count."""
+    """Medians of several spells, robust against a single outlier."""
 
     rate: float
-    doubt: float  # how far that may be off, as a share of it
+    doubt: float  # uncertainty of the rate, relative
     wait_share: float
     busy_count: float
     most_busy: float
     cpu_share: float | None
     work_s: float
     away_s: float
-    unevenness: float  # how far work and away may be off, as a power of e
+    unevenness: float  # uncertainty of work_s and away_s, as an exponent of e
 
     @staticmethod
     def of(spells: list[Spell]) -> Summary:
@@ -127,15 +130,15 @@ class Summary(NamedTuple):
         )
 
     def differs(self, other: Summary) -> bool:
-        """Whether this is clearly other work than that."""
+        """Whether the workload has clearly changed."""
         if self._is_far(other, self.work_s, other.work_s) or self.is_of_another_loop(other):
             return True
         shares = (self.cpu_share, other.cpu_share)
         return None not in shares and abs((shares[0] or 0.0) - (shares[1] or 0.0)) > _CLEARLY_OTHER_SHARE
 
     def is_of_another_loop(self, other: Summary) -> bool:
-        """Whether the loop takes clearly longer for a sample, or less long, than it did."""
-        # That counts only where it takes part of its time: else it is nothing, in other words.
+        """Whether the training loop's own time per sample has clearly changed."""
+        # Compare only if the training loop works for part of its time; otherwise its own time is close to 0.
         return min(self.wait_share, other.wait_share) < _MOSTLY and self._is_far(other, self.away_s, other.away_s)
 
     def _is_far(self, other: Summary, one: float, two: float) -> bool:
@@ -144,20 +147,20 @@ class Summary(NamedTuple):
         return not one <= clearly * two or not two <= clearly * one
 
 
-# Only one thread at a time can hold the GIL, and the user's own loop wants it too. So all workers together may hold it for no
-# more than this part of the time, with one worker on each core; and none for more than that, however few the cores.
+# Only one thread at a time can hold the GIL, and the training loop needs it too. So all workers together, one per CPU core, may
+# hold it for at most _TOGETHER of the time. A single worker may hold it for at most _ALONE, however few the cores.
 _TOGETHER: Final = 0.4
 _ALONE: Final = 0.15
 
 
 class Work(NamedTuple):
-    """What the workers of an engine have done and found."""
+    """Measurements of the workers of an engine."""
 
     kind: Literal["inline", "thread", "process"]
-    busy_ns: int  # without waiting for a core
+    busy_ns: int  # excludes waiting for a CPU core
     sample_count: int
-    gil_share: float | None  # how much of the time loading holds the GIL, if that is known
-    is_drawing: bool  # from generators that threads would share
+    gil_share: float | None  # share of the loading time that holds the GIL; None if unknown
+    is_drawing: bool  # draws from random generators that threads would share
 
     @property
     def sample_ns(self) -> float:
@@ -170,13 +173,13 @@ class KindAdvice(NamedTuple):
 
 
 def better_kind(gil_share: float, *, is_drawing: bool, cores: float) -> KindAdvice:
-    """Decide by what was measured while samples were loaded.
+    """Choose threads or processes from measurements taken while loading samples.
 
     Args:
-        gil_share: of the time of loading, how much the GIL was held.
-        is_drawing: whether samples draw from ``random``, ``numpy.random`` or torch's generator, which threads share: then only
-            processes give the same numbers whatever the workers.
-        cores: that may be used.
+        gil_share: share of the loading time that holds the GIL.
+        is_drawing: whether samples draw from ``random``, ``numpy.random`` or torch's generator, which threads share. Then only
+            processes produce the same numbers regardless of the workers.
+        cores: number of CPU cores that may be used.
     """
     held = f"loading a sample holds the GIL for {gil_share:.0%} of its time"
     if is_drawing:
@@ -188,42 +191,42 @@ def better_kind(gil_share: float, *, is_drawing: bool, cores: float) -> KindAdvi
     return KindAdvice("thread", f"threads: {held}, so they do as well as processes, and share the dataset")
 
 
-# A loop that waits less has nothing to gain worth a process...
+# Below this wait share, the possible gain is not worth another process...
 _GROW_WAIT: Final = 0.04
-# ...and one that waits more may need all its workers, however idle they look.
+# ...and above this one, the training loop may need all its workers, however idle they look.
 _SHRINK_WAIT: Final = 0.015
-# Workers that are less busy are not what the loop waits for.
+# Below this busy share, workers are not the bottleneck.
 _GROW_BUSY: Final = 0.6
-# Spells to look at before a step: few at first, because epochs may be short, and more once it has come to rest, because what
-# looks like a change then is mostly a burst.
+# Spells to evaluate before a step: few at first, because epochs may be short. More after the tuner has settled, because an
+# apparent change is then mostly a burst.
 _FEW_SPELLS: Final = 3
 _SOME_SPELLS: Final = 12
 _MANY_SPELLS: Final = 14
-# Spells to judge a step by: at least, and at most, if they leave it in doubt.
+# Minimum and maximum number of spells to judge a step; the maximum applies if the result is uncertain.
 _LEAST_PROOF: Final = 4
 _MOST_PROOF: Final = 20
-# How many times the doubt a gain has to be: to be hoped for, and to be believed.
+# Multiples of the uncertainty: the possible gain that justifies a step, and the measured difference that decides about it.
 _CERTAINTY: Final = 4.0
 _PROOF: Final = 1.5
-# Room above what is needed on average: samples are uneven.
+# Headroom above the average need, because samples vary.
 _GROW_ROOM: Final = 1.15
 _SHRINK_ROOM: Final = 1.3
-# A smaller crew must be smaller by this, or it is not worth anyone's time.
+# Shrink only to this share of the current count or less; smaller savings are not worth a change.
 _SHRINK_LEAST: Final = 0.8
-# Workers that compute for this much of their time gain nothing from being more than the processors.
+# Workers with this CPU share are CPU-bound: more workers than CPU cores gain nothing.
 _COMPUTES: Final = 0.9
-# Workers that mostly wait are made so many times as many at once, if the processors can bear it: else twice as many.
+# Multiply I/O-bound workers by this factor in one step if the CPU cores can take it; otherwise double them.
 _LEAP: Final = 4
-_LEAP_ROOM: Final = 1.3  # above what a leap has shown to be enough
-_ROUNDING: Final = 0.1  # of a worker: shares are measured
-# A step has to bring this much, or half of what it could have brought if that is less.
+_LEAP_ROOM: Final = 1.3  # headroom above the count that a leap has shown to be enough
+_ROUNDING: Final = 0.1  # fraction of a worker: CPU shares are measured values
+# A step must gain this much, or half of its possible gain if that is less.
 _GAIN: Final = 0.04
-# One that has cost as much went too far; between there and where it came from there may be a better number.
+# A step that loses this much went too far; a better count may lie between the old and the new one.
 _LOSS: Final = 0.03
 
 
 class _Trial(NamedTuple):
-    """A step up that has to prove itself."""
+    """A step up under evaluation."""
 
     origin: int
     before: Summary
@@ -232,56 +235,56 @@ class _Trial(NamedTuple):
 
 @final
 class Tuner:
-    """For one engine. ``consider`` is to be told often, some ten times a second, while the loop is there."""
+    """Chooses the number of workers of one engine. Call ``consider`` about ten times a second while the training loop runs."""
 
     def __init__(self, limits: Limits, first_count: int | None = None) -> None:
-        """``first_count``: how many to begin with, if something is known."""
+        """Start with ``first_count`` workers if a good count is already known."""
         self._limits = limits
-        # As it was asked for last.
+        # The count requested last.
         self._count = self.first_count if first_count is None else max(1, min(first_count, limits.most_workers))
         self._since: Reading | None = None
         self._spells: list[Spell] = []  # since the last change
-        self._is_moved = True  # the next spell is still under what was before
+        self._is_moved = True  # skip the next spell: it still includes the old count
         self._trial: _Trial | None = None
         self._has_rested = False
-        self._cpu_share: float | None = None  # the most that was seen: with many workers some of it is waiting for a processor
-        self._ceiling = inf  # this many brought nothing
+        self._cpu_share: float | None = None  # the maximum seen: with many workers, some of their time is waiting for a core
+        self._ceiling = inf  # this count brought no gain
         self._floor = 1  # fewer were too few
         self._shrunk_to = 0
-        self._known: Summary | None = None  # what ceiling and floor were learned from
+        self._known: Summary | None = None  # the workload that ceiling and floor were learned from
         self._is_learning = False
-        self.bound: Bound = ""  # what allows no more, if it is not that more bring nothing
-        self._refused: tuple[int, Summary] | None = None  # a step that was taken back, and how it was
+        self.bound: Bound = ""  # the limit that prevents more workers, unless more simply gain nothing
+        self._refused: tuple[int, Summary] | None = None  # a reverted step: its count and measurements
 
     @property
     def first_count(self) -> int:
-        """How many to begin with: one is enough to measure, a second is rarely wrong."""
+        """Number of workers to start with: one is enough to measure, and a second is rarely wrong."""
         return max(1, min(2, self._limits.most_workers, ceil(self._limits.cores)))
 
     @property
     def count(self) -> int:
-        """How many there should be, as far as is known."""
+        """The best number of workers known so far."""
         return self._count
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has found what is best, as long as the work stays what it is; or tries nothing, because it cannot tell."""
+        """Whether the tuner has found the best count for the current workload, or cannot decide and tries nothing."""
         return self._trial is None and (self._has_rested or len(self._spells) >= _SOME_SPELLS)
 
     @property
     def reserve_bytes(self) -> int:
-        """Of the memory that it is told of, what it leaves free."""
+        """Part of the free memory that the tuner leaves unused."""
         return self._limits.reserve_bytes
 
     def begin(self) -> None:
-        """Sums begin anew, or there was a pause: what comes next is not compared with what was before."""
+        """Do not compare the next reading with earlier ones: the counters were reset, or there was a pause."""
         self._since = None
 
     def consider(self, reading: Reading) -> Change | None:
-        """Take in how things stand; whether there should be another number of workers."""
+        """Process a reading; return a change if another number of workers is better."""
         since = self._since
         if since is None or reading.worker_count != since.worker_count or reading.ready_count < reading.worker_count:
-            self._since = reading  # not before all have started
+            self._since = reading  # wait until all workers have started
             return None
         spell = Spell.between(since, reading)
         if spell is None:
@@ -297,7 +300,7 @@ class Tuner:
     # --- what is known
 
     def _learn(self, reading: Reading) -> None:
-        """Note what the work is like; forget what was learned if it has become another."""
+        """Record the workload; discard learned limits if it has changed."""
         if reading.worker_count < self._count and self._trial is not None:
             self._ceiling, self._trial = min(self._ceiling, reading.worker_count + 1), None  # others could not be started
         self._count = reading.worker_count
@@ -315,7 +318,7 @@ class Tuner:
             self._cpu_share, self._has_rested = now.cpu_share, False
 
     def _rest(self) -> None:
-        """There is nothing to be done: from here on a clear change is waited for."""
+        """Settle: from now on, act only on a clear change."""
         self._has_rested = True
         self._is_learning |= self._known is None
 
@@ -325,22 +328,22 @@ class Tuner:
 
     @property
     def _budget_most(self) -> int:
-        """How many workers a budget of cores allows."""
+        """Maximum number of workers within the CPU core budget."""
         if not self._limits.is_strict or not self._cpu_share:
             return self._limits.most_workers
         return floor(self._limits.cores / self._cpu_share + _ROUNDING)
 
     def _memory_most(self, reading: Reading) -> int:
-        """How many workers there is memory for."""
+        """Return the maximum number of workers that fit into memory."""
         if not reading.worker_bytes or reading.free_bytes is None:
             return self._limits.most_workers
         return reading.worker_count + floor((reading.free_bytes - self._limits.reserve_bytes) / reading.worker_bytes)
 
     def _bound_now(self, reading: Reading, wanted: int) -> Bound:
-        """What allows no more than there are, where the loop waits for busy workers."""
+        """Return the limit that prevents more workers while the training loop waits for busy ones."""
         count = reading.worker_count
         if min(self._limits.most_workers, self._ceiling - 1) <= count:
-            return self.bound  # more were tried, or taken back: what was said of that holds
+            return self.bound  # more workers were tried or reverted: the recorded limit still applies
         if count < wanted and self._memory_most(reading) <= count:
             return "memory_limit" if reading.is_budget else "memory"
         return "cores" if self._limits.has_more and self._budget_most <= count else ""
@@ -348,7 +351,7 @@ class Tuner:
     # --- decisions
 
     def _relieve(self, reading: Reading) -> Change | None:
-        """Memory is running out: fewer, whatever it costs."""
+        """Reduce the number of workers, at any cost in throughput, if memory runs out."""
         most = max(1, self._memory_most(reading))
         if most >= reading.worker_count or len(self._spells) < _FEW_SPELLS:
             return None
@@ -375,7 +378,7 @@ class Tuner:
     def _grow(self, reading: Reading, seen: Summary) -> Change | None:
         count = reading.worker_count
         if seen.wait_share <= _GROW_WAIT:
-            return None  # it began to wait only now
+            return None  # it has only just begun to wait
         busy_share = seen.busy_count / count
         wanted = self._wanted(count, seen)
         target = min(wanted, self._most, max(count, self._memory_most(reading)))
@@ -385,7 +388,7 @@ class Tuner:
             return None
         could_gain = min(target / count, 1 / max(1e-9, 1 - seen.wait_share)) - 1
         if could_gain < _CERTAINTY * seen.doubt and len(self._spells) < _SOME_SPELLS:
-            return None  # it could not be told from chance
+            return None  # the gain would be indistinguishable from noise
         self._trial = _Trial(count, seen, min(_GAIN, could_gain / 2))
         if count == self._shrunk_to:
             self._floor, self._is_learning = count + 1, True
@@ -397,10 +400,10 @@ class Tuner:
         )
 
     def _wanted(self, count: int, seen: Summary) -> int:
-        """How many would do, as far as can be known from so many."""
+        """Return the number of workers that should be enough, estimated from the measurements with ``count`` workers."""
         needed = _GROW_ROOM * count / max(1e-9, 1 - seen.wait_share)
         cores = max(1, ceil(self._limits.cores - 0.25))
-        if self._ceiling < inf:  # there is a better number below it, perhaps, if it is far enough away
+        if self._ceiling < inf:  # a better count may lie in between, if the gap is large enough
             step = (count + self._ceiling) // 2 if self._ceiling - count >= max(2, count / 4) else count
         elif self._cpu_share is not None and self._cpu_share >= _COMPUTES:
             step = cores
@@ -413,14 +416,14 @@ class Tuner:
         return ceil(min(needed, step))
 
     def _judge(self, reading: Reading) -> Change | None:
-        """Whether a step up was worth it; when in doubt, look on."""
+        """Revert a step up if it gained too little; wait for more spells if the result is uncertain."""
         trial = self._trial
         assert trial is not None
         if len(self._spells) < _LEAST_PROOF:
             return None
         after = Summary.of(self._spells)
         if after.is_of_another_loop(trial.before):
-            self._trial, self._spells = None, []  # what came of the step cannot be told from what came of that
+            self._trial, self._spells = None, []  # the effect of the step cannot be separated from that change
             return None
         gain = after.rate / trial.before.rate - 1 if trial.before.rate else inf
         doubt = (after.doubt**2 + trial.before.doubt**2) ** 0.5
@@ -433,13 +436,13 @@ class Tuner:
             return None
         self._ceiling, self._has_rested, self._is_learning = reading.worker_count, True, True
         if not (gain < -_LOSS and reading.worker_count >= 2 * trial.origin):
-            self._ceiling = trial.origin + 1  # it is flat there: nothing in between is better
+            self._ceiling = trial.origin + 1  # throughput is flat: no count in between is better
         self._refused = (reading.worker_count, after)
         more = "a gain of" if gain >= 0 else "a loss of"
         return self._change(trial.origin, f"the step to {reading.worker_count} brought {more} {abs(gain):.0%}")
 
     def _moderate(self, count: int, origin: int, gain: float) -> Change | None:
-        """After a leap that brought something, but less than so many workers could have: no more than that takes."""
+        """After a leap that gained less than its workers could have, reduce the count to what the gain needs."""
         enough = ceil(_LEAP_ROOM * origin * (1 + gain))
         if count <= 2 * origin or enough > _SHRINK_LEAST * count:
             return None
@@ -447,8 +450,7 @@ class Tuner:
         return self._change(enough, f"the step from {origin} to {count} brought a gain of {gain:.0%}; these are enough for it")
 
     def _regret(self) -> Change | None:
-        """Whether a step was taken back wrongly: what it was held against was known from few spells, which may have been
-        lucky ones."""
+        """Repeat a step that was reverted wrongly: its baseline came from few spells, which may have been unusually fast."""
         if self._refused is None or len(self._spells) < _MANY_SPELLS:
             return None
         (count, then), self._refused = self._refused, None

@@ -1,6 +1,6 @@
-"""The ``infeed`` command: reads arguments and hands over to one module for each subcommand.
+"""The ``infeed`` command: parses arguments and calls one module per subcommand.
 
-Importing this package stays light (no Pillow, tqdm, rich or torch): a subcommand imports what it needs when it runs.
+Importing this package imports no Pillow, tqdm, rich or torch: each subcommand imports its dependencies when it runs.
 """
 
 import argparse
@@ -14,19 +14,19 @@ from infeed.cli.outputs import replacing
 
 __all__ = ["main"]
 
-# Exit codes by convention of the shell: wrong usage, and 128 + SIGINT.
+# Exit codes by shell convention: wrong usage, and 128 + SIGINT.
 _USAGE: Final = 2
 _INTERRUPTED: Final = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and give its exit code.
+    """Run one subcommand and return its exit code.
 
     Args:
-        argv: The arguments without the program's name; ``None`` takes those of the process.
+        argv: The arguments without the program's name; ``None`` uses ``sys.argv``.
 
     Raises:
-        SystemExit: The arguments are wrong (code 2), or ask for help or the version (code 0).
+        SystemExit: The arguments are invalid (code 2), or request help or the version (code 0).
     """
     parser = argparse.ArgumentParser(prog="infeed", description="A parallel data loader for deep learning.")
     parser.add_argument("--version", action="version", version=f"infeed {__version__}")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE
     command: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        if command is run.run:  # where a program prints as it would without us, and we have only words
+        if command is run.run:  # leave the program's stdout and stderr unchanged; `run` itself prints only plain words
             return command(arguments)
         with replacing():
             return command(arguments)

@@ -1,4 +1,4 @@
-"""``infeed bench``: tries settings on a dataset and says which is best on this machine."""
+"""``infeed bench``: measures worker settings for a dataset and reports the best one on this machine."""
 
 import argparse
 import importlib.util
@@ -22,7 +22,7 @@ _FORMAT_VERSION: Final = 1
 _EPILOG: Final = """\
 exit codes: 0 done, 2 wrong usage or a file that cannot be written, 3 the dataset could not be loaded, 130 interrupted
 """
-# In letters. Between two columns, and at both edges, the table has so many.
+# Widths in characters: bars, the gap between two columns, and both table edges together.
 _BAR: Final = 24
 _LEAST_BAR: Final = 4
 _GAP: Final = 3
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try the settings, print them, and the best as a line to paste."""
+    """Measure the settings, print the results, and print the best setting as a line to paste."""
     from infeed.doctor import targets
     from infeed.doctor.bench import Bench, choose, confirm, search, told
     from infeed.doctor.report import bench_page, check_plot
@@ -70,15 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
         bench = Bench(targets.load_dataset(target), batch_size=arguments.batch_size, seconds=arguments.seconds)
     except ConfigError as error:
         return _complain(str(error), _NOT_RUN)
-    except Exception as error:  # of the module, or of the function that makes the dataset
+    except Exception as error:  # raised by the user's module or dataset function
         show_error(error, [__file__, targets.__file__, importlib.__file__])
         return _complain(f"{target} could not be loaded: {told(error)}", _NOT_RUN)
-    cores = max(1, int(available_cores()))  # a container may have less than one
+    cores = max(1, int(available_cores()))  # a container may have less than one core
     if bench.batch_size < arguments.batch_size:
         print(f"the dataset has {bench.batch_size} samples, so this is the batch size", file=sys.stderr)
 
     def measure(setting: "Setting") -> "Measured":
-        # First what is tried: a dataset may hang, or end the process.
+        # Print the setting before measuring it: the dataset may hang or end the process.
         print(f"  {setting}: ", end="", file=sys.stderr, flush=True)
         found = bench.measure(setting)
         print(found.error or f"{found.samples_per_s:,.0f} samples/s", file=sys.stderr)
@@ -149,7 +149,7 @@ def _with_bars(rows: list[list[str]], rates: Sequence[float], length: int) -> li
 
 
 def _fitting(rows: list[list[str]], rates: Sequence[float], width: int) -> list[list[str]]:
-    """With bars as long as there is room for; on a narrow terminal without them, and without the last columns."""
+    """Fit the table to the terminal: bars as long as the width allows; if narrow, drop bars and the last columns."""
     while len(rows[0]) > 2 and _room(rows, width) < 0:
         rows = [row[:-1] for row in rows]
     length = min(_BAR, _room(rows, width) - _GAP)

@@ -1,9 +1,9 @@
-"""``infeed demo``: the same pictures through every kind of worker, and a table that compares them.
+"""``infeed demo``: loads the same images with every kind of worker and prints a comparison table.
 
-Makes a folder of JPEG files in a temporary directory, loads it inline, with threads, with processes, and with torch's
-DataLoader where torch is installed. The folder is gone at the end, however the end comes about.
+Creates a folder of JPEG files in a temporary directory. Loads it in the main process, with threads, with processes, and with
+torch's DataLoader if torch is installed. The folder is always deleted at the end.
 
-Only the standard library and infeed are imported here; Pillow, tqdm, rich and torch are looked for when the demo runs.
+This module imports only the standard library and infeed; the demo checks for Pillow, tqdm, rich and torch when it runs.
 """
 
 import argparse
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DemoOptions", "Timing", "add_parser", "measure", "run"]
 
-# Any loader at all: infeed's and torch's are read in the same way and share no type.
+# Any loader: infeed's and torch's have the same interface here but no common type.
 Loader: TypeAlias = Any
 OpenLoader: TypeAlias = Callable[[], AbstractContextManager[Loader]]
 
-# Import name and name on the package index of what the `demo` extra brings.
+# Packages of the `demo` extra: import name and PyPI name.
 _NEEDED: Final = {"PIL": "Pillow", "tqdm": "tqdm", "rich": "rich"}
-# More workers than this make the demo's few hundred pictures a test of starting processes.
+# With more workers, process start-up would dominate the demo's few hundred images.
 _MAX_DEFAULT_WORKERS: Final = 8
 _FAILED: Final = 2
 _END: Final[Any] = object()
@@ -45,7 +45,7 @@ _END: Final[Any] = object()
 @final
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the user asked for; each at least 1."""
+    """Command-line options of the demo; each is at least 1."""
 
     pictures: int
     workers: int
@@ -56,7 +56,7 @@ class DemoOptions:
 @final
 @dataclass(frozen=True)
 class Timing:
-    """What one loader took, counted from before it was made, so that starting workers is part of it."""
+    """Times of one loader, measured from before its creation, so they include worker start-up."""
 
     loader: str
     image_count: int
@@ -92,7 +92,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo as ``arguments`` say; give the exit code."""
+    """Run the demo and return the exit code."""
     absent = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if absent:
         print(f"infeed demo needs {', '.join(absent)}; install with: pip install infeed[demo]", file=sys.stderr)
@@ -110,17 +110,17 @@ def measure(
     on_batch: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Read all batches of a loader and tell how long the loop worked and waited.
+    """Read all batches of a loader and measure how long the training loop worked and waited.
 
-    Everything outside the loop's own work counts as waiting: making the loader, starting workers, the gap between two
-    epochs. Closing the loader does not count.
+    Everything outside the loop body counts as waiting: creating the loader, worker start-up, the gap between two epochs.
+    Closing the loader does not count.
 
     Args:
-        name: What the table calls the loader.
-        open_loader: Makes the loader; called once, inside the measured time.
-        epochs: How often to iterate.
-        on_batch: Called after each batch with the number of its images.
-        clock: Seconds from any beginning.
+        name: The loader's name in the table.
+        open_loader: Creates the loader; called once, inside the measured time.
+        epochs: Number of epochs.
+        on_batch: Called after each batch with its number of images.
+        clock: Returns seconds from an arbitrary start.
     """
     image_count = 0
     waited_s = 0.0
@@ -138,7 +138,7 @@ def measure(
                 _work_on(batch_images)
                 image_count += len(batch_images)
                 on_batch(len(batch_images))
-                # A loader may lend its memory until the batch is dropped: held during the wait, it would be one less.
+                # Release the batch before waiting: a loader may reuse its memory only after the batch is dropped.
                 del batch, batch_images
                 asked = clock()
         end = clock()
@@ -170,11 +170,11 @@ def _compare(options: DemoOptions, folder: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         notes.append("torch is not installed, so there is no row for its DataLoader")
     else:
-        importlib.import_module("torch.utils.data")  # before the clock starts: its import is not the loader's doing
+        importlib.import_module("torch.utils.data")  # outside the measured time
         try:
             timings.append(time_loader("torch DataLoader", partial(_open_torch, dataset, options)))
         except RuntimeError as error:
-            # The usual one: a container whose /dev/shm is too small for torch's batches. Our rows are still good.
+            # Usually a container whose /dev/shm is too small for torch's batches. infeed's rows are still valid.
             notes.append(f"torch's DataLoader failed: {str(error).splitlines()[0]}")
     _print_table(timings, notes)
 
@@ -199,23 +199,23 @@ def _open_torch(dataset: "PictureFolder", options: DemoOptions) -> AbstractConte
 
     from infeed.cli.pictures import TorchPictures
 
-    # A dataset of torch is anything with these two methods, but its annotations ask for a subclass.
+    # torch accepts any object with these two methods, but its annotations require a subclass.
     samples: Any = TorchPictures(dataset)
     return nullcontext(DataLoader(samples, batch_size=options.batch_size, shuffle=True, num_workers=options.workers))
 
 
 def _work_on(images: Any) -> None:
-    """Do what stands for training: the mean of each channel, which reads every number of the batch."""
+    """Simulate training: compute the mean of each channel, which reads every value of the batch."""
     import numpy as np
 
-    # As an array also for torch, whose own mean would take several threads and so time from the workers.
+    # Convert torch tensors too: torch's mean would use several threads and take CPU time from the workers.
     np.asarray(images).mean(axis=(0, 2, 3))
 
 
 def _make_bar_type() -> Any:
-    """Give tqdm's bar without the thread that watches it and without its lock between processes.
+    """Return tqdm's bar class without its monitor thread and its multiprocessing lock.
 
-    torch forks while a bar is shown: neither should be there then, nor stay behind after the demo.
+    torch forks while a bar is shown, so neither may exist then; neither should remain after the demo.
     """
     from tqdm import tqdm
 

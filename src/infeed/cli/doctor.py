@@ -1,4 +1,4 @@
-"""``infeed doctor``: runs a program for a while and says what is wrong with how it loads data."""
+"""``infeed doctor``: runs a program for a limited time and reports problems in its data loading."""
 
 import argparse
 import importlib.util
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the program and print the findings; the exit code says whether there are any."""
+    """Run the program, print the findings, and return an exit code that shows whether there are any."""
     from infeed.doctor.child import Orders
     from infeed.doctor.findings import NAMES, examine
     from infeed.doctor.report import conclusion, ending, findings_page, plain, print_report
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         with_infeed=arguments.infeed,
         **given,
     )
-    # What the program prints must not get between the braces.
+    # With --json -, send the program's output to stderr, so it does not mix with the JSON.
     seen = survey(
         orders, program, start_seconds=arguments.start_seconds, stdout=sys.stderr.fileno() if data.is_stdout else None
     )

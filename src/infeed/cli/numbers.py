@@ -1,4 +1,4 @@
-"""Numbers on the command line, checked before anything is run."""
+"""Argument types for numbers on the command line."""
 
 import argparse
 
@@ -6,7 +6,7 @@ __all__ = ["count", "samples", "seconds", "workers"]
 
 
 def seconds(text: str) -> float:
-    """A time."""
+    """Parse a finite number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -17,17 +17,17 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """How many there are of something, at least one."""
+    """Parse a whole number of at least 1."""
     return _at_least(1, text, "")
 
 
 def samples(text: str) -> int:
-    """How many samples a batch has."""
+    """Parse the number of samples in a batch, at least 1."""
     return _at_least(1, text, " of samples")
 
 
 def workers(text: str) -> int:
-    """How many workers there are."""
+    """Parse a number of workers, at least 0."""
     return _at_least(0, text, " of workers")
 
 

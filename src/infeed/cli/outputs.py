@@ -1,4 +1,4 @@
-"""Where results go, so that none is lost at the end of the work: files, and streams that cannot show every letter."""
+"""Output files and terminals: checks paths before the work starts, and replaces characters that a terminal cannot encode."""
 
 import codecs
 import io
@@ -11,18 +11,18 @@ from typing import Final, final
 
 __all__ = ["Output", "find_trouble", "replacing"]
 
-# What is as good where the output has only ASCII, or Latin letters.
+# Replacements for outputs that can encode only ASCII or Latin-1.
 _PLAIN: Final = {"µ": "u", "█": "#", "…": "..."}
 _HANDLER: Final = "infeed-plain"
 
 
 @final
 class Output:
-    """Where an option says that a result goes: a file, standard output (``-``), or nowhere.
+    """Destination of a result, from a command-line option: a file, standard output (``-``), or none.
 
     Args:
-        option: its name, for messages.
-        where: what was given.
+        option: the option's name, for error messages.
+        where: the option's value.
         may_print: whether ``-`` means standard output.
     """
 
@@ -31,11 +31,11 @@ class Output:
         self._where = where
         self.is_wanted = bool(where)
         self.is_stdout = may_print and where == "-"
-        # As it is meant now: the code of a dataset may go elsewhere.
+        # Resolve the path now: user code of the dataset may change the working directory.
         self._path = Path(where).absolute() if where and not self.is_stdout else None
 
     def trouble(self) -> str:
-        """Why the file could not be written, as far as that can be known without writing it."""
+        """Return why the file cannot be written, as far as this is known without writing it."""
         if self._where == "":
             return f"{self._option} names no file"
         if self._path is None:
@@ -49,7 +49,7 @@ class Output:
         return ""
 
     def write(self, text: str) -> str:
-        """Write it. Gives what went wrong, if anything did."""
+        """Write the text. Return an error message, or an empty string on success."""
         if self._path is None:
             sys.stdout.write(text)
             return ""
@@ -64,13 +64,13 @@ class Output:
 
 
 def find_trouble(outputs: list[Output]) -> str:
-    """The first thing that is wrong with them."""
+    """Return the first problem of these outputs, or an empty string."""
     return next((trouble for one in outputs if (trouble := one.trouble())), "")
 
 
 @contextmanager
 def replacing() -> Iterator[None]:
-    """Let standard output and error replace what they cannot show, instead of raising."""
+    """Make standard output and error replace characters that they cannot encode, instead of raising."""
     codecs.register_error(_HANDLER, _replace)
     streams = [one for one in (sys.stdout, sys.stderr) if isinstance(one, io.TextIOWrapper)]
     before = [(one, one.errors) for one in streams]
@@ -80,7 +80,7 @@ def replacing() -> Iterator[None]:
         yield
     finally:
         for one, errors in before:
-            with suppress(OSError, ValueError):  # it writes what is held back, and nobody may be there to read it
+            with suppress(OSError, ValueError):  # reconfigure flushes, and the pipe may be closed
                 one.reconfigure(errors=errors)
 
 

@@ -1,7 +1,7 @@
-"""Pictures for the demo: makes a folder of JPEG files, and reads it the way training code does.
+"""Images for the demo: creates a folder of JPEG files and reads it as training code does.
 
-Needs Pillow. The classes are plain and stand in a module of their own, so that every kind of worker can import them
-without the rest of the command line.
+Needs Pillow. The classes are in a separate module, so every kind of worker can import them without the rest of the command
+line.
 """
 
 import random
@@ -21,8 +21,8 @@ CROP_SIDE: Final = 224
 
 TorchTensor: TypeAlias = Any
 
-# The usual mean and deviation of ImageNet's channels, rearranged so that one multiplication and one subtraction turn
-# bytes into normalised floats.
+# The usual ImageNet channel means and standard deviations, rearranged so that one multiplication and one subtraction turn
+# bytes into normalized floats.
 _MEAN: Final = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)
 _DEVIATION: Final = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
 _SCALE: Final = 1 / (255 * _DEVIATION)
@@ -31,13 +31,13 @@ _OFFSET: Final = _MEAN / _DEVIATION
 
 @final
 class PictureFolder:
-    """Gives ``(image, label)`` for each ``<class>/<name>.jpg`` below a folder.
+    """Dataset of ``(image, label)`` for each ``<class>/<name>.jpg`` below a folder.
 
-    The image is a random crop, flipped half of the time, normalised, channels first. Crop and flip are drawn from
-    Python's ``random``, as in most training code, which infeed seeds for each grain.
+    The image is a random crop, flipped half of the time, normalized, channels first. Crop and flip use Python's ``random``,
+    as in most training code; infeed seeds it for each grain.
 
     Args:
-        root: The folder whose subfolders are the classes; their sorted order gives the labels.
+        root: The folder whose subfolders are the classes; labels follow their sorted order.
     """
 
     def __init__(self, root: Path) -> None:
@@ -56,7 +56,7 @@ class PictureFolder:
             pixels = np.asarray(picture.convert("RGB").crop((left, top, left + CROP_SIDE, top + CROP_SIDE)))
         if random.random() < 0.5:
             pixels = pixels[:, ::-1]
-        # Into memory of our own making: the product alone would keep the order of the bytes, channels last.
+        # Write into a preallocated array: a plain product would keep the channels-last memory layout.
         image = np.empty((3, CROP_SIDE, CROP_SIDE), dtype=np.float32)
         np.multiply(pixels.transpose(2, 0, 1), _SCALE, out=image)
         image -= _OFFSET
@@ -65,7 +65,7 @@ class PictureFolder:
 
 @final
 class TorchPictures:
-    """The same samples with the image as a tensor: what a user of torch's loader would write."""
+    """The same samples with the image as a tensor, as written for torch's loader."""
 
     def __init__(self, pictures: PictureFolder) -> None:
         self._pictures = pictures
@@ -74,21 +74,21 @@ class TorchPictures:
         return len(self._pictures)
 
     def __getitem__(self, index: int) -> tuple[TorchTensor, int]:
-        import torch  # optional, and only ever run where the demo has found it
+        import torch  # optional; the demo runs this only if torch is installed
 
         image, label = self._pictures[index]
         return torch.from_numpy(image), label
 
 
 def make_pictures(root: Path, count: int) -> Iterator[Path]:
-    """Write pictures below ``root``, yielding the path of each as soon as it is there.
+    """Write images below ``root`` and yield the path of each after it is written.
 
-    They are the same on every run: soft clouds of colour, one shape whose kind is the class, some noise, so that a
-    JPEG file has about the size, and the cost of decoding, of a photograph.
+    They are the same on every run: soft colour gradients, one shape that is the class, and noise. The noise gives a JPEG file
+    about the size and decoding cost of a photograph.
     """
     rng = np.random.default_rng(0)
     width, height = PICTURE_SIZE
-    # One field of noise, shifted for each picture: drawing fresh noise would take most of the time.
+    # One noise array, shifted for each image: new noise per image would take most of the time.
     noise = rng.normal(0, 6, size=(2 * height, 2 * width, 3)).astype(np.int16)
     for name in CLASSES:
         (root / name).mkdir()

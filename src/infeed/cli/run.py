@@ -1,4 +1,4 @@
-"""``infeed run``: a PyTorch program, unchanged, with infeed in the place of torch's data loading."""
+"""``infeed run``: runs an unmodified PyTorch program with infeed instead of torch's data loading."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the program; its exit code is ours, and what infeed did is said on standard error at the end."""
+    """Run the program and return its exit code; print a summary to standard error at the end."""
     program: list[str] = arguments.program
     if not program:
         print("infeed run: name a script, or -m and a module; for example: infeed run train.py --epochs 3", file=sys.stderr)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         show_error(error, [__file__])
         return _FAILED
     finally:
-        if os.getpid() == pid:  # and not a child that the program forked, which ends here too
+        if os.getpid() == pid:  # a child that the program forked reaches this line too
             sys.stdout.flush()
             print(f"infeed: {_summary()}", file=sys.stderr)
     return 0

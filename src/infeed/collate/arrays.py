@@ -1,7 +1,7 @@
-"""In-memory arrays are gathered, not looped over: one ``take`` per field and batch, straight into the slot.
+"""Datasets of in-memory arrays: gathered with one ``take`` per field and batch, directly into the slot.
 
-Known are NumPy arrays, tuples, named tuples and dicts of them, and torch's ``TensorDataset``, when they are used with default
-collation. For these there is nothing that a worker could do faster than the copy itself, so they are read in this process.
+Supports NumPy arrays, tuples, named tuples and dicts of them, and torch's ``TensorDataset``, all with default collation.
+A worker could not be faster than the copy itself, so the main process reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TABLE_DTYPES: Final = "biufcmMSUV?"
 
 @final
 class ArrayTable:
-    """Columns of equal length that are rows of a dataset together."""
+    """Columns of equal length that form the rows of a dataset."""
 
     def __init__(self, node: Node, columns: Sequence[Any]) -> None:
         self.length = len(columns[0])
@@ -33,10 +33,10 @@ class ArrayTable:
         self.layout = Layout(node, tuple(map(_leaf, columns)))
 
     def gather(self, indices: Indices | list[Any], memory: mmap, block_offset: int, row_count: int) -> None:
-        """Write rows ``indices``, all of the batch, into a slot.
+        """Write rows ``indices``, which are the whole batch, into a slot.
 
         Raises:
-            IndexError: an index is outside the table.
+            IndexError: An index is out of bounds.
         """
         offsets, _ = self.layout.offsets(row_count)
         where = _checked(indices, self.length)
@@ -45,10 +45,10 @@ class ArrayTable:
             if isinstance(column, np.ndarray):
                 rows = np.ndarray((row_count, *column.shape[1:]), column.dtype, memory, begin)
                 if column.flags.c_contiguous:
-                    # The bounds are checked already; mode="raise" would check again and go through a buffer of its own.
+                    # Bounds are already checked; mode="raise" would check again and copy through a temporary buffer.
                     column.take(where, axis=0, out=rows, mode="wrap")
                 else:
-                    rows[...] = column[where]  # `take` would make a contiguous copy of the whole column first
+                    rows[...] = column[where]  # `take` would first make a contiguous copy of the whole column
             else:
                 _gather_tensor(column, where, leaf, memory, begin, row_count)
 
@@ -58,7 +58,7 @@ def _checked(indices: Indices | list[Any], length: int) -> Indices:
     if where.dtype.kind not in "iu" and where.size:
         raise IndexError(f"indices of a dataset of arrays must be whole numbers, not {where.dtype}")
     where = where.astype(np.int64, copy=False)
-    # As numbers without a sign those below zero are larger than any length: one look finds both.
+    # As unsigned numbers, negative indices exceed any length, so a single max() finds both kinds of bad index.
     if where.size and where.view(np.uint64).max() >= length and (where.min() < -length or where.max() >= length):
         bad = int(where[(where < -length) | (where >= length)][0])
         raise IndexError(f"index {bad} is out of bounds for a dataset of length {length}")
@@ -66,7 +66,7 @@ def _checked(indices: Indices | list[Any], length: int) -> Indices:
 
 
 def _gather_tensor(column: Any, where: Indices, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
-    import torch  # the dataset is made of tensors
+    import torch  # lazy: needed only for tensors
 
     if leaf.row_bytes == 0:
         return
@@ -76,10 +76,10 @@ def _gather_tensor(column: Any, where: Indices, leaf: Leaf, memory: mmap, offset
 
 
 def _as_array(column: Any) -> Any:
-    """A tensor as an array over the same memory, of numbers as wide as its own: NumPy gathers faster than torch."""
+    """View a tensor as an array of integers of the same width, without a copy: NumPy gathers faster than torch."""
     if isinstance(column, np.ndarray):
-        return np.asarray(column)  # a shared one as a plain one over the same memory
-    import torch  # the dataset is made of tensors
+        return np.asarray(column)  # views a SharedArray as a plain array over the same memory
+    import torch  # lazy: needed only for tensors
 
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(column.dtype.itemsize)
     if width is None or column.dim() == 0:
@@ -95,7 +95,7 @@ def _leaf(column: Any) -> Leaf:
 
 
 def table_of(dataset: Any) -> ArrayTable | None:
-    """The dataset as a table, if it is one."""
+    """Return the dataset as a table, or ``None`` if it is not one."""
     if _is_column(dataset):
         return ArrayTable(LeafNode(), [dataset])
     cls = type(dataset)
@@ -113,7 +113,7 @@ def table_of(dataset: Any) -> ArrayTable | None:
 
 @final
 class RowView:
-    """Columns of one length as a dataset of rows, for when they cannot be gathered: a ``collate_fn``, objects, a memory map."""
+    """A row dataset over columns of equal length that cannot be gathered: ``collate_fn``, object arrays, memory maps."""
 
     def __init__(self, columns: Any) -> None:
         self._columns = columns
@@ -131,7 +131,7 @@ class RowView:
 
 
 def as_rows(dataset: Any) -> Any:
-    """A tuple, named tuple or dict of arrays of one length as the dataset of their rows; anything else as it is."""
+    """Wrap a tuple, named tuple or dict of equally long arrays as a dataset of rows; return anything else unchanged."""
     if type(dataset) is dict:
         columns = list(dataset.values())
     elif isinstance(dataset, tuple):
@@ -163,6 +163,6 @@ def _are_columns(values: Sequence[Any]) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    # Rows of a memory map come from a disk, which workers can wait for side by side: it is a dataset like any other.
+    # Exclude memory maps: their rows come from disk, and workers can read them in parallel.
     is_array = type(value) is np.ndarray or type(value) is SharedArray
     return is_array and value.ndim > 0 and value.dtype.kind in _TABLE_DTYPES and not value.dtype.hasobject

@@ -1,8 +1,7 @@
-"""Where the rows of a batch lie in its slot.
+"""Positions of a batch's rows in its slot.
 
-Each in-slot leaf has one contiguous run of rows, beginning on a cache line; runs follow one another in the order of the leaves.
-So offsets are a function of the layout and the number of rows, and workers that know both can fill different rows of one batch
-without a word to each other.
+Each in-slot leaf has one contiguous run of rows that starts on a cache line; runs are in the order of the leaves. Offsets
+depend only on the layout and the number of rows, so workers can fill different rows of one batch without communication.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from infeed.collate.tree import Column, Node, Sample, StructureMismatch, structu
 from infeed.errors import CollateError
 
 _ALIGN: Final = 64
-# Row counts whose offsets a layout remembers: batches of one loader have one or two, unless a batch sampler varies them.
+# Maximum number of row counts with cached offsets. A loader has one or two, unless a batch sampler varies them.
 _OFFSETS_KEPT: Final = 64
 _LAYOUTS_KEPT: Final = 64
 
@@ -24,7 +23,7 @@ _LAYOUTS_KEPT: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Structure and leaves of a batch, whatever its number of rows. Compares by value."""
+    """Structure and leaves of a batch, independent of its number of rows. Compares by value."""
 
     node: Node
     leaves: tuple[Leaf, ...]
@@ -35,7 +34,7 @@ class Layout:
         return sum(leaf.row_bytes for leaf in self.leaves)
 
     def offsets(self, row_count: int) -> tuple[tuple[int, ...], int]:
-        """Offset of each leaf's run in the slot (0 for those that travel beside it), and the bytes the batch takes."""
+        """Return each leaf's offset in the slot (0 for leaves sent outside it), and the size of the batch in bytes."""
         known = self._known_offsets.get(row_count)
         if known is None:
             if len(self._known_offsets) >= _OFFSETS_KEPT:
@@ -54,7 +53,7 @@ class Layout:
 
 @final
 class LayoutPool:
-    """Makes equal layouts one object, by which workers know them. Keeps some, not all."""
+    """Interns equal layouts, because workers identify layouts by object. Holds a limited number of them."""
 
     def __init__(self) -> None:
         self._layouts: dict[Layout, Layout] = {}
@@ -66,10 +65,10 @@ class LayoutPool:
 
 
 def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:
-    """The layout that all these samples fit into; ``indices`` are theirs, for the error.
+    """Return the layout that fits all samples; error messages use ``indices``, the samples' indices.
 
     Raises:
-        CollateError: they differ in structure, or arrays of one field differ in shape.
+        CollateError: The samples differ in structure, or arrays of one field differ in shape.
     """
     node = structure_of(samples[0])
     columns: list[Column] = []

@@ -1,12 +1,12 @@
-"""Leaves: what a column of them becomes in a batch.
+"""Leaves: how a column of values is represented in a batch.
 
 | in the sample                        | in the batch                                                        |
 |--------------------------------------|---------------------------------------------------------------------|
-| NumPy array or scalar                | array with one more axis in front, in the slot                      |
-| torch tensor                         | tensor with one more axis in front, in the slot                     |
+| NumPy array or scalar                | array with an additional first axis, in the slot                    |
+| torch tensor                         | tensor with an additional first axis, in the slot                   |
 | bool, int, float, complex            | array of bool, int64, float64, complex128, in the slot              |
-| object array, sparse tensor          | stacked as NumPy and torch do it; travels beside the slot           |
-| str, bytes, None, any other object   | list; travels beside the slot                                       |
+| object array, sparse tensor          | stacked by NumPy or torch; sent outside the slot                    |
+| str, bytes, None, any other object   | list; sent outside the slot                                         |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
     ARRAY = "array"
     NUMBER = "number"
     TENSOR = "tensor"
-    STACKED = "stacked"  # beside the slot, then np.stack or torch.stack
+    STACKED = "stacked"  # sent outside the slot, then np.stack or torch.stack
     OBJECT = "object"
 
 
@@ -44,11 +44,11 @@ _PICTURE_AXES: Final = (3, 4)
 
 
 class LeafMismatch(Exception):
-    """A column does not fit the leaf it should be written to. Internal."""
+    """A column does not fit its leaf. Internal."""
 
 
 class UnequalShapes(Exception):
-    """Arrays of one column differ in shape. Internal; carries the rows, for the message to the user."""
+    """Arrays of one column differ in shape. Internal; contains the rows for the error message."""
 
     def __init__(self, row: int, shape: tuple[int, ...], other_row: int, other_shape: tuple[int, ...]) -> None:
         super().__init__(row, shape, other_row, other_shape)
@@ -58,10 +58,10 @@ class UnequalShapes(Exception):
 @final
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of the layout: what a row of it is.
+    """One leaf of the layout: describes one row.
 
-    ``dtype`` is a NumPy dtype; for tensors the name of torch's; for objects their only type, if there must be one. ``cls`` is
-    the class of tensor, or of the list of objects. ``read_as`` names a torch dtype if it is read as a tensor all the same.
+    ``dtype`` is a NumPy dtype, the name of a torch dtype for tensors, or the required type of objects, if any. ``cls`` is
+    the class of the tensor or of the list of objects. ``read_as`` names the torch dtype of a leaf that is read as a tensor.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class Leaf:
 
 
 def has_own_strides(column: Column) -> bool:
-    """Whether a batch that torch stacks of this column may not be contiguous: samples of 3 or 4 axes with channels last."""
+    """Whether torch may stack this column into a non-contiguous batch: channels-last samples with 3 or 4 axes."""
     return any(getattr(value, "ndim", 0) in _PICTURE_AXES and not _is_contiguous(value) for value in column)
 
 
@@ -86,16 +86,16 @@ def _is_contiguous(value: Any) -> bool:
 
 
 def leaf_of(column: Column) -> Leaf:
-    """The leaf that all values of a column fit into.
+    """Return the leaf that fits all values of a column.
 
     Raises:
-        UnequalShapes: they are arrays or tensors that do not stack.
+        UnequalShapes: Arrays or tensors differ in shape.
     """
     types = set(map(type, column))
     if types <= _NUMBERS.keys():
         return _number_leaf(column, types)
     if all(cls in _NUMBERS or issubclass(cls, np.number | np.bool_) for cls in types) and not types.isdisjoint(_NUMBERS):
-        # A label that is sometimes 0 and sometimes what argmax gave.
+        # For example, a label that is sometimes the literal 0 and sometimes a result of argmax.
         dtype = np.result_type(*(_NUMBERS.get(type(value)) or value.dtype for value in column))
         return Leaf(Kind.ARRAY, dtype, (), dtype.itemsize)
     if all(issubclass(cls, np.generic) and not issubclass(cls, str | bytes) for cls in types) or types <= ARRAY_TYPES:
@@ -113,7 +113,7 @@ def _number_leaf(column: Column, types: set[type[Any]]) -> Leaf:
     dtype = _NUMBERS[next(iter(types))] if len(types) == 1 else np.result_type(*(_NUMBERS[cls] for cls in types))
     try:
         np.asarray(column, dtype=dtype)
-    except OverflowError:  # an int beyond 64 bits
+    except OverflowError:  # an int of more than 64 bits
         return Leaf(Kind.OBJECT)
     return Leaf(Kind.NUMBER, dtype, (), dtype.itemsize)
 
@@ -126,7 +126,7 @@ def _array_leaf(column: Column) -> Leaf:
         return Leaf(Kind.STACKED)
     try:
         dtype = np.result_type(*dtypes) if len(dtypes) > 1 else next(iter(dtypes))
-    except TypeError:  # structured, text and numbers mixed: nothing holds them all
+    except TypeError:  # no common dtype, for example structured, text and numbers mixed
         return Leaf(Kind.OBJECT)
     return Leaf(Kind.ARRAY, dtype, shape, dtype.itemsize * math.prod(shape))
 
@@ -155,11 +155,11 @@ def _check_shapes(column: Column) -> None:
 
 
 def finish_beside(leaf: Leaf, values: list[Any]) -> Any:
-    """What a column that travelled beside the slot is in the batch."""
+    """Return the batch value of a column that was sent outside the slot."""
     if leaf.kind is Kind.OBJECT:
         return values if leaf.cls is None else leaf.cls(values)
     if isinstance(values[0], np.ndarray | np.generic):
         return np.stack(values)
-    import torch  # the values are tensors
+    import torch  # lazy: needed only for tensors
 
     return torch.stack(values)

@@ -1,7 +1,7 @@
-"""Any tree at all into a slot: the way of batches that the user's own ``collate_fn`` made, and of single samples.
+"""Packs any object into a slot: batches from the user's ``collate_fn``, and single samples.
 
-The object is pickled with the bytes of its arrays and tensors outside. The bytes go into the slot, the short rest travels
-beside it, and in the user's process the object is built over the slot without a copy, whatever classes it is made of.
+The worker pickles the object with the bytes of arrays and tensors out-of-band. The bytes go into the slot; the short pickle
+is sent outside it. The main process re-creates the object over the slot without a copy, whatever its classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infeed.memory.pickling import dump, load, spans
 @final
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What travels beside the slot: the pickle, and where in the slot its buffers are."""
+    """The part sent outside the slot: the pickle, and the positions of its buffers in the slot."""
 
     data: bytes
     offsets: list[int]
@@ -26,7 +26,7 @@ class Packed:
 
 @final
 class Packing:
-    """An object ready to be put into a slot."""
+    """A pickled object, ready to be written into a slot."""
 
     def __init__(self, obj: object) -> None:
         data, self._buffers = dump(obj)
@@ -42,7 +42,7 @@ class Packing:
 
 @final
 class Handed:
-    """A tree that stays in the process in which it was made: there is nothing to pack."""
+    """An object that stays in the process that created it, so it needs no packing."""
 
     nbytes = 0
 
@@ -58,7 +58,7 @@ class Handed:
 
 
 def unpack(packed: Packed | Handed, lease: Lease) -> Any:
-    """The object, over the slot."""
+    """Re-create the object over the slot."""
     if isinstance(packed, Handed):
         return packed.tree
     view = memoryview(lease).cast("B")

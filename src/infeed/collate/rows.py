@@ -1,7 +1,7 @@
-"""Writing samples into the rows of a slot, and reading the batch out of it.
+"""Write samples into the rows of a slot, and read the batch from it.
 
-The writer works by columns and chunks. A chunk is as many samples as fit in the processor's cache: large samples are written
-one by one while they are warm, small ones many at a time so that the cost of a NumPy call is shared.
+The writer processes columns in chunks. A chunk is as many samples as fit in the CPU cache: it writes large samples one by one
+while they are cached, and many small ones at a time to amortize the cost of a NumPy call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from infeed.collate.leaves import ARRAY_TYPES, Kind, Leaf, LeafMismatch, Unequal
 from infeed.collate.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch, structure_of
 from infeed.memory.leases import Lease
 
-# Samples of a chunk are held in memory until they are written. More than this falls out of the second-level cache before it
-# is copied; less pays NumPy's overhead per call for nothing.
+# Bytes of samples held in memory until they are written. Larger chunks leave the L2 cache before the copy; smaller ones
+# only add NumPy call overhead.
 _CHUNK_BYTES: Final = 1 << 18
 
 
@@ -29,7 +29,7 @@ _shape_of: Final = attrgetter("shape")
 
 
 class RowMismatch(Exception):
-    """Samples do not fit the layout. Internal: the caller looks for another layout, or gives up."""
+    """Samples do not fit the layout. Internal: the caller tries another layout or gives up."""
 
 
 class _Cell(ABC):
@@ -37,15 +37,15 @@ class _Cell(ABC):
 
     @abstractmethod
     def write(self, row: int, column: Column) -> None:
-        """Write consecutive rows that are exactly what the leaf says.
+        """Write consecutive rows that match the leaf exactly.
 
         Raises:
-            LeafMismatch: they are not.
+            LeafMismatch: They do not match.
         """
 
     @abstractmethod
     def write_any(self, row: int, column: Column) -> None:
-        """Write consecutive rows that were found to fit, casting where the leaf's dtype is a common one."""
+        """Write consecutive rows that are known to fit, and cast them to the leaf's dtype where needed."""
 
 
 @final
@@ -85,7 +85,7 @@ class _ArrayCell(_Cell):
         if {(value.dtype, value.shape) for value in column} != {(self._dtype, ())}:
             raise LeafMismatch
         if self._dtype.kind == "V":
-            self.write_any(row, column)  # a list of records would be taken for a list of their fields
+            self.write_any(row, column)  # NumPy would read a list of records as a list of their fields
         else:
             self._rows[row : row + len(column)] = column
 
@@ -117,11 +117,11 @@ class _NumberCell(_Cell):
 @final
 class _TensorCell(_Cell):
     def __init__(self, leaf: Leaf, memory: mmap, offset: int, row_count: int) -> None:
-        import torch  # the samples are tensors, so it is imported already
+        import torch  # lazy: needed only for tensors, so it is already imported
 
         self._torch = torch
         self._cls = leaf.cls or torch.Tensor
-        self._is_strict = leaf.read_as is not None  # of a torch loader: what needs gradients is torch's to stack
+        self._is_strict = leaf.read_as is not None  # in a torch loader, torch must stack tensors that require gradients
         self._shape = torch.Size(leaf.shape)
         self._dtype = getattr(torch, leaf.dtype)
         self._rows = _tensor(memory, leaf, offset, row_count)
@@ -150,7 +150,7 @@ class _TensorCell(_Cell):
 
 
 def _tensor(buffer: Any, leaf: Leaf, offset: int, row_count: int) -> Any:
-    import torch  # the leaf is a tensor: whoever reads it needs torch
+    import torch  # lazy: needed only for tensors
 
     dtype = getattr(torch, leaf.read_as or leaf.dtype)
     shape = (row_count, *leaf.shape)
@@ -169,10 +169,10 @@ _CELLS: Final[dict[Kind, Callable[[Leaf, mmap, int, int], _Cell]]] = {
 
 @final
 class RowWriter:
-    """Writes rows of one slot under one layout. Kept by a worker for as long as the slot and the layout recur."""
+    """Writes rows of one slot with one layout. A worker reuses it while the slot and the layout stay the same."""
 
     def __init__(self, layout: Layout, memory: mmap, block_offset: int, row_count: int, *, keeps_strides: bool = False) -> None:
-        """``keeps_strides``: samples that torch would stack into a batch that is not contiguous do not fit."""
+        """Create a writer. With ``keeps_strides``, samples that torch stacks into a non-contiguous batch do not fit."""
         offsets, _ = layout.offsets(row_count)
         self._node = layout.node
         self._keeps_strides = keeps_strides and any(len(leaf.shape) > 2 for leaf in layout.leaves)
@@ -184,16 +184,16 @@ class RowWriter:
         self.chunk_rows = max(1, _CHUNK_BYTES // max(1, layout.row_bytes))
 
     def write(self, row: int, samples: Sequence[Sample], beside: list[list[Any]]) -> None:
-        """Write samples that should fit exactly; values of leaves that travel beside the slot are added to ``beside``.
+        """Write samples that should match exactly, and append the values sent outside the slot to ``beside``.
 
         Raises:
-            RowMismatch: they do not fit; rows of this chunk may be half written.
+            RowMismatch: They do not match; rows of this chunk may be partially written.
         """
         columns: list[Column] = []
         number = 0
         try:
             self._node.split(samples, columns)
-            # A batch has the keys of its first sample, in their order, whatever the batch before it had.
+            # The key order of a batch is that of its first sample, independent of the previous batch.
             if row == 0 and not self._node.is_ordered_as(samples[0]):
                 raise RowMismatch
             if self._keeps_strides and any(map(has_own_strides, columns)):
@@ -209,7 +209,7 @@ class RowWriter:
             raise RowMismatch from None
 
     def write_any(self, row: int, samples: Sequence[Sample], beside: list[list[Any]]) -> None:
-        """Write samples from which the layout was made, casting to the common dtype where they differ."""
+        """Write samples from which the layout was inferred, and cast them to the common dtype where they differ."""
         columns: list[Column] = []
         self._node.split(samples, columns)
         number = 0
@@ -224,13 +224,13 @@ class RowWriter:
         return [[] for cell in self._cells if cell is None]
 
 
-# Types found to be plain objects, so that a column of text costs one set operation; begun anew if it becomes large.
+# Types known to be plain objects, so that checking a column of text takes one set operation. Cleared when it grows too large.
 _PLAIN_TYPES: Final[set[type[Any]]] = set()
 _PLAIN_TYPES_KEPT: Final = 256
 
 
 def _check_beside(leaf: Leaf, column: Column) -> None:
-    """Refuse what would have been something else had it come first: the batch's type must not depend on the one before."""
+    """Reject values that would get another kind of leaf if they came first: a batch must not depend on the previous one."""
     types = set(map(type, column))
     kind = leaf.kind
     if leaf.dtype is not None:
@@ -249,13 +249,13 @@ def _check_beside(leaf: Leaf, column: Column) -> None:
         raise LeafMismatch
     if len(_PLAIN_TYPES) > _PLAIN_TYPES_KEPT:
         _PLAIN_TYPES.clear()
-    # Not int: whether that is an object depends on its size.
+    # Exclude int: only ints of more than 64 bits are objects.
     _PLAIN_TYPES.update(type(value) for value in column if type(value) is not int and leaf_of([value]).kind is Kind.OBJECT)
 
 
 @final
 class RowReader:
-    """Builds the batch over a lease: arrays and tensors that look into the slot, and lists."""
+    """Builds the batch over a lease: arrays and tensors that are views of the slot, and lists."""
 
     def __init__(self, layout: Layout, row_count: int) -> None:
         offsets, self.nbytes = layout.offsets(row_count)
@@ -265,7 +265,7 @@ class RowReader:
             _maker(leaf, offset, row_count) if leaf.is_in_slot else None
             for leaf, offset in zip(layout.leaves, offsets, strict=True)
         ]
-        # The commonest sample, a tuple of arrays, is worth its own way: it halves the cost of reading a small batch.
+        # Fast path for the most common sample, a tuple of arrays: it halves the cost of reading a small batch.
         node = layout.node
         self._flat_cls = node.made or node.cls if isinstance(node, SequenceNode) else None
         self._is_flat = (
@@ -276,7 +276,7 @@ class RowReader:
         )
 
     def read(self, lease: Lease, beside: list[list[list[Any]]]) -> Any:
-        """The batch; ``beside`` has, for each task in the order of rows, the values that travelled beside the slot."""
+        """Return the batch; ``beside`` contains the values sent outside the slot, per task in row order."""
         if self._is_flat:
             values = [maker(lease) for maker in self._makers if maker is not None]
             return values if self._flat_cls is list else tuple(values)
@@ -292,7 +292,7 @@ class RowReader:
 
 def _maker(leaf: Leaf, offset: int, row_count: int) -> Callable[[Lease], Any]:
     shape = (row_count, *leaf.shape)
-    array: Any = np.ndarray  # its hints do not know that ctypes arrays are buffers
+    array: Any = np.ndarray  # its type hints do not accept ctypes arrays as buffers
     if leaf.kind is Kind.TENSOR or leaf.read_as is not None:
         cls = leaf.cls
         dtype = _numpy_dtype(leaf)
@@ -300,16 +300,16 @@ def _maker(leaf: Leaf, offset: int, row_count: int) -> Callable[[Lease], Any]:
             return lambda lease: _tensor(lease, leaf, offset, row_count).as_subclass(cls)
         if dtype is None or 0 in shape:
             return lambda lease: _tensor(lease, leaf, offset, row_count)
-        from torch import from_numpy  # a tensor is wanted
+        from torch import from_numpy  # lazy: needed only for tensors
 
-        # Through an array of the right shape: less than half of what a flat tensor and a view of it cost.
+        # An array of the final shape costs less than half of a flat tensor plus a view.
         return lambda lease: from_numpy(array(shape, dtype, lease, offset))
     dtype = leaf.dtype
     return lambda lease: array(shape, dtype, lease, offset)
 
 
 def _numpy_dtype(leaf: Leaf) -> np.dtype[Any] | None:
-    """NumPy's dtype for a tensor's, if there is one: not for bfloat16 and its like."""
+    """Return the NumPy dtype of a tensor, or ``None`` if there is none, as for bfloat16."""
     try:
         dtype = np.dtype(leaf.read_as or leaf.dtype)
     except TypeError:

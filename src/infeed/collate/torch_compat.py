@@ -1,8 +1,8 @@
-"""Batches as torch's ``default_collate`` makes them, written row by row all the same.
+"""Batches identical to those of torch's ``default_collate``, but written row by row.
 
-Only for samples of which it is known exactly what torch makes: tensors, arrays, numbers, text, in tuples, lists, named tuples
-and dicts, all alike. For anything else (types of the user's own, sparse or nested tensors, samples that differ) there is no
-layout, and torch's function itself makes the batch. So this must be right where it answers, and need not answer.
+Only for samples whose result is known exactly: tensors, arrays, numbers and text in tuples, lists, named tuples and dicts,
+all alike. For anything else (user-defined types, sparse or nested tensors, samples that differ) there is no layout, and
+``default_collate`` itself makes the batch. A returned layout must be correct; returning none is always safe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infeed.collate.layout import Layout
 from infeed.collate.leaves import Kind, Leaf, UnequalShapes, has_own_strides, leaf_of
 from infeed.collate.tree import Column, LeafNode, MappingNode, Node, Sample, SequenceNode, StructureMismatch, structure_of
 
-# NumPy's dtypes that torch.as_tensor takes as they are, and what they are there. Not uint64: its scalars are refused.
+# NumPy dtypes that torch.as_tensor accepts unchanged, and their torch names. Not uint64: torch rejects its scalars.
 _TENSOR_DTYPES: Final = {
     np.dtype(name): name
     for name in (
@@ -31,11 +31,11 @@ _TEXTS: Final = {str, bytes}
 
 
 def collate_as_torch(samples: list[Sample]) -> Any:
-    """Torch's ``default_collate`` itself. Not that function by name, because a worker would import torch to find it."""
+    """Call torch's ``default_collate``. A wrapper, because unpickling the function itself would import torch in the worker."""
     from torch.utils.data import default_collate
     from torch.utils.data._utils import worker
 
-    # In a worker it would make shared memory, and a descriptor, for each tensor. The arena is that already.
+    # In a worker, default_collate would allocate shared memory and a descriptor per tensor. The arena is already shared.
     info, worker._worker_info = worker._worker_info, None
     try:
         return default_collate(samples)
@@ -44,10 +44,10 @@ def collate_as_torch(samples: list[Sample]) -> Any:
 
 
 def torch_layout(samples: Sequence[Sample], *, keeps_strides: bool = False) -> Layout | None:
-    """The layout of the batch that ``default_collate`` would make of these samples, or ``None``.
+    """Return the layout of the batch that ``default_collate`` would make of these samples, or ``None``.
 
-    In the main process it stacks samples that are laid out with channels last into a batch that is so too (``keeps_strides``),
-    in a worker into a contiguous one.
+    In the main process, torch stacks channels-last samples into a channels-last batch (``keeps_strides``); in a worker, into
+    a contiguous one.
     """
     node = _torch_node(structure_of(samples[0]))
     if node is None:
@@ -66,7 +66,7 @@ def torch_layout(samples: Sequence[Sample], *, keeps_strides: bool = False) -> L
 
 
 def torch_table_layout(layout: Layout) -> Layout | None:
-    """The layout of batches that are gathered from a table with this layout."""
+    """Return the layout of batches gathered from a table with this layout, or ``None``."""
     node = _torch_node(layout.node)
     leaves = [_as_tensor(leaf) for leaf in layout.leaves]
     found = [leaf for leaf in leaves if leaf is not None]
@@ -74,13 +74,13 @@ def torch_table_layout(layout: Layout) -> Layout | None:
 
 
 def _torch_node(node: Node) -> Node | None:
-    """The same node, building what torch builds: a list of a tuple."""
+    """Return the node with the containers that torch builds (a list for a tuple), or ``None``."""
     if isinstance(node, LeafNode):
         return node
     if isinstance(node, SequenceNode):
         children = _torch_nodes(node.children)
         made = list if node.cls is tuple else None
-        # An empty one has no column to be told from: torch decides.
+        # An empty container has no column to compare, so torch collates such samples.
         return None if not children else SequenceNode(node.cls, children, node.path, made)
     if isinstance(node, MappingNode) and node.sample_cls is dict:
         children = _torch_nodes(node.children)
@@ -95,7 +95,7 @@ def _torch_nodes(children: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _parents(node: Node, *, is_in_sequence: bool) -> list[bool]:
-    """For each leaf, whether it stands directly in a sequence: there torch leaves text in a tuple, elsewhere in a list."""
+    """Return for each leaf whether its parent is a sequence: torch returns text there as a tuple, elsewhere as a list."""
     if isinstance(node, SequenceNode):
         return [flag for child in node.children for flag in _parents(child, is_in_sequence=True)]
     if isinstance(node, MappingNode):

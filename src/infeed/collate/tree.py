@@ -1,7 +1,7 @@
-"""The shape of a sample: containers of containers, down to leaves.
+"""The structure of a sample: nested containers and leaves.
 
-A tree is worked on by columns: all samples of a chunk are taken apart together, so that the cost in Python is per node and not
-per sample, and what is left per sample runs in C (``zip``, ``map``, ``set``).
+Trees are processed by column: all samples of a chunk are split together. The Python cost is then per node, not per sample;
+the work per sample runs in C (``zip``, ``map``, ``set``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Column: TypeAlias = Sequence[Any]
 
 
 class StructureMismatch(Exception):
-    """A sample is not of this structure. Internal; carries where and how, for the message to the user."""
+    """A sample does not have this structure. Internal; contains the details for the error message."""
 
     def __init__(self, path: str, row: int, expected: str, found: str) -> None:
         super().__init__(path, row, expected, found)
@@ -26,27 +26,27 @@ class StructureMismatch(Exception):
 
 
 class Node(ABC):
-    """One container or leaf of the tree; compares and pickles by value."""
+    """One container or leaf of the tree. Compares and pickles by value."""
 
     @abstractmethod
     def split(self, samples: Column, columns: list[Column]) -> None:
-        """Append one column per leaf, left to right.
+        """Append one column per leaf, from left to right.
 
         Raises:
-            StructureMismatch: not all samples are of this structure.
+            StructureMismatch: Not all samples have this structure.
         """
 
     @abstractmethod
     def join(self, values: Iterator[Any]) -> Any:
-        """Build the tree with the next values as its leaves."""
+        """Build the tree and take its leaves from ``values``."""
 
     @abstractmethod
     def is_ordered_as(self, sample: Sample) -> bool:
-        """Whether a sample of this structure has its keys in this order too."""
+        """Whether a sample of this structure also has the same key order."""
 
     @abstractmethod
     def paths(self, prefix: str = "") -> list[str]:
-        """The name of each leaf, as one would write it behind ``sample``: ``[0]``, ``['image']``, ``.label``."""
+        """Return the path of each leaf, as written after ``sample``: ``[0]``, ``['image']``, ``.label``."""
 
 
 @final
@@ -58,7 +58,7 @@ class LeafNode(Node):
     def join(self, values: Iterator[Any]) -> Any:
         return next(values)
 
-    def is_ordered_as(self, sample: Sample) -> bool:  # noqa: ARG002  # there are no keys in it
+    def is_ordered_as(self, sample: Sample) -> bool:  # noqa: ARG002  # leaves have no keys
         return True
 
     def paths(self, prefix: str = "") -> list[str]:
@@ -73,7 +73,7 @@ class SequenceNode(Node):
     cls: type[Any]
     children: tuple[Node, ...]
     path: str
-    made: type[Any] | None = None  # what the batch is built as, if not as the sample
+    made: type[Any] | None = None  # type of the batch, if it differs from the sample's
 
     def split(self, samples: Column, columns: list[Column]) -> None:
         if set(map(type, samples)) != {self.cls} or set(map(len, samples)) != {len(self.children)}:
@@ -100,7 +100,7 @@ class SequenceNode(Node):
 @final
 @dataclass(frozen=True, slots=True)
 class MappingNode(Node):
-    cls: type[Any]  # what the batch is built as: the sample's own type if it can be called with a dict, else dict
+    cls: type[Any]  # type of the batch: the sample's type if its constructor accepts a dict, otherwise dict
     sample_cls: type[Any]
     keys: tuple[Any, ...]
     children: tuple[Node, ...]
@@ -110,7 +110,7 @@ class MappingNode(Node):
         if set(map(type, samples)) != {self.sample_cls} or set(map(len, samples)) != {len(self.keys)}:
             _explain(self.path, samples, lambda sample: type(sample) is self.sample_cls and sample.keys() == set(self.keys))
         if self.sample_cls is not dict and not all(sample.keys() == set(self.keys) for sample in samples):
-            # A mapping of another kind may make up what it is asked for, as a defaultdict does.
+            # Other mappings may create missing keys on access, as defaultdict does.
             _explain(self.path, samples, lambda sample: sample.keys() == set(self.keys))
         for key, child in zip(self.keys, self.children, strict=True):
             try:
@@ -135,7 +135,7 @@ class MappingNode(Node):
 @final
 @dataclass(frozen=True, slots=True)
 class RecordNode(Node):
-    """A dataclass. The batch is one of the same class whose fields are columns; its ``__init__`` is not called again."""
+    """A dataclass. The batch has the same class, with columns as fields; its ``__init__`` is not called again."""
 
     cls: type[Any]
     names: tuple[str, ...]
@@ -162,7 +162,7 @@ class RecordNode(Node):
 
 
 def structure_of(sample: Sample, path: str = "") -> Node:
-    """The tree that a sample is of."""
+    """Return the structure of a sample."""
     cls = type(sample)
     if cls is tuple or cls is list or (isinstance(sample, tuple) and _is_named_tuple(cls)):
         names: Sequence[str] = getattr(cls, "_fields", ())
@@ -189,8 +189,8 @@ def _mapping_type(sample: Mapping[Any, Any]) -> type[Any]:
     if cls is dict:
         return dict
     try:
-        made = cls(dict(sample))  # type: ignore[call-arg]  # the user's own constructor
-    except Exception:  # the user's code may raise anything; a plain dict always works
+        made = cls(dict(sample))  # type: ignore[call-arg]  # a user-defined constructor
+    except Exception:  # user code may raise anything; a plain dict always works
         return dict
     return cls if isinstance(made, cls) and set(made) == set(sample) else dict
 

@@ -1,6 +1,6 @@
-"""What delivery asks of an accelerator. One file for each kind; ``find_backend`` knows them.
+"""The interface between delivery and an accelerator. Each kind of accelerator has one module; ``find_backend`` selects it.
 
-The words are CUDA's, because other kinds have the same things under other names: page-locking, streams, events.
+The terms are CUDA's: page-locking, streams, events. Other accelerators have the same concepts under other names.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Convert: TypeAlias = Callable[[Any], Any]
 
 
 class BackendError(Exception):
-    """The accelerator refuses. Internal: the log says it once, and all goes on without."""
+    """Raised when the accelerator refuses a request. Internal: logged once, then delivery continues without it."""
 
 
 class Mark(ABC):
-    """A moment in the accelerator's work: everything that it was given before is done, or not yet."""
+    """A point in the accelerator's queue, like a CUDA event: done when all work submitted before it is done."""
 
     @abstractmethod
     def is_done(self) -> bool: ...
@@ -28,21 +28,21 @@ class Mark(ABC):
 
 
 class Sent(ABC):
-    """A batch on its way to the device."""
+    """A batch that is being copied to the device."""
 
-    copied: Mark  # from then on nothing reads the host's memory any more
+    copied: Mark  # when done, the device no longer reads the host memory
 
     @abstractmethod
     def adopt(self) -> Any:
-        """The batch on the device, ordered behind its copy on the stream that the caller uses now."""
+        """Return the batch on the device, with the caller's current stream ordered after its copy."""
 
 
 class Stage(ABC):
-    """Copies batches to one device, on a stream of its own."""
+    """Copies batches to one device, on a separate stream."""
 
     @abstractmethod
     def send(self, batch: Any) -> Sent:
-        """Begin to copy; returns at once."""
+        """Start the copy without waiting for it."""
 
 
 class Backend(ABC):
@@ -50,10 +50,10 @@ class Backend(ABC):
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:
-        """Lock pages of this process in memory, so that the device can read them by itself.
+        """Page-lock memory of this process, so that the device can read it directly.
 
         Raises:
-            BackendError: it is refused.
+            BackendError: the accelerator refuses.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Backend(ABC):
 
     @abstractmethod
     def mark(self) -> Mark:
-        """All that the caller's stream has been given so far."""
+        """Mark the end of all work submitted to the caller's stream so far."""
 
     @abstractmethod
     def open_stage(self, device: Any, convert: Convert | None) -> Stage:
@@ -72,7 +72,7 @@ class Backend(ABC):
 
 
 def open_stage(output: str | None, device: Any, convert: Convert | None) -> Stage:
-    """What brings batches to this device, as arrays of this library.
+    """Return a stage that copies batches to this device, as arrays of the ``output`` library.
 
     Raises:
         ConfigError: there is no such device here.
@@ -81,14 +81,14 @@ def open_stage(output: str | None, device: Any, convert: Convert | None) -> Stag
         from infeed.delivery.jax import JaxStage
 
         return JaxStage(device, convert)
-    from infeed.delivery.plain import PlainStage  # with torch: whoever names a device means one of its
+    from infeed.delivery.plain import PlainStage  # imports torch: the device is a torch device
 
     backend = find_backend() if is_gpu(device) else None
     return PlainStage(device, convert) if backend is None else backend.open_stage(device, convert)
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether a device of torch's is of a kind that is known here. Where it is not, none is even looked for: that opens it.
+    """Whether a torch device has a backend here. If not, do not call ``find_backend``, which initializes the accelerator.
 
     >>> is_gpu("cuda:1"), is_gpu(0), is_gpu("cpu")
     (True, True, False)
@@ -97,7 +97,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def find_backend() -> Backend | None:
-    """The accelerator that this process uses torch with, if it is of a kind that is known here."""
+    """Return the backend of the accelerator that torch uses in this process; ``None`` if it is not supported."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         from infeed.delivery.cuda import CudaBackend

@@ -1,4 +1,4 @@
-"""CUDA, through torch; and ROCm, which torch shows under the same names. Imported only where torch has found one."""
+"""The CUDA backend, through torch; also ROCm, which torch exposes under the same names. Imported only if one is available."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, 
 from infeed.delivery.plain import as_tensor, usable_device
 from infeed.delivery.trees import map_leaves
 
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # mostly untyped
 
 _RUNTIMES: Final = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "cudart64_12.dll", "libamdhip64.so")
 
@@ -44,7 +44,7 @@ class CudaBackend(Backend):
 
     def mark(self) -> Mark:
         if not _cuda.is_initialized():
-            return _Events([])  # nothing was ever asked of it
+            return _Events([])  # this process has not used CUDA yet
         return _Events([_recorded(_cuda.current_stream(device)) for device in _used_devices()])
 
     def open_stage(self, device: Any, convert: Convert | None) -> Stage:
@@ -64,7 +64,7 @@ class _CudaStage(Stage):
             with self._context:
                 return self._send(batch)
         except BaseException:
-            self._stream.synchronize()  # the caller lets go of the batch, of which a part may be on its way
+            self._stream.synchronize()  # the caller releases the batch, but a part may still be copying
             raise
 
     def _send(self, batch: Any) -> Sent:
@@ -94,23 +94,23 @@ class _CudaSent(Sent):
         self._ready, self._device = ready, device
 
     def adopt(self) -> Any:
-        stream = _cuda.current_stream(self._device)  # by number: torch looks a device up for 10 microseconds
+        stream = _cuda.current_stream(self._device)  # by index: torch takes 10 µs to look up a device
         stream.wait_event(self._ready)
         for leaf in self._leaves:
-            # The memory was taken for the stream of the copy: it must not be given away while this one reads it.
+            # The memory was allocated on the copy stream: the allocator must not reuse it while this stream reads it.
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
                 leaf.record_stream(stream)
         return self._batch
 
 
 def _recorded(stream: Any) -> Any:
-    event = _cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
+    event = _cuda.Event(blocking=True)  # a waiting thread sleeps instead of using a CPU core
     event.record(stream)
     return event
 
 
 def _used_devices() -> list[int]:
-    """The devices that this process has memory on. Asking one that it has not would take some of it."""
+    """Return the devices on which this process has allocated memory. Querying any other device would allocate some."""
     current = _cuda.current_device()
     if _cuda.device_count() == 1:
         return [current]
@@ -118,10 +118,10 @@ def _used_devices() -> list[int]:
 
 
 def _forget_error() -> None:
-    """The runtime remembers the last error, and torch would take it for its own with the next kernel."""
+    """Clear the last error of the CUDA runtime; otherwise torch would report it for its next kernel."""
     for name in _RUNTIMES:
         try:
             ctypes.CDLL(name).cudaGetLastError()
-        except (OSError, AttributeError):  # another version, or another kind
+        except (OSError, AttributeError):  # another version, or ROCm instead of CUDA
             continue
         return

@@ -1,4 +1,4 @@
-"""JAX: batches as its arrays, on the device that it uses or on one that is named. Imported only where JAX is asked for."""
+"""Batches as JAX arrays, on JAX's default device or on a given one. Imported only if ``output="jax"``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infeed.delivery.trees import map_leaves
 
 @final
 class JaxStage(Stage):
-    """Hands arrays to JAX, which copies them in the background; on the processor it may use them where they are."""
+    """Passes arrays to JAX, which copies them in the background; on the CPU it may use them without a copy."""
 
     def __init__(self, device: Any, convert: Convert | None) -> None:
         self._device = device
@@ -34,7 +34,11 @@ class JaxStage(Stage):
 
 @final
 class _Ready(Mark):
-    """JAX itself keeps what it still reads; the batch on the host is held until then, so that it is not looked for anew."""
+    """Done when JAX has all arrays.
+
+    JAX itself keeps the host arrays that it still reads. The host batch is held until then, so that its slot need not be
+    searched for again.
+    """
 
     def __init__(self, arrays: list[Any]) -> None:
         self._arrays = arrays
@@ -44,7 +48,7 @@ class _Ready(Mark):
 
     def wait(self) -> None:
         for array in self._arrays:
-            if not array.is_deleted():  # given away to a function that may use its memory
+            if not array.is_deleted():  # donated to a function that may reuse its memory
                 array.block_until_ready()
 
 
@@ -54,4 +58,4 @@ class _JaxSent(Sent):
         self._batch, self.copied = batch, copied
 
     def adopt(self) -> Any:
-        return self._batch  # JAX orders what uses it behind its copy
+        return self._batch  # JAX orders computations after the copy

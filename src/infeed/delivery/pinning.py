@@ -1,13 +1,13 @@
-"""Batches in page-locked memory, without a copy: segments of the arena are registered with the accelerator, once each.
+"""Batches in page-locked (pinned) memory without a copy: each segment of the arena is registered with the accelerator once.
 
-Registering takes half a second for a gigabyte, so it is done by a thread, and only for segments that batches come from. Until
-it is done, batches are pinned by torch itself, with a copy.
+Registering takes 0.5 s per GB, so a thread does it, and only for segments that batches come from. Until a segment is
+registered, torch pins its batches with a copy.
 
 NOTE [asynchronous reads]
-  A copy to the device that was begun with ``non_blocking=True`` goes on when the host's tensor is gone already. torch's own
-  pinned memory knows the streams that read it; memory that was merely registered does not. So a slot whose batch the user has
-  let go of is not free yet: it is when all is done that the user's stream had been given by then. Whoever copies on a stream of
-  their own makes the stream that uses the result wait for it, and so it is waited for here as well.
+  A copy to the device with ``non_blocking=True`` may continue after the host tensor is freed. torch's own pinned memory tracks
+  the streams that read it; registered memory does not. So a released slot is not free yet: it becomes free when all work that
+  the user's stream had queued at the release is done. If user code copies on another stream, the stream that uses the result
+  waits for that copy, and so this wait covers it too.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from infeed.delivery.backend import Backend, BackendError, Mark
 from infeed.scheduler.messages import SlotId
 
 _LOG: Final = logging.getLogger("infeed")
-# Times that the user let go of batches which the device has not come to yet. A loop that is further ahead of the device gains
-# nothing, and would fill all memory.
+# Maximum number of releases that the device has not reached yet. A training loop further ahead of the device gains nothing and
+# would fill all memory.
 _MOST_WAITING: Final = 4
 
 
 @final
 class Pinner:
-    """Registers segments of one arena; owned by its delivery."""
+    """Registers the segments of one arena in a thread. Its ``HostDelivery`` owns it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = threading.Lock()  # guards all that follows
-        self._addresses: dict[int, int] = {}  # of segments that are registered, or about to be
-        self._memories: dict[int, mmap] = {}  # held, so that nothing else can be mapped there before it is unregistered
+        self._lock = threading.Lock()  # guards all fields below
+        self._addresses: dict[int, int] = {}  # of segments that are registered or queued
+        self._memories: dict[int, mmap] = {}  # referenced, so that the address is not reused before it is unregistered
         self._registered: set[int] = set()
         self._is_refused = False
         self._work: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def use(self, segment: int, memory: mmap) -> None:
-        """A batch comes from this segment: have it registered, if it is not."""
+        """Queue a segment for registration if it is not registered. Called for each batch."""
         if segment in self._addresses or self._is_refused:
             return
         with self._lock:
@@ -60,12 +60,12 @@ class Pinner:
         return segment in self._registered
 
     def forget(self, segment: int) -> None:
-        """The segment goes: nobody looks into it any more."""
+        """Unregister a segment that is about to be freed and that no batch references any more."""
         with self._lock:
             self._unregister(segment)
 
     def close(self) -> None:
-        """Unregister everything, when what is being registered is."""
+        """Wait for pending registrations, then unregister everything."""
         self._work.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -96,7 +96,7 @@ class Pinner:
 
 @final
 class PendingReads:
-    """Slots that the user has let go of, and that the accelerator may still be reading. See NOTE [asynchronous reads]."""
+    """Slots that user code has released but the accelerator may still read. See NOTE [asynchronous reads]."""
 
     def __init__(self, backend: Backend, ended: Callable[[], list[SlotId]]) -> None:
         self._backend = backend
@@ -107,7 +107,7 @@ class PendingReads:
         return bool(self._waiting)
 
     def free(self) -> list[SlotId]:
-        """Slots that nobody reads any more, of those that were let go of."""
+        """Return the released slots that the accelerator no longer reads."""
         ended = self._ended()
         if ended:
             self._waiting.append((self._backend.mark(), ended))
@@ -119,6 +119,6 @@ class PendingReads:
         return slots
 
     def wait(self) -> None:
-        """Until all that has been let go of by now is free."""
+        """Wait until the accelerator no longer reads any slot released so far."""
         for mark, _ in self._waiting:
             mark.wait()

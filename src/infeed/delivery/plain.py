@@ -1,4 +1,4 @@
-"""Devices of any kind that torch knows, without streams: MPS, XPU, the CPU itself. Imported only where torch is."""
+"""Delivery to any torch device without using streams: MPS, XPU, CPU. Imported only if torch is installed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def usable_device(device: Any) -> torch.device:
 
 
 def as_tensor(leaf: Any) -> torch.Tensor | None:
-    """A leaf that belongs on the device, as a tensor over the same memory; ``None`` for all others."""
+    """Return a numeric leaf as a tensor, over the same memory where torch allows it; ``None`` for other leaves."""
     if isinstance(leaf, torch.Tensor):
         return leaf
     if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc":
         try:
             return torch.from_numpy(leaf)
-        except (TypeError, ValueError):  # another byte order, strides that go backwards, a type that torch does not have
+        except (TypeError, ValueError):  # foreign byte order, negative strides, or a dtype that torch does not have
             native = leaf.dtype.newbyteorder("=")
             try:
                 return torch.from_numpy(np.ascontiguousarray(leaf, dtype=native))
@@ -41,7 +41,7 @@ def as_tensor(leaf: Any) -> torch.Tensor | None:
 
 @final
 class PlainStage(Stage):
-    """Copies when asked, in the order of the user's own work."""
+    """Copies synchronously, in order with the work of the training loop."""
 
     def __init__(self, device: Any, convert: Convert | None) -> None:
         self._device = usable_device(device)

@@ -1,4 +1,4 @@
-"""Changing the leaves of a batch, whatever it is made of."""
+"""Map a function over the leaves of a nested batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
-_leaf_types: Final[weakref.WeakSet[type]] = weakref.WeakSet()  # asking whether something is a Mapping takes long
+_leaf_types: Final[weakref.WeakSet[type]] = weakref.WeakSet()  # a cache, because isinstance(tree, Mapping) is slow
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure, of the same types, with every leaf changed. What cannot be built anew is a leaf.
+    """Return the same structure with the same types and every leaf changed. A container that cannot be rebuilt is a leaf.
 
     >>> map_leaves({"a": [1, (2, 3)]}, lambda leaf: leaf * 10)
     {'a': [10, (20, 30)]}
@@ -44,7 +44,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 def _rebuilt_mapping(tree: Mapping[Any, Any], changed: dict[Any, Any], change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, MutableMapping):
-        clone = copy.copy(tree)  # keeps what a defaultdict or a type of the user's has besides its items
+        clone = copy.copy(tree)  # keeps attributes of a defaultdict or a user-defined type
         clone.update(changed)
         return clone
     return _or_leaf(lambda: type(tree)(changed), tree, change)  # type: ignore[call-arg]
@@ -53,5 +53,5 @@ def _rebuilt_mapping(tree: Mapping[Any, Any], changed: dict[Any, Any], change: C
 def _or_leaf(build: Callable[[], Any], tree: Any, change: Callable[[Any], Any]) -> Any:
     try:
         return build()
-    except Exception:  # a constructor of the user's with other arguments
+    except Exception:  # a user-defined constructor with other arguments
         return change(tree)

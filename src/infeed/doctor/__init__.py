@@ -1,1 +1,1 @@
-"""``infeed doctor``: watches a program that loads data, looks at its datasets, and says what is wrong."""
+"""``infeed doctor``: monitors a program that loads data, probes its datasets and reports problems."""

@@ -1,4 +1,4 @@
-"""Finding the best settings for a dataset on this machine, by trying them."""
+"""Finds the best worker settings for a dataset on this machine by measuring them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from infeed.formatting import format_workers
 
 Kind: TypeAlias = Literal["inline", "thread", "process"]
 
-# More workers must bring at least this much to count as a gain. One step without may be chance, two are the end.
+# Throughput must grow by this factor to count as a gain. One step without a gain may be noise; two end the search.
 _GAIN: Final = 1.05
 _MOST_WORKERS: Final = 64
-# The choice is the least that reaches this part of the best: workers cost memory, and two runs differ by a few percent.
+# Choose the fewest workers that reach this share of the best rate: workers cost memory, and runs differ by a few percent.
 _ENOUGH: Final = 0.97
-# What is measured a second time.
+# Settings above this share of the best rate are measured a second time, at most this many.
 _CLOSE: Final = 0.7
 _MOST_AGAIN: Final = 5
-# Before counting begins: this part of the time to be measured, and some batches of each worker.
+# Warm-up before counting: this share of the measuring time, and this many batches per worker.
 _WARM_SHARE: Final = 0.25
 _WARM_BATCHES: Final = 2
 
@@ -29,13 +29,13 @@ _WARM_BATCHES: Final = 2
 @final
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is tried."""
+    """A worker kind and count to measure."""
 
     kind: Kind
     num_workers: int
 
     def code(self, batch_size: int) -> str:
-        """A line to paste."""
+        """Return a line of code to paste."""
         worker = f', worker="{self.kind}"' if self.kind == "thread" else ""
         return f"infeed.DataLoader(dataset, batch_size={batch_size}, num_workers={self.num_workers}{worker})"
 
@@ -46,13 +46,13 @@ class Setting:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What came of it."""
+    """Result of measuring one setting."""
 
     setting: Setting
     samples_per_s: float = 0.0
     bytes_per_s: float = 0.0
-    first_s: float = 0.0  # to the first batch
-    memory_bytes: int = 0  # of the workers; of threads, what this process has grown by
+    first_s: float = 0.0  # time to the first batch
+    memory_bytes: int = 0  # of worker processes; without them, growth of this process
     error: str = ""
 
 
@@ -60,7 +60,7 @@ Measure: TypeAlias = Callable[[Setting], Measured]
 
 
 def search(measure: Measure, core_count: int, kinds: Iterable[Kind] = ("thread", "process")) -> Iterator[Measured]:
-    """Try no workers, then more and more of each kind, until more bring nothing."""
+    """Measure no workers, then increasing counts of each kind, until more workers bring no gain."""
     yield measure(Setting("inline", 0))
     for kind in kinds:
         best, idle = 0.0, 0
@@ -68,7 +68,7 @@ def search(measure: Measure, core_count: int, kinds: Iterable[Kind] = ("thread",
             found = measure(Setting(kind, count))
             yield found
             if found.error:
-                break  # more of the same would fail as well
+                break  # a higher count would fail as well
             idle = 0 if found.samples_per_s > _GAIN * best else idle + 1
             best = max(best, found.samples_per_s)
             if idle == 2 or (idle and count >= 2 * core_count):
@@ -76,7 +76,7 @@ def search(measure: Measure, core_count: int, kinds: Iterable[Kind] = ("thread",
 
 
 def confirm(measure: Measure, results: Iterable[Measured]) -> list[Measured]:
-    """Measure the fastest once more, and keep the better figure: other programs can only make a setting look slower."""
+    """Measure the fastest settings again and keep the better rate: other programs can only slow a setting down."""
     kept = list(results)
     best = max((one.samples_per_s for one in kept), default=0.0)
     close = [number for number, one in enumerate(kept) if not one.error and one.samples_per_s >= _CLOSE * best]
@@ -88,7 +88,7 @@ def confirm(measure: Measure, results: Iterable[Measured]) -> list[Measured]:
 
 
 def worker_counts(core_count: int) -> list[int]:
-    """Numbers of workers that are worth a try, in order.
+    """Return the worker counts to measure, in ascending order.
 
     >>> worker_counts(6)
     [1, 2, 4, 6, 8, 12, 16, 32, 64]
@@ -98,7 +98,7 @@ def worker_counts(core_count: int) -> list[int]:
 
 
 def choose(results: Iterable[Measured]) -> Measured | None:
-    """The least that is almost as fast as the fastest."""
+    """Return the setting with the fewest workers within 3% of the fastest."""
     good = [one for one in results if not one.error and one.samples_per_s]
     if not good:
         return None
@@ -124,10 +124,10 @@ class Bench:
         self._clock = clock
 
     def measure(self, setting: Setting) -> Measured:
-        """Load for a while with this setting. An error is told in the result, so that others can be tried."""
+        """Load with this setting for the given time. The result holds any error, so other settings can still be measured."""
         try:
             return self._measure(setting)
-        except Exception as error:  # the dataset's own arrive as they are
+        except Exception as error:  # the dataset's exceptions arrive with their own type
             return Measured(setting=setting, error=told(error))
 
     def _measure(self, setting: Setting) -> Measured:
@@ -140,7 +140,7 @@ class Bench:
         loader = infeed.DataLoader(
             self._dataset,
             batch_size=self.batch_size,
-            shuffle=self._is_indexed,  # as training does: reading in order may be faster
+            shuffle=self._is_indexed,  # as in training: sequential reads may be faster
             drop_last=True,
             num_workers=setting.num_workers,
             worker=setting.kind,
@@ -175,7 +175,7 @@ class Bench:
 
 
 def told(error: Exception) -> str:
-    """An error in a line, with its type if it is not infeed's own, and with the sample that it came from."""
+    """Format an error in one line, with its type unless it is infeed's, and with the failing sample if known."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, InfeedError):
         return first
@@ -184,7 +184,7 @@ def told(error: Exception) -> str:
 
 
 class _Endless:
-    """One epoch after another."""
+    """Iterates a loader epoch after epoch without end."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

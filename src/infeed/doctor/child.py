@@ -1,8 +1,8 @@
-"""The interpreter in which the doctor runs a program: ``python -m infeed.doctor.child OPTIONS PROGRAM ...``.
+"""The child process in which the doctor runs a program: ``python -m infeed.doctor.child OPTIONS PROGRAM ...``.
 
-It is the doctor's child so that the doctor survives whatever the program does. Everything that is seen goes into a journal at
-once. When the program has ended, or asks for a batch after its time is up, its datasets are looked at right here, and the
-program never goes on: it waits for the doctor to end it, with all its processes.
+A separate process lets the doctor survive whatever the program does, and each observation is written to a journal at once.
+When the program ends, or requests a batch after its time is up, this process probes its datasets. A stopped program never
+continues: it waits for the doctor to kill it and all its processes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _FAILED: Final = 1
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the doctor asks of its child."""
+    """Options that the doctor passes to its child process."""
 
     journal: str
     kind: Literal["script", "module", "dataset"]
     seconds: float
     with_infeed: bool = False
-    num_workers: int = 2  # of a loader over a dataset
+    num_workers: int = 2  # for kind="dataset", like batch_size
     batch_size: int = 32
 
     def text(self) -> str:
@@ -48,7 +48,7 @@ class Orders:
 
 
 def stop_signal() -> int | None:
-    """What the doctor sends to a program that asks for no batch any more; none of those that programs use."""
+    """Return the signal for a program that no longer requests batches: a real-time signal that programs do not use."""
     if sys.platform != "linux":
         return None
     return signal.SIGRTMIN + 9
@@ -95,7 +95,7 @@ class _Child:
             self._iterate(load_dataset(program[0]))
 
     def _iterate(self, dataset: Any) -> None:
-        """Over and over, until time is up."""
+        """Iterate the dataset in epochs until time is up."""
         options: dict[str, Any] = {"batch_size": self._orders.batch_size, "num_workers": self._orders.num_workers}
         if "torch" in sys.modules:
             loader: Any = importlib.import_module("torch.utils.data").DataLoader(
@@ -113,16 +113,16 @@ class _Child:
 
     def _stop(self, ending: Ending = "time") -> None:
         if self._is_over:
-            return  # it is at the probes
+            return  # the probes are running
         self._watcher.note_waiting()
         self._finish(ending, None, "")
-        # The program must not go on. It is the doctor that ends it; or nobody, if the doctor is gone.
+        # The program must not continue. Wait for the doctor to kill this process, and exit if the doctor is gone.
         while os.getppid() == self._doctor:
             time.sleep(_PAUSE_S)
         os._exit(_FAILED)
 
     def _finish(self, ending: Ending, code: int | None, told: str) -> None:
-        # Not before: it imports NumPy, and a program may want to set the number of its threads first.
+        # Import late: this loads NumPy, and the program may set its number of threads first.
         import threadpoolctl
 
         from infeed.doctor.probe import probe
@@ -131,13 +131,13 @@ class _Child:
         self._is_over = True
         at = time.monotonic()
         self._watcher.flush()
-        # Now, in case the probes do not come back; once more when they have.
+        # Write "end" before the probes, in case a probe hangs; "done" follows after them.
         self._journal.write("end", at=at, ending=ending, exit_code=code, error=told)
         torch: Any = sys.modules.get("torch")
         has_gpu = bool(torch is not None and torch.cuda.is_available())
         has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
         self._journal.write("machine", has_gpu=has_gpu, is_fork_default=_is_fork_default(), has_gil=has_gil)
-        # As it should be in workers. Of the program, no more than its end is still to come.
+        # One thread per library, as in workers. Only the program's exit handlers still run after this.
         limit_pools(1)
         threadpoolctl.threadpool_limits(1)
         for watched in self._watcher.loaders[:_MOST_PROBES]:
@@ -146,9 +146,9 @@ class _Child:
 
 
 def _told(error: BaseException) -> str:
-    """An exception in a line."""
+    """Format an exception in one line."""
     lines = str(error).strip().splitlines() or [""]
-    # torch's message holds the whole traceback of the worker; what was raised there is at its end.
+    # torch's message contains the worker's whole traceback; its last line is the original exception.
     if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
         return f"{lines[-1]}, in a worker"
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")

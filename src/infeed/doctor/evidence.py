@@ -1,4 +1,4 @@
-"""What was seen of a program: plain data, from which findings are made."""
+"""Evidence about a monitored program: plain data from which findings are derived."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ Library: TypeAlias = Literal["torch", "infeed", "infeed.torch"]
 Kind: TypeAlias = Literal["inline", "thread", "process"]
 Ending: TypeAlias = Literal["finished", "exit", "error", "time", "stuck", "died"]
 
-# How often a call must give the processor up by itself to be said to wait: a busy machine takes it away as well.
+# A call counts as I/O-bound from this many voluntary context switches on average; a busy machine also preempts it.
 _LEAST_SWITCHES: Final = 0.5
 
 
 @final
 @dataclass(slots=True)
 class EpochSeen:
-    """One iteration of a loader. Times are seconds, ``at`` on the clock that all processes share."""
+    """One iteration of a loader. Times are in seconds; ``at`` is on the clock that all processes share."""
 
     at: float
     start_s: float = 0.0  # from `iter` to the first batch
     has_batch: bool = False
-    waits: list[float] = field(default_factory=list)  # for every batch but the first, of those that count
-    aways: list[float] = field(default_factory=list)  # what the loop did before it asked for each of them
-    cpu_s: float = 0.0  # what the program's own process used meanwhile, with all its threads
-    # Others came while infeed found out how many workers are best, by which it is not judged.
+    waits: list[float] = field(default_factory=list)  # for each judged batch; the first of an epoch is excluded
+    aways: list[float] = field(default_factory=list)  # time in the training loop before each of these requests
+    cpu_s: float = 0.0  # CPU time of the program's main process meanwhile, all threads
+    # Batches that arrived while infeed searched for the best number of workers; excluded from the judged waits.
     warm_count: int = 0
     warm_s: float = 0.0
 
     @property
     def batch_count(self) -> int:
-        """Of all that came."""
+        """All batches of the epoch, including the first and the warm-up batches."""
         return self.has_batch + self.warm_count + len(self.waits)
 
     def warm(self, waits: Sequence[float], aways: Sequence[float]) -> None:
-        """These do not count."""
+        """Count these batches as warm-up."""
         self.warm_count += len(waits)
         self.warm_s += sum(waits) + sum(aways)
 
@@ -45,67 +45,67 @@ class EpochSeen:
 @final
 @dataclass(slots=True)
 class Fork:
-    """The process was copied to make a worker, with threads running in it."""
+    """A fork of the main process for a worker, with the threads that were running at that moment."""
 
     python_threads: list[str]
     libraries: dict[str, int]  # native threads by library
 
 
 def gives_up(switches: float | None) -> bool:
-    """Whether so many times are enough to say that a call waits; if not, others took the processor away."""
+    """Whether a call made enough voluntary context switches to be I/O-bound; otherwise it was preempted."""
     return switches is None or switches >= _LEAST_SWITCHES
 
 
 class SlowIndex(NamedTuple):
-    """A sample that took much longer than others, twice."""
+    """A sample that took much longer than others in two measurements."""
 
-    which: str  # its index, as written
+    which: str  # repr of the index
     seconds: float
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """What loading some samples by hand, and looking at the dataset, told."""
+    """Results of probing a dataset: timings of directly loaded samples, and properties of the dataset."""
 
     sample_count: int = 0
     sample_s: float = 0.0  # on average
     median_s: float = 0.0
-    cpu_s: float = 0.0  # of it, on a processor
-    switches: float | None = None  # how often a call for a sample, or for several, gave up the processor by itself, on average
-    read_bytes: float = 0.0  # a sample, on average
-    has_collate_fn: bool = False  # of the program's own
-    is_collate_known: bool = True  # what it takes
-    collate_s: float = 0.0  # a batch
+    cpu_s: float = 0.0  # CPU time per sample
+    switches: float | None = None  # voluntary context switches per call (for one sample or several), on average
+    read_bytes: float = 0.0  # per sample, on average
+    has_collate_fn: bool = False  # the program passed its own collate_fn
+    is_collate_known: bool = True  # whether collation could be timed
+    collate_s: float = 0.0  # per batch
     collate_cpu_s: float = 0.0
     collate_switches: float | None = None
     slow: list[SlowIndex] = field(default_factory=list)
-    shards_itself: bool = False  # a stream that asks which worker reads it
-    heavy: list[tuple[str, int, bool]] = field(default_factory=list)  # what it is, bytes, whether it is an array
-    unsendable: str = ""  # by any means
-    unpicklable: str = ""  # by pickle, which is what torch's loader sends with where it does not fork
-    generators: list[str] = field(default_factory=list)  # in the dataset or its module, and drawn from
+    shards_itself: bool = False  # an iterable dataset that calls get_worker_info()
+    heavy: list[tuple[str, int, bool]] = field(default_factory=list)  # description, bytes, whether it is an array
+    unsendable: str = ""  # cannot be pickled, not even by value
+    unpicklable: str = ""  # by plain pickle, which torch's loader uses where it does not fork
+    generators: list[str] = field(default_factory=list)  # in the dataset or its modules, and advanced while loading
     error: str = ""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class LoaderSeen:
-    """A loader of the program; loaders that are made alike over the same dataset, as for each epoch, count as one."""
+    """A loader of the program. Equal loaders over the same dataset, such as one per epoch, count as one."""
 
     number: int
     library: Library
     dataset: str
     kind: Kind
-    num_workers: int  # that there are; where infeed decides, those that were seen last
-    asked: str = ""  # for how many the program asked, as it would write it
-    is_auto: bool = False  # whether infeed decides how many there are, or of which kind
-    is_gathered: bool = False  # whether infeed takes rows out of arrays, so that nobody loads samples
+    num_workers: int  # actual count; with "auto", the latest one recorded
+    asked: str = ""  # num_workers (and worker) as the program wrote them
+    is_auto: bool = False  # whether infeed chooses the number or the kind of workers
+    is_gathered: bool = False  # whether infeed gathers rows of arrays, so no worker loads samples
     is_stream: bool = False
     batch_size: int | None = 1
     is_persistent: bool = False
     is_pinned: bool = False
-    has_init: bool = False  # a worker_init_fn
+    has_init: bool = False  # whether it has a worker_init_fn
     start_method: str = ""  # of torch's workers
     pids: list[int] = field(default_factory=list)
     epochs: list[EpochSeen] = field(default_factory=list)
@@ -113,13 +113,13 @@ class LoaderSeen:
     batch_bytes: int = 0
     batch_rows: int = 0
     is_on_device: bool = False
-    waiting_s: float = 0.0  # for the batch that it was asked for when time was up
-    is_settled: bool = True  # not while infeed finds out how many workers are best
-    settled_as: tuple[Kind, int] | None = None  # what it found, if that was seen
+    waiting_s: float = 0.0  # wait for the batch that was pending when time was up
+    is_settled: bool = True  # False while infeed searches for the best number of workers
+    settled_as: tuple[Kind, int] | None = None  # the result of that search, if recorded
     probe: Probe = field(default_factory=Probe)
 
     def see_workers(self, kind: Kind, count: int, is_gathered: bool, is_settled: bool = True) -> None:
-        """Take what was seen for what was asked for. Where the program names a number, not all may have started yet."""
+        """Update the worker kind and count. A number set by the program is kept, as some workers may not have started yet."""
         self.kind, self.is_gathered, self.is_settled = kind, is_gathered, is_settled
         if kind == "inline":
             self.num_workers = 0
@@ -128,13 +128,13 @@ class LoaderSeen:
         if not self.is_auto or not is_settled or self.settled_as == (kind, count):
             return
         if self.settled_as is not None:
-            for epoch in self.epochs:  # what came with others says nothing of these
+            for epoch in self.epochs:  # batches from the previous worker setting do not count
                 epoch.warm(epoch.waits, epoch.aways)
                 epoch.waits, epoch.aways, epoch.cpu_s = [], [], 0.0
         self.settled_as = (kind, count)
 
     def see_batches(self, waits: Sequence[float], aways: Sequence[float], cpu_s: float = 0.0) -> None:
-        """Take in what came in the latest epoch."""
+        """Add batches to the latest epoch."""
         if not self.is_settled:
             self.epochs[-1].warm(waits, aways)
             return
@@ -155,22 +155,22 @@ class LoaderSeen:
 
     @property
     def batch_count(self) -> int:
-        """Of those whose wait was measured and counts: not the first of an epoch, nor while infeed found out what is best."""
+        """Judged batches: excludes the first of each epoch and those during infeed's search for the best worker count."""
         return sum(len(epoch.waits) for epoch in self.epochs)
 
     @property
     def given_count(self) -> int:
-        """Of all batches that it gave."""
+        """All batches that the loader yielded."""
         return sum(epoch.batch_count for epoch in self.epochs)
 
     @property
     def has_warmed_up(self) -> bool:
-        """Whether some do not count."""
+        """Whether any batches were warm-up batches."""
         return any(epoch.warm_count for epoch in self.epochs)
 
     @property
     def iterated_s(self) -> float:
-        """How long it was iterated, as far as that was measured."""
+        """Total measured time that the loader was iterated."""
         return self.waited_s + self.away_s + sum(epoch.start_s + epoch.warm_s for epoch in self.epochs)
 
     @property
@@ -180,13 +180,13 @@ class LoaderSeen:
 
     @property
     def told_share(self) -> float:
-        """Of its time, what the loop waited: with the wait that still went on when time was up, by which it is not judged."""
+        """Wait share for reports; unlike ``wait_share`` it includes the wait still pending when time was up."""
         waited_s = self.waited_s + self.waiting_s
         return waited_s / (waited_s + self.away_s) if waited_s else 0.0
 
     @property
     def own_cores(self) -> float:
-        """That the program's own process used, with all its threads."""
+        """Average CPU cores used by the program's main process, all threads."""
         total = self.waited_s + self.away_s
         return sum(epoch.cpu_s for epoch in self.epochs) / total if total else 0.0
 
@@ -197,7 +197,7 @@ class LoaderSeen:
 
     @property
     def slow_share(self) -> float:
-        """Of the time that loading by hand took, what the few slow samples took beyond the usual."""
+        """Share of the probe's loading time that slow samples took beyond the median."""
         probe = self.probe
         lost = sum(one.seconds - probe.median_s for one in probe.slow)
         all_s = self.load_s / self.rows * probe.sample_count
@@ -205,12 +205,12 @@ class LoaderSeen:
 
     @property
     def collate_share(self) -> float:
-        """Of loading a batch, what making it of its samples takes."""
+        """Share of a batch's loading time spent in collation."""
         return self.probe.collate_s / self.load_s if self.load_s else 0.0
 
     @property
     def cpu_share(self) -> float:
-        """Of loading a batch, how much is on a processor; all of it counts where nothing gives that up by itself."""
+        """CPU share of a batch's loading time; calls without voluntary context switches count as fully CPU-bound."""
         if not self.load_s:
             return 1.0
         probe = self.probe
@@ -220,22 +220,22 @@ class LoaderSeen:
 
     @property
     def has_one_reader(self) -> bool:
-        """Whether more workers bring nothing: of such a stream infeed lets one read, and each of torch's reads all of it."""
+        """Whether more workers cannot help: infeed reads such an iterable dataset in one worker, torch reads it in each."""
         return self.is_stream and bool(self.probe.sample_count) and not self.probe.shards_itself
 
     @property
     def is_load_known(self) -> bool:
-        """Whether all that loading takes was seen by hand."""
+        """Whether the probe timed both samples and collation."""
         return bool(self.probe.sample_count) and self.probe.is_collate_known
 
     @property
     def load_s(self) -> float:
-        """What loading a batch takes one who is alone with it, and has one thread."""
+        """Time for a single worker with one thread to load a batch."""
         return self.rows * self.probe.sample_s + self.probe.collate_s
 
 
 class Moment(NamedTuple):
-    """How a process was at a time."""
+    """Memory (USS) and CPU time of a process at one time."""
 
     at: float
     uss_bytes: int
@@ -245,16 +245,16 @@ class Moment(NamedTuple):
 @final
 @dataclass(slots=True)
 class ProcessSeen:
-    """A process below the program's, as seen from outside."""
+    """A descendant process of the program, sampled from outside."""
 
     pid: int
     moments: list[Moment] = field(default_factory=list)
-    pools: dict[str, int] = field(default_factory=dict)  # threads besides its first that do work, by library
+    pools: dict[str, int] = field(default_factory=dict)  # working threads other than the main thread, by library
     read_bytes: int = 0
 
     @property
     def cpu_share(self) -> float:
-        """Of its time, how much it was on a processor."""
+        """CPU time divided by elapsed time."""
         if len(self.moments) < 2:
             return 0.0
         first, last = self.moments[0], self.moments[-1]
@@ -264,17 +264,17 @@ class ProcessSeen:
 @final
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A program that was watched."""
+    """A monitored run of a program."""
 
     program: str
     ending: Ending = "finished"
     exit_code: int | None = None
     error: str = ""
     seconds: float = 0.0  # from the first iteration of a loader to the end
-    has_own_loop: bool = True  # else the doctor only iterated a dataset
+    has_own_loop: bool = True  # False if the doctor iterated a dataset itself
     has_gpu: bool = False
     core_count: float = 1
-    memory_bytes: int = 0  # that is free
+    memory_bytes: int = 0  # free memory
     is_fork_default: bool = True
     has_gil: bool = True
     loaders: list[LoaderSeen] = field(default_factory=list)
@@ -282,12 +282,12 @@ class Run:
 
     @property
     def has_batch(self) -> bool:
-        """Whether any loader gave one. If none did, nothing was looked at."""
+        """Whether any loader yielded a batch. If none did, nothing was examined."""
         return any(epoch.has_batch for loader in self.loaders for epoch in loader.epochs)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the program ended with an error, and not because its time was up."""
+        """Whether the program failed, as opposed to being stopped when time was up."""
         return self.ending == "error" or (self.ending in ("exit", "died") and self.exit_code != 0)
 
     def workers_of(self, loader: LoaderSeen) -> list[ProcessSeen]:
@@ -295,7 +295,7 @@ class Run:
 
 
 def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
-    """Fill in what a journal tells."""
+    """Fill ``run`` from the events of a journal."""
     loaders: dict[int, LoaderSeen] = {}
     began = None
     for event in events:

@@ -1,4 +1,4 @@
-"""What the watched program tells the doctor: lines of JSON in a file, so that nothing is lost however the program ends."""
+"""Journal from the monitored program to the doctor: JSON lines in a file, so no event is lost however the program ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ EVENT: Final = "event"
 
 @final
 class Journal:
-    """Writes events. Silent in processes that were forked from the one that opened it."""
+    """Writes events. Ignores writes in processes forked from the one that opened it."""
 
     def __init__(self, path: Path) -> None:
         self._pid = os.getpid()
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # for as long as the process lives
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # open until the process ends
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that opened it, and has not closed it."""
+        """Whether this process opened the journal and has not closed it."""
         return os.getpid() == self._pid and not self._file.closed
 
     def write(self, event: str, **facts: Any) -> None:
@@ -34,7 +34,7 @@ class Journal:
 
 @final
 class JournalReader:
-    """Reads events while they are being written."""
+    """Reads events while the program writes them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -42,7 +42,7 @@ class JournalReader:
         self.events: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """The events that are new; ``events`` has all. A line that is not whole yet is left for the next time."""
+        """Return the new events and add them to ``events``. An incomplete last line is left for the next call."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:

@@ -1,7 +1,7 @@
-"""Watching a program's loaders from inside: when each is iterated, how long every batch lets the loop wait.
+"""Monitors a program's loaders in process: when each is iterated, and how long the training loop waits for each batch.
 
-The classes are changed in place, so that all loaders are seen wherever the program got them from. No thread is started here:
-a thread would itself be one that is alive while torch forks.
+The loader classes are patched in place, so every loader is recorded wherever the program imported it from. This module starts
+no thread, because that thread would itself be alive while torch forks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from infeed.doctor.journal import Journal
 from infeed.doctor.thread_owners import PYTHON, find_owners
 from infeed.import_hooks import when_imported
 
-# How deep arrays and tensors of a batch are looked for.
+# Maximum nesting depth when searching a batch for arrays and tensors.
 _DEPTH: Final = 6
 
 
 def settings_of(loader: Any) -> dict[str, Any]:
-    """What a loader was given, under the names of ``LoaderSeen``."""
+    """Return a loader's options under the field names of ``LoaderSeen``."""
     is_torch = type(loader).__module__ != "infeed"
     config = loader if is_torch else loader._session.config
     is_ours = not is_torch or any(cls.__module__.startswith("infeed.") for cls in type(loader).__mro__)
     is_installed = is_torch and "infeed" in getattr(type(loader)._get_iterator, "__module__", "")
     count = config.num_workers
     worker = getattr(config, "worker", "process")
-    is_open = str(count) == "auto"  # the number that it is then is the most that there may be
+    is_open = str(count) == "auto"  # the integer value is then the maximum
     is_auto = bool(count) and (is_open or worker == "auto")
     kind = f", worker='{worker}'" if worker in ("auto", "thread") else ""
     asked = ("'auto'" if is_open else str(count)) + kind
@@ -44,14 +44,14 @@ def settings_of(loader: Any) -> dict[str, Any]:
     return {
         "library": "infeed" if not is_torch else "infeed.torch" if is_ours or is_installed else "torch",
         "dataset": type(loader.dataset).__qualname__,
-        # Until it is seen what they are: "auto" begins with few, and with processes.
+        # Initial value for "auto", which starts with few worker processes; "workers" events update it.
         "kind": "inline" if not count else "process" if worker == "auto" else worker,
         "num_workers": 1 if is_auto else int(count),
         "asked": asked,
         "is_auto": is_auto,
         "is_stream": _is_torch_stream(loader.dataset) if is_torch else config.is_stream,
         "batch_size": loader.batch_size,
-        # infeed's own loader always keeps its workers.
+        # infeed.DataLoader always keeps its workers between epochs.
         "is_persistent": not is_torch or bool(loader.persistent_workers),
         "is_pinned": bool(config.pin_memory) or getattr(config, "device", None) is not None,
         "has_init": config.worker_init_fn is not None,
@@ -66,17 +66,17 @@ def _is_torch_stream(dataset: Any) -> bool:
 
 
 def workers_of(iterator: Any) -> dict[str, Any] | None:
-    """What the workers of an iteration are now, or were when it ended, as ``see_workers`` takes it; of infeed's only."""
+    """Return the workers of an infeed iteration, now or at its end, as arguments of ``see_workers``; ``None`` for torch's."""
     session = getattr(iterator, "_session", None)
     if session is None:
         return None
     seen = session.statistics()
     pids = pids_of(iterator)
-    # Where infeed decides: as many as it wants. Some may be starting, or have died a moment ago.
+    # With "auto", report the target count: some workers may still be starting, or may have just died.
     kind, count = seen.kind, session.worker_choice.count or seen.worker_count
     is_gathered = seen.loads_by == "gathering rows"
     if kind == "inline" and session.config.kind != "inline" and not is_gathered:
-        # Statistics know of no workers: they could not be started, or nothing is kept (observe="off").
+        # Statistics show no workers: start-up failed, or observe="off" records nothing.
         if getattr(iterator, "_epoch", iterator)._engine is None:
             return None
         kind, count = session.config.kind, session.config.most_workers
@@ -84,7 +84,7 @@ def workers_of(iterator: Any) -> dict[str, Any] | None:
 
 
 def measure(batch: Any, depth: int = 0) -> tuple[int, int, bool]:
-    """Bytes of a batch's arrays and tensors, their first length, and whether one is on a device."""
+    """Return a batch's bytes in arrays and tensors, the first dimension's length, and whether any is on a device."""
     if hasattr(batch, "nbytes") and hasattr(batch, "shape"):
         device = getattr(getattr(batch, "device", None), "type", "cpu")
         return int(batch.nbytes), int(batch.shape[0]) if len(batch.shape) else 0, device != "cpu"
@@ -98,14 +98,14 @@ def measure(batch: Any, depth: int = 0) -> tuple[int, int, bool]:
 
 
 def pids_of(iterator: Any) -> list[int]:
-    """Process numbers of the workers of an iteration, torch's or infeed's."""
+    """Return the PIDs of an iteration's workers, torch's or infeed's."""
     ask = getattr(iterator, "worker_pids", None)
     if ask is not None:
         return list(ask())
     return [worker.pid for worker in getattr(iterator, "_workers", ()) if worker.pid is not None]
 
 
-# On iterators, under which the epoch is found that they are at.
+# Attribute of an iterator that holds its current _Epoch.
 _MARK: Final = "_infeed_doctor"
 _FLUSH_S: Final = 0.25
 _MOST_LOADERS: Final = 16
@@ -113,7 +113,7 @@ _MOST_LOADERS: Final = 16
 
 @final
 class Watched:
-    """A loader that was iterated: what is needed to look at its dataset later. The loader itself is free to go."""
+    """What a later probe needs from an iterated loader, without a reference to the loader itself."""
 
     def __init__(self, number: int, loader: Any) -> None:
         self.number = number
@@ -124,7 +124,7 @@ class Watched:
         self.collate_fn = config.collate_fn
         self.worker_init_fn = config.worker_init_fn
         self.batch_rows = 0
-        self.workers: dict[str, Any] | None = None  # as they were written down last
+        self.workers: dict[str, Any] | None = None  # as last written to the journal
 
 
 @final
@@ -132,17 +132,18 @@ class _Epoch:
     def __init__(self, watched: Watched, asked: float) -> None:
         self.watched = watched
         self.began = asked
-        self.left: float | None = None  # when the loop got its latest batch
+        self.left: float | None = None  # when the training loop got its latest batch
         self.is_inside = False
         self.waits: list[float] = []
         self.aways: list[float] = []
         self.flushed = asked
-        self.cpu = self.cpu_flushed = 0.0  # of the process, when the loop got its latest batch, and the latest that is written
+        # Process CPU time when the training loop got its latest batch, and its latest batch in the journal.
+        self.cpu = self.cpu_flushed = 0.0
 
 
 @final
 class Watcher:
-    """Writes down what loaders do; when time is up, calls ``stop``, which does not return."""
+    """Records loader activity in the journal; when time is up, calls ``stop``, which does not return."""
 
     def __init__(self, journal: Journal, seconds: float, stop: Callable[[], None]) -> None:
         self._journal = journal
@@ -150,9 +151,9 @@ class Watcher:
         self._stop = stop
         self._deadline: float | None = None
         self._loaders: dict[Any, Watched] = {}
-        self._starting: Watched | None = None  # whose workers are being started
+        self._starting: Watched | None = None  # the loader whose workers are starting
         self._waiting: tuple[_Epoch, Any, float] | None = None
-        # Epochs with batches that are not written yet. One that is left by `break` or an exception is not heard of again.
+        # Epochs with unwritten batches. An epoch left by `break` or an exception gets no further call that could flush it.
         self._unwritten: dict[_Epoch, None] = {}
 
     @property
@@ -160,7 +161,7 @@ class Watcher:
         return list(self._loaders.values())
 
     def install(self) -> None:
-        """Watch all loaders of torch, torchdata and infeed from when they are imported."""
+        """Monitor all loaders of torch, torchdata and infeed, from the moment their modules are imported."""
         for module, loader, iterator in (
             ("torch.utils.data.dataloader", "DataLoader", "_BaseDataLoaderIter"),
             ("infeed.loader", "DataLoader", ""),
@@ -177,12 +178,12 @@ class Watcher:
             os.register_at_fork(before=self._before_fork)
 
     def flush(self) -> None:
-        """Write down what is not written yet."""
+        """Write pending batches of all epochs to the journal."""
         for epoch in tuple(self._unwritten):
             self._flush(epoch, time.monotonic())
 
     def note_waiting(self) -> None:
-        """Write down for which batch the loop is waiting."""
+        """Record the batch that the training loop is waiting for."""
         if self._waiting is None:
             return
         epoch, iterator, since = self._waiting
@@ -200,14 +201,14 @@ class Watcher:
 
     def _begin(self, loader: Any, call: Callable[[], Any]) -> Any:
         if self._starting is not None or not self._journal.is_here:
-            return call()  # a subclass calls what it inherits; or a worker has a loader of its own
+            return call()  # a subclass called the inherited method, or a worker iterates another loader
         watched = self._find(loader)
         if watched is None:
             return call()
         asked = time.monotonic()
         if self._deadline is None:
             self._deadline = asked + self._seconds
-        self.flush()  # batches belong to the epoch that was written last
+        self.flush()  # the reader assigns batches to the latest epoch event
         self._journal.write("epoch", loader=watched.number, at=asked)
         self._starting = watched
         try:
@@ -254,13 +255,13 @@ class Watcher:
         return batch
 
     def _find(self, loader: Any) -> Watched | None:
-        # Not by identity: programs make loaders, and datasets, anew for each epoch.
+        # Not by identity: programs re-create loaders and datasets for each epoch.
         dataset = loader.dataset
         size = len(dataset) if hasattr(dataset, "__len__") else None
         key = (type(dataset), size, tuple(sorted(settings_of(loader).items(), key=str)))
         watched = self._loaders.get(key)
         if watched is not None:
-            watched.dataset = dataset  # the latest, so that those before are free to go
+            watched.dataset = dataset  # keep only the latest, so earlier ones can be freed
         elif len(self._loaders) < _MOST_LOADERS:
             watched = self._loaders[key] = Watched(len(self._loaders), loader)
             self._journal.write("loader", number=watched.number, at=time.monotonic(), **watched.settings)

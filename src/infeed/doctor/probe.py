@@ -1,6 +1,6 @@
-"""Looking at a dataset by hand: loads some samples, weighs it, tries to send it, finds random generators in it.
+"""Probes a dataset directly: times samples, measures its size, tries to pickle it, and finds random generators in it.
 
-Runs in the program's own process when the program has ended or its time is up.
+Runs in the program's main process after the program has ended or its time is up.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from infeed.memory.weighing import find_heavy
 
 _MOST_SAMPLES: Final = 300
 _WARM: Final = 2
-# A sample is slow if it takes so many times what others take, and long enough for anyone to notice.
+# A sample is slow if it takes this many times the median, and at least this many seconds.
 _SLOW_TIMES: Final = 10
 _SLOW_S: Final = 0.005
 _MOST_SLOW: Final = 5
-# The first call may import modules; of one that takes so long that is no matter.
+# Time collate_fn twice, because the first call may import modules; above _COLLATE_S that does not matter.
 _COLLATES: Final = 2
 _COLLATE_S: Final = 0.5
-# Bounds of the search for generators.
+# Limits of the search for generators.
 _LOOKS: Final = 500
 _DEPTH: Final = 4
 _ELEMENTS: Final = 20
-# Datasets beyond this are not pickled for a try: that would take longer than the run.
+# Larger datasets are not test-pickled: that would take longer than the run.
 _MOST_PICKLED: Final = 1 << 30
 
 
 def probe(watched: Watched, journal: Journal, seconds: float) -> None:
-    """Look at the dataset of a loader, and write down each thing that is known as soon as it is."""
+    """Probe a loader's dataset, and write each result to the journal as soon as it is known."""
 
     def note(**facts: Any) -> None:
         journal.write("probe", loader=watched.number, **facts)
@@ -70,7 +70,7 @@ def _try_to_send(watched: Watched) -> dict[str, Any]:
     for name, value in given.items():
         try:
             dump_by_value(value, set())
-        except Exception as error:  # whatever the user's __reduce__ raises
+        except Exception as error:  # user code in __reduce__ may raise anything
             culprit = find_culprit(value, name)
             if culprit is None:
                 found.setdefault("unsendable", f"{name}: {error}")
@@ -86,7 +86,7 @@ def _try_to_send(watched: Watched) -> dict[str, Any]:
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
+    """A file object that discards its data."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -110,7 +110,7 @@ def _load_some(watched: Watched, seconds: float) -> dict[str, Any]:
 
 
 def _open(watched: Watched) -> tuple[Iterator[Any], bool]:
-    """A stream, and whether it has asked which worker reads it by the time it gives its first sample."""
+    """Open an iterable dataset. Also return whether it called ``get_worker_info`` up to its first sample."""
     library = watched.settings["library"]
     asking = {infeed.get_worker_info.__code__} if library != "torch" else set()
     if library != "infeed":
@@ -122,7 +122,7 @@ def _open(watched: Watched) -> tuple[Iterator[Any], bool]:
         del argument
         was_asked = was_asked or (event == "call" and frame.f_code in asking)
 
-    # Not by replacing the function, which the stream's module may have imported by its name.
+    # Use a profile hook: replacing the function would miss modules that imported it by name.
     before = sys.getprofile()
     sys.setprofile(note)
     try:
@@ -130,13 +130,13 @@ def _open(watched: Watched) -> tuple[Iterator[Any], bool]:
         first = list(itertools.islice(stream, 1))
     finally:
         sys.setprofile(before)
-    # What torch's pipes read is told to them by torch, before.
+    # torch shards DataPipes itself before it iterates them.
     is_pipe = any(cls.__name__ == "IterDataPipe" for cls in type(watched.dataset).__mro__)
     return itertools.chain(first, stream), was_asked or is_pipe
 
 
 def _indices(watched: Watched) -> Iterator[Any]:
-    """Some that the loader would ask for: spread over the dataset, or as an own sampler gives them."""
+    """Return indices to load: a random choice over the dataset, or those of the program's own sampler."""
     sampler = watched.sampler
     module = type(sampler).__module__
     if sampler is not None and not module.startswith(("torch.utils.data", "infeed")):
@@ -149,15 +149,15 @@ def _indices(watched: Watched) -> Iterator[Any]:
 
 
 def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: Watched, seconds: float) -> dict[str, Any]:
-    """Load and time each task, which is an index or a list of them, until time is up."""
+    """Load and time each task (an index or a list of indices) until time is up."""
     times: list[float] = []
     counts: list[int] = []
-    loaded: list[Any] = []  # what these are of
+    loaded: list[Any] = []  # the tasks of `times`
     samples: list[Any] = []
     failed: Exception | None = None
     deadline = time.perf_counter() + seconds
     rows = watched.settings["batch_size"] or watched.batch_rows or 1
-    # The first ones open files and import modules.
+    # Warm-up: the first tasks open files and import modules.
     warm = min(_WARM, len(tasks) // 2)
     cpu = switches = read = 0.0
     for number, (what, count) in enumerate(tasks):
@@ -168,7 +168,7 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
             sample = take(what)
         except StopIteration:
             break
-        except Exception as error:  # the loader may leave it out (on_error), or the program fails by itself
+        except Exception as error:  # the loader may skip it (on_error), or the program itself fails on it
             failed = failed or error
             if watched.settings["is_stream"] or time.perf_counter() > deadline:
                 break
@@ -191,8 +191,8 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
         "sample_count": total,
         "sample_s": sum(one * count for one, count in zip(times, counts, strict=True)) / total,
         "median_s": statistics.median(times),
-        "cpu_s": (time.process_time() - cpu) / total,  # of all threads: libraries have pools
-        # Of a call: one for many samples waits for all of them at once.
+        "cpu_s": (time.process_time() - cpu) / total,  # all threads: libraries have thread pools
+        # Per call: a __getitems__ call waits for all its samples at once.
         "switches": (_switches() - switches) / len(times) if _has_usage() else None,
         "read_bytes": (_read_bytes() - read) / total,
     }
@@ -200,10 +200,10 @@ def _measure(tasks: list[tuple[Any, int]], take: Callable[[Any], Any], watched: 
         facts["slow"] = _find_slow(loaded, times, take)
     module = getattr(watched.collate_fn, "__module__", None) or ""
     is_own = watched.collate_fn is not None and not module.startswith("torch.utils.data")
-    if is_own or watched.settings["library"] == "torch":  # infeed writes rows where torch's default would be called
+    if is_own or watched.settings["library"] == "torch":  # infeed writes rows directly instead of calling default_collate
         is_batch = watched.settings["batch_size"] or watched.batch_rows
         facts |= {"has_collate_fn": is_own, "is_collate_known": False}
-        with suppress(Exception):  # it may want other samples than these
+        with suppress(Exception):  # collate_fn may not accept these samples
             for _ in range(_COLLATES):
                 facts |= _collate(watched.collate_fn, samples if is_batch else samples[0])
                 if facts["collate_s"] > _COLLATE_S:
@@ -223,7 +223,7 @@ def _collate(collate_fn: Callable[[Any], Any], samples: Any) -> dict[str, Any]:
 
 
 def _find_slow(indices: list[Any], times: list[float], take: Callable[[Any], Any]) -> list[tuple[str, float]]:
-    """Those that are slow again when they are asked again: not what was cold, or interrupted by others."""
+    """Return samples that are slow in a second measurement too, which excludes cold caches and preemption."""
     limit = max(_SLOW_TIMES * statistics.median(times), _SLOW_S)
     ranked = sorted(zip(times, indices, strict=True), key=lambda pair: -pair[0])
     slow = []
@@ -251,7 +251,7 @@ def _switches() -> float:
 
 
 def _read_bytes() -> float:
-    """What this thread has read from files, from disk or cache."""
+    """Return the bytes that this thread has read from files, from disk or cache."""
     if sys.platform != "linux":
         return 0.0
     try:
@@ -265,7 +265,7 @@ def _read_bytes() -> float:
 
 
 def find_generators(dataset: Any) -> list[tuple[str, Any]]:
-    """Random generators that the dataset holds, or that are global in the modules it is written in, by their paths."""
+    """Return random generators held by the dataset, or global in the modules of its classes, with their paths."""
     found: list[tuple[str, Any]] = []
     todo: deque[tuple[str, Any, int]] = deque([("dataset", dataset, 0)])
     modules = {cls.__module__ for cls in type(dataset).__mro__ if not _is_library(cls.__module__)}
@@ -293,7 +293,7 @@ def find_generators(dataset: Any) -> list[tuple[str, Any]]:
 
 
 def _is_library(module: str) -> bool:
-    """Whether its global generators are no affair of the user's: those of the standard library, NumPy and torch are seeded."""
+    """Whether to skip a module's global generators: loaders seed those of the standard library, NumPy and torch."""
     first = module.partition(".")[0]
     return first in sys.stdlib_module_names or first in ("numpy", "torch", "infeed")
 
@@ -311,7 +311,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(value: Any) -> Any:
-    """The state of a random generator, fit to be compared; ``None`` of anything else."""
+    """Return the state of a random generator in comparable form; ``None`` for any other object."""
     if isinstance(value, np.random.Generator):
         return pickle.dumps(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):

@@ -1,4 +1,4 @@
-"""Findings as text and as plain data."""
+"""Reports of ``infeed doctor`` (terminal text, JSON data, HTML page) and the HTML page of ``infeed bench``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from infeed.metrics.page import (
 
 
 def findings_page(run: Run, findings: Sequence[Finding]) -> str:
-    """The page with what was found, the most costly first, and what was watched."""
+    """Return the HTML page: findings, most costly first, then the monitored loaders."""
     blocks: list[Block] = []
     if findings:
         count = "1 thing is" if len(findings) == 1 else f"{len(findings)} things are"
@@ -67,7 +67,7 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
 
 
 def check_plot() -> None:
-    """Make sure that ``bench_page`` can draw.
+    """Check that ``bench_page`` can draw its chart.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -76,7 +76,7 @@ def check_plot() -> None:
 
 
 def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Measured], best: Measured | None) -> str:
-    """The page with the rate of each setting."""
+    """Return the HTML page with the throughput of each setting."""
     blocks: list[Block] = []
     if best is not None:
         blocks.append(diagnosis(f"Best here: {best.setting}, {best.samples_per_s:,.0f} samples/s.", "good"))
@@ -98,7 +98,7 @@ def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Me
 
 
 def rate_figure(results: Sequence[Measured], core_count: int) -> dict[str, Any]:
-    """Samples per second against workers, a line for each kind; no workers is where both begin."""
+    """Plot samples per second over the number of workers, one line per kind; both start at ``num_workers=0``."""
     good = [one for one in results if not one.error]
     inline = [one for one in good if one.setting.kind == "inline"]
     lines = []
@@ -128,7 +128,7 @@ FORMAT_VERSION: Final = 1
 
 
 def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
-    """All of it, fit for JSON. Names of findings and keys do not change within a version of the format."""
+    """Return the whole result as JSON-compatible data. Finding names and keys are stable within a format version."""
     return {
         "format": FORMAT_VERSION,
         "program": run.program,
@@ -144,7 +144,7 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
                 "batch_size": loader.batch_size,
                 "epochs": len(loader.epochs),
                 "batches": loader.given_count,
-                "judged_batches": loader.batch_count,  # waited_s, away_s and wait_share are of these
+                "judged_batches": loader.batch_count,  # waited_s, away_s and wait_share cover these
                 "waited_s": loader.waited_s,
                 "away_s": loader.away_s,
                 "wait_share": loader.wait_share,
@@ -158,7 +158,7 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def summary(run: Run) -> str:
-    """How the program ran, in a line or two."""
+    """Summarize the run: one line for the program, then one or two lines per loader."""
     batches = sum(loader.given_count for loader in run.loaders)
     epochs = sum(len(loader.epochs) for loader in run.loaders)
     counts = (
@@ -182,7 +182,7 @@ def _waiting(loader: LoaderSeen) -> str:
 
 
 def ending(run: Run) -> str:
-    """How it ended, in words."""
+    """Describe how the program ended."""
     return {
         "finished": "it ran to its end",
         "exit": f"it ended with exit code {run.exit_code}",
@@ -194,7 +194,7 @@ def ending(run: Run) -> str:
 
 
 def conclusion(run: Run) -> str:
-    """What to say where there are no findings: that is good news only of a program that gave batches and did not fail."""
+    """Return the message for no findings, which is good news only if the program yielded batches and did not fail."""
     if not run.has_batch:
         return f"nothing was looked at, because no batch came: {ending(run)}"
     if run.has_failed:
@@ -203,17 +203,17 @@ def conclusion(run: Run) -> str:
 
 
 def _death(code: int) -> str:
-    """Of a process that could not tell its end. A negative code means a signal; else it left by itself, as os._exit does."""
+    """Describe a process that ended without an "end" event: a negative code is a signal, else it called ``os._exit``."""
     if code >= 0:
         return f"its process ended at once, with exit code {code}, so that its datasets could not be looked at"
     try:
         return f"its process died with code {code} ({signal.Signals(-code).name})"
-    except ValueError:  # it has no name
+    except ValueError:  # the signal has no name
         return f"its process died with code {code}"
 
 
 def cost_text(finding: Finding) -> str:
-    """What a finding costs, in a word or two."""
+    """Return a finding's cost in a few words."""
     if finding.risk == "time":
         return f"{finding.cost:.0%} of the time"
     if finding.risk == "memory":
@@ -222,7 +222,7 @@ def cost_text(finding: Finding) -> str:
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """Findings for a terminal that knows no colours."""
+    """Format findings as plain text without colours."""
     blocks = []
     for number, finding in enumerate(findings, 1):
         rows = {"in": finding.loader, **finding.evidence, **{f"cure, {name}": value for name, value in finding.cure.items()}}
@@ -234,7 +234,7 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
-    """Print it all with rich, which the console is of; or as plain text to a stream."""
+    """Print the report with rich if ``console`` is a rich console, else as plain text to that file."""
     if not hasattr(console, "is_terminal"):
         print(summary(run), text(findings) or conclusion(run), sep="\n\n", file=console)
         return
@@ -253,7 +253,7 @@ def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
         )
         grid = Table.grid(padding=(0, 2))
         grid.add_column(overflow="fold")
-        grid.add_column(overflow="fold")  # a long word is broken, and not cut off
+        grid.add_column(overflow="fold")  # "fold" wraps long words instead of truncating them
         grid.add_row("[dim]in[/]", f"[dim]{escape(finding.loader)}[/]")
         for name, value in finding.evidence.items():
             grid.add_row(escape(name), escape(value))

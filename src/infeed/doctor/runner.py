@@ -1,4 +1,4 @@
-"""Running a program under the doctor's eyes: starts it, looks at its processes from outside, ends it when time is up."""
+"""Runs a program under the doctor: starts it, samples its processes from outside, and stops it when time is up."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from infeed.memory.limits import available_bytes, available_cores
 
 _TICK_S: Final = 0.05
 _LOOK_S: Final = 0.2
-# Looking takes at most this part of a core.
+# Sampling processes may use at most this share of a CPU core.
 _LOOK_SHARE: Final = 0.1
 _POOLS_S: Final = 0.8
-# A program that asks for a batch is stopped there. One that does not is interrupted, and if that does not help, killed.
+# A program that requests a batch after its time is stopped there. Otherwise it is interrupted and, after this time, killed.
 _PATIENCE_S: Final = 2.0
 _PROBES_S: Final = 20.0
-_STUCK_PROBES_S: Final = 4.0  # where a worker hangs in a sample, so may we
+_STUCK_PROBES_S: Final = 4.0  # if a worker hangs in a sample, the probe may hang too
 _LEAVE_S: Final = 5.0
 
 
@@ -38,11 +38,11 @@ def survey(
     stdout: Any = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Run:
-    """Run a program, and tell what was seen of it.
+    """Run a program and return the evidence about it.
 
     Args:
-        start_seconds: how long it may take until it first iterates a loader.
-        stdout: where the program's output goes, by default where ours does.
+        start_seconds: time limit until the program first iterates a loader.
+        stdout: destination of the program's output; by default the standard output of this process.
     """
     run = Run(
         program=" ".join(program),
@@ -64,7 +64,7 @@ def survey(
         is_ours = watchdog.code is None or watchdog.was_stopped
         run.ending = "stuck" if is_ours else "died"
         run.exit_code = watchdog.code
-        # It may have died before we looked. Not less than its loaders say, which are measured by it.
+        # The program may have died before the first poll; use at least the time that its loaders were iterated.
         run.seconds = max([watchdog.seconds, *(loader.iterated_s for loader in run.loaders)])
     return run
 
@@ -96,11 +96,11 @@ class _Watch:
         self.seconds = 0.0
 
     def wait(self) -> None:
-        """Until it has told all, has ended, or will not."""
+        """Wait until the program exits, has reported everything, or has exceeded a time limit."""
         started = self._clock()
-        asked: float | None = None  # when it was interrupted
-        ended: float | None = None  # when the program was over
-        told: float | None = None  # when its datasets had been looked at
+        asked: float | None = None  # when we interrupted it
+        ended: float | None = None  # when the program had ended
+        told: float | None = None  # when its datasets had been probed
         while self._process.poll() is None:
             now = self._clock()
             self.journal.read()
@@ -110,7 +110,7 @@ class _Watch:
                 ended = now
             if told is None and self.journal.has("done"):
                 told = now
-            # A program that was stopped waits for us. One that has finished leaves by itself, with all that it does at its end.
+            # A stopped program waits until we kill it. A finished one exits by itself and needs time for its exit handlers.
             if told is not None and (self.journal.has_fact("end", "exit_code", None) or now > told + _LEAVE_S):
                 break
             is_stuck = self.journal.has_fact("end", "ending", "stuck")
@@ -130,12 +130,12 @@ class _Watch:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether it died of our asking it to stop: it had taken away what hears that."""
+        """Whether our stop signal killed the program, which happens if it removed the signal handler."""
         number = stop_signal()
         return number is not None and self.code == -number
 
     def end(self) -> None:
-        """End it and all that it started."""
+        """Kill the program and all its descendants."""
         psutil = self._psutil
         with suppress(psutil.NoSuchProcess):
             for one in psutil.Process(self._process.pid).children(recursive=True):
@@ -143,7 +143,7 @@ class _Watch:
         if self._process.poll() is None:
             self._process.kill()
         for one in self._below.values():
-            with suppress(psutil.NoSuchProcess):  # which also knows when a number was given to another
+            with suppress(psutil.NoSuchProcess):  # also raised if the PID was reused
                 one.kill()
         self._process.wait()
         self.journal.read()
@@ -155,12 +155,12 @@ class _Watch:
 
     def _look(self, now: float) -> None:
         psutil = self._psutil
-        began = time.thread_time()  # on a busy machine it takes long, and most of that it waits for a core
+        began = time.thread_time()  # CPU time: on a busy machine most of the elapsed time is waiting for a core
         try:
             children = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return
-        # The same objects again and again: they remember what a process used before.
+        # Reuse the psutil objects: they keep the earlier CPU times of a process.
         processes = [self._below.setdefault(one.pid, one) for one in children]
         for process in processes:
             with suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""What a command line may name: a script, a module with ``-m``, or ``module:dataset``."""
+"""Parses and loads ``module:dataset`` targets of the command line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from infeed.errors import ConfigError
 
 
 def names_dataset(text: str) -> bool:
-    """Whether it has the form ``module:name``."""
+    """Whether the text has the form ``module:name``."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
 
 
 def load_dataset(target: str) -> Any:
-    """The dataset that ``module:name`` means: an instance, or what a function or class without arguments makes.
+    """Return the dataset named by ``module:name``: an instance, or the result of calling it without arguments.
 
-    The working directory is where modules are looked for first.
+    Inserts the working directory at the front of ``sys.path`` if it is not on it.
 
     Raises:
-        ConfigError: there is no such module, name or dataset.
+        ConfigError: the module or name does not exist, or is not a dataset.
     """
     module_name, _, name = target.partition(":")
     if os.getcwd() not in sys.path:
@@ -32,7 +32,7 @@ def load_dataset(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # it is there, and needs another that is not
+            raise  # the module exists, but one of its own imports is missing
         raise ConfigError(f"{target}: there is no module {module_name!r} on the path of imports or in {os.getcwd()}") from None
     found: Any = module
     for part in name.split("."):
@@ -50,7 +50,7 @@ def load_dataset(target: str) -> Any:
                 f"{target}() cannot be called: {error}; name a function without arguments that makes it"
             ) from None
         except ValueError:
-            pass  # some built in have no signature to look at
+            pass  # some built-ins have no signature
         found = found()
     if not _is_dataset(found):
         raise ConfigError(

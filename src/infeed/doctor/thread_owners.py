@@ -1,8 +1,8 @@
-"""Which library a thread belongs to.
+"""Finds the library that started each native thread, and counts working threads per library in worker processes.
 
-Native threads have no names worth the word. But a thread that waits has the frames of its library on its stack, and the lowest
-of them is the function that the library started it with. Linux shows where the stack is, what lies on it and what is mapped
-where, for this process and for those below it; elsewhere nothing is known.
+Native threads rarely have useful names. But a waiting thread has frames of its library on its stack, and the outermost frame
+is the function that the library started the thread with. Linux exposes the stack pointer, the stack memory and the memory
+maps, for this process and its descendants. Other platforms give no result.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Any, Final, NamedTuple, final
 
 from infeed.doctor.evidence import ProcessSeen, Run
 
-# A thread counts as one that works from this part of the first thread's time on.
+# A thread counts as working if its CPU time exceeds this share of the main thread's CPU time, and this many seconds.
 _WORKING: Final = 0.05
 _WORKING_S: Final = 0.05
-# Processes that are looked at together. They are stopped for it, and the workers of a loader are alike.
+# Processes inspected per pass. Inspection stops a process briefly, and all workers of a loader are alike.
 _AT_ONCE: Final = 2
 
 
 @final
 class Pools:
-    """What is known of them in one run."""
+    """Thread pools of libraries in the worker processes of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._owners: dict[int, dict[int, str]] = {}  # libraries of threads, by process
-        self._looks: Counter[int] = Counter()  # by process
+        self._owners: dict[int, dict[int, str]] = {}  # library by thread id, by PID
+        self._looks: Counter[int] = Counter()  # inspections by PID
 
     def look(self, processes: Sequence[Any]) -> None:
-        """Look at some of these (of psutil's kind), each in its turn."""
+        """Inspect up to ``_AT_ONCE`` of these psutil processes, least inspected first."""
         import psutil
 
         for process in sorted(processes, key=lambda one: self._looks[one.pid])[:_AT_ONCE]:
@@ -60,16 +60,16 @@ class Pools:
 
 
 PYTHON: Final = "Python"
-# What starts threads for others.
+# System and runtime libraries that start threads on behalf of others.
 _GO_BETWEENS: Final = re.compile(r"/(libc|libpthread|libstdc\+\+|ld-linux|libgcc_s|libc10|libdl|libm)[.\-]")
 _STACK_BYTES: Final = 1 << 16
-# A thread that runs shows no stack; pools spin for a moment after work.
+# Retry, because a running thread shows no stack, and pool threads spin briefly after work.
 _TRIES: Final = 10
 _PAUSE_S: Final = 0.002
 
 
 class Mapping(NamedTuple):
-    """A part of a process's memory."""
+    """A mapped region of a process's memory."""
 
     begin: int
     end: int
@@ -78,10 +78,10 @@ class Mapping(NamedTuple):
 
 
 def find_owners(pid: int | None = None, *, halts: bool = False) -> dict[int, str]:
-    """The library of each thread of a process but its first, by thread id; threads that cannot be told are left out.
+    """Return the library of each thread except the main thread, by thread id; omit threads of unknown origin.
 
     Args:
-        halts: stop the process for a moment (some milliseconds), because threads that are always busy show no stack.
+        halts: stop the process for a few milliseconds, because threads that are always busy show no stack.
     """
     if sys.platform != "linux":
         return {}
@@ -93,7 +93,7 @@ def find_owners(pid: int | None = None, *, halts: bool = False) -> dict[int, str
         for _ in range(_TRIES):
             if _look(pid or os.getpid(), found):
                 break
-            time.sleep(_PAUSE_S)  # it takes a moment until all threads of a busy machine have heard of it
+            time.sleep(_PAUSE_S)  # on a busy machine, SIGSTOP takes a moment to reach all threads
     finally:
         if halts and pid is not None:
             with suppress(ProcessLookupError):
@@ -102,12 +102,12 @@ def find_owners(pid: int | None = None, *, halts: bool = False) -> dict[int, str
 
 
 def _look(pid: int, found: dict[int, str]) -> bool:
-    """Add what can be told now; whether that is all, or all there will ever be."""
+    """Add the owners visible now. Return whether all threads are known, or the process cannot be read at all."""
     try:
         tids = {int(name) for name in os.listdir(f"/proc/{pid}/task")} - {pid}
         mappings = parse_maps(Path(f"/proc/{pid}/maps").read_text())
         memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
-    except OSError:  # it has ended, or is not ours to look into
+    except OSError:  # the process has ended, or we may not read its memory
         return True
     try:
         for tid in tids - found.keys():
@@ -120,7 +120,7 @@ def _look(pid: int, found: dict[int, str]) -> bool:
 
 
 def parse_maps(text: str) -> list[Mapping]:
-    """What ``/proc/<pid>/maps`` says, in order."""
+    """Parse ``/proc/<pid>/maps``, in address order."""
     mappings = []
     for line in text.splitlines():
         words = line.split(maxsplit=5)
@@ -130,7 +130,7 @@ def parse_maps(text: str) -> list[Mapping]:
 
 
 def name_library(path: str) -> str:
-    """The name under which users know the library of a file.
+    """Return the common name of the library that a file belongs to.
 
     >>> name_library("/env/lib/python3.12/site-packages/numpy.libs/libscipy_openblas64_-32a4b2a6.so")
     'OpenBLAS (numpy)'

@@ -1,8 +1,8 @@
-"""What becomes of a sample that cannot be loaded: raised, left out, or replaced.
+"""Bad-sample handling: raise, skip or replace a sample that cannot be loaded.
 
-Decided here, in the user's process, whatever the worker was. A batch with a bad sample is planned anew, without it or with
-another in its place, and loaded again under the same seeds. So the outcome is a function of seed, position and which samples
-are bad, and of no timing.
+The engine decides in the main process, for every kind of worker. It plans a batch with a bad sample again, without the sample
+or with a replacement, and reloads it with the same seeds. So the outcome depends only on the seed, the position and the set of
+bad samples, never on timing.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from infeed.plan.seeds import derive
 from infeed.workers.exceptions import Failure
 
 _LOG: Final = logging.getLogger("infeed")
-# Bad samples that are remembered one by one; of others only the number is.
+# Keep the latest 1000 bad samples; older ones are only counted.
 _LISTED: Final = 1000
-# How many are named in the line at the end of an epoch.
+# Bad samples listed in the warning at the end of an epoch.
 _SHOWN: Final = 5
-# Where nobody knows how long an epoch is, a fraction is one of what has come, and of no less than this.
+# If the epoch length is unknown, a fractional budget applies to the samples seen so far, but at least to this many.
 _LEAST_SEEN: Final = 100
-_ROUNDING: Final = 1e-9  # 0.29 * 100 is a little less than 29
+_ROUNDING: Final = 1e-9  # 0.29 * 100 is slightly less than 29
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be loaded, and what was done about it."""
+    """A sample that could not be loaded, and how it was handled."""
 
     __module__ = "infeed"
 
     epoch: int
     position: int
-    index: str  # as it is shown; the index itself may be anything
+    index: str  # display text; the index itself may be any object
     error: str
     outcome: Literal["skipped", "replaced"]
-    replacement: str | None = None  # the index that came in its place
+    replacement: str | None = None  # index of the replacement
 
     def __str__(self) -> str:
         done = self.outcome if self.replacement is None else f"replaced by index={self.replacement}"
@@ -52,27 +52,27 @@ class BadSample:
 
 
 def new_list() -> deque[BadSample]:
-    """For the latest bad samples of a loader."""
+    """Return an empty list for the latest bad samples of a loader."""
     return deque(maxlen=_LISTED)
 
 
 @final
 class ErrorBudget:
-    """Belongs to one iteration of a loader."""
+    """Counts the bad samples of one iteration and compares them with ``error_budget``."""
 
     def __init__(self, budget: int | float | None = None, listed: deque[BadSample] | None = None) -> None:
-        """``listed`` is the loader's own list, of all its epochs."""
+        """Create a budget. ``listed`` is the loader's list of bad samples, shared by all its epochs."""
         self._budget = budget
         self._listed = new_list() if listed is None else listed
         self._epoch = -1
-        self._bad_count = 0  # of this epoch
+        self._bad_count = 0  # in this epoch
         self._seen_count = 0
-        self._of_epoch: list[BadSample] = []  # the first of this epoch
+        self._of_epoch: list[BadSample] = []  # the first few of this epoch
         self._last: BadSample | None = None
 
     @property
     def bad_count(self) -> int:
-        """Of the epoch that was begun last, also those of an earlier run that it goes on from."""
+        """Bad samples in the latest epoch, including those counted before it was resumed from a state."""
         return self._bad_count
 
     def begin_epoch(self, epoch: int, bad_count: int) -> None:
@@ -80,7 +80,7 @@ class ErrorBudget:
         self._of_epoch = []
 
     def note(self, samples: list[BadSample], row_count: int) -> None:
-        """A batch of ``row_count`` rows is the user's, from which, or in which, these were left out or replaced."""
+        """Count a batch of ``row_count`` rows and the ``samples`` that were skipped or replaced in it."""
         self._seen_count += row_count
         for sample in samples:
             self._seen_count += sample.outcome == "skipped"
@@ -91,7 +91,7 @@ class ErrorBudget:
                 self._of_epoch.append(sample)
 
     def excess(self, length: int | None) -> SampleError | None:
-        """What to raise if there are more than the budget allows, in an epoch of this length, if that is known."""
+        """Return the error to raise if the budget is exceeded. ``length`` is the epoch length, if known."""
         budget = self._budget
         if budget is None:
             return None
@@ -110,7 +110,7 @@ class ErrorBudget:
         )
 
     def emptiness(self) -> SampleError | None:
-        """What to raise at the end of an epoch that gave nothing at all because of bad samples."""
+        """Return the error for an epoch that yielded no batch because of bad samples."""
         if not self._bad_count or self._last is None:
             return None
         return SampleError(
@@ -119,7 +119,7 @@ class ErrorBudget:
         )
 
     def end_epoch(self) -> None:
-        """Say what was left out."""
+        """Log the bad samples of the epoch."""
         if not self._of_epoch:
             return
         lines = "".join(f"\n  {sample}" for sample in self._of_epoch)
@@ -131,29 +131,29 @@ class ErrorBudget:
 
 
 _VERDICTS: Final = get_args(KindAdvice)
-# Keeps the draw of a replacement apart from other numbers that are made of seed, epoch and position.
+# Separates the draw of a replacement from other numbers derived from seed, epoch and position.
 _SALT: Final = 0x5245504C
-# Replacements that may be bad in their turn, for one row.
+# Replacements tried per row; each may be bad as well.
 _TRIES: Final = 16
 _LEFT_OUT: Final = object()
 
 
 @final
 class BadRows:
-    """What is known of the bad samples of one batch, over all the times it was planned anew."""
+    """The bad rows of one batch, across all its reloads."""
 
     __slots__ = ("_changes", "_rows", "_tries", "done", "first_indices")
 
     def __init__(self, indices: Indices | list[Any] | None) -> None:
-        """``indices`` are those of the batch as it was first planned; ``None`` for a stream."""
+        """Start from the indices of the original plan; ``None`` for an iterable dataset."""
         self.first_indices: list[Any] = [] if indices is None else plain_indices(indices)
-        self._rows = list(range(len(self.first_indices)))  # of the batch as first planned, for each row that is left
-        self._changes: dict[int, Any] = {}  # by row, as planned now: another index, or that it is left out
-        self._tries: dict[int, int] = {}  # replacements, by row as first planned
+        self._rows = list(range(len(self.first_indices)))  # for each remaining row, its row in the original plan
+        self._changes: dict[int, Any] = {}  # by row of the current plan: the replacement index or _LEFT_OUT
+        self._tries: dict[int, int] = {}  # replacements tried, by row of the original plan
         self.done: list[BadSample] = []
 
     def first_row(self, row: int) -> int:
-        """The number that a row had in the batch as it was first planned."""
+        """Return the row number in the original plan."""
         return self._rows[row]
 
     def knows(self, row: int) -> bool:
@@ -172,25 +172,25 @@ class BadRows:
 
     @property
     def row_count(self) -> int:
-        """How many rows there will be."""
+        """Rows that remain after the pending changes."""
         return len(self._rows) - sum(change is _LEFT_OUT for change in self._changes.values())
 
     def apply(self, planned: PlannedBatch, grain_size: int) -> PlannedBatch:
-        """The batch planned anew."""
+        """Return the batch with the pending changes applied."""
         assert planned.indices is not None
         indices = [self._changes.get(row, index) for row, index in enumerate(plain_indices(planned.indices))]
         self._rows = [first for first, index in zip(self._rows, indices, strict=True) if index is not _LEFT_OUT]
         kept: Any = [index for index in indices if index is not _LEFT_OUT]
         self._changes = {}
         if isinstance(planned.indices, np.ndarray):
-            kept = np.array(kept, dtype=np.int64)  # that is how indices travel fastest
+            kept = np.array(kept, dtype=np.int64)  # the fastest form to send to workers
         rows = None if len(self._rows) == len(self.first_indices) else self._rows
         return planned._replace(indices=kept, row_count=len(kept), grain_count=grain_count(len(kept), grain_size), rows=rows)
 
 
 @final
 class BadSampleHandler:
-    """Belongs to one engine."""
+    """Applies ``on_error`` to the bad samples of one engine."""
 
     def __init__(self, on_error: OnError, plan: Plan) -> None:
         self._on_error = on_error
@@ -201,7 +201,7 @@ class BadSampleHandler:
         return self._on_error != "raise"
 
     def decide(self, planned: PlannedBatch, bad_rows: BadRows, row: int, failure: Failure, place: str) -> BaseException | None:
-        """Find out what becomes of a row, and note it in ``mend``; or what is to be raised instead of the batch."""
+        """Decide how to handle a bad row and record it in ``bad_rows``, or return the exception to raise for the batch."""
         assert planned.indices is not None
         index = plain_indices(planned.indices)[row]
         diagnosis = self._judge(failure, place, index)
@@ -223,7 +223,7 @@ class BadSampleHandler:
         return None
 
     def decide_element(self, epoch: int, element: int, failure: Failure, place: str) -> BadSample | BaseException:
-        """The same for an element of a stream, which the worker has left out already."""
+        """Decide about an element of an iterable dataset, which the worker has already skipped."""
         diagnosis = self._judge(failure, place, element)
         if diagnosis == "replace":
             return ConfigError(
@@ -234,7 +234,7 @@ class BadSampleHandler:
         return BadSample(epoch, element, f"element {element}", failure.line, "skipped")
 
     def _judge(self, failure: Failure, place: str, index: Any) -> KindAdvice | BaseException:
-        """What to do, or what to raise: the failure itself, or what the user's function raised."""
+        """Return the action, or the exception to raise: the failure itself, or the error of the user's ``on_error``."""
         diagnosis = self._on_error
         if callable(diagnosis):
             try:
@@ -246,7 +246,7 @@ class BadSampleHandler:
         return failure.exception(place) if diagnosis == "raise" else diagnosis
 
     def _replacement(self, planned: PlannedBatch, bad_rows: BadRows, row: int, position: int) -> tuple[Any] | str:
-        """Another index, in a tuple because it may be anything; or why there is none."""
+        """Return a replacement index in a tuple, because it may be any object, or the reason why there is none."""
         tries = bad_rows.next_try(row)
         if tries > _TRIES:
             return f"{_TRIES} others were bad as well"
@@ -254,8 +254,8 @@ class BadSampleHandler:
         index = self._plan.substitute(planned.epoch, drawn)
         if index is not None:
             return (index,)
-        # A sampler's order is known to nobody else, and what it leaves out must not come: one of this very batch. It may be bad
-        # as well; which are known to be, by now, is a matter of timing.
+        # Only the sampler knows its order, and samples that it excludes must not appear, so draw from the same batch. Known bad
+        # samples are not excluded: which ones are known at this point depends on timing.
         first = bad_rows.first_row(row)
         others = [*bad_rows.first_indices[:first], *bad_rows.first_indices[first + 1 :]]
         return (others[drawn % len(others)],) if others else "there is no other sample in its batch"

@@ -1,4 +1,4 @@
-"""From options to an engine: which workers, which memory, which feed."""
+"""Build an engine from the options: worker pool, memory and feed."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _MSG_IMPORTING: Final = (
     "a module that workers import iterates a loader when it is imported: so each worker does, by itself and without workers of "
     "its own; put that into a function, which the program calls"
 )
-# Batches in flight, at least, while memory allows: deep enough that one slow sample among fifty does not hold up the rest.
+# Minimum batches in flight, memory permitting: enough that one slow sample in fifty does not stall the others.
 _USUAL_BATCHES: Final = 16
-# Loaders, by their plans, that were looked through: each is told once.
+# Plans of loaders that already got dataset advice: log it once per loader.
 _advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
 
 
@@ -63,24 +63,24 @@ def build_engine(
     probes: bool = False,
     only: BatchPlan | None = None,
 ) -> Engine:
-    """An engine for these options, with its workers started.
+    """Build an engine and start its workers.
 
     Args:
-        meter: counts what it does.
-        kind: what workers are, where the options leave that open.
-        tuner: decides how many workers there are, while it runs.
-        first_count: how many there are at first; by default as many as there may be.
-        probes: whether workers find out if threads would do as well.
-        only: every epoch has this batch and no other.
+        collector: Collects the engine's metrics.
+        kind: Worker kind, if the options leave it open.
+        tuner: Sets the number of workers while the engine runs.
+        first_count: Initial number of workers; the maximum by default.
+        probes: Whether workers measure if threads would be as fast.
+        only: The only batch of every epoch, for replay.
 
     Raises:
-        WorkerStartError: the dataset cannot be sent to processes.
-        MemoryLimitError: there is no memory for it.
+        WorkerStartError: The dataset cannot be pickled for worker processes.
+        MemoryLimitError: There is not enough memory for the engine.
     """
     table = plan.table
     kind = "inline" if table is not None else kind or config.kind
     if kind == "process" and is_importing():
-        # Its workers would import the same module, and start workers for it, without end.
+        # The workers would import the same module and start workers again, without end.
         _LOG.warning("%s", _MSG_IMPORTING)
         kind = "inline"
     if kind == "process":
@@ -94,7 +94,7 @@ def build_engine(
     arena = Arena(store, limit_bytes=limit)
     seeding = {"inline": Seeding.LEND, "thread": Seeding.LEAVE, "process": Seeding.SET}[kind]
     if table is not None or (kind == "inline" and config.is_torch and config.seed is None):
-        seeding = Seeding.LEAVE  # nothing of the user's runs, or it draws from the process's own generators as with torch
+        seeding = Seeding.LEAVE  # no user code runs, or it draws from the process's generators as in torch
     specs = {
         worker: WorkerSpec(
             worker=worker,
@@ -117,14 +117,14 @@ def build_engine(
     }
     stream = StreamShares(count) if config.is_stream else None
     if stream is not None and config.is_torch:
-        stream.decide(shards_itself=True)  # every worker reads a copy; what to leave out is up to the dataset
+        stream.decide(shards_itself=True)  # every worker reads a full copy; the dataset does the sharding
     limits = Limits(float(config.sample_timeout), config.hang_warning)
-    # A generator that worker_init_fn seeds gives numbers that depend on which batches its worker loads. That must not depend on
-    # timing: worker i % count loads batch i, as with torch. With num_workers="auto" the count changes, so it is not done there.
+    # If worker_init_fn seeds a generator, its numbers depend on which batches the worker loads. To make that independent of
+    # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes.
     binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
     is_whole = count == 1 or binds or source.making is not Making.ROWS or source.is_batched
     windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
-    # Threads share the dataset: while one still loads this epoch, it must not be told of the next.
+    # Threads share the dataset: set_epoch for the next epoch must wait until all threads have finished this one.
     is_shared_hearer = kind == "thread" and plan.tells_epochs and bool(EpochHooks(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
@@ -151,7 +151,7 @@ def build_engine(
             has_init=kind != "inline" and config.worker_init_fn is not None,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
-            # Bad indices that are skipped or replaced go through tasks, which report each bad sample.
+            # To skip or replace bad indices, use tasks: they report each bad sample.
             gather=pool.gather if isinstance(pool, InlinePool) and table is not None and config.on_error == "raise" else None,
             table_layout=None if table is None else table.layout,
             delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged),
@@ -165,7 +165,7 @@ def build_engine(
             prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
         )
         engine = Engine(setup)
-        undo.pop_all()  # all is well: from here on the engine closes them
+        undo.pop_all()  # success: the engine closes them from here on
     return engine
 
 
@@ -184,7 +184,7 @@ def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
 
 
 def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: bool) -> tuple[int, int]:
-    """Batches in flight: the usual number, and the least that keeps every worker busy, be they as large as they may."""
+    """Return the usual number of batches in flight, and the minimum that keeps every worker busy at any batch size."""
     if is_inline:
         return 1, 1
     if config.prefetch is not None:
@@ -192,7 +192,7 @@ def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: boo
     if config.prefetch_factor is not None:
         window = max(1, config.prefetch_factor * count)
         return window, window
-    # A large batch that several workers fill keeps them busy; and few slots stay in the processor's cache.
+    # A large batch filled by several workers keeps them busy, and few slots stay in the CPU cache.
     return max(_USUAL_BATCHES, 2 * count + 2), 2 + (count if is_whole else count // 4)
 
 
@@ -261,16 +261,16 @@ def _make_feed(
 
 
 def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
-    """Samples of this rank in an epoch, if it is known; with a sampler of the user's, to within a batch."""
+    """Return the samples per epoch of this rank, if known; with a user's sampler, rounded to whole batches."""
     identity = plan.identity(is_fresh=False)
     if identity.epoch_length is not None:
         return identity.epoch_length // identity.world_size
     try:
         return None if config.is_stream else plan.batch_count() * (config.batch_size or 1)
-    except Exception:  # a sampler of the user's that has no length may say so in any way
+    except Exception:  # a user's sampler without a length may raise anything
         return None
 
 
 def _is_pinned(config: LoaderConfig) -> bool:
-    """Whether an accelerator that torch uses is to read batches by itself."""
+    """Whether batches need pinned memory, so that a torch accelerator can read them directly."""
     return config.pin_memory or (config.output is None and is_gpu(config.device))

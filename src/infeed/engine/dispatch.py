@@ -1,4 +1,4 @@
-"""What goes out to workers and comes back: tasks, and the layout that batches are expected to have."""
+"""Plan batches, send their tasks to workers and handle the results, including the expected batch layout."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from infeed.scheduler.messages import (
 from infeed.scheduler.scheduler import Scheduler
 from infeed.workers.protocol import DropTask, Emptied, LoadFailed, LoadGrains, LoadNext, PackedLoaded, PlaceTask, RowsLoaded
 
-# Batches are planned when this share of those in flight has been delivered. One at a time would cost a system call each; half
-# would let workers run dry.
+# Plan batches when 1/4 of those in flight has been delivered. One at a time would cost a system call each; waiting for half
+# would starve the workers.
 _REFILL_SHARE: Final = 4
-# While an epoch lasts, threads get so many batches of the next, each: enough to go on with. They would take the GIL from the
-# loop, which has more use for it; when it is over they get the rest.
+# During an epoch, prefetch at most this many batches of the next epoch per worker thread. More would take the GIL from the
+# training loop; the rest is planned when the epoch ends.
 _SPARING: Final = 2
 
 
 @final
 class BatchInput:
-    """Belongs to one engine, and works on its books."""
+    """Plans the batches of one engine; ``records`` and ``tasks`` are shared with the engine."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class BatchInput:
         self._allocator, self._scaling, self._handle = allocator, scaling, handle
         self._refill = max(1, allocator.window // _REFILL_SHARE)
         self._batch_count = 0
-        self.feed: Feed | None = None  # of the epoch in progress; whoever finds its end takes it away
-        self._returned: PlannedBatch | None = None  # taken from the feed, and to be planned next
+        self.feed: Feed | None = None  # of the epoch in progress; None between epochs
+        self._returned: PlannedBatch | None = None  # taken from the feed, planned next
         self._next_feed: Feed | None = None
-        self._next_count = 0  # batches that were taken from it
+        self._next_count = 0  # batches taken from it
         self._is_sparing = setup.metrics.kind == "thread"
         self._binds_batches = setup.binds_batches
 
     # --- epochs
 
     def begin(self, start: Cursor, asked: Iterator[Any] | None = None) -> None:
-        """Take the batches of an epoch from here on; some may have been planned already, behind those of the one before."""
+        """Begin the epoch at ``start``. Its first batches may already be planned behind those of the previous epoch."""
         prefetched, self._next_feed, self._next_count = self._next_feed, None, 0
         self._returned = None
         self._is_sparing = self._setup.metrics.kind == "thread"
@@ -82,7 +82,7 @@ class BatchInput:
         self.feed = self._setup.make_feed(start, asked)
 
     def abandon(self, epoch: int) -> None:
-        """What was planned of an epoch is not wanted any more."""
+        """Drop all planned batches of an epoch."""
         records = self._records
         wanted = {batch for batch, record in records.items() if record.plan.epoch != epoch}
         left = [task for task, entry in self._tasks.items() if entry.batch not in wanted]
@@ -90,7 +90,7 @@ class BatchInput:
         self._handle(EpochAbandoned(epoch))
 
     def end(self) -> None:
-        """The epoch is over: all that may be in flight is planned of the next."""
+        """End the epoch and fill the window with batches of the next."""
         if not self._setup.is_lazy:
             self._is_sparing = False
             self.plan()
@@ -100,15 +100,15 @@ class BatchInput:
     # --- planning
 
     def plan_some(self) -> bool:
-        """Plan as many batches as are sent out together; whether there may be more to plan."""
+        """Plan one refill of batches, which are sent together. Return whether more can be planned."""
         return self.plan(self._refill)
 
     def plan(self, most: int | None = None) -> bool:
-        """Free what the user let go of, and plan as many batches as there is room for; whether there may be more to plan."""
+        """Free the slots that user code released, then plan batches up to the window. Return whether more can be planned."""
         for slot in self._delivery.ended_slots():
             self._handle(SlotFreed(slot))
         self.settle_workers()
-        # Several at a time: their messages go out together.
+        # Plan several at a time, so that their messages are sent together.
         room = self._scheduler.room
         if room < self._refill:
             return False
@@ -126,7 +126,7 @@ class BatchInput:
         return True
 
     def _take(self) -> PlannedBatch | None:
-        """The next batch of this epoch, or the first of the next while there is nothing else to do."""
+        """Return the next batch of this epoch or, if it is exhausted, of the next epoch."""
         feed = self.feed
         if feed is None:
             return None
@@ -145,33 +145,33 @@ class BatchInput:
         return planned
 
     def put_back(self, planned: PlannedBatch) -> None:
-        """Plan this batch next: it was taken from the feed and could not be gathered."""
+        """Plan this batch next: it was taken from the feed but could not be gathered."""
         self._returned = planned
 
     def delivered(self) -> None:
-        """A batch, or an exception in its place, is delivered."""
+        """Note that a batch, or an exception in its place, was delivered."""
         if self.feed is not None:
             self.feed.delivered()
 
     def stream_loaded(self, record: Record, row_count: int, state: Any) -> None:
-        """So much came of a batch of a stream, which says whether there is more to ask for."""
+        """Pass the row count of an iterable dataset's batch to the feed; a short batch ends the share."""
         if isinstance(self.feed, StreamFeed) and self.feed.epoch == record.plan.epoch:
             assert record.plan.worker is not None
             self.feed.loaded(record.plan.worker, row_count, record.plan.row_count, state)
 
-    # --- how many at a time
+    # --- window and worker count
 
     def settle_workers(self) -> None:
-        """Let there be as many workers as are wanted, and in flight what keeps them busy."""
+        """Start or release workers to reach the target count, and adapt the window to it."""
         if self._scaling.settle():
             self.change_window(self._allocator.learn_worker_count(len(self._scheduler.active_workers)))
 
     def learn_size(self, nbytes: int) -> None:
-        """Batches of this size are in flight: hold their number to what fits."""
+        """Adapt the window to a batch of ``nbytes``."""
         self.change_window(self._allocator.learn_size(nbytes))
 
     def change_window(self, window: int | None) -> None:
-        """Let so many batches be in flight, or as many as before."""
+        """Set the number of batches in flight; ``None`` keeps it."""
         if window is not None:
             self._refill = max(1, window // _REFILL_SHARE)
             self._handle(WindowChanged(window))
@@ -179,7 +179,7 @@ class BatchInput:
 
 @final
 class Dispatcher:
-    """Belongs to one engine, and works on its books."""
+    """Sends tasks to the workers of one engine and handles their results; ``records`` and ``tasks`` are shared with it."""
 
     def __init__(
         self,
@@ -196,10 +196,10 @@ class Dispatcher:
         self._records, self._tasks = records, tasks
         self._allocator, self._faults = allocator, faults
         self._input, self._output, self._handle = batch_input, output, handle
-        self._layout: Layout | None = None  # what the next batch is expected to look like
+        self._layout: Layout | None = None  # expected for the next batch
         self._layouts = LayoutPool()
 
-    # --- what goes out
+    # --- to workers
 
     def send(self, action: Send) -> None:
         record = self._records[action.batch]
@@ -240,11 +240,11 @@ class Dispatcher:
             self._pool.send(worker, PlaceTask(task, block, record.layout))
 
     def drop(self, worker: WorkerId, task: TaskId) -> None:
-        """Whatever it comes to, nobody wants it."""
+        """Drop a task and ignore its result."""
         self._tasks.pop(task, None)
         self._pool.send(worker, DropTask(task))
 
-    # --- what comes back
+    # --- from workers
 
     def loaded(self, worker: WorkerId, message: RowsLoaded | PackedLoaded) -> None:
         entry = self._tasks.pop(message.task, None)
@@ -284,7 +284,7 @@ class Dispatcher:
                 if record.layout is None:
                     record.layout = layout
                 elif record.layout is not layout:
-                    # Another part of this batch came out differently.
+                    # Another part of this batch has a different layout.
                     del self._tasks[task]
                     self._pool.send(worker, DropTask(task))
                     self._handle(TaskMismatched(worker, task))
@@ -293,12 +293,12 @@ class Dispatcher:
         self._handle(TaskUnplaced(worker, task))
 
     def mismatched(self, worker: WorkerId, task: TaskId) -> None:
-        """Its samples differ in layout."""
+        """Handle a task whose samples differ in layout."""
         self._tasks.pop(task, None)
         self._handle(TaskMismatched(worker, task))
 
     def emptied(self, worker: WorkerId, message: Emptied) -> None:
-        """The stream had ended, or what was left of it was bad."""
+        """Handle a task without rows: the iterable dataset has ended, or its remaining elements were bad."""
         entry = self._tasks.pop(message.task, None)
         record = None if entry is None else self._records.get(entry.batch)
         if self._setup.stream is not None:
@@ -313,7 +313,10 @@ class Dispatcher:
         self._handle(TaskEmpty(worker, message.task))
 
     def failed(self, worker: WorkerId, message: LoadFailed) -> None:
-        """Of a stream, all positions of the batch are used up: what it reads next belongs to the next batch."""
+        """Handle a failed task.
+
+        In an iterable dataset, all positions of the batch are used up: the next element belongs to the next batch.
+        """
         entry = self._tasks.get(message.task)
         record = None if entry is None else self._records.get(entry.batch)
         if record is not None and self._setup.stream is not None:

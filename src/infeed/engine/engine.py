@@ -1,7 +1,7 @@
-"""The user's side of loading: epochs, the next batch, waiting for it, close.
+"""The engine: drives workers from the training loop's thread and returns batches.
 
-Nothing here runs by itself. The user's thread drives it from ``next_batch``: it waits for workers in exactly one place, has the
-scheduler told what they said and what that asks for done (``_do``), and returns when that was to deliver.
+The engine has no thread. The training loop's thread drives it in ``next_batch``: it waits for workers in exactly one place,
+passes their messages to the scheduler as events, executes the resulting actions (``_do``), and returns on a delivery.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ from infeed.workers.protocol import (
 _MSG_FORKED: Final = "this epoch was begun by the parent of this process, and is still its own; iterate the loader anew here"
 _MSG_CLOSED: Final = "the loader was closed while it was iterated; iterate it again to load anew, or close it later"
 _COOLING_LOOK_S: Final = 0.0005
-# A loop that finds its batches ready need not hear workers. But they have need of it: what they are sent ahead may last for two
-# milliseconds only. So they are heard once in this time, at the price of a system call.
+# A training loop that finds its batches ready need not read worker messages. But workers would starve: their queued tasks may
+# last only 2 ms. So the engine reads messages once per millisecond, at the cost of a system call.
 _HEAR_NS: Final = 1_000_000
-# How long an epoch that has no more batches waits for workers that are in worker_init_fn.
+# How long an exhausted epoch waits for workers that are still in worker_init_fn.
 _INIT_S: Final = 5.0
-# A grain of a batch that is collated as a whole has no length of its own.
+# Upper limit of the grain size in per-sample times: a batch that is collated as a whole has no finite grain size.
 _LONG_GRAIN: Final = 1 << 20
 
 
@@ -85,12 +85,12 @@ NOTHING: Final = object()
 
 
 class EpochEnd(Exception):
-    """There are no more batches in this epoch. Internal."""
+    """The epoch has no more batches. Internal."""
 
 
 @final
 class Engine:
-    """Loads batches. Used by one thread at a time; ``close`` may come from another."""
+    """Loads batches. Only one thread may use it at a time; another may call ``close``."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -101,7 +101,7 @@ class Engine:
         self._scheduler = Scheduler(
             workers=setup.first_workers, window=window, in_order=setup.in_order, whole_batches=setup.whole_batches
         )
-        self._events: deque[Event] = deque()  # not passed to the scheduler yet
+        self._events: deque[Event] = deque()  # not yet passed to the scheduler
         self._is_handling = False
         self._fatal: BaseException | None = None  # why no more workers can be started
         self._records: dict[BatchId, Record] = {}
@@ -118,23 +118,23 @@ class Engine:
             setup.tuner, setup.metrics, self._scheduler, self._scaling, self._allocator, self._input.change_window,
             setup.memory_budget,
         )  # fmt: skip
-        self._next_look = 0.0  # when to look after workers, while waiting
-        self._left_ns = 0  # when the user's loop was given a batch; 0 if it was not yet
-        self._heard_ns = 0  # when workers were last heard
-        self._is_polled = False  # whoever asks prefetches by itself, and says when the loop has what it waited for
+        self._next_look = 0.0  # time of the next watchdog check
+        self._left_ns = 0  # when the training loop got its latest batch; 0: none yet
+        self._heard_ns = 0  # when worker messages were last read
+        self._is_polled = False  # device prefetch asks for batches, and reports itself what the training loop gets
         self._is_closed = False
         self._is_down = False
-        self._lock = threading.RLock()  # held by the thread that drives this engine
-        self._driver = 0  # that thread, while it is in `next_batch`
+        self._lock = threading.RLock()  # held by the thread that drives the engine
+        self._driver = 0  # ident of that thread while it is in `next_batch`
         self.owner_pid = os.getpid()
-        # Not before all is there: another thread may ask for statistics at any time.
+        # Last, when everything is set: another thread may ask for statistics at any time.
         self._metrics.flight = self._flight
         self._metrics.bytes_given = lambda: setup.delivery.given_bytes
         self._scaling.begin()
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can load in this process; a forked child cannot use its parent's workers."""
+        """Whether the engine can load in this process; a forked child cannot use its parent's workers."""
         return not self._is_closed and self.owner_pid == os.getpid()
 
     @property
@@ -142,41 +142,41 @@ class Engine:
         return self._input.feed is None
 
     def worker_pids(self) -> list[int]:
-        """Process numbers of its workers, in their order."""
+        """Return the PIDs of the worker processes, in worker order."""
         return [process.pid for process in self.worker_processes()]
 
     def worker_processes(self) -> list[Process]:
-        """Its workers, as far as they are processes, in their order."""
+        """Return the workers that are processes, in worker order."""
         return list(self._pool.processes().values())
 
     def asked(self, asked_ns: int) -> None:
-        """The loop has asked for a batch. Then it is ``given``, or there is none (``ended``), or it waits no more."""
+        """Note that the training loop asked for a batch. ``given``, ``ended`` or ``stop_waiting`` follows."""
         self._metrics.asked_ns, self._metrics.asked_blocked = asked_ns, self._metrics.blocked_ns
 
     def stop_waiting(self) -> None:
-        """The loop gets no batch, but an exception."""
+        """Note that the training loop gets an exception instead of a batch."""
         if self._metrics.asked_ns:
             self._metrics.stop_waiting()
             if self._left_ns and not self._is_polled:
                 self._left_ns = time.perf_counter_ns()
 
     def given(self, asked_ns: int, left_ns: int) -> None:
-        """Whoever polls has given the loop a batch, which it asked for and got at these times."""
+        """Note that device prefetch delivered a batch, with the times of request and delivery."""
         with self._lock:
             if not self._is_closed:
                 self._metrics.given(asked_ns, left_ns)
                 self._autoscaler.consider()
 
     def changed_over(self, began_ns: int) -> None:
-        """The loop has waited since then for an epoch to begin or to end, and for workers to start or to stop."""
+        """Count the time since ``began_ns`` as epoch change: begin or end of an epoch, start or stop of workers."""
         self._metrics.changed_over(began_ns, time.perf_counter_ns())
 
     def ended(self, asked_ns: int) -> None:
-        """Whoever polls was asked for a batch at this time, and there are no more in this epoch."""
+        """Note that the training loop asked for a batch at this time, and the epoch has no more."""
         self._metrics.end_epoch(self._left_ns, asked_ns)
 
     def work(self) -> Work:
-        """What its workers have done and found so far."""
+        """Return what the workers have done and measured so far."""
         sums = self._metrics.members.sums()
         queued_ns = sum(self._metrics.members.usage(worker).queued_ns for worker in sums)
         worked_ns = sum(map(busy_ns, sums.values()))
@@ -189,19 +189,19 @@ class Engine:
             any(one.is_drawing for one in sums.values()),
         )
 
-    # --- the user's side
+    # --- driven by the training loop's thread
 
     def prime(self) -> None:
-        """Let workers begin with the epoch before its first batch is asked for.
+        """Start loading the epoch before the training loop asks for its first batch.
 
         Raises:
-            Exception: what the user's sampler raised.
+            Exception: The user's sampler raised it.
         """
         with self._lock:
             began_ns = time.perf_counter_ns()
             assert self._input.feed is not None
             self._input.feed.prime()
-            # Some at a time: workers load the first while the others are planned.
+            # Plan in steps: workers load the first batches while the engine plans the others.
             while self._input.plan_some():
                 self._pool.flush()
             self.changed_over(began_ns)
@@ -211,43 +211,45 @@ class Engine:
         return Flight(len(self._records), arena.used_bytes(self._scheduler.free_slots), arena.total_bytes)
 
     def begin_epoch(self, progress: Progress, asked: Iterator[Any] | None = None, *, is_polled: bool = False) -> None:
-        """Make the epoch of ``trail`` the one that ``next_batch`` gives, from where it starts.
+        """Begin the epoch of ``progress`` at its start; ``next_batch`` returns its batches.
 
         Args:
-            asked: the iterator of the sampler that belongs to this iteration, where ``iter`` was called on it already.
+            progress: Records the delivered batches.
+            asked: The sampler's iterator for this iteration, if ``iter`` was already called on the sampler.
+            is_polled: Whether device prefetch asks for the batches.
         """
         self._output.begin(progress)
         self._is_polled = is_polled
         self._metrics.begin_epoch(progress.epoch, progress.start.step)
         self._autoscaler.begin_epoch()
-        self._left_ns = 0  # what the user did between epochs says nothing about their loop
+        self._left_ns = 0  # time between epochs is not time of the training loop
         self._input.begin(progress.start, asked)
 
     def leave_epoch(self) -> None:
-        """Forget what is left of the epoch; the next may begin."""
+        """Abandon the rest of the epoch, so that the next can begin."""
         feed, self._input.feed = self._input.feed, None
         self._metrics.end_epoch(self._left_ns)
         if feed is not None and not self._is_closed:
             self._input.abandon(feed.epoch)
 
     def next_batch(self, *, waits: bool = True) -> Any:
-        """The next batch; ``NOTHING`` if it is not to be waited for and not there yet.
+        """Return the next batch, or ``NOTHING`` if it is not ready and ``waits`` is false.
 
         Raises:
-            EpochEnd: there is none.
+            EpochEnd: The epoch has no more batches.
         """
         with self._lock:
             self._driver = threading.get_ident()
             try:
                 return self._next_batch(waits)
             except (EpochEnd, Exception) as error:
-                # Whoever asked again would wait for a worker that nobody starts.
+                # Another call would wait for a worker that is never started.
                 self._is_closed |= isinstance(error, WorkerStartError)
                 raise
             except BaseException:
-                # Interrupted anywhere, perhaps between an action and its record: what is left of it cannot be relied on.
+                # The interrupt may have come between an action and its record, so the state is unreliable.
                 self._is_closed = True
-                with suppress(KeyboardInterrupt):  # once more, while it is closed: one is on its way to the user already
+                with suppress(KeyboardInterrupt):  # a second Ctrl+C during close: the first is already being raised
                     self._tear_down()
                 raise
             finally:
@@ -268,7 +270,7 @@ class Engine:
         if not self._is_polled:
             self.asked(asked_ns)
         deadline = asked_ns / 1e9 + self._setup.timeout_s if self._setup.timeout_s else None
-        # Either may be there, if it was asked for before and not waited for.
+        # An earlier call that did not wait may have left a batch or an error.
         if output.error is None and output.is_empty and not (self._setup.gather and self._gather(feed, self._setup.gather)):
             batch_input.plan()
             self._handle(BatchWanted(feed.epoch, asked_ns - self._left_ns if self._left_ns else 0, waits))
@@ -291,7 +293,7 @@ class Engine:
             self._pool.flush()
         left_ns = time.perf_counter_ns()
         if not self._is_polled:
-            # As `Gauge.given`, which would be another call for every batch.
+            # Same as `EngineMetrics.given`, without a call per batch.
             metrics = self._metrics
             metrics.waited_ns, metrics.asked_ns = metrics.waited_ns + left_ns - asked_ns, 0
             metrics.batch_count += 1
@@ -302,9 +304,10 @@ class Engine:
         return output.take()
 
     def _gather(self, feed: Feed, gather: Gather) -> bool:
-        """Copy the next batch of in-memory arrays into a free slot. Needs no task and no worker.
+        """Copy the next batch of in-memory arrays into a free slot, without a task or a worker.
 
-        Whether it did. If not (no slot is free or large enough, an index is wrong), the batch goes the way of all others.
+        Returns:
+            Whether it did. If not (no slot is free or large enough, or an index is invalid), tasks load the batch.
         """
         for ended in self._delivery.ended_slots():
             self._handle(SlotFreed(ended))
@@ -340,7 +343,7 @@ class Engine:
                 self._await_init()
             if not waits or self._output.error is not None:
                 return
-        # An engine that can start no more workers is of no use to the next epoch.
+        # An engine that cannot start workers is useless for the next epoch.
         self._is_closed |= self._scheduler.is_lost
         self._output.end(feed.carried())
         self._input.end()
@@ -352,8 +355,11 @@ class Engine:
         raise EpochEnd
 
     def _await_init(self) -> None:
-        """All batches are delivered. Whether ``worker_init_fn`` has raised must not depend on how fast workers start, so those
-        that are still starting are waited for; not for long, because one may hang there."""
+        """Wait for starting workers after the last batch.
+
+        Whether an error of ``worker_init_fn`` is raised must not depend on how fast workers start. The wait is limited, because
+        a worker may hang there.
+        """
         deadline_s = time.perf_counter() + _INIT_S
         while self._scaling.awaits_init and not self._scheduler.is_lost:
             left_s = deadline_s - time.perf_counter()
@@ -371,7 +377,7 @@ class Engine:
         self._listen(timeout_s)
 
     def _listen(self, timeout_s: float | None) -> None:
-        """The one place where the user's thread waits: for news, a death, the time-out, a look at the workers, or close."""
+        """Wait for messages, a death, the timeout, a watchdog check or close. The training loop's thread waits nowhere else."""
         if self._is_closed:
             raise LoaderClosedError(_MSG_CLOSED)
         now_ns = time.perf_counter_ns()
@@ -383,7 +389,7 @@ class Engine:
                 self._next_look = time.perf_counter() + watchdog.look_s
             timeout_s = watchdog.look_s if timeout_s is None else min(timeout_s, watchdog.look_s)
         if self._delivery.is_cooling:
-            timeout_s = _COOLING_LOOK_S  # a slot may become free at any moment, and nobody says so
+            timeout_s = _COOLING_LOOK_S  # slots become free without notification, so poll
         worker_count, idle_count = self._metrics.members.count, self._scheduler.idle_count
         news = self._pool.receive(0 if self._faults.is_storm else timeout_s)
         self._heard_ns = time.perf_counter_ns()
@@ -398,7 +404,7 @@ class Engine:
         self._take_in(news)
 
     def _look_around(self) -> bool:
-        """Hear what there is to hear without waiting; whether there was anything."""
+        """Process pending messages without waiting. Return whether there were any."""
         news = self._pool.receive(0)
         self._heard_ns = time.perf_counter_ns()
         self._take_in(news)
@@ -408,7 +414,7 @@ class Engine:
         self._hear_all(news)
         if self._faults.is_storm and not self._is_closed:
             self._fail_workers()
-        # Without workers nothing is planned while a batch waits to be delivered: the sampler is asked when the loop asks.
+        # In the main process, plan nothing while a batch is undelivered: the sampler advances only when the training loop asks.
         if not self._setup.is_lazy or (self._output.is_empty and self._output.error is None):
             self._input.plan()
 
@@ -417,23 +423,23 @@ class Engine:
             for worker, message in news:
                 self._hear(worker, message)
         except Exception:
-            # What is to be done about it is done in part only, and the rest is lost: its books cannot be relied on.
+            # The message is handled only in part and the others are lost, so the state is unreliable.
             self._is_closed = True
             raise
 
     def close(self, *, keeps_workers: bool = False) -> None:
-        """Stop all workers and let go of all memory that the user does not look into. Idempotent.
+        """Stop all workers and release all memory that user code does not reference. Idempotent.
 
         Args:
-            keeps_workers: Whether worker processes that are slow to start may wait for another loader.
+            keeps_workers: Whether worker processes that are slow to start may stay alive for another loader.
 
         NOTE [close order]
-          1. mark closed and wake whoever waits in `next_batch`; wait until they are out, because a descriptor that is closed
-             under a thread that polls it may be another file's by the time it looks. If that is this very thread (a signal
-             handler of the user's closes the loader) it cannot be waited for: then `next_batch` does the rest on its way out
-          2. the scheduler hears of it and asks for nothing more
-          3. workers are told by the end of their pipes; those in user code are killed after a moment
-          4. memory last: a worker may write until it is gone
+          1. Mark the engine closed, wake the thread in `next_batch` and wait until it has left. A descriptor that is closed
+             while a thread polls it may already belong to another file. If this thread itself is in `next_batch` (the user's
+             signal handler closes the loader), `next_batch` does the remaining steps on its way out.
+          2. Pass `Closed` to the scheduler, which then requests no more actions.
+          3. Close the pipes of the workers, which ends them; kill those in user code after a moment.
+          4. Free memory last: a worker may write until it has exited.
         """
         if self._is_closed:
             return
@@ -457,8 +463,8 @@ class Engine:
     def _handle(self, event: Event) -> None:
         """Pass an event to the scheduler and execute the actions it returns.
 
-        Executing an action may raise further events. They wait in the queue until the actions of this one are done, so the
-        scheduler sees one event at a time and its actions are executed in order.
+        An action may cause further events. They stay queued until the actions of this event are done, so the scheduler
+        handles one event at a time and its actions run in order.
         """
         self._events.append(event)
         if self._is_handling:
@@ -525,12 +531,12 @@ class Engine:
         self._records[batch] = Record(plan, before)
 
     def _lose_workers(self, error: BaseException) -> None:
-        """No more workers can be started, for this reason. It is raised when no batch is ready any more."""
+        """Note that no more workers can be started. The engine raises ``error`` when no batch is ready any more."""
         self._fatal = self._fatal or error
         self._handle(WorkersLost())
 
     def _fail_workers(self) -> None:
-        """Workers die, one after another, or cannot be started: end it."""
+        """Close the engine because workers keep dying or cannot be started."""
         self.close()
         error, self._fatal = self._fatal, None
         self._output.error = error or workers_error(self._faults.last_death)
@@ -545,7 +551,7 @@ class Engine:
             return
         self._output.error = self._allocator.error(self._scheduler.held_slots)
 
-    # --- what workers say
+    # --- messages from workers
 
     def _hear(self, worker: WorkerId, message: FromWorker | Death) -> None:
         match message:
@@ -564,9 +570,9 @@ class Engine:
             case LoadFailed():
                 self._dispatcher.failed(worker, message)
             case Stack() | Idle():
-                pass  # a stack that arrived after the timeout
+                pass  # a stack reply that arrived after the timeout
             case StartFailed(failure):
-                # Nothing that this engine starts would fare better. Its end is no death to be logged.
+                # Other workers of this engine would fail the same way. Stop it, so that its exit is not logged as a death.
                 self._pool.stop(worker)
                 self._metrics.members.ended(worker)
                 self._lose_workers(start_error(worker, failure))

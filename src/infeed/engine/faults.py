@@ -1,7 +1,7 @@
-"""What goes wrong while batches are loaded, and what is done about it: samples that raise, workers that die or hang.
+"""Faults while loading: samples that raise, workers that die or hang, and the errors raised for them.
 
-The engine hears of it and asks here; the answer is an event for the scheduler. What is raised in the user's loop waits in the
-batch's record for its turn.
+The engine passes faults to ``Faults``, which sends events to the scheduler. An exception for the training loop stays in the
+record of its batch until the batch is due.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infeed.workers.status import Doing
 
 
 def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[WorkerId], str]) -> BaseException:
-    """What is raised in place of a batch: what the user's code raised in ``task``, or that its workers died."""
+    """Return the exception for a batch: the error of user code in ``task``, or the deaths of its workers."""
     plan = record.plan
     if record.doom is not None:
         return record.doom
@@ -48,7 +48,7 @@ def batch_error(record: Record, task: TaskId | None, name_worker: Callable[[Work
 
 
 def start_error(worker: WorkerId, failure: Failure) -> BaseException:
-    """A worker did not get as far as its first task. What ``worker_init_fn`` raised stays what it is."""
+    """Return the error of a worker that failed before its first task. Errors of ``worker_init_fn`` keep their type."""
     error = failure.exception(f"worker {worker}")
     if failure.doing != BUILDING:
         return error
@@ -61,7 +61,7 @@ def start_error(worker: WorkerId, failure: Failure) -> BaseException:
 
 
 def workers_error(last_death: str) -> WorkerDiedError:
-    """Workers die as fast as they are started."""
+    """Return the error for workers that die as fast as they start."""
     return WorkerDiedError(
         f"workers die faster than they load; the last was {last_death}\n"
         "  run with num_workers=0 to see the dataset's own error, or look above for what it printed"
@@ -69,15 +69,15 @@ def workers_error(last_death: str) -> WorkerDiedError:
 
 
 def memory_error(shortage: MemoryLimitError, held_count: int, batch_bytes: int) -> MemoryLimitError:
-    """There is no slot to load into; what there is the user holds."""
+    """Return the error when no slot is free because user code holds batches, or memory is short."""
     if not held_count:
-        return MemoryLimitError(str(shortage))  # a new one: what is raised holds on to frames
+        return MemoryLimitError(str(shortage))  # a new one: a raised exception references frames
     held, are = format_count(held_count, "batch", "batches"), "is" if held_count == 1 else "are"
     return MemoryLimitError(f"{shortage}\n  {held} of some {format_bytes(batch_bytes)} {are} still looked into")
 
 
 def timeout_error(timeout_s: float, busy: list[str], stack: str | None) -> LoadTimeoutError:
-    """No batch within ``timeout``: who is busy with what, and where the one is that is waited for."""
+    """Return the error for ``timeout``, with the busy workers and the stack of the one that blocks the next batch."""
     listed = "; ".join(busy) or "no worker has a task"
     where = "" if stack is None else f"\n  the first of them is here:\n{stack}"
     return LoadTimeoutError(
@@ -86,7 +86,7 @@ def timeout_error(timeout_s: float, busy: list[str], stack: str | None) -> LoadT
 
 
 def death_text(death: Death, doing: Doing | None, held: list[list[Any]]) -> str:
-    """How a worker ended, what it had, how large it was, and who did it, as far as is known."""
+    """Describe a death: exit status, pending samples, memory and, if known, the cause."""
     text = death.text
     indices = [index for part in held for index in part]
     if indices:
@@ -112,21 +112,21 @@ def overdue_text(limit_s: float, overdue: Overdue) -> str:
 
 _LOG: Final = logging.getLogger("infeed")
 
-# A sample that its worker died of so often is given up: it is the sample that kills.
+# Give up a sample after this many worker deaths: the sample is the cause.
 _SAMPLE_DEATHS: Final = 3
-# Workers that may die in a minute, and as many more for each that there is. Beyond, the machine is broken, and starting others
-# would only keep it busy.
+# Worker deaths allowed per minute: a base, plus 64 per worker. Beyond that the machine is broken, and restarts would only keep
+# it busy.
 _DEATHS: Final = 256
 _DEATHS_PER_WORKER: Final = 64
 _MINUTE_S: Final = 60.0
-# So many in a minute are told of one by one, and then one of so many.
+# Warn of the first 10 deaths per minute, then of every 50th.
 _LOGGED_DEATHS: Final = 10
 _LOGGED_EVERY: Final = 50
 
 
 @final
 class Faults:
-    """Belongs to one engine, and works on its books."""
+    """Handles the faults of one engine; ``records`` and ``tasks`` are shared with it."""
 
     def __init__(
         self, setup: EngineSetup, records: dict[BatchId, Record], tasks: dict[TaskId, Task], handle: Callable[[Event], None]
@@ -134,20 +134,20 @@ class Faults:
         self._setup = setup
         self._records, self._tasks = records, tasks
         self._handle = handle
-        self._ended: dict[WorkerId, Overdue] = {}  # workers that were killed because they took too long
+        self._ended: dict[WorkerId, Overdue] = {}  # workers killed for exceeding sample_timeout
         self._death_times: deque[float] = deque(maxlen=_DEATHS + _DEATHS_PER_WORKER * len(setup.workers))
         self.last_death = ""
 
     @property
     def is_storm(self) -> bool:
-        """Whether workers have been dying so fast for so long that starting others is of no use."""
+        """Whether workers die so often that restarting them is useless."""
         times = self._death_times
         return len(times) == times.maxlen and times[-1] - times[0] < _MINUTE_S
 
     # --- samples that raise
 
     def load_failed(self, worker: WorkerId, message: LoadFailed) -> None:
-        """A task of an indexed dataset ended with an exception."""
+        """Handle a task that ended with an exception."""
         entry = self._tasks.pop(message.task, None)
         record = None if entry is None else self._records.get(entry.batch)
         if entry is None or record is None:
@@ -160,7 +160,7 @@ class Faults:
         self._handle(TaskFailed(worker, message.task))
 
     def left_out(self, worker: WorkerId, record: Record, task: TaskId, bad: tuple[tuple[int, Failure], ...]) -> bool:
-        """A worker left elements of its stream out; whether that is all right."""
+        """Handle elements that a worker skipped in an iterable dataset. Return whether its batch can be delivered."""
         bad_rows = record.bad_rows = record.bad_rows or BadRows(None)
         for element, failure in bad:
             place = f"position {element} of epoch {record.plan.epoch}, {self.name(worker)}"
@@ -180,7 +180,7 @@ class Faults:
         worker: WorkerId,
         task: TaskId | None,
     ) -> None:
-        """Decide about bad rows; the batch is then loaded again, or given up."""
+        """Decide about bad rows; the scheduler then reloads the batch or gives it up."""
         plan = record.plan
         bad_rows = record.bad_rows = record.bad_rows or BadRows(plan.indices)
         for row, failure in sorted(bad.items()):
@@ -195,7 +195,7 @@ class Faults:
     # --- workers that die
 
     def forget(self, worker: WorkerId) -> None:
-        """It was stopped, perhaps before its death was heard of; another may get its number."""
+        """Forget a stopped worker, whose death may be unreported: another worker may get its number."""
         self._ended.pop(worker, None)
 
     def died(self, worker: WorkerId, death: Death) -> None:
@@ -204,12 +204,12 @@ class Faults:
         held = sorted(task for task, entry in self._tasks.items() if entry.worker == worker)
         entries = {task: self._tasks.pop(task) for task in held}
         overdue = self._ended.pop(worker, None)
-        # It was killed for a sample that it had loaded by then, a moment too late: that is nobody's fault.
+        # Race: the worker finished the sample just before it was killed, so the sample is not to blame.
         is_late = overdue is not None and doing is not None and doing[:4] != overdue.doing[:4]
         is_blamed = death.is_blamed and not is_late
         indices = [self._indices(entry) for entry in entries.values()]
         self.last_death = f"worker {worker} " + death_text(death, doing, indices)
-        # What it has loaded and not told of yet is lost with it, but it is not what it died of.
+        # Loaded but unreported tasks are lost with the worker, but did not kill it.
         culprit = next((task for task in held if doing is not None and task == doing.task), None)
         first = entries[held[0] if culprit is None else culprit] if held else None
         record = None if first is None else self._records.get(first.batch)
@@ -222,11 +222,11 @@ class Faults:
             ]
             failure = self._cause(record, row, overdue)
             if failure is not None:
-                # Before the death is told, so that the same sample is not given to another worker in between.
+                # Before WorkerDied, so that the scheduler does not send the same sample to another worker in between.
                 self._blame(first.batch, record, row, failure, worker)
         self._handle(WorkerDied(worker, culprit, is_blamed, self._death_times[-1]))
-        # Who was killed for a sample is told of with that. Handlers are the user's, and what they raise is no reason to stop in
-        # the middle of what workers say.
+        # If the worker was killed for a sample, the sample's error reports it. Log handlers are user code: their exceptions
+        # must not interrupt the handling of worker messages.
         with suppress(Exception):
             self._log_death(is_told=overdue is not None and failure is not None)
 
@@ -240,7 +240,7 @@ class Faults:
         _LOG.log(logging.INFO if is_told or is_many else logging.WARNING, "%s", text)
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
-        """Why a sample, or all that is known of it, is to be given up; ``None`` if it may be tried again."""
+        """Return why a sample, or the batch if the row is unknown, is given up; ``None`` if it may be retried."""
         index, position = self._sample(record, row)
         if overdue is not None:
             limit_s = self._setup.sample_timeout_s
@@ -260,10 +260,10 @@ class Faults:
         record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self.name(worker)}")
         self._handle(BatchHasBadSamples(batch, None, worker))
 
-    # --- workers that do not come back
+    # --- workers that hang
 
     def look(self, usual_s: float) -> None:
-        """Warn of workers that hang, and end those that may not."""
+        """Warn of hanging workers, and kill those over ``sample_timeout``."""
         watchdog = self._setup.watchdog
         if watchdog is None:
             return
@@ -273,7 +273,7 @@ class Faults:
                 self._setup.pool.kill(overdue.worker)
 
     def timeout_error(self) -> LoadTimeoutError:
-        """Who is busy with what, the one that is waited for first."""
+        """Return the error for ``timeout``, listing busy workers by task, the oldest first."""
         watchdog = self._setup.watchdog
         doing = {} if watchdog is None else {worker: watchdog.doing(worker) for worker in self._setup.workers}
         at = {worker: one for worker, one in doing.items() if one.since_ns}
@@ -282,14 +282,14 @@ class Faults:
         busy = [
             f"worker {worker} {self.describe(at[worker])} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s" for worker in oldest
         ]
-        # It was sent something and rests: it is stopped, or the machine is too busy to let it run.
+        # These workers have tasks but are idle: they are stopped, or the machine is too busy to run them.
         idle = sorted({entry.worker for entry in self._tasks.values()} - at.keys())
         busy += [f"worker {worker} has not begun with what it was sent" for worker in idle]
         stack = watchdog.stack_of(oldest[0]) if watchdog is not None and oldest else None
         return timeout_error(self._setup.timeout_s, busy, stack)
 
     def describe(self, doing: Doing) -> str:
-        """What a worker is at, in words that follow "has been"."""
+        """Describe the activity of a worker, in words that follow "has been"."""
         if doing.task is None:
             return "starting (building the dataset, or in worker_init_fn)"
         entry = self._tasks.get(doing.task)
@@ -313,7 +313,7 @@ class Faults:
         return 1 if record is None else record.plan.row_count
 
     def _sample(self, record: Record, row: int | None) -> tuple[Any, int | None]:
-        """Index and position of a row; of a stream the number of the element."""
+        """Return index and position of a row; for an iterable dataset, the element number."""
         plan = record.plan
         if plan.indices is None:
             return (f"element {row}", row) if row is not None else (None, None)
@@ -323,7 +323,7 @@ class Faults:
         return plain_indices(plan.indices)[row], plan.first_position + first_row
 
     def _indices(self, entry: Task) -> list[Any]:
-        """What a task was to load, as far as it is known by index."""
+        """Return the indices of a task; empty for an iterable dataset."""
         record = self._records.get(entry.batch)
         if record is None or record.plan.indices is None:
             return []

@@ -1,4 +1,4 @@
-"""One iteration of a loader: takes an engine with the first batch, and gives it back when it is over or left."""
+"""One iteration of a loader: takes an engine for the first batch and returns it to the cache at the end."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _FOREVER_S: Final = 3600.0
 
 @final
 class EpochIterator(Iterator[Any]):
-    """One iteration of a loader. Starts nothing before the first batch is asked for."""
+    """One iteration of a loader. Starts nothing before the training loop asks for the first batch."""
 
     def __init__(self, session: Session, owner: object = None, asked: Iterator[Any] | None = None) -> None:
-        """It holds ``owner``, because `for batch in DataLoader(...)` has no other reference to it.
+        """Create an iteration, which references ``owner``: `for batch in DataLoader(...)` has no other reference to it.
 
         Args:
-            asked: the sampler's iterator, where ``iter`` was called on the sampler already.
+            asked: The sampler's iterator, if ``iter`` was already called on the sampler.
         """
         self._session = session
-        self._config = session.config  # as it is now: a torch loader's options may be changed before the first batch
+        self._config = session.config  # a snapshot: a torch loader's options may change before the first batch
         self._asked = asked
         if session.engine_cache.is_closed and _is_python_exiting():
             _stop_here()
         self._offered = session.offer(self)
         self._owner = owner
         self._progress: Progress | None = None
-        self._lock = threading.Lock()  # one thread at a time drives the engine
-        self._driver = 0  # that thread
+        self._lock = threading.Lock()  # only one thread at a time drives the engine
+        self._driver = 0  # ident of that thread
         self._engine: Engine | None = None
         self._is_over = False
         self._ahead: DevicePrefetch | None = None
         self._show: Show | None = None
         self._has_given = False
-        self._is_drained = False  # all batches are on their way to the device
+        self._is_drained = False  # all batches are in device prefetch
         self._finalizer: weakref.finalize[[Session, Engine, DevicePrefetch | None], EpochIterator] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -77,7 +77,7 @@ class EpochIterator(Iterator[Any]):
         engine = self._engine or self._begin_once()
         if self._show is not None:
             if self._has_given:
-                self._show.step()  # the loop is done with a batch
+                self._show.step()  # the training loop has finished a batch
             self._has_given = True
         try:
             return engine.next_batch() if self._ahead is None else self._next_ahead(engine, self._ahead)
@@ -91,14 +91,14 @@ class EpochIterator(Iterator[Any]):
             raise StopIteration from None
         except BaseException:
             if engine.is_between_epochs and self._ahead is None and self._progress is not None:
-                self._progress.end()  # it gave nothing but this error
+                self._progress.end()  # the epoch yielded only this error
                 self._end()
             if not engine.is_usable:
                 self._end()
             raise
 
     def _next_ahead(self, engine: Engine, ahead: DevicePrefetch) -> Any:
-        """The next batch on the device, with some behind it on their way."""
+        """Return the next batch on the device, and keep further batches in transfer."""
         asked_ns = perf_counter_ns()
         engine.asked(asked_ns)
         try:
@@ -122,10 +122,10 @@ class EpochIterator(Iterator[Any]):
                 break
             try:
                 ahead.push(batch, self._progress.reached())
-            except Exception as error:  # the user's `convert`, or a device without memory
+            except Exception as error:  # from the user's `convert`, or the device is out of memory
                 ahead.push_error(kept(error), self._progress.reached())
             except BaseException:
-                engine.close()  # as wherever it is interrupted: what was on its way is lost, and nothing may follow it
+                engine.close()  # as for any interrupt: a batch in transfer is lost, so no later batch may follow
                 raise
         if ahead.is_empty:
             engine.ended(asked_ns)
@@ -138,7 +138,7 @@ class EpochIterator(Iterator[Any]):
         return batch
 
     def _begin_once(self) -> Engine:
-        """An iteration whose sampler or dataset raised before the first batch has ended, like a generator."""
+        """Begin. If the sampler or dataset raises before the first batch, the iteration ends, as a generator does."""
         try:
             return self.begin()
         except Exception:
@@ -146,7 +146,7 @@ class EpochIterator(Iterator[Any]):
             raise
 
     def begin(self) -> Engine:
-        """Take an engine and begin. Happens by itself with the first batch."""
+        """Take an engine and begin the epoch. The first ``next`` calls this automatically."""
         asked_ns = perf_counter_ns()
         session, config = self._session, self._config
         engine_cache = session.engine_cache
@@ -167,33 +167,33 @@ class EpochIterator(Iterator[Any]):
             progress.show(progress.start)
             self._ahead = DevicePrefetch(stage, config.device_prefetch)
         self._engine = engine
-        # A loop that is left by `break`, an exception or `return` drops this object: then the engine is free for the next.
+        # A training loop left by `break`, `return` or an exception drops this object, which releases the engine.
         self._finalizer = weakref.finalize(self, _leave, session, engine, self._ahead)
         self._finalizer.atexit = False
         engine.changed_over(asked_ns)
         return engine
 
     def worker_pids(self) -> list[int]:
-        """Process numbers of the workers that load for it."""
+        """Return the PIDs of the workers of this iteration."""
         return [process.pid for process in self.worker_processes()]
 
     def worker_processes(self) -> list[Process]:
-        """The worker processes that load for it."""
+        """Return the worker processes of this iteration."""
         return [] if self._engine is None else self._engine.worker_processes()
 
     def leave(self, *, stops_workers: bool = False) -> None:
-        """End it here; what is left of the epoch is forgotten. Whoever waits in ``next`` is told.
+        """End the iteration and abandon the rest of the epoch. A thread that waits in ``next`` gets an exception.
 
         Args:
-            stops_workers: Whether its workers end now, and wait for no other epoch or loader.
+            stops_workers: Whether to stop the workers now instead of keeping them for another epoch or loader.
         """
         engine = self._engine
         if not self._lock.acquire(blocking=False):
             if engine is not None:
-                # Another thread is in `next`, or this one, and a signal handler called: `next` ends the epoch on its way out.
+                # Another thread is in `next`, or this thread is and a signal handler called: `next` ends the epoch on exit.
                 engine.close()
                 return
-            self._lock.acquire()  # it is beginning only
+            self._lock.acquire()  # `next` is still beginning the epoch
         try:
             if stops_workers and self._engine is not None:
                 self._engine.close()
@@ -215,12 +215,12 @@ class EpochIterator(Iterator[Any]):
 
 
 def _is_python_exiting() -> bool:
-    """Whether Python closes all loaders, and this is a daemon thread, which it does not wait for."""
+    """Whether Python is exiting and this is a daemon thread, which it does not wait for."""
     return not threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread()
 
 
 def _stop_here() -> NoReturn:
-    """Wait for the end of the process, as daemon threads do: an exception would be printed, and nobody could handle it."""
+    """Block until the process ends, as daemon threads do: an exception would be printed and could not be handled."""
     while True:
         time.sleep(_FOREVER_S)
 

@@ -1,4 +1,4 @@
-"""What the user's loop is to be given: batches, or what is raised in their place; all of it noted in the epoch's trail."""
+"""Batches, or exceptions in their place, that are ready for the training loop; recorded in the epoch's progress."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from infeed.workers.exceptions import Failure, kept, text_of
 
 @final
 class BatchOutput:
-    """Belongs to one engine, which gives away what lies here."""
+    """Holds the ready batches and the pending error of one engine."""
 
     def __init__(self, setup: EngineSetup, name: Callable[[WorkerId], str]) -> None:
-        """``name`` is what people call a worker."""
+        """Create an output; ``name`` returns the display name of a worker."""
         self._setup, self._delivery, self._metrics = setup, setup.delivery, setup.metrics
         self._name = name
         self._batches: list[tuple[Any, Record, int]] = []
-        self.error: BaseException | None = None  # it comes before the batches: one that was passed over had it
+        self.error: BaseException | None = None  # raised before the batches: a skipped batch before them caused it
         self._progress: Progress | None = None
-        self._count = 0  # batches of this epoch, from its beginning
+        self._count = 0  # batches since the beginning of the epoch
 
     def begin(self, progress: Progress) -> None:
-        """Note what follows in this trail."""
+        """Record all further deliveries in ``progress``."""
         self._progress = progress
         self._count = progress.start.step
         self._batches.clear()
@@ -37,11 +37,11 @@ class BatchOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no batch lies here."""
+        """Whether no batch is ready."""
         return not self._batches
 
     def take(self) -> Any:
-        """The batch that lies here. To be called last: from here on it counts as given."""
+        """Return the ready batch. Call this last: the batch then counts as delivered."""
         value, record, share_count = self._batches.pop(0)
         self._count += 1
         if self._progress is not None:
@@ -49,25 +49,25 @@ class BatchOutput:
         return value
 
     def end(self, carried: StreamCursor | None) -> None:
-        """All batches of the epoch have been delivered; its stream hands this on to the next."""
+        """End the epoch; ``carried`` is the state that an iterable dataset passes to the next."""
         if self._progress is not None:
             self._progress.carried = carried
 
     def take_error(self) -> BaseException:
-        """What is to be raised. No local of who raises it: the traceback has their frame, and would keep the loader alive."""
+        """Return the error to raise. Never keep it in a local variable: its traceback would keep the frame and loader alive."""
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def deliver(self, record: Record, slot: SlotId, share_count: int) -> None:
-        """Make a batch of what is in the slot; it is of one of so many shares of a stream, or of none."""
+        """Make a batch from the slot. ``share_count`` is the number of shares of an iterable dataset, or 0."""
         if record.packed is None:
             assert record.layout is not None
             value = self._delivery.rows(slot, record.layout, record.row_count, record.beside)
         else:
             try:
                 value = self._delivery.tree(slot, record.packed)
-            except Exception as error:  # the user's objects are built again here, and may raise anything
+            except Exception as error:  # unpickling the user's objects may raise anything
                 self._note_failed(record)
                 place = f"position {record.plan.first_position} of epoch {record.plan.epoch}"
                 failure = Failure.of(kept(error), "receiving a batch (an object of it cannot be built again in this process)")
@@ -80,18 +80,18 @@ class BatchOutput:
         self._batches.append((value, record, share_count))
 
     def fail(self, record: Record, task: TaskId | None) -> None:
-        """Raise what went wrong with a batch, in its turn."""
+        """Set the error of a failed batch when the batch is due."""
         self.error = batch_error(record, task, self._name)
         self._metrics.mark("failure", LOOP, f"{type(self.error).__name__}: {text_of(self.error)}")
         self._note_failed(record)
 
     def pass_over(self, record: Record) -> None:
-        """Nothing is left of a batch, and the next one follows."""
+        """Skip a batch whose samples were all bad."""
         if not self.note_bad(record) and self._progress is not None:
             self._progress.delivered(record, 0)
 
     def note_bad(self, record: Record) -> bool:
-        """Enter a batch into the ledger, with its bad samples; whether there are more of them than may be."""
+        """Count the bad samples of a batch; return whether they exceed the error budget."""
         if self._progress is None:
             return False
         for sample in () if record.bad_rows is None else record.bad_rows.done:
@@ -104,7 +104,7 @@ class BatchOutput:
         return error is not None
 
     def emptiness(self) -> SampleError | None:
-        """What to raise at the end of an epoch that gave nothing, if it had anything to give."""
+        """Return the error for an epoch that yielded nothing because of bad samples, if it did."""
         return None if self._count or self._progress is None else self._progress.error_budget.emptiness()
 
     def _note_failed(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""One epoch's batches as the engine plans them: by index, or from the shares of a stream."""
+"""Plans and feeds: the batches of an epoch, by index or from the shares of an iterable dataset."""
 
 from __future__ import annotations
 
@@ -33,76 +33,76 @@ from infeed.workers.exceptions import kept
 from infeed.workers.protocol import OpenStream
 
 _ALL: Final = sys.maxsize
-# The size of a batch sampler's batches is not known; what batches usually have is the best guess there is.
+# The batch size of a batch sampler is unknown; assume a common one.
 _USUAL_BATCH_SIZE: Final = 32
 
 
 class Plan(Protocol):
-    """What an engine and a loader ask of a plan."""
+    """Interface of a plan, as engines and loaders use it."""
 
     seed: int
     cut: Cut
-    torch_seed: int | None  # what the seeds of torch's workers are counted from
+    torch_seed: int | None  # base of the seeds of torch's workers
     tells_epochs: bool  # workers call set_epoch of the dataset, its transforms and collate_fn
 
     @property
     def table(self) -> ArrayTable | None:
-        """The dataset as arrays that are gathered, if it is that."""
+        """The dataset as in-memory arrays, if rows can be gathered from it."""
 
     @property
     def is_given(self) -> bool:
-        """Whether the order is the user's: a sampler's or a stream's. Then it is known only by asking them."""
+        """Whether a sampler or an iterable dataset sets the order, so that it is known only by reading it."""
 
     @property
     def is_foreseeable(self) -> bool:
-        """Whether the next epoch may be begun before the user asks for it."""
+        """Whether the next epoch may be prefetched before the training loop starts it."""
 
     def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
-        """An epoch begins that states are taken of; ``reached`` is the next step of its user."""
+        """Begin an epoch whose state may be saved; ``reached`` returns the next step of the training loop."""
 
     def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
-        """The batches of an epoch of this rank, from a cursor on.
+        """Yield this rank's batches of an epoch, from a cursor on.
 
         Args:
-            asked: the iterator of the sampler that belongs to this iteration, where ``iter`` was called on it already.
+            asked: The sampler's iterator for this iteration, if ``iter`` was already called on the sampler.
         """
 
     def lookahead(self, cursor: Cursor) -> Lookahead | None:
-        """How far ahead an epoch that begins at ``cursor`` may ask its sampler; ``None`` sets no limit."""
+        """Return how far ahead the epoch at ``cursor`` may read its sampler; ``None`` sets no limit."""
 
     def batch(self, cursor: Cursor, step: int) -> BatchPlan | None:
-        """Batch ``step`` of an epoch that goes on at ``cursor``; ``None`` if there is none. Not if ``is_given``."""
+        """Return batch ``step`` of the epoch that resumes at ``cursor``, or ``None``. Not available if ``is_given``."""
 
     def substitute(self, epoch: int, drawn: int) -> Any:
-        """An index of the epoch, chosen by a random number; ``None`` if its order is known to the user's sampler only."""
+        """Return an index of the epoch, chosen by a random number; ``None`` if only the user's sampler knows the order."""
 
     def batch_count(self) -> int:
-        """Batches in an epoch of this rank.
+        """Return the number of batches per epoch of this rank.
 
         Raises:
-            TypeError: the dataset, sampler or batch sampler has no length.
+            TypeError: The dataset, sampler or batch sampler has no length.
         """
 
     def identity(self, *, is_fresh: bool = True) -> Identity:
-        """What this loader's states belong to. Unless ``is_fresh``, the length is what it was when the epoch began."""
+        """Return the identity that states are checked against. Unless ``is_fresh``, the length is that at epoch start."""
 
     def sampler_state(self, cursor: Cursor, start: Cursor | None) -> Any:
-        """What else is needed to plan again from ``cursor`` on, as plain data; ``None`` if nothing is.
+        """Return the sampler state needed to resume planning at ``cursor``, as plain data; ``None`` if none is needed.
 
-        ``start`` is where the epoch began that ``cursor`` is in; ``None`` if it has yet to begin.
+        ``start`` is the start of the epoch of ``cursor``; ``None`` if it has not begun.
         """
 
     def read_sampler_state(self, state: Any, cursor: Cursor) -> Any:
-        """Check what ``sampler_state`` returned. To be ``cursor.sampler`` of an epoch that begins there.
+        """Check a value of ``sampler_state`` and return it for ``cursor.sampler`` of the resumed epoch.
 
         Raises:
-            StateError: it is not such a state, or not one of this plan.
+            StateError: The value is not a sampler state, or belongs to another plan.
         """
 
 
 @final
 class Planner(Plan):
-    """The plan of ``infeed.DataLoader``. ``seed`` may change, when a state is loaded; all else is fixed by the options."""
+    """The plan of ``infeed.DataLoader``. Loading a state may change ``seed``; the options fix everything else."""
 
     torch_seed = None
     tells_epochs = True
@@ -130,7 +130,7 @@ class Planner(Plan):
 
     @property
     def is_foreseeable(self) -> bool:
-        # A sampler of the user's may depend on what they do between epochs, such as set_epoch: it is asked when they begin.
+        # A user's sampler may depend on calls between epochs, such as set_epoch, so read it only when the epoch begins.
         return not self.is_given
 
     def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
@@ -139,7 +139,7 @@ class Planner(Plan):
         sampler = self._sampler()
         if sampler is not None:
             is_batched = config.batch_sampler is not None
-            # The epoch's first rows, which ranks are padded with, are known only if it is read from its beginning.
+            # Ranks are padded with the first rows of the epoch, which are known only when reading from its start.
             is_alone = self.cut.shard.world_size == 1
             size = None if is_batched else self.cut.batch_size
             reading = Reading(sampler, cursor, cursor.sampler, is_kept=is_alone, full_size=size if is_alone else None)
@@ -232,7 +232,7 @@ class Planner(Plan):
         return "shuffled" if config.shuffle else "sequential"
 
     def _check_lengths(self) -> None:
-        """The options that must fit the number of samples."""
+        """Check the options that depend on the number of samples."""
         config = self._config
         if config.weights is not None and len(config.weights) != self._dataset_length():
             raise ConfigError(
@@ -262,10 +262,10 @@ def is_loaded_together(config: LoaderConfig) -> bool:
 
 
 def seed_grain(config: LoaderConfig) -> int:
-    """Rows that share one seed. What is fetched or collated as a whole is seeded as a whole."""
+    """Return the number of rows that share one seed. A batch fetched or collated as a whole has one seed."""
     is_together = is_loaded_together(config)
     if is_together and config.is_torch:
-        return _ALL  # torch's loader calls it once for a batch
+        return _ALL  # torch's DataLoader calls it once per batch
     if config.grain_size is not None:
         return config.grain_size
     if _is_single(config):
@@ -278,18 +278,18 @@ def seed_grain(config: LoaderConfig) -> int:
 
 
 def substitute_in(order: Order, drawn: int) -> int:
-    """The index at a random position of an order."""
+    """Return the index at a random position of an order."""
     position = drawn % order.length
     return int(order.take(position, position + 1)[0])
 
 
 def rows_of(config: LoaderConfig) -> Any:
-    """The dataset by rows. To torch a tuple of arrays is a dataset of arrays."""
+    """Return the dataset with row access. For torch, a tuple of arrays is a dataset whose samples are the arrays."""
     return config.dataset if config.is_torch else as_rows(config.dataset)
 
 
 def _table_for(config: LoaderConfig) -> ArrayTable | None:
-    """The dataset as a table of arrays, if it is one and batches are made by default collation."""
+    """Return the dataset as a table of arrays, if it is one and default collation applies."""
     if config.collate_fn is not None or config.batch_size is None or config.is_stream:
         return None
     return table_of(config.dataset)
@@ -302,60 +302,60 @@ def _length(value: Any, name: str) -> int:
 
 
 class PlannedBatch(NamedTuple):
-    """A batch before it is loaded. ``indices`` is ``None`` for streams, which are asked for whatever comes next."""
+    """A batch before it is loaded. ``indices`` is ``None`` for iterable datasets, which are read in their own order."""
 
     epoch: int
     first_position: int
     row_count: int
     grain_count: int
     step: int
-    stop: int  # the position that all ranks have come to with it
+    stop: int  # position that all ranks have reached after this batch
     indices: Indices | list[Any] | None = None
     worker: WorkerId | None = None
-    rows: list[int] | None = None  # where each sample stood before others were left out; None: none were
+    rows: list[int] | None = None  # original row of each sample; None: no sample was skipped
 
 
 class Feed(ABC):
-    """The source of an epoch's batches. Taken from no earlier than there is room in flight."""
+    """Source of an epoch's batches. The engine takes a batch only when the window has room for it."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.epoch = cursor.epoch
         self._step = cursor.step
         self.is_exhausted = False
-        # What the user's sampler raised. No batch is taken until those before it are delivered and it was raised.
+        # Error of the user's sampler. No batch is taken until the earlier batches are delivered and the error is raised.
         self.error: Exception | None = None
 
     def take_error(self) -> Exception:
-        """What is to be raised, once; the epoch goes on behind it."""
+        """Return the error to raise, once; the epoch continues after it."""
         error, self.error = self.error, None
         assert error is not None
         self.delivered()
         return error
 
     def prime(self) -> None:
-        """Ask for as many batches as may be asked for before the first is delivered.
+        """Read the sampler as far ahead as allowed before the first batch is delivered.
 
         Raises:
-            Exception: what the user's sampler raised.
+            Exception: The user's sampler raised it.
         """
         return
 
     def delivered(self) -> None:
-        """A batch, or an exception in its place, is delivered: the sampler may be asked for another."""
+        """Note that a batch, or an exception in its place, was delivered; the sampler may be read further."""
         return
 
     @property
     def share_count(self) -> int:
-        """Into how many shares a stream is cut; 0 if this is none."""
+        """Number of shares of an iterable dataset; 0 for an indexed dataset."""
         return 0
 
     def carried(self) -> StreamCursor | None:
-        """What the shares of a stream that has ended hand on to the next epoch, if its dataset has a state."""
+        """Return the state that an iterable dataset passes to the next epoch, if it has a ``state_dict``."""
         return None
 
     @abstractmethod
     def take(self) -> PlannedBatch | None:
-        """The next batch; ``None`` if there is none now, and none ever again if ``is_exhausted``."""
+        """Return the next batch, or ``None`` if there is none now; if ``is_exhausted``, there will be none."""
 
 
 @final
@@ -369,19 +369,19 @@ class IndexedFeed(Feed):
         *,
         is_inline: bool = False,
     ) -> None:
-        """``batches`` may go on after it raised. An exception that it yields is raised in the place of a batch.
+        """Create a feed. ``batches`` may continue after raising; an exception that it yields is raised in place of a batch.
 
-        With ``is_inline``, an exception is raised at once, with its traceback.
+        With ``is_inline``, an exception is raised immediately, with its traceback.
         """
         super().__init__(cursor)
         self._ahead = set(cursor.ahead)
         self._batches = batches
         self._grain_size = grain_size
         self._lookahead, known_count = lookahead or (0, sys.maxsize)
-        self._asked: deque[BatchPlan | Exception] = deque()  # yielded by the sampler, not taken yet
+        self._asked: deque[BatchPlan | Exception] = deque()  # yielded by the sampler, not yet taken
         self._asked_count = 0
-        self._due_count = self._lookahead  # as many are asked for whether there is room for them or not
-        self._limit = max(known_count, self._due_count)  # as many may be asked for when there is
+        self._due_count = self._lookahead  # batches to read from the sampler, even without room for them
+        self._limit = max(known_count, self._due_count)  # batches that may be read when there is room
         self._is_at_end = False
         self._is_inline = is_inline
 
@@ -426,7 +426,7 @@ class IndexedFeed(Feed):
 
     def take(self) -> PlannedBatch | None:
         plan = self._next()
-        while plan is not None and self._step in self._ahead:  # the user had it before the ones that were still missing
+        while plan is not None and self._step in self._ahead:  # delivered out of order before the state was saved
             self._step += 1
             self.delivered()
             plan = self._next()
@@ -447,16 +447,16 @@ class _Share:
     loaded_rows: int = 0
     is_open: bool = False
     is_ended: bool = False
-    is_over: bool = False  # had ended before this run: its worker puts the dataset where it was, and reads nothing
-    state: Any = None  # the dataset's own, when it had given ``state_rows``
+    is_over: bool = False  # had ended before this run: its worker restores the dataset and reads nothing
+    state: Any = None  # the dataset's own, after ``state_rows`` rows
     state_rows: int = 0
-    final_state: Any = None  # the dataset's own, when the share had ended
+    final_state: Any = None  # the dataset's own, at the end of the share
 
 
 @final
 @dataclass(slots=True)
 class StreamShares:
-    """How a stream is read: by one worker, or by all if the dataset asks which worker it is in. Known after its first batch."""
+    """Whether one or all workers read an iterable dataset: all if it calls ``get_worker_info``. Known after the first batch."""
 
     worker_count: int
     is_known: bool = field(init=False)
@@ -474,7 +474,7 @@ class StreamShares:
 
 @final
 class StreamFeed(Feed):
-    """Batches of each share in turn: 0, 1, ..., 0, 1, ...; a share that has ended is passed over."""
+    """Batches of each share in turn: 0, 1, ..., 0, 1, ...; shares that have ended are skipped."""
 
     def __init__(self, cursor: Cursor, batch_size: int, shares: StreamShares) -> None:
         super().__init__(cursor)
@@ -483,7 +483,7 @@ class StreamFeed(Feed):
         self._by_worker = {WorkerId(0): _Share()}
         self._turn = 0
         self._has_asked = False
-        self._was_alone = False  # this epoch is read by one worker to its end, whatever is known of the dataset
+        self._was_alone = False  # one worker reads this epoch to its end, even if all could
         if cursor.stream is not None:
             self._resume(cursor.stream)
 
@@ -517,7 +517,7 @@ class StreamFeed(Feed):
 
     def take(self) -> PlannedBatch | None:
         if not self.is_known:
-            # Until the first batch is here it is not known who else will read.
+            # Which other workers read is unknown until the first batch arrives.
             if self._has_asked:
                 return None
             self._has_asked = True
@@ -539,13 +539,13 @@ class StreamFeed(Feed):
         return None
 
     def opening(self, worker: WorkerId) -> bool:
-        """Whether this share is used for the first time in this epoch."""
+        """Whether this is the first use of the share in this epoch."""
         share = self._by_worker[worker]
         is_first, share.is_open = not share.is_open, True
         return is_first
 
     def open_message(self, worker: WorkerId) -> OpenStream:
-        """What a worker is told that begins to read this share, or goes on where another has died."""
+        """Return the message for a worker that starts this share, or continues it after another worker died."""
         share = self._by_worker.get(worker) or _Share()
         return OpenStream(
             self.epoch, share.state_rows, share.loaded_rows - share.state_rows, share.state, self.is_alone, self.is_known,

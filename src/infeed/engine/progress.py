@@ -1,4 +1,4 @@
-"""Where a batch came from: what ``DataLoader.explain`` returns."""
+"""Progress of an epoch (the delivered batches and the cursor to resume from), and the lineage of a batch for ``explain``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive
 from infeed.plan.state import Cursor, ShareCursor, StreamCursor
 
-# Batches of which is kept how they came about: more than anyone looks back.
+# Latest batches whose records are kept for ``explain`` and ``replay``.
 _KEPT: Final = 256
 
 
 class Past(NamedTuple):
-    """A batch that was delivered or that failed: what was planned, who loaded it, how often it was tried."""
+    """A delivered or failed batch: its plan, the workers that loaded it, the number of attempts."""
 
     plan: PlannedBatch
     parts: list[Part]
@@ -33,22 +33,22 @@ class Past(NamedTuple):
 
 @final
 class Progress:
-    """Belongs to one iteration of a loader; the engine notes every batch in it, when it gives it away."""
+    """Delivered batches of one iteration; the engine records each batch when it delivers it."""
 
     def __init__(self, start: Cursor, error_budget: ErrorBudget | None = None, stream: StreamCursor | None = None) -> None:
-        """``stream`` is what the shares of a stream begin with by themselves, where ``start`` does not say it."""
+        """Start at ``start``; ``stream`` has the initial states of an iterable dataset's shares if ``start`` has none."""
         self.start = start
         self.error_budget = error_budget or ErrorBudget()
         self.error_budget.begin_epoch(start.epoch, start.bad_count)
         self._step = start.step
         self._position = start.position
-        # Later steps that came before this one, with the position each ended at. Of those that came in an earlier run it is not
-        # known: they are passed when what follows them comes.
+        # Later steps that were delivered before this one, with the end position of each. For steps of an earlier run the
+        # position is unknown: they are passed when the batch after them is delivered.
         self._ahead: dict[int, int | None] = dict.fromkeys(start.ahead)
         self._failed: Record | None = None
         self._recent: deque[Record] = deque(maxlen=_KEPT)
         self.is_over = False
-        self.carried: StreamCursor | None = None  # what the epoch's end hands on to the next epoch
+        self.carried: StreamCursor | None = None  # state passed to the next epoch
         self._shown: Cursor | None = None
         stream = start.stream or stream
         self.share_count = 0 if stream is None else len(stream.shares)
@@ -60,39 +60,39 @@ class Progress:
         return self.start.epoch
 
     def delivered(self, record: Record, share_count: int) -> None:
-        """The user is given this batch, which is of one of so many shares of a stream, or of none."""
+        """Note a delivered batch. ``share_count`` is the number of shares of an iterable dataset, or 0."""
         if self._failed is not None:
-            # They went on behind a batch that failed, so it is behind them too.
+            # The training loop continued after a failed batch, so that batch is passed too.
             self._pass(self._failed)
             self._failed = None
         self.share_count = share_count
         self._recent.append(record)
         plan = record.plan
-        if plan.step == self._step and plan.worker is None and not self._ahead:  # the usual case, and it is asked every time
+        if plan.step == self._step and plan.worker is None and not self._ahead:  # fast path: batches in order
             self._step, self._position = plan.step + 1, plan.stop
         else:
             self._pass(record)
 
     def failed(self, record: Record) -> None:
-        """The user is given an exception for this batch. If the run ends with it, the batch is still to come."""
+        """Note a batch that raised. If the run ends here, a resumed run loads the batch again."""
         if self._failed is not None:
             self._pass(self._failed)
         self._failed = record
         self._recent.append(record)
 
     def note_bad(self, record: Record, epoch_length: Callable[[], int | None]) -> SampleError | None:
-        """Enter a batch into the ledger, with its bad samples; what to raise if there are more of them than may be."""
-        # Workers have told of them in any order.
+        """Count the bad samples of a batch; return the error to raise if they exceed the budget."""
+        # Workers report bad samples in any order.
         bad = [] if record.bad_rows is None else sorted(record.bad_rows.done, key=attrgetter("position"))
         self.error_budget.note(bad, record.row_count)
         return self.error_budget.excess(epoch_length())
 
     def show(self, cursor: Cursor) -> None:
-        """The loop has come as far as this; what was noted beyond is still on its way to the device."""
+        """Set the cursor that the training loop has reached; later batches are still in transfer to the device."""
         self._shown = cursor
 
     def end(self) -> None:
-        """The epoch is over: where it stands is the beginning of the next."""
+        """End the epoch; the cursor is now the start of the next."""
         self.is_over = True
 
     def cursor(self) -> Cursor:
@@ -101,16 +101,16 @@ class Progress:
         return self.reached() if self._shown is None else self._shown
 
     def reached(self) -> Cursor:
-        """Behind the latest batch that the engine gave away."""
+        """Return the cursor after the latest batch that the engine delivered."""
         ahead = tuple(sorted(self._ahead))
-        # What was bad about a batch that is still to come will be found again.
+        # Bad samples of a batch that will be loaded again are counted then.
         failed = None if self._failed is None else self._failed.bad_rows
         bad_count = self.error_budget.bad_count - (0 if failed is None else len(failed.done))
         return Cursor(self.epoch, self._step, self._position, ahead, self._stream(), max(0, bad_count))
 
     def find(self, step: int) -> Past | None:
-        """The latest of what is remembered of a step."""
-        # A copy, made in one go: another thread may ask while the training loop takes batches.
+        """Return the latest record of a step, if it is still kept."""
+        # Copy atomically: another thread may call this while the training loop takes batches.
         recent = tuple(self._recent)
         record = next((record for record in reversed(recent) if record.plan.step == step), None)
         if record is None:
@@ -139,7 +139,7 @@ class Progress:
         before = self._shares.get(worker) or ShareCursor()
         is_ended = record.row_count < record.plan.row_count
         self._shares[worker] = ShareCursor(before.rows + record.row_count, is_ended, record.stream_state)
-        record.stream_state = None  # it may be large, and only the latest is ever asked for
+        record.stream_state = None  # may be large, and only the latest is needed
         self._step = record.plan.step + 1
         self._position += record.row_count
         self._turn = worker + 1
@@ -153,7 +153,7 @@ class Progress:
 @final
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What one worker did for a batch."""
+    """The rows of a batch that one worker loaded, and the time it took."""
 
     worker: int
     first_row: int
@@ -167,13 +167,14 @@ class Lineage:
     """Where a batch comes from.
 
     Attributes:
-        epoch, step: which batch it is; ``step`` counts the batches of this loader in its epoch, from 0.
-        first_position: where its first sample stands in the epoch's order, which all ranks share.
-        indices: what was, or will be, asked of the dataset; ``None`` for a stream.
-        seeds: one for each ``grain_size`` samples, in order: what ``random``, ``numpy.random`` and torch are seeded with.
-        grain_size: samples that share a seed.
-        attempts: how often it was tried; 0 if it was not loaded yet, or too long ago to be remembered.
-        loadings: who loaded which rows of it, and how long that took. Empty if ``attempts`` is 0.
+        epoch: Epoch of the batch.
+        step: Number of the batch in its epoch, for this loader, from 0.
+        first_position: Position of its first sample in the epoch's order, which all ranks share.
+        indices: Dataset indices of the batch; ``None`` for an iterable dataset.
+        seeds: One seed per ``grain_size`` samples, in order, for ``random``, ``numpy.random`` and torch.
+        grain_size: Number of samples that share a seed.
+        attempts: Number of attempts to load it; 0 if it is not loaded yet, or its record is no longer kept.
+        loadings: The workers that loaded it, with rows and durations. Empty if ``attempts`` is 0.
     """
 
     __module__ = "infeed"
@@ -206,13 +207,13 @@ class Lineage:
 def lineage_of(
     epoch: int, step: int, plan: BatchPlan | None, past: Past | None, *, seed: int, grain_size: int, rank: int
 ) -> Lineage:
-    """Of a batch that is planned, remembered, or both."""
+    """Return the lineage of a batch from its plan or its record; the record takes precedence."""
     if past is not None:
         indices, first, count = past.plan.indices, past.plan.first_position, past.row_count or past.plan.row_count
     else:
         assert plan is not None
         indices, first, count = plan.indices, plan.first_position, len(plan.indices)
-    grain_size = max(1, min(grain_size, count))  # nothing may be left of it
+    grain_size = max(1, min(grain_size, count))  # the batch may be empty
     starts = range(first, first + count, grain_size)
     if indices is None:
         assert past is not None

@@ -1,4 +1,4 @@
-"""What an engine is made of, and what it remembers of a batch and of a task."""
+"""The parts of an engine, and its records of batches and tasks."""
 
 from __future__ import annotations
 
@@ -32,60 +32,59 @@ class Gather(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an engine is made of."""
+    """The parts and settings of an engine."""
 
     pool: WorkerPool
     store: SegmentStore
     arena: Arena
-    workers: tuple[WorkerId, ...]  # all that there may be
-    first_workers: tuple[WorkerId, ...]  # those that there are at first
-    # For so many workers: batches in flight, usually, and the least that gives every worker something to do.
+    workers: tuple[WorkerId, ...]  # all workers that may exist
+    first_workers: tuple[WorkerId, ...]  # workers started at first
+    # By worker count: the usual number of batches in flight, and the minimum that keeps every worker busy.
     windows: Callable[[int], tuple[int, int]]
-    is_window_fixed: bool  # by the option prefetch, or because there is nothing to prefetch with
-    is_lazy: bool  # inline: nothing is planned before it is wanted
+    is_window_fixed: bool  # set by the prefetch options, or loading is in the main process
+    is_lazy: bool  # in the main process: a batch is planned only when it is wanted
     in_order: bool
     whole_batches: bool
-    binds_batches: bool  # which worker loads a batch follows from its number, and not from who is free
+    binds_batches: bool  # the step of a batch, not availability, determines its worker
     grain_size: int
     timeout_s: float
     sample_timeout_s: float
     has_init: bool  # workers call worker_init_fn
     stream: StreamShares | None
-    make_feed: Callable[[Cursor, Iterator[Any] | None], Feed]  # from a cursor on, by the sampler's iterator if there is one
+    make_feed: Callable[[Cursor, Iterator[Any] | None], Feed]  # from a cursor and, if given, the sampler's iterator
     prefetches_epochs: bool
-    gather: Gather | None  # copies rows of in-memory arrays into a block; None: workers load samples
-    table_layout: Layout | None  # of those rows
+    gather: Gather | None  # None: tasks load the samples
+    table_layout: Layout | None  # of the gathered rows
     delivery: HostDelivery
     bad_sample_handler: BadSampleHandler
     status_board: StatusBoard
     metrics: EngineMetrics
-    memory_budget: int | None  # for workers and batches together, where the user has set one
-    tuner: Tuner | None  # who decides how many workers there are, if that is not fixed
-    watchdog: Watchdog | None  # inline there is nobody to look after
+    memory_budget: int | None  # for workers and batches together, if the user set memory_limit
+    tuner: Tuner | None  # sets the number of workers; None: fixed
+    watchdog: Watchdog | None  # None in the main process
     epoch_length: Callable[[], int | None]
 
     def close(self, *, keeps_workers: bool) -> None:
-        """Close all of it, memory last: a worker may write until it is gone or has dropped the memory."""
+        """Close all parts, memory last: a worker may write until it has exited or unmapped the memory."""
         try:
             self.pool.close(keeps_workers=keeps_workers)
             self.metrics.close()
             self.status_board.close()
-        finally:  # Ctrl+C may end the wait for workers, which are killed then
+        finally:  # Ctrl+C may end the wait for workers, which are then killed
             self.delivery.close()
             self.arena.close()
             self.store.close()
 
 
-# What one worker did for a batch: who, from which row on, how many rows, how long in nanoseconds. Plain, because one is made
-# for every task.
+# Worker, first row, number of rows, duration in ns. A plain tuple for speed: one is created per task.
 Part: TypeAlias = tuple[WorkerId, int, int, int]
 
 
 class Loss(NamedTuple):
-    """A worker died while it had a task of the batch."""
+    """The death of a worker that had a task of the batch."""
 
     text: str
-    sample: tuple[Any, int | None] | None  # index and position of the one it was at, if it said so
+    sample: tuple[Any, int | None] | None  # index and position of the sample it was loading, if reported
 
 
 _NOTHING: Final[dict[int, list[list[Any]]]] = {}
@@ -93,7 +92,7 @@ _NOTHING: Final[dict[int, list[list[Any]]]] = {}
 
 @final
 class Record:
-    """A batch between plan and delivery. One is made for every batch, so what few need is made when it is."""
+    """A batch between plan and delivery. One is created per batch, so rarely used fields are created on demand."""
 
     __slots__ = (
         "bad_rows",
@@ -111,7 +110,7 @@ class Record:
     )  # fmt: skip
 
     def __init__(self, plan: PlannedBatch, before: Record | None = None) -> None:
-        """``before`` is the record of the same batch, when all of it is loaded again."""
+        """Create a record; ``before`` is the earlier record of the same batch if it is reloaded."""
         self.plan = plan
         self.layout: Layout | None = None
         self.row_count = 0
@@ -123,12 +122,12 @@ class Record:
         self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
         self.deaths: list[Loss] | None = None if before is None else before.deaths
         self.bad_rows: BadRows | None = None if before is None else before.bad_rows
-        self.doom: BaseException | None = None  # what is raised in its place, if nothing can be done about it
+        self.doom: BaseException | None = None  # raised in its place, if it cannot be loaded
 
     def let_go(self) -> None:
-        """Forget what the batch itself is; what is left tells how it came about.
+        """Release the content of the batch; the rest of the record serves ``explain``.
 
-        And what was raised for it: an exception knows the loop that it was raised in, which would never end then.
+        Release its exceptions too: their tracebacks reference the iteration, which would then never be freed.
         """
         self.failures = None
         self.doom = None

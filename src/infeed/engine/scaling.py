@@ -1,4 +1,4 @@
-"""What an engine sets by itself while it runs, by what it measures: how many workers there are, how much is in flight."""
+"""Scaling at run time: the kind and number of workers and the number of batches in flight, from measurements."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from infeed.scheduler.messages import Event, WorkerAdded, WorkerId, WorkerReleas
 from infeed.scheduler.scheduler import Scheduler
 
 _LOG: Final = logging.getLogger("infeed")
-# Of the memory that is free when the first worker starts, so much is left to others.
+# Share of the memory that is free when the first worker starts, reserved for other processes.
 _RESERVE: Final = 0.1
-# Threads may hold each other up by other things than the GIL: memory that they ask the kernel for, locks of a library. If a
-# sample takes them so many times as long as it took processes, they were the wrong choice.
+# Threads may contend for more than the GIL: memory allocation in the kernel, locks of a library. If a sample takes threads this
+# many times as long as processes, switch back to processes.
 _WORSE: Final = 1.15
-_LEAST_NS: Final = 200_000_000  # of work, to compare them by
+_LEAST_NS: Final = 200_000_000  # minimum work for a comparison
 
 
 @final
 class WorkerChoice:
-    """Belongs to one loader."""
+    """Chooses the kind and number of workers of one loader."""
 
     def __init__(self) -> None:
         self._tuner: Tuner | None = None
         self._given: tuple[float, int, bool, WorkerKind] | None = None
         self._kind: Literal["thread", "process"] = "process"
         self._has_been_thread = False
-        self._process_ns = 0.0  # that a sample took processes; 0: not known
-        self.is_open = True  # whether the kind may still change, if it is for infeed to choose
+        self._process_ns = 0.0  # time per sample in processes; 0: unknown
+        self.is_open = True  # whether infeed may still change the kind, if it chooses it
 
     def tuner(self, config: LoaderConfig, cores: float) -> Tuner | None:
-        """Who decides how many there are. With other limits, or another kind of worker, it begins anew from where it was."""
+        """Return the tuner of the worker count. It restarts from its latest count if the limits or the worker kind change."""
         if not config.is_auto:
             return None
         given = (cores, config.most_workers, config.cpu_limit is not None, self.kind(config))
@@ -55,25 +55,25 @@ class WorkerChoice:
 
     @property
     def count(self) -> int | None:
-        """How many there should be, as far as is known; ``None`` where the user has said it, or nobody asked yet."""
+        """Best known number of workers; ``None`` if the user set it, or before the first tuner exists."""
         return None if self._tuner is None else self._tuner.count
 
     @property
     def is_settled(self) -> bool:
-        """Not while it is being tried out how many there should be."""
+        """Whether the tuner has stopped trying other worker counts."""
         return self._tuner is None or self._tuner.is_settled
 
     @property
     def bound(self) -> Bound:
-        """What allows no more workers, though more might bring something."""
+        """The limit that prevents more workers, although more might help."""
         return "" if self._tuner is None else self._tuner.bound
 
     def kind(self, config: LoaderConfig) -> WorkerKind:
-        """What workers are to be, as far as is known."""
+        """Return the best known kind of worker."""
         return self._kind if config.is_kind_auto else config.kind
 
     def reconsider(self, work: Work, cores: float) -> bool:
-        """Take in an epoch; whether workers should be of another kind from the next on."""
+        """Evaluate an epoch; return whether the next should use another kind of worker."""
         if not self.is_open or work.kind != self._kind or not work.sample_count:
             return False
         if work.kind == "thread":
@@ -90,11 +90,11 @@ class WorkerChoice:
         return True
 
     def is_back(self, config: LoaderConfig) -> bool:
-        """Whether workers are to be processes again, after threads."""
+        """Whether workers switch back from threads to processes."""
         return config.is_kind_auto and self._kind == "process" and self._has_been_thread
 
     def stay(self, kind: Literal["thread", "process"]) -> None:
-        """It cannot be changed any more."""
+        """Fix the kind of worker for the rest of the run."""
         self._kind, self.is_open = kind, False
 
     def _regret(self, work: Work) -> bool:
@@ -108,18 +108,18 @@ class WorkerChoice:
 
 @final
 class WorkerScaling:
-    """Belongs to one engine. The scheduler knows who is there; this one makes it so."""
+    """Starts and stops the workers of one engine; the scheduler tracks which are active."""
 
     def __init__(self, setup: EngineSetup, scheduler: Scheduler, handle: Callable[[Event], None]) -> None:
         self._setup, self._pool, self._scheduler = setup, setup.pool, scheduler
         self._handle = handle
         self._started: set[WorkerId] = set()
-        self._starting: set[WorkerId] = set()  # not ready yet
+        self._starting: set[WorkerId] = set()  # not yet ready
         self._wanted_count = len(setup.first_workers)
         self._is_unsettled = False
 
     def begin(self) -> None:
-        """Start those that there are at first; of a stream the first alone, until it is known whether others read too."""
+        """Start the first workers. For an iterable dataset start only one, until it is known whether others read too."""
         for worker in self._setup.first_workers[: None if self._setup.stream is None else 1]:
             self._start(worker)
 
@@ -129,24 +129,24 @@ class WorkerScaling:
         return self._setup.has_init and bool(self._starting)
 
     def stop_awaiting(self) -> None:
-        """Those that are starting take too long."""
+        """Stop waiting for workers that take too long to start."""
         self._starting.clear()
 
     def note_started(self, worker: WorkerId) -> None:
-        """It is ready."""
+        """Note that a worker is ready."""
         self._starting.discard(worker)
 
     def aim(self, count: int) -> None:
-        """Let there be so many, within what there may be. A stream keeps its workers: its batches are theirs."""
+        """Set the target count, within the limits. An iterable dataset keeps its workers: its shares are bound to them."""
         if self._setup.stream is None and not self._setup.is_lazy:
             self._wanted_count = min(max(1, count), len(self._setup.workers))
             self._is_unsettled = True
 
     def settle(self) -> bool:
-        """Come as near to what is wanted as can be: a number that somebody is still leaving is not free.
+        """Start or release workers towards the target count. The number of a worker that is still leaving is not free.
 
         Returns:
-            Whether there may be others than before.
+            Whether the set of workers may have changed.
         """
         if not self._is_unsettled:
             return False
@@ -171,20 +171,20 @@ class WorkerScaling:
         return True
 
     def replace(self, worker: WorkerId, feed: Feed | None) -> None:
-        """Start one again that died."""
+        """Restart a worker that died."""
         self._start_while_waited(worker)
         if isinstance(feed, StreamFeed):
             self.open_share(worker, feed)
 
     def stop(self, worker: WorkerId) -> None:
-        """Let one end that was released and has nothing left to do."""
+        """Stop a released worker that has no tasks left."""
         self._pool.stop(worker)
         self._starting.discard(worker)
         self.note_gone()
 
     def note_gone(self) -> None:
-        """Somebody is gone, and their number may be free."""
-        self._is_unsettled = True  # not at once: the scheduler is in the middle of something
+        """Note that a worker has exited, so that its number may be free."""
+        self._is_unsettled = True  # settled later: the scheduler is handling an event
 
     def open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
         if worker not in self._started:
@@ -192,7 +192,7 @@ class WorkerScaling:
         self._pool.send(worker, feed.open_message(worker))
 
     def _start_while_waited(self, worker: WorkerId) -> None:
-        """The loop waits meanwhile, in the middle of an epoch."""
+        """Start a worker and count the time as a wait for workers: the training loop is blocked meanwhile."""
         began_ns = time.perf_counter_ns()
         self._start(worker)
         self._setup.metrics.waited_for_workers(time.perf_counter_ns() - began_ns)
@@ -203,8 +203,8 @@ class WorkerScaling:
         self._pool.start(worker)
 
 
-# A loop that waits for more than this while workers idle for more than that, so many looks in a row, is held up by the window:
-# behind one slow sample everything that may be in flight is loaded.
+# If the training loop waits more than 10% of the time while workers idle more than 30%, in 3 checks in a row, the window is the
+# bottleneck: one slow sample blocks delivery, and all other batches in flight are loaded.
 _WAITS: Final = 0.1
 _IDLES: Final = 0.3
 _LOOKS: Final = 3
@@ -217,7 +217,7 @@ _BOUNDS: Final = {
 
 @final
 class AutoScaler:
-    """Belongs to one engine."""
+    """Adapts the worker count and the window of one engine to its metrics."""
 
     def __init__(
         self,
@@ -229,22 +229,22 @@ class AutoScaler:
         set_window: Callable[[int], None],
         memory_budget: int | None = None,
     ) -> None:
-        """``memory_budget`` is what workers and batches may take together, if the user has set it."""
+        """Create a scaler; ``memory_budget`` limits workers and batches together, if the user set it."""
         self._tuner, self._metrics, self._scheduler = tuner, metrics, scheduler
         self._scaling, self._allocator, self._set_window = scaling, allocator, set_window
         self._memory_budget = memory_budget
         self._seen = 0
         self._before: Point | None = None
-        self._held_up = 0  # looks in a row
+        self._held_up = 0  # checks in a row
         if tuner is not None:
             tuner.begin()
 
     def begin_epoch(self) -> None:
-        """What was between epochs says nothing about the window. The tuner goes by the loop's time, which stands still then."""
+        """Exclude the time between epochs from the window check. The tuner uses the training loop's time, which stops then."""
         self._before = None
 
     def consider(self) -> None:
-        """Look at what the gauge has found since the last time, if anything."""
+        """Evaluate the metrics if there are new ones since the last call."""
         point = self._metrics.latest
         if point is None or self._metrics.tick_count == self._seen:
             return
@@ -267,7 +267,7 @@ class AutoScaler:
                 waited_ns=point.waited_ns,
                 away_ns=point.away_ns,
                 busy_ns=point.busy_ns,
-                # Who waits for a core would compute.
+                # A worker that waits for a CPU core is CPU-bound.
                 cpu_ns=point.cpu_ns + point.queued_ns,
                 worker_count=len(self._scheduler.active_workers),
                 ready_count=point.worker_count,
@@ -284,9 +284,9 @@ class AutoScaler:
             _LOG.info("no more than %s: %s", format_count(tuner.count, "worker"), _BOUNDS[tuner.bound])
 
     def _free_bytes(self, tuner: Tuner, point: Point, taken_bytes: int) -> tuple[int, bool]:
-        """Memory for more workers: of the machine, some of which is left to others, or of the user's budget, which is ours.
+        """Return the memory for more workers, and whether the user's budget is the limit rather than the machine.
 
-        And whether it is the budget that says so.
+        The tuner keeps a reserve of the machine's memory for other processes; the budget needs none, so it is added back.
         """
         free = available_bytes()
         if self._memory_budget is None:
@@ -299,7 +299,7 @@ class AutoScaler:
         waits = now.waited_ns - before.waited_ns > _WAITS * loop_ns
         could_ns = now.worker_count * (now.at_ns - before.at_ns)
         idles = now.busy_ns - before.busy_ns < (1 - _IDLES) * could_ns
-        # The latest sample may have been begun long ago: what it takes is counted when it is done.
+        # A slow sample in progress looks idle: its time is counted only when it is done.
         self._held_up = self._held_up + 1 if waits and idles and now.worker_count == before.worker_count > 1 else 0
         if self._held_up < _LOOKS:
             return

@@ -1,6 +1,6 @@
-"""What every loader knows, whatever its arguments look like: where it stands, where batches came from, what it found out.
+"""The common core of ``infeed.DataLoader`` and ``infeed.torch.DataLoader``, and its engine cache.
 
-``infeed.DataLoader`` and ``infeed.torch.DataLoader`` are two doors to this.
+A session holds the position in the data, the lineage of batches, the choice of workers and the statistics.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ MSG_CLOSED: Final = "this loader is closed; make another, or do not close the on
 
 @final
 class EngineCache:
-    """Keeps one engine, gives it to an epoch and takes it back.
+    """Keeps one idle engine with warm workers between epochs.
 
-    One stays, with its workers warm. An epoch that begins while another of the same loader is still being iterated (nested
-    loops, ``zip(loader, loader)``) gets an engine of its own, which is closed when both are not needed.
+    An epoch that begins during another epoch of the same loader (nested loops, ``zip(loader, loader)``) gets a second engine.
+    The cache keeps the first engine that is given back and closes the other.
     """
 
     def __init__(self) -> None:
-        self.is_keeping = True  # whether an engine waits for the next epoch, with its workers
-        # Guards both. Reentrant, because an epoch that the garbage collector finds is given back from wherever it runs.
+        self.is_keeping = True  # whether to keep an engine and its workers for the next epoch
+        # Guards the engines. Reentrant: the garbage collector may end an iteration, and so call give_back, anywhere.
         self._lock = threading.RLock()
         self._idle_engine: Engine | None = None
         self._out: set[Engine] = set()
-        self._outdated: set[Engine] = set()  # of those that are out: not to be parked again
+        self._outdated: set[Engine] = set()  # engines in use that must not be kept afterwards
         self.is_closed = False
 
     def take(self, make: Callable[[], Engine]) -> Engine:
-        """An engine for one epoch.
+        """Return an engine for one epoch, the idle one or a new one.
 
         Raises:
-            LoaderClosedError: the loader was closed, before or while an engine was made.
+            LoaderClosedError: The loader was closed before or during the call.
         """
         with self._lock:
             if self.is_closed:
@@ -88,12 +88,12 @@ class EngineCache:
         return bool(self._out)
 
     def retire(self, engine: Engine) -> None:
-        """Let no later epoch have this engine."""
+        """Exclude this engine from later epochs."""
         with self._lock:
             self._outdated.add(engine)
 
     def clear(self, *, keeps_workers: bool = True) -> None:
-        """Let no later epoch have the engine that waits for one."""
+        """Close the idle engine, and exclude the engines in use from later epochs."""
         with self._lock:
             parked, self._idle_engine = self._idle_engine, None
             self._outdated |= self._out
@@ -105,17 +105,17 @@ class EngineCache:
         self.stop()
 
     def close_unasked(self) -> None:
-        """Close for a finalizer: where the loader was forgotten, or Python ends.
+        """Close from a finalizer: the loader was garbage-collected, or Python exits.
 
-        Ctrl+C ends the wait for workers here as well, but there is nobody to raise it to: Python would print it and go on.
+        Ctrl+C ends the wait for workers here too, but a finalizer cannot raise: Python would print the error and continue.
         """
         with suppress(KeyboardInterrupt):
             self.is_closed = True
-            # When Python ends there is no next loader, and finalizers may have closed the pipes already.
+            # When Python exits there is no next loader, and other finalizers may already have closed the pipes.
             self.stop(keeps_workers=threading.main_thread().is_alive())
 
     def stop(self, *, keeps_workers: bool = False) -> None:
-        """Close all engines, also those of epochs in progress; another epoch may begin."""
+        """Close all engines, including those of epochs in progress; a new epoch may begin."""
         with self._lock:
             engines = [engine for engine in (self._idle_engine, *self._out) if engine is not None]
             self._idle_engine = None
@@ -129,18 +129,17 @@ _LOG: Final = logging.getLogger("infeed")
 
 @final
 class Session:
-    """Belongs to one loader, which closes it."""
+    """State of one loader, which closes it."""
 
     def __init__(self, config: LoaderConfig, plan: Plan) -> None:
         self.config = config
         self.plan = plan
-        # Where the next epoch begins. Taken when its first batch is asked for: `iter` alone, as frameworks call it to look,
-        # begins nothing.
+        # Start of the next epoch. The first `next` takes it: frameworks call `iter` just to check, so `iter` begins nothing.
         self._next = Cursor()
-        self._progress: Progress | None = None  # of the epoch that was begun last
-        # The latest iteration that was made and has not begun. A state is of it while somebody holds it.
+        self._progress: Progress | None = None  # of the latest epoch
+        # The latest iteration that has not begun. While it is referenced, a state describes it.
         self._made: weakref.ref[object] | None = None
-        self._lock = threading.Lock()  # guards these while an epoch begins
+        self._lock = threading.Lock()  # guards the fields above while an epoch begins
         self.engine_cache = EngineCache()
         self._shows: weakref.WeakSet[Show] = weakref.WeakSet()
         self._bad_samples = new_list()
@@ -151,13 +150,13 @@ class Session:
             check_progress()
 
     def __reduce__(self) -> Any:
-        return _no_session, ()  # a loader that is copied or sent makes another
+        return _no_session, ()  # a copied or pickled loader creates its own
 
     def offer(self, iteration: object) -> Cursor:
-        """Where ``iteration`` would begin, which is being made.
+        """Register a new iteration and return the cursor where it would begin.
 
         Raises:
-            LoaderClosedError: there is none any more.
+            LoaderClosedError: The loader is closed.
         """
         if self.engine_cache.is_closed:
             raise LoaderClosedError(MSG_CLOSED)
@@ -166,7 +165,7 @@ class Session:
 
     @property
     def next(self) -> Cursor:
-        """Where the next iteration begins."""
+        """Cursor where the next iteration begins."""
         return self._next
 
     @property
@@ -215,18 +214,18 @@ class Session:
             self._check_dataset_state()
         self._next = replace(cursor, sampler=self.plan.read_sampler_state(state.get("sampler"), cursor), dataset=dataset)
         self._progress = self._made = None
-        # Its workers were born with the other seed, or have gone on with the stream.
+        # Existing workers have the old seed, or have already advanced in the iterable dataset.
         if seed != self.plan.seed or self.config.is_stream:
             self.plan.seed = seed
             self.engine_cache.clear()
 
     def _beginning(self) -> StreamCursor | None:
-        """The states that the shares of a stream begin the next epoch with, unless a loaded state says otherwise."""
+        """Return the initial states of an iterable dataset's shares in the next epoch, unless a loaded state sets them."""
         config = self.config
         if not config.is_stream or self.plan.cut.shard.world_size > 1:
             return None
         if self.worker_choice.kind(config) == "process":
-            # Worker processes that are kept go on with their copy of the dataset; others get a new copy.
+            # Kept worker processes continue with their copy of the dataset; new ones get a fresh copy.
             return (
                 self._progress.carried
                 if self._progress is not None and self._progress.is_over and self.engine_cache.is_keeping
@@ -236,10 +235,10 @@ class Session:
         return None if state is None else StreamCursor(0, (ShareCursor(state=state),))
 
     def _dataset_state(self, cursor: Cursor) -> Any:
-        """An indexed dataset's own state, if it has one.
+        """Return an indexed dataset's own state, if it has one.
 
         Raises:
-            StateError: it cannot be known.
+            StateError: The state is unknown because workers load ahead.
         """
         if cursor.dataset is not None or self.config.is_stream or not is_stateful(self.config.dataset):
             return cursor.dataset
@@ -258,7 +257,7 @@ class Session:
             )
 
     def restore_dataset(self, start: Cursor) -> None:
-        """Put an indexed dataset where a loaded state says, before the epoch is read."""
+        """Restore an indexed dataset from a loaded state before the epoch is read."""
         if start.dataset is not None:
             load_own_state(self.config.dataset, start.dataset)
 
@@ -277,7 +276,7 @@ class Session:
             plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop, past.plan.rows)
         elif past is not None:
             start = self._stream_start(start, past)
-        # Without a time-out: whoever replays may be looking around in a debugger.
+        # No timeout: the user may be in a debugger.
         engine = build_engine(
             replace(self.config, num_workers=0, worker="process", cpu_limit=None, timeout=0),
             self.plan,
@@ -291,7 +290,7 @@ class Session:
             engine.close()
 
     def _stream_start(self, start: Cursor, past: Past) -> Cursor:
-        """Where a stream is to be read from again, from its beginning, to come to a batch."""
+        """Return the cursor that re-reads an iterable dataset from its beginning up to a batch."""
         if self._progress is None or self._progress.share_count > 1:
             raise ConfigError(
                 "replay cannot read the share of one worker of a stream again; use num_workers=1 to replay, or replay what "
@@ -301,7 +300,7 @@ class Session:
         return Cursor(start.epoch, start.step, rows, stream=StreamCursor(0, (ShareCursor(rows),)))
 
     def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, Past | None]:
-        """The epoch that is meant, and of its batch ``step`` either what is planned or what is remembered."""
+        """Return the epoch, and either the plan or the record of its batch ``step``."""
         progress = self._progress
         if epoch is None:
             epoch = self.epoch if progress is None else progress.epoch
@@ -327,11 +326,11 @@ class Session:
         return self._next if self._progress is None else self._progress.cursor()
 
     def begin(self, offered: Cursor) -> Progress:
-        """Begin an epoch for an iteration that was made when ``offered`` was the next."""
+        """Begin an epoch for an iteration that was created when ``offered`` was the next cursor."""
         beginning = self._beginning() if self._next.stream is None else None
         with self._lock:
             if self._next is not offered and self._progress is None:
-                # A state was loaded, or an epoch set, after `iter`: that is for the next one.
+                # A state was loaded, or an epoch set, after `iter`: it applies to the next iteration.
                 return Progress(offered, self._error_budget())
             start = self._next
             progress = self._progress = Progress(start, self._error_budget(), beginning)
@@ -344,10 +343,10 @@ class Session:
         return list(self._bad_samples)
 
     def build(self, config: LoaderConfig) -> Engine:
-        """An engine for an epoch, with as many workers, and of the kind, that have turned out best so far."""
+        """Build an engine with the best known number and kind of workers."""
         worker_choice = self.worker_choice
         tuner = worker_choice.tuner(config, self.cores)
-        # Of several engines at a time only one is tuned by what it does: the others have as many workers as that.
+        # Only one of several concurrent engines is tuned; the others use its worker count.
         is_alone = not self.engine_cache.has_engines_out
         build = partial(
             build_engine, config, self.plan, self.collector,
@@ -360,13 +359,13 @@ class Session:
         except WorkerStartError as error:
             if not worker_choice.is_back(config):
                 raise
-            # Threads have used the dataset meanwhile, and left something in it that cannot be sent.
+            # Threads have used the dataset in the meantime and left something in it that cannot be pickled.
             _LOG.info("workers stay threads: %s", error)
             worker_choice.stay("thread")
             return build(kind="thread")
 
     def learn(self, engine: Engine) -> None:
-        """An epoch is over, or was left: see whether another kind of worker would be better."""
+        """Evaluate a finished or abandoned epoch: retire its engine if another kind of worker is better."""
         if not (self.config.is_kind_auto and self.worker_choice.is_open):
             return
         if self.worker_choice.reconsider(engine.work(), self.cores):
@@ -390,10 +389,10 @@ class Session:
         )
 
     def trace(self) -> Trace:
-        """Everything that is known of the run so far.
+        """Return the recorded trace of the run so far.
 
         Raises:
-            ConfigError: it is not kept.
+            ConfigError: ``observe`` is not ``'timeline'``.
         """
         config = self.config
         if config.observe != "timeline":
@@ -402,7 +401,7 @@ class Session:
         return self.collector.trace(statistics, config.shown(), describe_machine(statistics.core_count))
 
     def show(self, progress: Progress) -> Show | None:
-        """What is to be seen of an iteration while it runs, if anything."""
+        """Return the progress display of an iteration, if one is configured."""
         config = self.config
         if not config.progress and config.on_statistics is None:
             return None
@@ -410,7 +409,7 @@ class Session:
             check_progress()
         try:
             batch_count = self.plan.batch_count()
-        except Exception:  # nobody knows, or a length of the user's that refuses: the bar has no end then
+        except Exception:  # unknown length, or the user's __len__ raises: the bar has no total
             batch_count = None
         show = Show(
             self.statistics,
@@ -425,7 +424,7 @@ class Session:
         return show
 
     def close(self) -> None:
-        """Stop workers and give memory back; what was shown of an iteration in progress is as it is."""
+        """Stop workers and release memory; an iteration in progress keeps what it has displayed."""
         self.engine_cache.close()
         for show in list(self._shows):
             show.close()
@@ -434,14 +433,14 @@ class Session:
         return ErrorBudget(self.config.error_budget, self._bad_samples)
 
     def take_back(self, progress: Progress) -> None:
-        """The epoch could not begin: it is still the next."""
+        """Undo ``begin`` after a failure: the epoch is the next one again."""
         with self._lock:
             if self._progress is progress:
                 self._next, self._progress = progress.start, None
 
 
 def _loads_by(config: LoaderConfig, plan: Plan) -> str:
-    """What of the dataset gives samples, as a user knows it."""
+    """Return the dataset method that loads samples, for display."""
     if plan.table is not None:
         return "gathering rows"
     if config.is_stream:

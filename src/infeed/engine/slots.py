@@ -1,4 +1,4 @@
-"""Memory for slots, as the scheduler asks for it; workers are told of what comes and goes."""
+"""Slot allocation: memory for batches in flight, requested by the scheduler and announced to workers."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from infeed.memory.arena import Block
 from infeed.scheduler.messages import SlotId
 from infeed.scheduler.scheduler import Scheduler
 
-# Unless the user sets prefetch, batches in flight are held to this, or to as many as keep workers busy...
+# Unless the user sets prefetch, this limits the batches in flight, but not below the minimum that keeps workers busy.
 _IN_FLIGHT_BYTES: Final = 256 << 20
-# ...and there may be more of them than usual while they are tiny: waking a process costs as much as loading a tiny batch, and
-# a deep queue is filled and emptied many at a time.
+# Tiny batches get a larger window: waking a process costs as much as loading a tiny batch, and a deep queue is filled and
+# emptied in bulk.
 _TINY_BYTES: Final = 4 << 20
 _TINY_WINDOW: Final = 256
-# Where slow samples hold up the rest, there may be so many times the usual.
+# Maximum growth of the usual window when slow samples stall the others.
 _WIDEST: Final = 8
 
 
 @final
 class SlotAllocator:
-    """Belongs to one engine. What it cannot give it remembers, for when the user has to hear of it."""
+    """Allocates the slots of one engine, and keeps the latest memory shortage for the error message."""
 
     def __init__(self, setup: EngineSetup, scheduler: Scheduler) -> None:
         self._setup, self._scheduler = setup, scheduler
         self._arena, self._pool, self._delivery = setup.arena, setup.pool, setup.delivery
         self.window, self._least_window = setup.windows(len(setup.first_workers))
         self._usual_window = self.window
-        self._slot_bytes = 0  # what the largest batch so far takes
+        self._slot_bytes = 0  # size of the largest batch so far
         self._shortage: MemoryLimitError | None = None
         self._widening = 1
 
     def learn_size(self, nbytes: int) -> int | None:
-        """A batch takes this much: how many may be in flight now, if that is to change."""
+        """Adapt the window to a batch of ``nbytes``; return the new window if it changes."""
         if nbytes <= self._slot_bytes:
             return None
         self._slot_bytes = nbytes
         return self._changed_window()
 
     def learn_worker_count(self, count: int) -> int | None:
-        """There are so many workers: how many batches may be in flight now, if that is to change."""
+        """Adapt the window to the number of workers; return the new window if it changes."""
         self._usual_window, self._least_window = self._setup.windows(count)
         return self._changed_window()
 
     def widen(self) -> int | None:
-        """Let more be in flight: how many batches, or ``None`` if there may not be more."""
+        """Double the window, up to its limits; return the new window, or ``None`` if it cannot grow."""
         if self._setup.is_window_fixed or not self._slot_bytes or self._widening >= _WIDEST:
             return None
         self._widening *= 2
@@ -65,7 +65,7 @@ class SlotAllocator:
         return window
 
     def add_slot(self) -> SlotId | None:
-        """Another slot, if there is memory for it."""
+        """Add a slot, if there is memory for it."""
         try:
             slot = self._arena.add_slot(self._slot_bytes)
         except MemoryLimitError as error:
@@ -75,7 +75,7 @@ class SlotAllocator:
         return slot
 
     def block(self, slot: SlotId, nbytes: int) -> Block | None:
-        """The slot's block, made large enough; ``None`` if there is no memory for it, even with that of all free slots."""
+        """Return the slot's block, enlarged to ``nbytes``; ``None`` if memory is short even after reclaiming free slots."""
         block = self._arena.block(slot)
         if block.size >= nbytes:
             return block
@@ -92,19 +92,18 @@ class SlotAllocator:
             self._announce()
 
     def collect(self) -> list[SlotId]:
-        """Slots of batches that only the garbage collector can find: they are no longer the user's."""
+        """Run the garbage collector and return the slots of the batches that it freed."""
         gc.collect()
         ended = self._delivery.ended_slots()
         self._delivery.settle()
         return [*ended, *self._delivery.ended_slots()]
 
     def _note(self, error: MemoryLimitError) -> None:
-        # Without its traceback, which holds the frame of `next`, that holds the epoch; and when that is forgotten, all of this
-        # is to end.
+        # Without the traceback: it references the frame of `next` and so the iteration, which must end when it is dropped.
         self._shortage = MemoryLimitError(str(error))
 
     def error(self, held_count: int) -> MemoryLimitError:
-        """What to raise when nothing can be loaded any more."""
+        """Return the error to raise when no batch can be loaded for lack of memory."""
         assert self._shortage is not None
         return memory_error(self._shortage, held_count, self._slot_bytes)
 

@@ -1,4 +1,4 @@
-"""Looking after workers while the user's loop waits: who has not come on for a while, and where it is."""
+"""Detects workers that hang while the training loop waits, and reports their stacks."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from infeed.workers.pool import WorkerPool
 from infeed.workers.status import Doing, StatusBoard
 
 _LOG: Final = logging.getLogger("infeed")
-# Nobody is told of a wait that is shorter than this, or than so many times what a sample usually takes...
+# Warn if a worker is stuck for 10 s and for 30 times the usual time of a sample.
 _WARN_S: Final = 10.0
 _WARN_TIMES: Final = 30
-# A spawned worker that imports torch on a busy machine takes more than 10 s to start.
+# A spawned worker that imports torch on a busy machine needs more than 10 s to start.
 _WARN_START_S: Final = 30.0
-# ...and of the same wait again when it has become so many times as long.
+# Warn again when the same wait has become twice as long.
 _AGAIN_TIMES: Final = 2
 _LOOK_S: Final = 1.0
 _SOONEST_LOOK_S: Final = 0.01
 
 
 class Limits(NamedTuple):
-    """The user's options."""
+    """The watchdog options of the user."""
 
     sample_timeout_s: float = 0.0  # 0: none
-    warning_s: float | None = None  # None: by what samples usually take; 0: never
+    warning_s: float | None = None  # None: depends on the usual time of a sample; 0: never
 
 
 class Overdue(NamedTuple):
-    """A worker that has been at one sample for longer than it may."""
+    """A worker that has exceeded ``sample_timeout`` on one sample."""
 
     worker: WorkerId
     doing: Doing
@@ -41,7 +41,7 @@ class Overdue(NamedTuple):
 
 @final
 class Watchdog:
-    """Belongs to one engine; looks at its board."""
+    """Checks the status board of one engine."""
 
     def __init__(self, pool: WorkerPool, status_board: StatusBoard, workers: tuple[WorkerId, ...], limits: Limits) -> None:
         self._pool, self._status_board, self._workers = pool, status_board, workers
@@ -49,7 +49,7 @@ class Watchdog:
         shortest = [_LOOK_S]
         shortest += [limit / 4 for limit in (limits.sample_timeout_s, limits.warning_s or 0.0) if limit]
         self.look_s = max(_SOONEST_LOOK_S, min(shortest))
-        self._told: dict[WorkerId, tuple[int, float]] = {}  # since when it was at what it was told of, and how long that was
+        self._told: dict[WorkerId, tuple[int, float]] = {}  # start of the task in the latest warning, and its duration then
 
     def doing(self, worker: WorkerId) -> Doing:
         return self._status_board.doing(worker)
@@ -58,12 +58,12 @@ class Watchdog:
         return self._pool.stack_of(worker, self._status_board.doing(worker).stack_fd)
 
     def look(self, usual_s: float, rows_of: Callable[[Doing], int], describe: Callable[[Doing], str]) -> list[Overdue]:
-        """Warn of workers that do not come on, and say which have passed the limit.
+        """Warn of workers that make no progress, and return those over ``sample_timeout``.
 
         Args:
-            usual_s: what a sample usually takes; 0 if nothing is known.
-            rows_of: how many samples a worker may be at, where it does not say which.
-            describe: what a worker is at, in words.
+            usual_s: Usual time of a sample; 0 if unknown.
+            rows_of: Returns the number of samples a worker may be loading, if it does not report the exact one.
+            describe: Describes the activity of a worker.
         """
         overdue = []
         now_ns = time.perf_counter_ns()
@@ -77,7 +77,7 @@ class Watchdog:
             limit_s = self._limits.sample_timeout_s * rows
             if limit_s and for_s > limit_s and doing.task is not None:
                 stack = self.stack_of(worker)
-                if self._status_board.doing(worker)[:4] == doing[:4]:  # taking the stack takes a while: it may have come on
+                if self._status_board.doing(worker)[:4] == doing[:4]:  # race: it may have moved on while its stack was taken
                     overdue.append(Overdue(worker, doing, for_s, stack))
             elif self._is_worth_telling(worker, doing, for_s, usual_s * rows):
                 stack = self.stack_of(worker)

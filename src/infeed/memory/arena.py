@@ -1,8 +1,8 @@
-"""The shared memory in which batches are assembled: segments, cut into blocks, lent to slots.
+"""The shared memory in which batches are assembled: segments divided into blocks, one block per slot.
 
-A slot is a number that the scheduler deals in. Its block (where it lies, how large it is) may change while it is free: when
-batches grow, a slot gets a larger block before it is filled again. Blocks that nobody uses go back to their segment, and a
-segment without used blocks goes back to the system.
+A slot is a number that the scheduler assigns. The block of a free slot may change: when batches grow, the arena allocates a
+larger block before the slot is filled again. Unused blocks return to their segment; the arena releases a segment that has no
+used blocks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from infeed.memory.leases import Lease, LeaseBook
 from infeed.memory.segments import Segment, SegmentHandle, SegmentStore, round_up
 from infeed.scheduler.messages import SlotId
 
-# A segment holds at least this much, so that tiny batches do not cost a mapping each...
+# Minimum segment size, so that small batches do not need one mapping each.
 _SEGMENT_BYTES: Final = 4 << 20
-# ...and this share of what the arena has already, so that hoarding 10**5 batches takes some dozens of mappings.
+# A new segment is also at least 1/8 of the arena, so that holding 10**5 batches takes only dozens of mappings.
 _GROWTH: Final = 8
-# Blocks begin on cache lines, so that two workers never write into the same one.
+# Blocks are aligned to cache lines, so that two workers never write to the same line.
 _ALIGN: Final = 64
 
 
 class Block(NamedTuple):
-    """Where a slot's bytes are."""
+    """Location of a slot's bytes."""
 
     segment: int
     offset: int
@@ -39,7 +39,7 @@ _NO_BLOCK: Final = Block(-1, 0, 0)
 
 @dataclass(slots=True)
 class _Extent:
-    """A segment with its free blocks, all of one size."""
+    """A segment and its free blocks, all of the same size."""
 
     segment: Segment
     block_size: int
@@ -49,7 +49,7 @@ class _Extent:
 
 @final
 class Arena:
-    """Blocks for slots, within a limit in bytes. Owned by one engine."""
+    """Allocates blocks for slots within a limit in bytes. Owned by one engine."""
 
     def __init__(self, store: SegmentStore, *, limit_bytes: int) -> None:
         self._store = store
@@ -60,15 +60,15 @@ class Arena:
         self.ended_leases = self._book.ended
         self._next_slot = 0
         self.total_bytes = 0
-        # Segments that workers have not been told of yet, and those they must forget.
+        # Segments not yet announced to the workers, and segments that the workers must unmap.
         self.new_segments: list[SegmentHandle] = []
         self.gone_segments: list[int] = []
 
     def add_slot(self, size: int) -> SlotId:
-        """A new slot with a block of at least ``size`` bytes.
+        """Create a slot with a block of at least ``size`` bytes.
 
         Raises:
-            MemoryLimitError: it would pass the limit, or the machine has no more.
+            MemoryLimitError: The block would exceed the limit, or the machine is out of memory.
         """
         block = self._allocate(size)
         slot = SlotId(self._next_slot)
@@ -80,31 +80,31 @@ class Arena:
         return self._blocks[slot]
 
     def used_bytes(self, free: Iterable[SlotId]) -> int:
-        """What slots take that are being filled, are filled, or are looked into; ``free`` are those that nobody uses."""
+        """Return the bytes of all slots that are being filled, are filled or are referenced; ``free`` lists unused slots."""
         blocks = self._blocks
         unused = sum(blocks[slot].size for slot in {*free, *self._book.pending})
-        # Of segments, which are few, and not of all slots; there are none any more once it is closed.
+        # Sum over segments, which are far fewer than slots. After close() there are none, hence the max().
         return max(0, sum(extent.used * extent.block_size for extent in list(self._extents.values())) - unused)
 
     def enlarge(self, slot: SlotId, size: int) -> Block:
-        """Give a slot that nobody looks into a block of at least ``size`` bytes; its contents are lost.
+        """Assign a block of at least ``size`` bytes to an unreferenced slot; its contents are lost.
 
         Raises:
-            MemoryLimitError: as ``add_slot``; the slot has no block then.
+            MemoryLimitError: As in ``add_slot``; the slot then has no block.
         """
         block = self._blocks[slot]
         if block.size >= size:
             return block
         self._give_up(slot)
         try:
-            # A little more than asked: where batches vary in size, one that is slightly larger than the last should fit.
+            # Allocate 1/8 more than requested: if batch sizes vary, a slightly larger batch then still fits.
             self._blocks[slot] = self._allocate(size + size // 8)
         except MemoryLimitError:
             self._blocks[slot] = self._allocate(size)
         return self._blocks[slot]
 
     def reclaim(self, slots: Iterable[SlotId]) -> None:
-        """Take the blocks of slots that nobody uses: memory for a slot that needs a larger one than there is."""
+        """Free the blocks of unused slots, to make memory available for a slot that needs a larger block."""
         for slot in slots:
             self._give_up(slot)
 
@@ -118,23 +118,23 @@ class Arena:
         return self._extents[segment].segment.memory
 
     def lease(self, slot: SlotId) -> Lease:
-        """Lend the slot to the user, until the last view is gone."""
+        """Lease the slot to user code until the last view of it is gone."""
         segment, offset, size = self._blocks[slot]
         return self._book.grant(self._extents[segment].segment.memory, offset, size, slot)
 
     def segment_handles(self) -> list[SegmentHandle]:
-        """All segments there are, for a worker that starts now."""
+        """Return the handles of all current segments, for a worker that starts now."""
         return [extent.segment.handle for extent in self._extents.values()]
 
     def close(self) -> None:
-        """Let go of all memory. What the user still looks into stays as it is, and mapped, until they let go as well."""
-        # Nothing is released to the store: it would take the bytes from under batches that are kept.
+        """Release all memory. Batches that user code still references stay valid and mapped until it releases them."""
+        # Do not release segments to the store: that would free the memory of batches that user code still holds.
         self._extents.clear()
 
     def _allocate(self, size: int) -> Block:
         size = round_up(max(size, 1), _ALIGN)
         for number, extent in self._extents.items():
-            # Not one that is far too large: a small batch would sit in the room of a big one for as long as it is kept.
+            # Skip blocks that are far too large: a small batch would occupy a large block for as long as it is held.
             if extent.free and size <= extent.block_size <= 2 * size:
                 extent.used += 1
                 return Block(number, extent.free.pop(), extent.block_size)
@@ -159,7 +159,7 @@ class Arena:
             count = 1
         self.total_bytes += segment.handle.size
         extent = _Extent(segment, size, used=1)
-        # Ascending, popped from the end: the first blocks are lent last and stay untouched in a quiet loop.
+        # Ascending, popped from the end: the first blocks are used last and stay untouched while few slots are in use.
         extent.free = [index * size for index in range(1, count)]
         self._extents[segment.handle.number] = extent
         self.new_segments.append(segment.handle)

@@ -1,4 +1,4 @@
-"""Laying bytes into shared memory."""
+"""Copy buffers into one extent of shared memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from infeed.memory.segments import round_up
 
 @final
 class Chunks:
-    """Bytes to be laid one behind the other into an extent."""
+    """Collects buffers that are then written one after the other into an extent."""
 
     def __init__(self) -> None:
         self.size = 0
-        self.keeps: list[Held] = []  # shared objects that are named in them
+        self.keeps: list[Held] = []  # shared objects that the buffers refer to
         self._parts: list[tuple[int, Any, bool]] = []
 
     def add(self, data: Any, *, are_places: bool = False) -> int:
-        """Where this array, or whatever has a buffer, will begin in the extent. ``are_places``: these are such numbers."""
+        """Add an array or buffer and return its offset in the extent. Set ``are_places`` if it contains such offsets."""
         array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8, len(data))
         begin = round_up(self.size, ALIGN)
         self._parts.append((begin, array, are_places))
@@ -28,15 +28,15 @@ class Chunks:
         return begin
 
     def held(self) -> Extent:
-        """An extent with all of it."""
+        """Allocate an extent and write all buffers into it."""
         extent = hold(self.size)
         for begin, array, are_places in self._parts:
             there: Any = np.ndarray(array.shape, array.dtype, extent.memory, extent.begin + begin, order=order_of(array))
-            # Places count from the beginning of the bin: a column reads without adding anything.
+            # Offsets are relative to the start of the bin, so that columns read elements without an addition.
             there[...] = array + array.dtype.type(extent.begin) if are_places else array
         return extent
 
 
 def order_of(array: np.ndarray[Any, Any]) -> Literal["C", "F"]:
-    """The order in which a copy keeps its elements."""
+    """Return the memory order that a copy of the array keeps."""
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"

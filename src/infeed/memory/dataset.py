@@ -1,7 +1,9 @@
-"""The dataset travels once: pickled into one segment, which every worker maps.
+"""Transfer of the dataset to workers: pickled once into one segment, which every worker maps.
 
-The bytes of its arrays and tensors lie in the segment as they are and are mapped copy-on-write: all workers share the pages
-until one of them writes, which then is its own affair, as with a copy. Plain Python objects are built anew in each worker.
+Workers map the segment copy-on-write. They share the bytes of arrays and tensors until a worker writes to them, which
+only that worker sees. Every worker re-creates plain Python objects.
+
+If pickling fails, ``find_culprit`` locates the object that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from infeed.memory.inheriting import starting, tracker_fd
 from infeed.memory.pickling import ByValuePickler, TensorReducer, dump_by_value, load, spans
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
 
-# Objects looked at before giving up: enough for any dataset's attributes, not for each of a million elements.
+# Maximum number of objects inspected: enough for the attributes of any dataset, but not for a million elements.
 _LOOKS: Final = 2000
 _ELEMENTS: Final = 100
 
 
 def find_culprit(root: Any, name: str) -> tuple[str, Any] | None:
-    """The innermost part of ``root`` that does not pickle, with its path, such as ``dataset.cache.lock``."""
+    """Return the innermost part of ``root`` that cannot be pickled, with its path, such as ``dataset.cache.lock``."""
     if _pickles(root):
         return None
     path, culprit = name, root
@@ -43,9 +45,9 @@ def find_culprit(root: Any, name: str) -> tuple[str, Any] | None:
 
 def _pickles(value: Any) -> bool:
     try:
-        # Buffers are handed to a callback that keeps nothing: large arrays cost no time here.
+        # The callback discards buffers, so that large arrays take no time here.
         ByValuePickler(io.BytesIO(), lambda _buffer: None, set(), TensorReducer(keeps_shared=False)).dump(value)
-    except Exception:  # whatever the user's __reduce__ raises: it does not pickle
+    except Exception:  # a user-defined __reduce__ may raise anything
         return False
     return True
 
@@ -92,7 +94,7 @@ def _state_of(value: Any) -> dict[str, Any]:
     }:
         try:
             state = value.__getstate__()
-        except Exception:  # that is how a class says that it does not pickle: then it is the culprit itself
+        except Exception:  # a class may raise here to forbid pickling: then it is the culprit itself
             return {}
         return state if isinstance(state, dict) else {}
     state = dict(getattr(value, "__dict__", {}))
@@ -107,7 +109,7 @@ def _state_of(value: Any) -> dict[str, Any]:
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not set yet
+    except ValueError:  # the cell is still empty
         return None
 
 
@@ -117,24 +119,24 @@ _CURE: Final = "let the dataset map its files instead of holding them (workers a
 @final
 @dataclass(frozen=True, slots=True)
 class SerializedDataset:
-    """Where the pickle and its buffers lie, and which modules it needs."""
+    """Location of the pickle and its buffers, and the modules that it needs."""
 
     handle: SegmentHandle
     offsets: list[int]
     sizes: list[int]
     modules: frozenset[str]
-    fds: tuple[int, ...] = ()  # of the user's process, which a worker must be handed for what is in it
-    has_tracker: bool = False  # the last of them is the resource tracker's
+    fds: tuple[int, ...] = ()  # of the main process; workers must inherit them to unpickle the dataset
+    has_tracker: bool = False  # the last descriptor is that of the resource tracker
 
 
 def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedDataset:
-    """Put ``obj`` into a segment of ``store``.
+    """Pickle ``obj`` into a segment of ``store``.
 
     Args:
-        named: what the user gave, by the name they gave it as; looked through if ``obj`` cannot be sent.
+        named: User arguments by parameter name; searched for the culprit if ``obj`` cannot be pickled.
 
     Raises:
-        WorkerStartError: something in it cannot leave this process; the message says what and where it is.
+        WorkerStartError: Something in it cannot be pickled; the message names the object and its path.
     """
     modules: set[str] = set()
     try:
@@ -142,7 +144,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedD
             data, buffers = dump_by_value(obj, modules, keeps_shared=True)
     except MemoryError:
         raise
-    except Exception as error:  # a __getstate__ or __reduce__ raises what it likes
+    except Exception as error:  # a user-defined __getstate__ or __reduce__ may raise anything
         raise _explained(named, error) from error
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]
@@ -158,7 +160,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedD
 
 
 def receive(serialized: SerializedDataset, reader: SegmentReader) -> Any:
-    """Build the object again in a worker, over a private mapping of the segment."""
+    """Re-create the object in a worker, over a private mapping of the segment."""
     view = memoryview(reader.attach(serialized.handle, private=True))
     chunks = [view[offset : offset + size] for offset, size in zip(serialized.offsets, serialized.sizes, strict=True)]
     return load(bytes(chunks[0]), chunks[1:])

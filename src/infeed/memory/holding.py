@@ -1,8 +1,8 @@
-"""Where shared objects lie: memory that any process of this machine can find while the process that made it lives.
+"""Storage of shared objects: any process on this machine can map it while the process that created it is alive.
 
-An object has an extent of a bin. A bin is one segment with a store of its own, mapped whole and once into each process that
-looks into it, and given back when the last view of anything in it is gone. Large objects have a bin of their own, so that their
-memory comes back with them; small ones share bins, so that a process has few descriptors however many objects it shares.
+Every object occupies an extent of a bin. A bin is one segment with a separate store. Each process maps it once as a whole,
+and the bin is freed when the last view of any object in it is gone. A large object has a separate bin, so that its memory is
+freed with it. Small objects share bins, so that a process needs few descriptors however many objects it shares.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from infeed.memory.limits import available_bytes
 from infeed.memory.segments import Address, SegmentStore, find_segment, make_findable, round_up
 
 _FIRST_BIN: Final = 256 << 10
-# The most that objects share. It doubles with every 32 bins, four times: many systems allow a process a thousand descriptors.
+# Largest bin that objects share. It doubles with every 32 bins, up to four times: many systems allow 1000 descriptors.
 _LARGEST_BIN: Final = 16 << 20
 ALIGN: Final = 64
-_HEADER: Final = ALIGN  # the bin's name
+_HEADER: Final = ALIGN  # contains the name of the bin
 
 
 class Held:
-    """An object whose contents lie in a bin, and which pickles as where they lie."""
+    """An object whose contents are in a bin. Its pickle contains only their location."""
 
     __slots__ = ()
 
@@ -37,22 +37,22 @@ class Held:
 @final
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an object lies, in this process."""
+    """Location of an object in this process."""
 
     memory: mmap.mmap
-    name: str  # of the bin
+    name: str  # name of the bin
     begin: int
     size: int
 
     def reference(self) -> tuple[Address, int, int]:
-        """What another process needs to ``open_extent``."""
+        """Return the arguments with which another process calls ``open_extent``."""
         return _bins[self.name, False].current_address(), self.begin, self.size
 
     def view(self) -> memoryview:
         return memoryview(self.memory).toreadonly()[self.begin : self.begin + self.size]
 
     def whole_bin(self) -> np.ndarray[Any, Any]:
-        """All bytes of the bin. Nothing that is made over this array can be made writable; over the mapping itself it could."""
+        """Return all bytes of the bin. Views of this array cannot be made writable; views of the mapping itself could."""
         return np.frombuffer(memoryview(self.memory).toreadonly(), np.uint8)
 
 
@@ -60,17 +60,17 @@ class Extent:
 @dataclass(frozen=True, slots=True)
 class _Bin:
     address: Address
-    pointer: int  # where it is mapped
+    pointer: int  # address of the mapping
     memory: weakref.ref[mmap.mmap]
     is_made_here: bool
 
     def current_address(self) -> Address:
-        # A forked child has its parent's descriptors under the same numbers, and may live longer.
+        # A forked child has the same descriptor numbers and may outlive its parent, so use its pid.
         return replace(self.address, pid=os.getpid()) if self.is_made_here and self.address.fd is not None else self.address
 
 
-# By name, and whether it is the private mapping. Entries leave with their mappings, from wherever the last view dies: so
-# whoever goes through them takes a copy first.
+# Keyed by name and whether the mapping is private. Finalizers remove entries wherever the last view dies, in any thread.
+# Iterate over a copy.
 _bins: Final[dict[tuple[str, bool], _Bin]] = {}
 
 
@@ -78,14 +78,14 @@ def _remember(memory: mmap.mmap, address: Address, store: SegmentStore | None, *
     pointer = pointer_of(np.frombuffer(memory, np.uint8))
     key = (address.name, private_of is not None)
     _bins[key] = _Bin(address, pointer, weakref.ref(memory), store is not None)
-    # A private mapping keeps the other, and with it the store: what lies in it must stay to be found.
+    # A private mapping keeps the shared mapping and its store alive: other processes must still find the bin.
     weakref.finalize(memory, _forget, key, pointer, store, private_of)
 
 
 def _forget(key: tuple[str, bool], pointer: int, store: SegmentStore | None, kept: mmap.mmap | None) -> None:
     del kept
     entry = _bins.get(key)
-    if entry is not None and entry.pointer == pointer:  # two threads may have mapped it at the same moment
+    if entry is not None and entry.pointer == pointer:  # two threads may have mapped it at the same time
         _bins.pop(key, None)
     if store is not None:
         store.close()
@@ -93,11 +93,11 @@ def _forget(key: tuple[str, bool], pointer: int, store: SegmentStore | None, kep
 
 @final
 class _Allocator:
-    """Finds room; one per process, because a forked child must not write where its parent does."""
+    """Allocates extents. One per process, because a forked child must not write to its parent's bins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: weakref.ref[mmap.mmap] | None = None  # the bin that small objects go to
+        self._open: weakref.ref[mmap.mmap] | None = None  # the current bin for small objects
         self._name = ""
         self._end = 0
 
@@ -129,10 +129,10 @@ _allocators: Final[dict[int, _Allocator]] = {}
 
 
 def hold(size: int) -> Extent:
-    """Room for an object.
+    """Allocate an extent for an object.
 
     Raises:
-        MemoryLimitError: there is not that much memory.
+        MemoryLimitError: Not enough memory is available.
     """
     allocator = _allocators.setdefault(os.getpid(), _Allocator())
     try:
@@ -145,16 +145,16 @@ def hold(size: int) -> Extent:
 
 
 def open_extent(address: Address, begin: int, size: int) -> Extent:
-    """The extent that another process, or this one, has a reference to.
+    """Open an extent from a reference that this or another process created.
 
     Raises:
-        InfeedError: it cannot be opened.
+        InfeedError: The extent cannot be opened.
     """
     return Extent(_mapped(address), address.name, begin, size)
 
 
 def private_memory(extent: Extent) -> mmap.mmap:
-    """The extent's bin mapped for writing: what this process writes, no other sees."""
+    """Map the extent's bin copy-on-write: no other process sees what this process writes."""
     return _mapped(extent.reference()[0], private_of=extent.memory)
 
 
@@ -176,7 +176,7 @@ def _mapped(address: Address, *, private_of: mmap.mmap | None = None) -> mmap.mm
 
 
 def find_held(pointer: int) -> tuple[Address, int] | None:
-    """The bin that this address in memory is in, and where in it."""
+    """Return the bin that contains this memory address, and the offset in it."""
     for entry in tuple(_bins.values()):
         if entry.pointer <= pointer < entry.pointer + entry.address.size:
             whole = _bins.get((entry.address.name, False), entry)

@@ -1,14 +1,14 @@
-"""Locks, values and queues of ``multiprocessing`` in a dataset, and shared tensors.
+"""Support for ``multiprocessing`` locks, values and queues in a dataset, and for tensors in shared memory.
 
-``multiprocessing`` pickles them only while it starts a process, because the process has to inherit what is behind them: a named
-semaphore, a descriptor, a handle. Workers are such processes. So while the dataset is pickled, this module stands in for the
-process that ``multiprocessing`` expects: it collects the descriptors or handles, and every worker inherits them. Storages of
-torch in shared memory are inherited in the same way, or opened by name.
+``multiprocessing`` pickles these objects only while it starts a process, because the process must inherit the named
+semaphore, descriptor or handle behind them. While infeed pickles the dataset, this module acts as the process that
+``multiprocessing`` is starting: it collects descriptors or handles, and every worker inherits them. Workers inherit torch
+storages in shared memory in the same way, or open them by name.
 
-Objects of a fork context have no name that another process could open, and are refused.
+Objects of a fork context are refused, because they have no name that another process could open.
 
-Workers also share the resource tracker of the user's process, if it has one, as processes of ``multiprocessing`` do. With a
-tracker of its own, the first worker that ends would remove shared memory that it had only attached to.
+Workers share the resource tracker of the main process, if it has one, as child processes of ``multiprocessing`` do.
+Otherwise the first worker to exit would remove shared memory that it had only attached.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-# In a worker: the descriptors that it was handed.
+# In a worker: the inherited descriptors.
 _handed: Final[list[int]] = []
 
 
 @final
 class HandedFd:
-    """A descriptor of the user's process, by its number among those that a worker is handed."""
+    """A descriptor of the main process, as an index into the descriptors that a worker inherits."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def detach(self) -> int:
-        """A descriptor of this process for the same thing; called where ``multiprocessing`` builds an object again."""
+        """Duplicate the inherited descriptor. ``multiprocessing`` calls this when it unpickles an object."""
         return os.dup(_handed[self._number])
 
 
 @final
 class _Starting:
-    """What ``multiprocessing`` asks of whoever is starting a process."""
+    """The interface that ``multiprocessing`` expects of the process object being started."""
 
     DupFd = HandedFd
 
@@ -45,8 +45,8 @@ class _Starting:
         self.fds: list[int] = []
 
     def duplicate_for_child(self, fd: int) -> int:
-        """What stands for a descriptor in the pickle: its place among the inherited ones; on Windows the handle itself."""
-        if fd not in self.fds:  # on Windows, CreateProcess refuses a handle that is named twice
+        """Return what the pickle contains for a descriptor: its index among the inherited ones, or the handle on Windows."""
+        if fd not in self.fds:  # on Windows, CreateProcess rejects duplicate handles
             self.fds.append(fd)
         if sys.platform == "win32":
             # An inherited handle has the same number in the child.
@@ -57,7 +57,7 @@ class _Starting:
 
 @contextmanager
 def starting() -> Iterator[list[int]]:
-    """Let objects of ``multiprocessing`` be pickled inside; yields the descriptors that a worker must be handed for them."""
+    """Allow pickling of ``multiprocessing`` objects in this context; yield the descriptors that workers must inherit."""
     context: Any = sys.modules.get("multiprocessing.context")
     if context is None:
         yield []
@@ -72,13 +72,13 @@ def starting() -> Iterator[list[int]]:
 
 
 def tracker_fd() -> int | None:
-    """The descriptor of the resource tracker that this process uses; ``None`` if it has not started one."""
+    """Return the descriptor of this process's resource tracker, or ``None`` if it has not started one."""
     module: Any = None if sys.platform == "win32" else sys.modules.get("multiprocessing.resource_tracker")
     return None if module is None else module._resource_tracker._fd
 
 
 def use_tracker(fd: int) -> None:
-    """In a worker: use the tracker of the user's process, as ``multiprocessing.spawn`` does."""
+    """In a worker: use the resource tracker of the main process, as ``multiprocessing.spawn`` does."""
     from multiprocessing import resource_tracker
 
     tracker: Any = resource_tracker._resource_tracker
@@ -86,8 +86,8 @@ def use_tracker(fd: int) -> None:
 
 
 def reduce_shared(obj: Any) -> Any:
-    """As ``multiprocessing`` reduces connections, shared memory and numbers in it for a process, or ``NotImplemented``."""
-    # Not what others have registered with it: torch's tensors would be moved into shared memory of torch's.
+    """Reduce connections, shared memory and ctypes values as ``multiprocessing`` does, or return ``NotImplemented``."""
+    # Ignore reducers that other packages registered: torch's would move tensors into torch's shared memory.
     is_number = any(base.__module__ == "_ctypes" for base in type(obj).__mro__)
     if not is_number and not type(obj).__module__.startswith("multiprocessing"):
         return NotImplemented
@@ -97,25 +97,25 @@ def reduce_shared(obj: Any) -> Any:
     if not isinstance(start, _Starting):
         return NotImplemented
     if sys.platform == "win32" and type(obj).__name__ == "PipeConnection":
-        # multiprocessing's own way serves one process only: the first that opens the handle takes it away from the sender.
+        # The reducer of multiprocessing serves one receiver: the first process to open the handle takes it from the sender.
         return type(obj), (start.duplicate_for_child(obj.fileno()), obj.readable, obj.writable)
     reduce = reduction.ForkingPickler._extra_reducers.get(type(obj))
     return NotImplemented if reduce is None else reduce(obj)
 
 
 def is_shared_storage(torch: Any, storage: Any) -> bool:
-    """Whether a storage of torch's lies in memory that a worker can map as well."""
+    """Whether a torch storage is in memory that a worker can map."""
     if not storage.is_shared():
         return False
     if storage.filename is not None or torch.multiprocessing.get_sharing_strategy() == "file_system":
         return True
-    return bool(storage._share_fd_cpu_()[0] >= 0)  # a private mapping of a file has none, though torch calls it shared
+    return bool(storage._share_fd_cpu_()[0] >= 0)  # torch calls a private file mapping shared, but it has no descriptor
 
 
 def reduce_shared_storage(torch: Any, storage: Any) -> Any:
-    """The reduction of such a storage while workers are started.
+    """Reduce a shared storage during worker start-up.
 
-    Not torch's own, which is made to be read by one process: all workers read the same pickle.
+    torch's reducer supports a single receiver, but all workers read the same pickle.
     """
     if storage.filename is not None:
         return _map_file, (storage.filename, storage.nbytes())
@@ -127,19 +127,19 @@ def reduce_shared_storage(torch: Any, storage: Any) -> Any:
 
 
 def _map_file(path: str, size: int) -> Any:
-    import torch  # it is one of torch's
+    import torch  # lazy: needed only for torch storages
 
     return torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
 
 
 def _open_named_storage(manager: bytes, name: bytes, size: int) -> Any:
-    import torch  # it is one of torch's
+    import torch  # lazy: needed only for torch storages
 
     return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
 
 
 def _open_storage(handed: HandedFd, size: int) -> Any:
-    import torch  # it is one of torch's
+    import torch  # lazy: needed only for torch storages
 
     storage: Any = torch.UntypedStorage
     fd = handed.detach()
@@ -150,5 +150,5 @@ def _open_storage(handed: HandedFd, size: int) -> Any:
 
 
 def take_handed(fds: Sequence[int]) -> None:
-    """In a worker: these are the descriptors for what is in the dataset."""
+    """In a worker: set the inherited descriptors that the dataset refers to."""
     _handed[:] = fds

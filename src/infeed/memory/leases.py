@@ -1,8 +1,8 @@
-"""A batch's hold on its slot, in plain Python.
+"""Leases: keep a slot reserved while anything references its batch.
 
-A lease is a ctypes array over the slot's bytes. NumPy arrays and torch tensors made over it keep it alive through the buffer
-protocol, and so do all views of them. When the last one is gone the lease is, and a weak reference tells the arena that the
-slot may be used again.
+A lease is a ctypes array over the slot's bytes. NumPy arrays and torch tensors over it, and all their views, keep it alive
+through the buffer protocol. When the last one is gone, the lease is freed, and a weak reference informs the arena that the
+slot can be reused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Lease: TypeAlias = ctypes.Array[ctypes.c_char]
 
 @lru_cache(maxsize=64)
 def _lease_type(size: int) -> type[Lease]:
-    # A subclass, because plain ctypes arrays cannot be weakly referenced.
+    # A subclass, because plain ctypes arrays do not support weak references.
     return type("Lease", (ctypes.c_char * size,), {})
 
 
@@ -34,18 +34,18 @@ class _LeaseRef(weakref.ref[Lease]):
 
 @final
 class LeaseBook:
-    """Hands out leases and collects those that ended."""
+    """Creates leases and collects the ended ones."""
 
     def __init__(self) -> None:
-        # By slot: a slot has one lease at a time.
+        # A slot has one lease at a time.
         self._refs: dict[SlotId, _LeaseRef] = {}
         self._ended: deque[weakref.ref[Lease]] = deque()
 
     def grant(self, memory: mmap, offset: int, size: int, slot: SlotId) -> Lease:
-        """A lease over ``size`` bytes of a segment; ``ended`` names the slot once nothing looks into it any more."""
+        """Create a lease over ``size`` bytes of a segment; ``ended`` returns the slot when nothing references the lease."""
         lease = _lease_type(size).from_buffer(memory, offset)
-        # Called wherever the last view dies: any thread, any line of the user's, perhaps in the middle of garbage collection.
-        # So no lock, no decision, and no line of Python: Ctrl+C could come there, and what is raised there is lost.
+        # The callback runs where the last view dies: in any thread, at any line of user code, or during garbage collection.
+        # It must not lock or run Python code: a KeyboardInterrupt could arrive there, and exceptions raised there are lost.
         ref = _LeaseRef(lease, self._ended.append)
         ref.slot = slot
         self._refs[slot] = ref
@@ -53,11 +53,11 @@ class LeaseBook:
 
     @property
     def pending(self) -> tuple[SlotId, ...]:
-        """Slots whose leases ended, and that nobody has asked for yet."""
+        """Slots whose leases ended but which ``ended`` has not returned yet."""
         return tuple(ref.slot for ref in list(self._ended) if isinstance(ref, _LeaseRef))
 
     def ended(self) -> list[SlotId]:
-        """Slots whose leases ended since the last call."""
+        """Return the slots whose leases ended since the last call."""
         if not self._ended:
             return []
         slots = []

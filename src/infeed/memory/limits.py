@@ -1,4 +1,7 @@
-"""How many processors this process may use: by its affinity, by its container's quota, and beside other ranks."""
+"""Resource limits of this process: memory, ``ulimit``, OOM kills and CPU cores.
+
+The limits come from the machine, the container's cgroups, CPU affinity and the number of ranks on the machine.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from typing import Any, Final, Literal, final
 from infeed.errors import ConfigError
 from infeed.formatting import format_bytes
 
-OWN: Final = "/proc/self/cgroup"  # where a process finds its groups
-ROOT: Final = "/sys/fs/cgroup"  # where they are: of version 2, and below it those of version 1, a folder for each controller
+OWN: Final = "/proc/self/cgroup"  # lists the cgroups of a process
+ROOT: Final = "/sys/fs/cgroup"  # mount point of cgroup v2; cgroup v1 has one subfolder per controller
 
 
 def groups_of(controller: str | None, own: str = OWN) -> list[str]:
-    """This process's group and all above it, as paths below the root, from the root on.
+    """Return this process's cgroup and all its ancestors, as paths below the mount point, outermost first.
 
-    In a container the root itself is its own. ``controller`` is that of version 1, ``None`` the one hierarchy of version 2.
+    In a container the mount point itself is its cgroup. ``controller`` names a cgroup v1 controller; ``None`` means v2.
     """
     path = ""
     try:
@@ -35,8 +38,8 @@ def groups_of(controller: str | None, own: str = OWN) -> list[str]:
 
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-# Where a process finds its group, and where groups are: cgroup version 2 and version 1, each with the names of its files for
-# limit, usage and statistics, and what in the statistics is only the cache of files, which the kernel gives up when asked.
+# For cgroup v2 and v1: the mount point, the file names for limit and usage, and the fields of memory.stat that count file
+# cache. The kernel can reclaim that cache.
 _CGROUP_OF: Final = OWN
 _CGROUPS: Final = (
     (ROOT, "memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -50,7 +53,7 @@ _CGROUPS: Final = (
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from a number, or from text such as ``"512MB"`` and ``"1.5 GiB"`` (units of 1024 either way).
+    """Return a number of bytes from an int or from text such as ``"512MB"`` and ``"1.5 GiB"`` (both in units of 1024).
 
     >>> parse_bytes("1.5 GiB")
     1610612736
@@ -65,16 +68,16 @@ def parse_bytes(value: int | str) -> int:
 
 
 def available_bytes() -> int:
-    """What can be allocated now without swapping or being killed: the machine's free memory or the container's, the lesser."""
+    """Return how much can be allocated without swapping or an OOM kill: the lower of machine and container memory."""
     return min(_machine_bytes(), *_group_bytes())
 
 
 def _machine_bytes() -> int:
-    import psutil  # here, because it takes 10 ms to import and workers have no need of it
+    import psutil  # lazy: the import takes 10 ms and workers do not need it
 
     try:
         available: int = psutil.virtual_memory().available
-    except OSError:  # no /proc, or no descriptor left to read it with
+    except OSError:  # no /proc, or no free descriptor to read it
         if sys.platform == "win32":
             raise
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -82,7 +85,7 @@ def _machine_bytes() -> int:
 
 
 def _group_bytes() -> Iterator[int]:
-    """What is left to each of the groups that this process is in and that has a limit."""
+    """Yield the remaining memory of every cgroup of this process that has a limit."""
     yield sys.maxsize
     for root, limit_name, usage_name, cached in _CGROUPS:
         for group in groups_of("memory" if root.endswith("/memory") else None, _CGROUP_OF):
@@ -91,7 +94,7 @@ def _group_bytes() -> Iterator[int]:
                 limit, usage = int(_text(f"{folder}/{limit_name}")), int(_text(f"{folder}/{usage_name}"))
                 lines = (line.split() for line in _text(f"{folder}/memory.stat").splitlines())
                 cache = sum(int(value) for name, value in lines if name in cached)
-            except (OSError, ValueError):  # there is no such group, or its limit reads "max"
+            except (OSError, ValueError):  # no such cgroup, or the limit is "max"
                 continue
             yield max(0, limit - usage + cache)
 
@@ -106,14 +109,14 @@ Limit = Literal["AS", "FSIZE", "NOFILE", "NPROC"]
 if sys.platform == "win32":
 
     def process_limit(name: Limit) -> int | None:
-        del name  # there are none
+        del name  # Windows has no such limits
         return None
 
 else:
     import resource
 
     def process_limit(name: Limit) -> int | None:
-        """What ``ulimit`` allows this process, or ``None`` if it is not limited."""
+        """Return the ``ulimit`` of this process, or ``None`` if there is no limit."""
         limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
         return None if limit == resource.RLIM_INFINITY else limit
 
@@ -125,7 +128,7 @@ _VMSTAT: Final = Path("/proc/vmstat")
 
 @final
 class OomWatch:
-    """Remembers how often the kernel has killed for memory, and tells later whether it has again."""
+    """Counts OOM kills and reports whether there were new ones."""
 
     def __init__(self, *, cgroups: Path = _OOM_CGROUPS, own: Path = _SELF, vmstat: Path = _VMSTAT) -> None:
         self._vmstat = vmstat
@@ -133,7 +136,7 @@ class OomWatch:
         self._container, self._machine = self._counts()
 
     def diagnosis(self) -> str | None:
-        """Who has killed for memory since this was last asked; ``None`` if nobody has, or nobody counts."""
+        """Return the cause of OOM kills since the last call; ``None`` if there were none or the system does not count them."""
         before = self._container, self._machine
         self._container, self._machine = self._counts()
         if self._container > before[0]:
@@ -157,13 +160,13 @@ class OomWatch:
             for name in ("memory.max", "memory.limit_in_bytes"):
                 try:
                     limits.append(int((folder / name).read_text()))
-                except (OSError, ValueError):  # not there, or "max"
+                except (OSError, ValueError):  # missing, or "max"
                     continue
         return min(limits, default=None)
 
 
 def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """Where the counters of this process's group are: in a container at the root, else where the kernel says."""
+    """Yield the folders with this process's counters: the root in a container, otherwise the cgroup that the kernel names."""
     yield root
     yield root / "memory"
     try:
@@ -180,13 +183,13 @@ def _folders(root: Path, own: Path) -> Iterator[Path]:
 def _field(path: Path, name: str) -> int:
     try:
         lines = path.read_text().splitlines()
-    except OSError:  # another version of cgroups, or no Linux
+    except OSError:  # another cgroup version, or not Linux
         return 0
     return next((int(words[1]) for words in map(str.split, lines) if len(words) == 2 and words[0] == name), 0)
 
 
-# How many ranks are on this machine, as launchers tell it: torchrun and its like, Open MPI, MPICH and Intel MPI, MVAPICH, PALS,
-# Slurm, which names all machines ("4(x2),3").
+# Variables in which launchers set the number of local ranks: torchrun and similar, Open MPI, MPICH and Intel MPI, MVAPICH,
+# PALS, Slurm. Slurm lists all machines ("4(x2),3").
 _RANKS: Final = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -201,14 +204,14 @@ _SLURM_NODE: Final = "SLURM_NODEID"
 
 
 def available_cores(environ: Mapping[str, str] | None = None, *, root: str = ROOT, own: str = OWN) -> float:
-    """What this process has of the machine's processors; less than one in a container with less.
+    """Return how many CPU cores this process may use; less than 1 if the container's quota is lower.
 
-    Several ranks on one machine share it, unless each was given processors of its own.
+    Ranks on one machine share its cores, unless each rank is pinned to separate cores.
 
     Args:
-        environ: where the launcher says how many ranks there are.
-        root: where control groups are.
-        own: where this process finds its own.
+        environ: Environment variables that contain the launcher's number of ranks.
+        root: Mount point of the cgroups.
+        own: File that lists the cgroups of this process.
     """
     ranks = local_ranks(os.environ if environ is None else environ)
     allowed = _allowed_count()
@@ -218,7 +221,7 @@ def available_cores(environ: Mapping[str, str] | None = None, *, root: str = ROO
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
-    """How many ranks share this machine; 1 if no launcher says anything."""
+    """Return how many ranks share this machine; 1 if no launcher variable is set."""
     for name in _RANKS:
         counts = _task_counts(environ.get(name, ""))
         if counts:
@@ -229,7 +232,7 @@ def local_ranks(environ: Mapping[str, str]) -> int:
 
 
 def _task_counts(text: str) -> list[int]:
-    """One number for each machine: ``"4(x2),3"`` is 4, 4, 3. Nothing if it is not understood."""
+    """Return one count per machine: ``"4(x2),3"`` is 4, 4, 3. Empty if the text cannot be parsed."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})(?:\(x(\d{1,6})\))?\s*", part)
@@ -240,11 +243,11 @@ def _task_counts(text: str) -> list[int]:
 
 
 def _allowed_count() -> int:
-    """Processors that the system lets this process run on."""
+    """Return the number of CPU cores that the system allows this process to run on."""
     module: Any = os
     count: Callable[[], int | None] | None = getattr(
         module, "process_cpu_count", None
-    )  # Python 3.13: knows what -X cpu_count says
+    )  # Python 3.13 and later; respects -X cpu_count
     if count is not None:
         return count() or 1
     if sys.platform == "linux":
@@ -253,19 +256,19 @@ def _allowed_count() -> int:
 
 
 def _machine_count(root: str, own: str) -> int:
-    """Processors of the machine, or of the container: what all ranks together may run on."""
+    """Return the CPU cores of the machine or container, which all ranks share."""
     counts = []
     for controller, name in ((None, "cpuset.cpus.effective"), ("cpuset", "cpuset.effective_cpus")):
         for group in groups_of(controller, own):
             try:
                 counts.append(_set_size(Path(_folder(root, controller, group), name).read_text()))
-            except (OSError, ValueError):  # there is no such group, or it does not say
+            except (OSError, ValueError):  # no such cgroup, or no usable value
                 continue
     return max(counts, default=os.cpu_count() or 1)
 
 
 def _set_size(text: str) -> int:
-    """How many numbers ``"0-3,8"`` names."""
+    """Return how many numbers a set such as ``"0-3,8"`` contains."""
     size = 0
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -274,18 +277,18 @@ def _set_size(text: str) -> int:
 
 
 def _quotas(root: str, own: str) -> Iterator[float]:
-    """What each of the groups that this process is in allows it, in processors, if it has a limit."""
+    """Yield the quota, in CPU cores, of every cgroup of this process that has one."""
     for group in groups_of(None, own):
         try:
             quota, period = Path(_folder(root, None, group), "cpu.max").read_text().split()
             yield int(quota) / int(period)
-        except (OSError, ValueError):  # there is no such group, or its quota reads "max"
+        except (OSError, ValueError):  # no such cgroup, or the quota is "max"
             continue
     for group in groups_of("cpu", own):
         folder = _folder(root, "cpu", group)
         try:
             limit = int(Path(folder, "cpu.cfs_quota_us").read_text())
-            if limit > 0:  # -1: none
+            if limit > 0:  # -1: no quota
                 yield limit / int(Path(folder, "cpu.cfs_period_us").read_text())
         except (OSError, ValueError):
             continue

@@ -1,7 +1,7 @@
-"""Finding keys in shared memory: a table of places by a hash that is the same in every process.
+"""Hash table for keys in shared memory, with a hash that is the same in every process.
 
-Python's own hash of text is drawn anew in each process. Here keys that a dict takes for equal have equal hashes too, as far as
-they are text, bytes, numbers, None, and tuples and frozensets of these. Of any other key this module knows nothing.
+Python randomizes the hash of text in each process. ``stable_hash`` returns equal hashes for keys that a dict treats as equal.
+It supports text, bytes, numbers, None, and tuples and frozensets of these, but no other keys.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any, Final
 import numpy as np
 
 _MASK: Final = (1 << 64) - 1
-_MIX: Final = 0x9E3779B97F4A7C15  # odd, and its bits look random
-# Types whose own hash is a number's: equal for equal numbers, the same in every process.
+_MIX: Final = 0x9E3779B97F4A7C15  # odd, with random-looking bits
+# Types that use Python's numeric hash: equal for equal numbers, and the same in every process.
 _NUMBERS: Final = (int, float, complex, Decimal, Fraction, np.number, np.bool_)
 
 
 def stable_hash(key: Any) -> int | None:
-    """A hash of 32 to 64 bits, or ``None`` if there is none for this key.
+    """Return a hash of 32 to 64 bits, or ``None`` if the key type is not supported.
 
     >>> stable_hash(1) == stable_hash(True) == stable_hash(1.0) != stable_hash("1")
     True
 
     Raises:
-        TypeError: the key is not hashable.
+        TypeError: The key is not hashable.
     """
-    if type(key) is str:  # by far the most
+    if type(key) is str:  # by far the most common type
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     own = hash(key)
-    # A subclass counts as what it is made of only if it hashes like that: then a dict finds the one by the other.
+    # Treat a subclass as its base type only if both hash alike: only then can a dict look up one with the other.
     if isinstance(key, str):
         return zlib.crc32(str.encode(key, "utf-8", "surrogatepass")) if own == str.__hash__(key) else None
     if isinstance(key, bytes):
         return zlib.crc32(key) if own == bytes.__hash__(key) else None
     if isinstance(key, _NUMBERS) and not isinstance(key, np.timedelta64):
         if key != key:
-            return 0  # not a number is found nowhere, and its own hash is its address
+            return 0  # NaN equals no key, and its own hash depends on its address
         return own * _MIX & _MASK if not isinstance(key, int) or own == int.__hash__(key) else None
     if key is None:
         return 7
@@ -61,9 +61,9 @@ def _combined(parts: Iterable[Any], total: int) -> int | None:
 
 
 def build_table(hashes: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where the places of each bucket begin, and the places; a bucket is the upper bits of a mixed hash.
+    """Return the begin of each bucket in the list of places, and that list. The upper bits of the mixed hash select the bucket.
 
-    The number of buckets is the least power of two that is not below the number of keys.
+    The number of buckets is the smallest power of two that is at least the number of keys.
     """
     bits = bucket_bits(len(hashes))
     mixed = np.array(hashes, np.uint64) * np.uint64(_MIX)

@@ -1,4 +1,4 @@
-"""Segments that have no name: extents of one ``memfd``. Linux only; see ``segments``."""
+"""Anonymous segments: extents of one ``memfd``. Linux only; see ``segments``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MemfdStore(SegmentStore):
         self._punch(handle.offset, handle.size)
 
     def _punch(self, offset: int, size: int) -> None:
-        # No Python call for it. Where libc refuses, the memory comes back at close instead.
+        # Python does not wrap fallocate. If the call fails, the memory is freed at close instead.
         libc = ctypes.CDLL(None, use_errno=True)
         libc.fallocate(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
 
@@ -76,13 +76,13 @@ class MemfdStore(SegmentStore):
 
 
 def open_memfd(address: Address) -> int:
-    """A descriptor of this process for the memory of a store of another.
+    """Open the memory of another process's store and return a descriptor of this process.
 
     Raises:
-        OSError: that process is gone or has let go of it, or belongs to another user or container.
+        OSError: That process has exited or released the store, or belongs to another user or container.
     """
     path = f"/proc/{address.pid}/fd/{address.fd}"
-    # Numbers of processes and descriptors are used again; the name tells whether it is still this one.
+    # The system reuses pids and descriptor numbers; the name shows whether this is still the same memfd.
     if not os.readlink(path).startswith(f"/memfd:{address.name} "):
         raise FileNotFoundError(errno.ENOENT, "no longer there", path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -97,7 +97,7 @@ class MemfdReader(SegmentReader):
         try:
             if private:
                 return mmap.mmap(self._fd, handle.size, offset=handle.offset, access=mmap.ACCESS_COPY)
-            # The pages exist already. Mapping them all now spares meeting them one by one, in the middle of a copy.
+            # The pages already exist. Mapping them all now avoids page faults during the copy.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             return mmap.mmap(self._fd, handle.size, flags=flags, offset=handle.offset)
         except OSError as error:

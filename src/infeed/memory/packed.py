@@ -1,15 +1,15 @@
-"""Python objects as columns of bytes: packed once, read one at a time.
+"""Python objects stored as columns of bytes: packed once, read one element at a time.
 
-| all elements are         | kept as                                             |
+| all elements are         | stored as                                           |
 |--------------------------|-----------------------------------------------------|
-| int of at most 64 bits   | the narrowest integers that hold all of them        |
+| int of at most 64 bits   | the narrowest integer type that fits all of them    |
 | float                    | float64                                             |
-| str, bytes               | one text, and where each begins                     |
-| anything else            | the pickle of each, and where it begins             |
+| str, bytes               | one byte string, and the offset of each element     |
+| anything else            | one pickle per element, and the offset of each      |
 
-An element comes back with its own type and value, as an object of its own. Arrays and tensors inside elements are not in their
-pickles but beside them, and come back as views. Classes and functions that another process cannot import (of ``__main__``, of a
-notebook, of a local scope) are kept once, by value.
+Reading an element creates a new object with the original type and value. Arrays and tensors inside elements are stored
+outside their pickles and are read as views. Classes and functions that another process cannot import (from ``__main__``, a
+notebook or a local scope) are stored once, by value.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from infeed.memory.pickling import dump_by_value
 from infeed.memory.sharedarrays import array_in, is_plain_tensor, tensor_in
 
 _PROTOCOL: Final = 5
-_TEXT_ERRORS: Final = "surrogatepass"  # half a surrogate pair is a str too
+_TEXT_ERRORS: Final = "surrogatepass"  # a str may contain unpaired surrogates
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a column is and where its bytes begin in the extent."""
+    """Type of a column, and the offsets of its data in the extent."""
 
     kind: str  # "int", "float", "str", "bytes" or "object"
     count: int
     begin: int
-    code: str = ""  # of the numbers, or of the places, in the letters of `struct`
+    code: str = ""  # type of the numbers or of the offsets, as a `struct` format character
     places: int = 0
-    parts: tuple[int, int] | None = None  # begin and size of the pickled classes and functions
-    has_beside: bool = False  # whether elements have something beside their pickles
+    parts: tuple[int, int] | None = None  # offset and size of the pickled classes and functions
+    has_beside: bool = False  # whether pickles refer to data outside them (arrays, tensors, classes)
 
     def open(self, extent: Extent) -> Column:
         column: Column = _COLUMNS[self.kind](self, extent)
         return column
 
     def numbers(self, extent: Extent) -> memoryview:
-        """The numbers themselves, if these are such."""
+        """Return the data of a column of numbers."""
         return _cast(extent, self.begin, self.count, self.code)
 
 
 class Column(ABC):
-    """Elements by their place. There is no check: places are from 0 to below ``count``."""
+    """Reads elements by position. Positions are not checked; they must be in ``range(count)``."""
 
     __slots__ = ("count",)
 
@@ -82,7 +82,7 @@ class _Numbers(Column):
 
 
 class _Pieces(Column):
-    """Elements of different sizes."""
+    """Elements of varying size."""
 
     __slots__ = ("_memory", "_places")
 
@@ -143,20 +143,20 @@ class _Reading(threading.local):
     column: _Objects | None = None
 
 
-# The column that this thread unpickles an element of.
+# The column whose element this thread is unpickling.
 _reading: Final = _Reading()
 
 
 def _cast(extent: Extent, begin: int, count: int, code: str) -> memoryview:
     size = count * np.dtype(code).itemsize
-    return extent.view()[begin : begin + size].cast(code)  # type: ignore[call-overload, no-any-return]  # any letter
+    return extent.view()[begin : begin + size].cast(code)  # type: ignore[call-overload, no-any-return]  # any format character
 
 
 # --- packing
 
 
 def pack(values: Sequence[Any], chunks: Chunks) -> Layout:
-    """Put these elements into chunks, and say how they are found again."""
+    """Add the elements to ``chunks`` and return the layout that reads them."""
     types = set(map(type, values))
     if types == {int}:
         try:
@@ -189,7 +189,7 @@ def _pack_texts(values: Sequence[str], chunks: Chunks) -> Layout:
 
 def _pack_pieces(kind: str, data: bytes, sizes: list[int], chunks: Chunks) -> Layout:
     begin = chunks.add(data)
-    # Half of what fits: they are still to be moved to where the extent begins in its bin.
+    # Use half the range of uint32: `Chunks.held` later adds the offset of the extent in its bin.
     code = "I" if begin + len(data) < 1 << 31 else "Q"
     places = np.zeros(len(sizes) + 1, code)
     np.cumsum(sizes, out=places[1:], dtype=code)
@@ -203,7 +203,7 @@ def _pack_objects(values: Sequence[Any], chunks: Chunks) -> Layout:
     ends = []
     for value in values:
         pickler.dump(value)
-        pickler.clear_memo()  # each must be readable without the others
+        pickler.clear_memo()  # each pickle must be readable without the others
         ends.append(stream.tell())
     layout = _pack_pieces("object", stream.getvalue(), np.diff(ends, prepend=0).tolist(), chunks)
     parts = None
@@ -221,7 +221,7 @@ class _ElementPickler(pickle.Pickler):
         self.parts: list[Any] = []
         self.has_beside = False
         self._chunks = chunks
-        self._numbers: dict[int, int] = {}  # of parts, by identity
+        self._numbers: dict[int, int] = {}  # index in parts, by id
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType):
@@ -257,7 +257,7 @@ class _ElementPickler(pickle.Pickler):
 
 
 def _is_importable(obj: Any) -> bool:
-    """Whether another process finds this class or function by its name."""
+    """Whether another process can import this class or function by name."""
     if obj.__module__ in ("__main__", "__mp_main__"):
         return False
     found: Any = sys.modules.get(obj.__module__)
@@ -266,7 +266,7 @@ def _is_importable(obj: Any) -> bool:
     return found is obj
 
 
-# --- what the pickles of elements call
+# --- functions that the pickles of elements call
 
 
 def _part(number: int) -> Any:

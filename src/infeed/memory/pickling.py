@@ -1,7 +1,8 @@
-"""Pickling with the bytes of arrays and tensors left outside, to be put into shared memory.
+"""Pickling with the bytes of arrays and tensors out-of-band, so that they can be placed in shared memory.
 
-``dump`` gives a short pickle and a list of buffers; ``load`` builds the object again over buffers that lie elsewhere, without
-copying them. NumPy does this by itself (protocol 5); ``tensors`` does it for tensors of torch.
+``dump`` returns a short pickle and a list of buffers. ``load`` re-creates the object over buffers elsewhere in memory, without
+a copy. NumPy supports this natively (protocol 5); ``TensorReducer`` adds it for torch tensors. ``reduce_callable`` pickles
+cached functions, cached properties and generic functions by value.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__
 
 
 def reduce_callable(obj: Any) -> Any:
-    """Reduction by value of a cached function, a cached property or a generic function, or ``NotImplemented``."""
+    """Reduce a cached function, cached property or generic function by value, or return ``NotImplemented``."""
     if isinstance(obj, functools._lru_cache_wrapper):
         return NotImplemented if _is_importable(obj) else _reduce_cached(obj)
     if isinstance(obj, functools.cached_property):
@@ -60,7 +61,7 @@ def _rebuild_cached(function: Callable[..., Any], maxsize: int | None, typed: bo
 def _set_cached_property(obj: Any, state: tuple[dict[str, Any], bool]) -> None:
     attributes, has_lock = state
     vars(obj).update(attributes)
-    if has_lock:  # Python 3.11 has one, and it cannot be pickled
+    if has_lock:  # Python 3.11 has a lock, which cannot be pickled
         obj.lock = threading.RLock()
 
 
@@ -75,17 +76,17 @@ def _register(generic: Any, functions: dict[type, Callable[..., Any]]) -> None:
         generic.register(cls, function)
 
 
-# To keep its strides, a tensor is written with the gaps between its elements, if it is at most this many times larger so...
+# To preserve strides, a tensor is written with the gaps between its elements if that is at most this many times larger...
 _MOST_TIMES: Final = 8
-# ...or if all of it is no larger than this. Otherwise (a column of a large table) it is made contiguous.
+# ...or if the total is at most this many bytes. Otherwise (a column of a large table) it is made contiguous.
 _MOST_BYTES: Final = 1 << 16
-# Regions that tensors share begin at multiples of this: then an offset in bytes is an offset in elements of any dtype.
+# Alignment of regions that tensors share, so that a byte offset is a whole number of elements of any dtype.
 _ALIGN: Final = 16
 
 
 @final
 class _Region:
-    """A range of bytes of a storage. Pickled once, however many tensors are views of it."""
+    """A byte range of a storage. It is pickled once, however many tensors are views of it."""
 
     __slots__ = ("begin", "end", "storage")
 
@@ -101,17 +102,17 @@ class _Region:
 
 @final
 class TensorReducer:
-    """Reduces the tensors and storages of one object. It knows which parts of which storages have been pickled."""
+    """Reduces the tensors and storages of one object, and records which parts of which storages have been pickled."""
 
     def __init__(self, *, keeps_shared: bool) -> None:
-        """``keeps_shared``: storages in shared memory are not copied; whoever reads the pickle maps the same memory."""
+        """Create a reducer. With ``keeps_shared``, the receiver maps storages in shared memory instead of copying them."""
         self._keeps_shared = keeps_shared
-        self._regions: dict[int, list[_Region]] = {}  # by the address of torch's own object for the storage
-        # Regions that are in the pickle already turned out to overlap: pickle again, now that all regions are known.
+        self._regions: dict[int, list[_Region]] = {}  # by the address of torch's C++ storage object
+        # Regions already in the pickle turned out to overlap: pickle again, now that all regions are known.
         self.must_repeat = False
 
     def reduce(self, obj: Any) -> Any:
-        """The reduction of a tensor or storage of the CPU, or ``NotImplemented``."""
+        """Reduce a CPU tensor or storage, or return ``NotImplemented``."""
         torch: Any = sys.modules.get("torch")
         if torch is None:
             return NotImplemented
@@ -121,13 +122,13 @@ class TensorReducer:
             if self._keeps_shared and is_shared_storage(torch, obj):
                 return reduce_shared_storage(torch, obj)
             return _same, (self._region(obj, 0, obj.nbytes(), 1),)
-        if isinstance(obj, torch.TypedStorage) and obj._untyped_storage.device.type == "cpu":  # obj.device warns
+        if isinstance(obj, torch.TypedStorage) and obj._untyped_storage.device.type == "cpu":  # obj.device emits a warning
             return _rebuild_typed_storage, (obj._untyped_storage, _name(obj.dtype))
         return NotImplemented
 
     def _reduce_tensor(self, torch: Any, tensor: Any) -> Any:
         if not is_plain_tensor(torch, tensor):
-            return NotImplemented  # torch's own reduction, which comes to the storage
+            return NotImplemented  # use torch's reduction, which then pickles the storage
         tensor = tensor.detach()
         itemsize, name = tensor.element_size(), _name(tensor.dtype)
         if not tensor.numel():
@@ -145,7 +146,7 @@ class TensorReducer:
         return _rebuild_tensor, (region, name, offset, tuple(tensor.shape), tensor.stride())
 
     def _region(self, storage: Any, begin: int, end: int, itemsize: int) -> _Region:
-        """The region that holds these bytes. Regions of one storage do not overlap."""
+        """Return the region that contains these bytes. Regions of one storage do not overlap."""
         regions = self._regions.setdefault(storage._cdata, [])
         first, last = _touched(regions, begin, end)
         if last - first == 1:
@@ -165,13 +166,13 @@ class TensorReducer:
 
 
 def _touched(regions: list[_Region], begin: int, end: int) -> tuple[int, int]:
-    """The range of regions that overlap with these bytes."""
+    """Return the range of regions that overlap these bytes."""
     first = bisect_right(regions, begin, key=lambda region: region.end)
     return first, bisect_left(regions, end, lo=first, key=lambda region: region.begin)
 
 
 def _name(dtype: Any) -> str:
-    """Not the dtype itself: pickle would look for it in every module."""
+    """Return the dtype's name. pickle would search every module for the dtype itself."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -180,7 +181,7 @@ def _same(region: Any) -> Any:
 
 
 def _rebuild_storage(buffer: Any) -> Any:
-    import torch  # the pickle holds a tensor: whoever reads it needs torch
+    import torch  # lazy: the pickle contains a tensor
 
     if not memoryview(buffer).nbytes:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
@@ -188,30 +189,30 @@ def _rebuild_storage(buffer: Any) -> Any:
 
 
 def _rebuild_typed_storage(storage: Any, dtype_name: str) -> Any:
-    import torch  # it is one of torch's
+    import torch  # lazy: needed only for torch storages
 
     typed: Any = torch.storage.TypedStorage
     return typed(wrap_storage=storage, dtype=getattr(torch, dtype_name), _internal=True)
 
 
 def _rebuild_tensor(storage: Any, dtype_name: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-    import torch  # it is a tensor
+    import torch  # lazy: needed only for tensors
 
     return torch.empty(0, dtype=getattr(torch, dtype_name)).set_(storage, offset, shape, stride)
 
 
 def _rebuild_empty(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-    import torch  # it is a tensor
+    import torch  # lazy: needed only for tensors
 
     return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype_name))
 
 
 _PROTOCOL: Final = 5
 BUFFER_ALIGN: Final = 64
-# Hugging Face datasets refer to torch by its name alone, after with_format("torch"), and import it when they load a sample.
+# After with_format("torch"), Hugging Face datasets refer to torch only by name and import it when they load a sample.
 _CHOOSES_TORCH: Final = "datasets"
 _TORCH_BY_NAME: Final = pickle.SHORT_BINUNICODE + b"\x05torch"
-# The module that is pickled by value, once for each pickling in progress. An RLock: finalizers run anywhere, and may pickle.
+# The modules pickled by value, one entry per pickling in progress. An RLock, because finalizers run anywhere and may pickle.
 _BY_VALUE: Final[list[ModuleType]] = []
 _BY_VALUE_LOCK: Final = threading.RLock()
 
@@ -219,9 +220,9 @@ BufferCallback = Callable[[pickle.PickleBuffer], Any]
 
 
 def dump(obj: object) -> tuple[bytes, list[memoryview]]:
-    """Pickle a result: by reference where that works, which is fast, else by value.
+    """Pickle a result by reference, which is fast, or by value if that fails.
 
-    By reference fails for classes of ``__main__`` or of a local scope, which are not importable in a worker.
+    Pickling by reference fails for classes of ``__main__`` or a local scope, which a worker cannot import.
     """
     try:
         return _dump_result(_ResultPickler, obj)
@@ -230,7 +231,7 @@ def dump(obj: object) -> tuple[bytes, list[memoryview]]:
 
 
 def load(data: bytes, buffers: Sequence[Any]) -> Any:
-    """The object, over ``buffers``, which it keeps alive as long as it looks into them."""
+    """Re-create the object over ``buffers``. The object keeps them alive while it references them."""
     try:
         return pickle.loads(data, buffers=buffers)
     finally:
@@ -238,18 +239,18 @@ def load(data: bytes, buffers: Sequence[Any]) -> Any:
 
 
 def settle_sparse() -> None:
-    """Let torch check sparse tensors that were unpickled. It keeps each in a list until ``torch.load`` does so."""
+    """Let torch validate unpickled sparse tensors. Otherwise torch keeps each of them in a list until ``torch.load``."""
     utils: Any = sys.modules.get("torch._utils")
     if utils is not None and getattr(utils, "_sparse_tensors_to_validate", None):
         utils._validate_loaded_sparse_tensors()
 
 
 def dump_by_value(obj: object, modules: set[str], *, keeps_shared: bool = False) -> tuple[bytes, list[memoryview]]:
-    """Pickle what the user gave, so that a process that never saw their ``__main__`` can build it.
+    """Pickle user objects so that a process without the user's ``__main__`` can re-create them.
 
     Args:
-        modules: names of the modules that it refers to are added to it.
-        keeps_shared: tensors in shared memory are not copied; for processes that are being started (see ``inheriting``).
+        modules: Set to which the names of all referenced modules are added.
+        keeps_shared: Do not copy tensors in shared memory. Only for worker start-up (see ``inheriting``).
     """
     tensors = TensorReducer(keeps_shared=keeps_shared)
 
@@ -264,7 +265,7 @@ def dump_by_value(obj: object, modules: set[str], *, keeps_shared: bool = False)
 
 
 def dumps_by_value(obj: object) -> bytes:
-    """The same, in one piece: for small things that go to workers."""
+    """Pickle a small object by value, with its buffers in the pickle."""
     with main_by_value():
         data: bytes = cloudpickle.dumps(obj, _PROTOCOL)
     return data
@@ -272,7 +273,7 @@ def dumps_by_value(obj: object) -> bytes:
 
 @contextmanager
 def main_by_value() -> Iterator[None]:
-    """In a process that ``multiprocessing`` spawned, the user's script is the module ``__mp_main__``: no more importable."""
+    """Pickle ``__mp_main__`` by value. It is the user's script in a spawned process, and workers cannot import it."""
     module = sys.modules.get("__mp_main__")
     if module is None:
         yield
@@ -283,14 +284,14 @@ def main_by_value() -> Iterator[None]:
     try:
         yield
     finally:
-        with _BY_VALUE_LOCK:  # threads pickle at the same time: the last to leave takes it back
+        with _BY_VALUE_LOCK:  # threads pickle concurrently: the last one to finish unregisters
             _BY_VALUE.remove(module)
             if module not in _BY_VALUE:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
 def spans(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets at which buffers of these sizes are laid one behind the other, and the bytes they take together.
+    """Return aligned offsets for consecutive buffers of these sizes, and the total number of bytes.
 
     >>> spans([100, 1])
     ([0, 128], 129)
@@ -322,13 +323,13 @@ def _dump(
 
 
 def _reduce_array(obj: Any) -> Any:
-    """Reduction of an array to its raw bytes, or ``NotImplemented`` to go on as usual."""
+    """Reduce an array to its raw bytes, or return ``NotImplemented`` to use the default reduction."""
     if type(obj) is not np.ndarray:
         return NotImplemented
     if obj.dtype.kind in "mM":
-        # Dates have no buffer of their own; as integers they have.
+        # datetime64 and timedelta64 arrays do not export a buffer; integer views of them do.
         return _rebuild_dates, (np.ascontiguousarray(obj).view(np.int64), obj.dtype)
-    # A view with strides would be copied into the pickle; made contiguous, its bytes stay outside.
+    # A strided view would be copied into the pickle. A contiguous copy keeps the bytes out-of-band.
     if obj.flags.forc or obj.dtype.hasobject:
         return NotImplemented
     return np.ascontiguousarray(obj).__reduce_ex__(_PROTOCOL)
@@ -339,7 +340,7 @@ def _rebuild_dates(numbers: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _reduce_result_array(obj: Any) -> Any:
-    """The same for what a worker returns, which can always be written to. pickle would keep a read-only buffer read-only."""
+    """Reduce an array of a worker's result, which must be writable. pickle would keep a read-only buffer read-only."""
     if type(obj) is np.ndarray and not obj.flags.writeable and not obj.dtype.hasobject:
         obj = obj.copy(order="K")
         reduced = _reduce_array(obj)
@@ -374,7 +375,7 @@ class _ByValueResultPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloud
 
 @final
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
-    """Pickles datasets and functions, and notes which modules they need."""
+    """Pickles datasets and functions, and records the modules that they need."""
 
     def __init__(self, stream: io.BytesIO, on_buffer: BufferCallback | None, modules: set[str], tensors: TensorReducer) -> None:
         super().__init__(stream, _PROTOCOL, buffer_callback=on_buffer)
@@ -383,12 +384,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
-            # cloudpickle would read a text file to its end and send the text along.
+            # cloudpickle would read a text file to its end and pickle the text.
             raise TypeError(f"cannot pickle {type(obj).__name__!r} object: it is an open file")
         if isinstance(obj, ModuleType):
             self._modules.add(obj.__name__)
             if type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
-                return import_module, (obj.__name__,)  # cloudpickle knows plain modules only, not torch.ops and lazy ones
+                return import_module, (obj.__name__,)  # cloudpickle supports plain modules only, not torch.ops or lazy modules
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
             self._modules.add(obj.__module__)
         for reduce in (
@@ -407,9 +408,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
 
 
 def _reduce_draw(obj: Any) -> Any:
-    """``from random import choice`` is a method of the module's generator: where it arrives it must be of the generator there.
+    """Reduce ``from random import choice`` and similar methods, so that they use the receiving process's global generator.
 
-    Pickled as it is, it would take a copy of this process's generator along, and all workers would draw the same numbers.
+    The default reduction would copy this process's generator, and all workers would draw the same numbers.
     """
     if isinstance(obj, BuiltinMethodType | MethodType):
         for module, generator in ((random, random._inst), (np.random, np.random.mtrand._rand)):
@@ -419,11 +420,11 @@ def _reduce_draw(obj: Any) -> Any:
 
 
 def _reduce_memmap(array: Any) -> Any:
-    """A memory-mapped file is mapped again where it arrives; pickled as an array, all of it would be read and sent."""
+    """Reduce a memory-mapped file to its path. The default reduction would read and pickle the whole file."""
     if type(array) is not np.memmap or array.filename is None or not array.flags.c_contiguous:
         return NotImplemented
     if array.mode not in ("r", "r+"):
-        return NotImplemented  # a private map ("c") may have been written to, and the file does not know of it
+        return NotImplemented  # a private mapping ("c") may contain changes that are not in the file
     begin = array.__array_interface__["data"][0]
     whole = array
     while isinstance(whole.base, np.memmap):

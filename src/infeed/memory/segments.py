@@ -1,17 +1,17 @@
-"""Shared memory from the operating system, in pieces called segments.
+"""Shared memory from the operating system, in units called segments.
 
-Two ways, with one interface:
+Two implementations have the same interface:
 
-* **anonymous** (Linux): one ``memfd`` for all segments of a store, each an extent of it. It has no name, is not counted against
-  ``/dev/shm``, and is gone with the last process that has it, so nothing can leak or collide. A worker needs one descriptor,
-  handed over once, however many segments follow.
-* **named** (Windows, macOS, or where ``memfd_create`` is missing): one named mapping per segment. On Windows the name goes with
-  the last handle. Elsewhere the owner removes it, and so does every process that attached it when it ends, so that a killed
-  owner leaves nothing behind.
+* **anonymous** (Linux): one ``memfd`` per store; each segment is an extent of it. It has no name, does not count against
+  ``/dev/shm``, and is freed when the last process exits, so it cannot leak or collide. A worker receives one descriptor, once,
+  for all segments.
+* **named** (Windows, macOS, or if ``memfd_create`` is missing): one named mapping per segment. On Windows the name is removed
+  with the last handle. Elsewhere the owner removes it, and so does every attached process when it exits. So a killed owner
+  leaves nothing behind.
 
-Every segment is allocated in full when it is made: shortage is an error with numbers here, never a SIGBUS later.
+Every segment is fully allocated on creation: a shortage raises an error with numbers here and never causes SIGBUS later.
 
-This module and ``memfd`` are the only ones that know the platform's calls. They do not know what is stored in a segment.
+Only this module and ``memfd`` make platform-specific calls. They do not know what a segment contains.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from infeed.memory.limits import available_bytes, process_limit
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 CURE: Final = "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"
-# Where names of shared memory are files, their space is that of this folder.
+# On systems where shared memory names are files, the size of this folder is the limit.
 _SHM: Final = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHandle:
-    """How another process finds a segment: an extent of the store's descriptor, or a name."""
+    """Identifies a segment for another process: an extent of the store's descriptor, or a name."""
 
     number: int
     size: int
@@ -50,53 +50,53 @@ class SegmentHandle:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """How any process of this machine finds a segment that has a store of its own, while the process that made it lives."""
+    """Identifies a segment with a separate store for any process on this machine, while the creating process is alive."""
 
-    name: str  # no other segment ever has it; its bytes are the first of the segment
+    name: str  # unique; the segment begins with these bytes
     size: int
     pid: int
-    fd: int | None = None  # of that process; without one the name is enough
+    fd: int | None = None  # descriptor in that process; None if the name is sufficient
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment mapped into this process. The mapping lives as long as anything looks into it."""
+    """A segment mapped into this process. The mapping exists as long as anything references it."""
 
     handle: SegmentHandle
     memory: mmap.mmap
 
 
 class SegmentStore(ABC):
-    """Makes segments; owned by one engine of the user's process."""
+    """Creates segments; owned by one engine in the main process."""
 
     @abstractmethod
     def create(self, size: int, *, cure: str = CURE) -> Segment:
-        """A new segment of at least ``size`` bytes, all of it backed by memory. ``cure`` tells the user what to do if not.
+        """Create a fully allocated segment of at least ``size`` bytes. ``cure`` is the fix that the error message suggests.
 
         Raises:
-            MemoryLimitError: there is not that much.
+            MemoryLimitError: Not enough memory is available.
         """
 
     @abstractmethod
     def release(self, handle: SegmentHandle) -> None:
-        """Give the memory back. Mappings that are still looked into stay readable."""
+        """Free the memory. Mappings that are still referenced stay readable."""
 
     @abstractmethod
     def descriptor(self) -> int | None:
-        """What a worker must be handed at birth, or ``None`` if names are enough."""
+        """Return the descriptor that a worker must inherit at start-up, or ``None`` if names are sufficient."""
 
     def address(self) -> Address | None:
-        """How a worker that was not handed the descriptor at birth finds it; ``None`` if names are enough."""
+        """Return an address for workers that did not inherit the descriptor; ``None`` if names are sufficient."""
         return None
 
     @property
     def can_be_found(self) -> bool:
-        """Whether such a worker can."""
+        """Whether a worker that did not inherit the descriptor can open the store."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; mappings that are still looked into live on."""
+        """Free all segments. Mappings that are still referenced stay valid."""
 
 
 class SegmentReader(ABC):
@@ -104,11 +104,11 @@ class SegmentReader(ABC):
 
     @abstractmethod
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
-        """Map a segment. ``private`` maps it copy-on-write: what this process writes, no other sees."""
+        """Map a segment. ``private`` maps it copy-on-write: no other process sees what this process writes."""
 
 
 def open_store(*, holds_segments: bool = True) -> SegmentStore:
-    """Open the best store that this platform has.
+    """Open the best store that this platform supports.
 
     Args:
         holds_segments: Whether the store keeps its segments alive until `release` or `close`. Pass False if views of the
@@ -122,10 +122,10 @@ def open_store(*, holds_segments: bool = True) -> SegmentStore:
 
 
 def open_descriptor(address: Address | None) -> int | None:
-    """The descriptor of a store whose ``address()`` this is, in this process, which closes it when it is done.
+    """Open the store with this ``address()`` and return a descriptor of this process. The caller closes it.
 
     Raises:
-        OSError: the process that has the store is gone.
+        OSError: The process that owns the store has exited.
     """
     if sys.platform == "linux" and address is not None:
         from infeed.memory.memfd import open_memfd
@@ -135,7 +135,7 @@ def open_descriptor(address: Address | None) -> int | None:
 
 
 def open_reader(descriptor: int | None) -> SegmentReader:
-    """The reader that fits a store whose ``descriptor()`` arrived here as ``descriptor``."""
+    """Return the reader for a store whose ``descriptor()`` this process received as ``descriptor``."""
     if sys.platform == "linux" and descriptor is not None:
         from infeed.memory.memfd import MemfdReader
 
@@ -144,7 +144,7 @@ def open_reader(descriptor: int | None) -> SegmentReader:
 
 
 def make_findable(size: int) -> tuple[Segment, SegmentStore, str]:
-    """A segment in a store of its own, and the name under which ``find_segment`` knows it."""
+    """Create a segment in a separate store; return both and the name with which ``find_segment`` verifies it."""
     store = open_store(holds_segments=False)
     segment = store.create(size)
     name = segment.handle.name
@@ -159,10 +159,10 @@ def make_findable(size: int) -> tuple[Segment, SegmentStore, str]:
 
 
 def find_segment(address: Address, *, private: bool = False) -> mmap.mmap:
-    """Map a segment of any process for reading; ``private`` for writing too, which no other process sees.
+    """Map a segment of any process for reading. ``private`` maps it copy-on-write.
 
     Raises:
-        OSError: it is gone, or may not be opened.
+        OSError: The segment no longer exists or cannot be opened.
     """
     access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
     if sys.platform == "linux" and address.fd is not None:
@@ -183,7 +183,8 @@ def find_segment(address: Address, *, private: bool = False) -> mmap.mmap:
 
 
 def round_up(size: int, unit: int = PAGE_BYTES) -> int:
-    """
+    """Round ``size`` up to a multiple of ``unit``.
+
     >>> round_up(1, 4096), round_up(4096, 4096), round_up(0, 4096)
     (4096, 4096, 0)
     """
@@ -191,7 +192,7 @@ def round_up(size: int, unit: int = PAGE_BYTES) -> int:
 
 
 def check_available(size: int, cure: str) -> None:
-    """Raise ``MemoryLimitError`` if there is not that much memory to take."""
+    """Raise ``MemoryLimitError`` if less than ``size`` bytes of memory is available."""
     available = available_bytes()
     if size > available:
         raise MemoryLimitError(_shortage(size, f"{format_bytes(available)} is available; {cure}"))
@@ -202,7 +203,7 @@ def _shortage(size: int, found: str) -> str:
 
 
 def refused(size: int, error: OSError, cure: str = CURE, *, is_named: bool = False) -> MemoryLimitError:
-    """What it means that the system gave no memory: which limit was met, how large it is, and what to do about it."""
+    """Return an error for a failed allocation: which limit was reached, how large it is, and how to fix it."""
     space, longest, files = process_limit("AS"), process_limit("FSIZE"), process_limit("NOFILE")
     if error.errno == errno.ENOMEM and space is not None:
         found = f"but a process may have {format_bytes(space)} of address space (ulimit -v); raise that limit, or {cure}"
@@ -225,7 +226,7 @@ def refused(size: int, error: OSError, cure: str = CURE, *, is_named: bool = Fal
 
 @final
 class PrivateStore(SegmentStore):
-    """Memory of this process alone, for workers that are threads of it or none at all."""
+    """Memory of this process only, for thread workers and for ``num_workers=0``."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -241,7 +242,7 @@ class PrivateStore(SegmentStore):
         return Segment(SegmentHandle(self._count - 1, size), memory)
 
     def release(self, handle: SegmentHandle) -> None:
-        del handle  # goes with its mapping
+        del handle  # freed with its mapping
 
     def descriptor(self) -> int | None:
         return None
@@ -254,12 +255,12 @@ class PrivateStore(SegmentStore):
 class NamedStore(SegmentStore):
     """One named mapping per segment.
 
-    On Windows a name disappears with its last handle, and a mapping is such a handle. So the store holds every mapping until
-    the segment is released: a worker may attach it at any time before that.
+    On Windows a name disappears with its last handle, and a mapping counts as a handle. A worker may attach a segment until
+    its release, so the store keeps every mapping until then.
     """
 
     def __init__(self, *, holds_segments: bool = True) -> None:
-        # macOS allows 31 characters. The pid identifies the owner to whoever finds the name.
+        # macOS allows 31 characters. The pid identifies the owner to anyone who finds the name.
         self._prefix = f"/infeed.{os.getpid()}.{os.urandom(4).hex()}"
         self._names: set[str] = set()
         self._held: dict[str, mmap.mmap] | None = {} if holds_segments else None
@@ -273,7 +274,7 @@ class NamedStore(SegmentStore):
         try:
             memory = _map_named(name, size, create=True)
         except OSError as error:
-            with suppress(OSError):  # what made the one fail may make the other
+            with suppress(OSError):  # it may fail for the same reason as the mapping
                 _unlink(name)
             raise refused(size, error, cure, is_named=True) from error
         self._names.add(name)
@@ -298,13 +299,13 @@ class NamedStore(SegmentStore):
             self._held.clear()
 
 
-# Names that this process attached, to be removed when it ends: the owner does it too, unless it was killed.
+# Names that this process attached and removes when it exits. The owner removes them too, unless it was killed.
 _attached_names: Final[set[str]] = set()
-_is_kept: Final = threading.Event()  # set where others need them after this process
-# Names that it found by their address, with the process that made them and whether that is its parent. Others may still want to
-# find them: they are removed only if their maker was killed.
+_is_kept: Final = threading.Event()  # set if other processes need the names after this process exits
+# Names that this process opened by address, with the creating process and whether that is the parent. Other processes may
+# still open them, so they are removed only if the creator was killed.
 _found_names: Final[dict[str, tuple[int, bool]]] = {}
-# How long a process whose pipe has ended may take to be gone.
+# How long a process may take to exit after its pipe was closed.
 _DYING_S: Final = 0.05
 
 
@@ -322,17 +323,17 @@ class NamedReader(SegmentReader):
 
 
 def forget_attached_names() -> None:
-    """Leave the names of all segments that this process attached to their owner, which lives on."""
+    """Leave the removal of all attached names to their owner, which outlives this process."""
     _attached_names.clear()
 
 
 def keep_attached_names() -> None:
-    """This process ends before others that need them."""
+    """Do not remove attached names at exit: other processes that outlive this one need them."""
     _is_kept.set()
 
 
 def remove_attached_names() -> None:
-    """Remove the names of all segments that this process attached: for a worker whose owner closed the pipe or is gone."""
+    """Remove the names of all attached segments: for a worker whose owner closed the pipe or has exited."""
     if not _is_kept.is_set():
         _unlink_all(_attached_names)
     for name, (pid, is_parent) in tuple(_found_names.items()):
@@ -343,9 +344,9 @@ def remove_attached_names() -> None:
 
 def _is_gone(pid: int, *, is_parent: bool) -> bool:
     if sys.platform == "win32":
-        return False  # nothing to remove there
+        return False  # Windows has no names to remove
     if is_parent:
-        # A dead process may keep its number for as long as nobody asks how it ended, but it loses its children at once.
+        # A dead process keeps its pid until its parent waits for it, but its children get a new parent immediately.
         deadline = time.monotonic() + _DYING_S
         while os.getppid() == pid and time.monotonic() < deadline:
             time.sleep(_DYING_S / 10)
@@ -360,7 +361,7 @@ def _is_gone(pid: int, *, is_parent: bool) -> bool:
 
 
 def _unlink_own(names: set[str], pid: int) -> None:
-    if os.getpid() == pid:  # not in a forked child, which ends before its parent does
+    if os.getpid() == pid:  # not in a forked child, which exits before its parent
         _unlink_all(names)
 
 
@@ -373,16 +374,16 @@ def _unlink_all(names: set[str]) -> None:
 if sys.platform == "win32":
 
     def _folder_bytes(folder: str) -> tuple[int, int]:
-        del folder  # no folder is behind memory here
+        del folder  # on Windows, no folder limits shared memory
         return 0, 0
 
     def _map_private(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
 
-    import _winapi  # the calls behind multiprocessing.shared_memory
+    import _winapi  # the module that multiprocessing.shared_memory uses
 
     def _map_named(name: str, size: int, *, create: bool, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
-        # `mmap` opens a name that exists and creates one that does not. A worker must never create one: it would read zeros.
+        # `mmap` opens an existing name and creates a missing one. A worker must never create one: it would read zeros.
         name = name.lstrip("/")
         if create:
             handle = _winapi.CreateFileMapping(
@@ -400,15 +401,15 @@ if sys.platform == "win32":
             _winapi.CloseHandle(handle)
 
     def _unlink(name: str) -> None:
-        del name  # goes with its last handle
+        del name  # removed with its last handle
 
 else:
-    # The call behind multiprocessing.shared_memory. That class itself cannot be used before Python 3.13: it registers every
-    # attached segment with a tracker process that removes it when the first worker ends.
+    # The module that multiprocessing.shared_memory uses. SharedMemory itself is unusable before Python 3.13: it registers every
+    # attached segment with a tracker process, which removes the segment when the first worker exits.
     import _posixshmem
 
     def _folder_bytes(folder: str) -> tuple[int, int]:
-        """Its size and what of it is free."""
+        """Return the total and free bytes of the folder's file system."""
         found = os.statvfs(folder)
         return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 

@@ -1,4 +1,4 @@
-"""Lists, tuples and dicts that lie in shared memory: they read as the original does, and cannot be changed."""
+"""Read-only lists, tuples and dicts in shared memory. They read like the originals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _SharedSequence(Sequence[Any], Held):
     def __init__(self, extent: Extent, layout: Layout, places: range, keeps: tuple[Held, ...] = ()) -> None:
         self._extent = extent
         self._layout = layout
-        self._places = places  # of the elements in the column: all of them, or a slice
+        self._places = places  # positions of the elements in the column: all of them, or a slice
         self._get: Callable[[int], Any] = layout.open(extent).get
         self._keeps = keeps
 
@@ -104,7 +104,7 @@ class SharedList(_SharedSequence):
     __hash__: None = None  # type: ignore[assignment]
 
     def copy(self) -> list[Any]:
-        """A list of its own, which can be changed."""
+        """Return a regular, mutable list."""
         return list(self)
 
 
@@ -137,7 +137,7 @@ def share_sequence(values: list[Any] | tuple[Any, ...]) -> SharedList | SharedTu
 class _DictLayout:
     keys: Layout
     values: Layout
-    table: tuple[Layout, Layout] | None  # without one, a key is of a kind that only Python itself can hash
+    table: tuple[Layout, Layout] | None  # None if only Python can hash some key
 
 
 @final
@@ -157,10 +157,10 @@ class SharedDict(Mapping[Any, Any], Held):
         self._keeps = keeps
 
     def _find(self, key: Any) -> int | None:
-        """Where this key is among the keys."""
+        """Return the position of the key, or ``None``."""
         key_hash = stable_hash(key)
         if key_hash is None or self._table is None:
-            # Only Python can hash it, and differently in each process: so each that needs it has a table of its own.
+            # Only Python can hash this key, and the hash differs between processes, so each process builds a dict when needed.
             if self._local is None:
                 self._local = {one: place for place, one in enumerate(self)}
             return self._local.get(key)
@@ -222,7 +222,7 @@ class SharedDict(Mapping[Any, Any], Held):
         return other | dict(self)
 
     def copy(self) -> dict[Any, Any]:
-        """A dict of its own, which can be changed."""
+        """Return a regular, mutable dict."""
         return dict(self.items())
 
     def __repr__(self) -> str:

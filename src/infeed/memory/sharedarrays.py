@@ -1,4 +1,4 @@
-"""Arrays and tensors that lie in shared memory."""
+"""Arrays and tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from infeed.memory.segments import Address
 
 @final
 class SharedArray(np.ndarray, Held):
-    """A read-only array in shared memory, which pickles as where it lies.
+    """A read-only array in shared memory. Its pickle contains only its location.
 
-    What is indexed or computed from it is a plain array.
+    Indexing it, or computing with it, returns plain arrays.
     """
 
     _plain: np.ndarray[Any, Any] | None = None
@@ -42,14 +42,14 @@ class SharedArray(np.ndarray, Held):
 
 
 def share_array(array: np.ndarray[Any, Any]) -> SharedArray:
-    """Copy an array into shared memory, in its own order of elements."""
+    """Copy an array into shared memory and keep its memory order."""
     chunks = Chunks()
     begin = chunks.add(np.asarray(array))
     return _as_shared(array_in(chunks.held(), begin, array.dtype, array.shape, order_of(array)))
 
 
 def array_in(extent: Extent, begin: int, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> np.ndarray[Any, Any]:
-    """A read-only array over part of an extent."""
+    """Return a read-only array over part of an extent."""
     return np.ndarray(shape, dtype, extent.whole_bin(), extent.begin + begin, order=order)
 
 
@@ -60,7 +60,7 @@ def _as_shared(plain: np.ndarray[Any, Any]) -> SharedArray:
 
 
 def reduce_held(obj: Any) -> Any:
-    """The reduction of a plain array or tensor that lies in shared memory to where that is, or ``NotImplemented``."""
+    """Reduce a plain array or tensor in shared memory to its location, or return ``NotImplemented``."""
     if type(obj) is np.ndarray:
         return _reduce_array(obj)
     torch = sys.modules.get("torch")
@@ -68,7 +68,7 @@ def reduce_held(obj: Any) -> Any:
 
 
 def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
-    # What can be written to may have been.
+    # Pickle writable arrays by value: this process may have changed them.
     if array.nbytes == 0 or array.dtype.hasobject or array.flags.writeable:
         return NotImplemented
     found = find_held(pointer_of(array))
@@ -89,7 +89,7 @@ def _open_array(
 
 
 def is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    """Whether its numbers, dtype and shape are all there is to it."""
+    """Whether values, dtype and shape describe the tensor completely."""
     return bool(
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -103,8 +103,8 @@ def is_plain_tensor(torch: Any, tensor: Any) -> bool:
 
 
 def share_tensor(tensor: Any) -> Any:
-    """Copy a tensor of the CPU into shared memory."""
-    import torch  # it is a tensor
+    """Copy a CPU tensor into shared memory."""
+    import torch  # lazy: needed only for tensors
 
     chunks = Chunks()
     begin = chunks.add(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -112,8 +112,8 @@ def share_tensor(tensor: Any) -> Any:
 
 
 def tensor_in(extent: Extent, begin: int, dtype_name: str, shape: tuple[int, ...]) -> Any:
-    """A tensor over the private mapping of an extent: torch knows none that cannot be written to."""
-    import torch  # somebody shared a tensor
+    """Return a tensor over the private mapping of an extent, because torch has no read-only tensors."""
+    import torch  # lazy: needed only for tensors
 
     dtype = getattr(torch, dtype_name)
     count = int(np.prod(shape))
@@ -124,10 +124,10 @@ def tensor_in(extent: Extent, begin: int, dtype_name: str, shape: tuple[int, ...
 
 @lru_cache(maxsize=1)
 def _tensor_class() -> type[Any]:
-    import torch  # somebody shared a tensor
+    import torch  # lazy: needed only for tensors
 
     class SharedTensor(torch.Tensor, Held):
-        """A tensor in shared memory, which pickles as where it lies. What is computed from it is a plain tensor."""
+        """A tensor in shared memory. Its pickle contains only its location. Computing with it returns plain tensors."""
 
         __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -156,7 +156,7 @@ def _as_shared_tensor(tensor: Any) -> Any:
 def _reduce_tensor(tensor: Any) -> Any:
     if not is_plain_tensor(sys.modules["torch"], tensor) or tensor.numel() == 0:
         return NotImplemented
-    if tensor.is_inference() or tensor._version > 0:  # it was, or may have been, written to: only here is that seen
+    if tensor.is_inference() or tensor._version > 0:  # it may have been modified, which only this process sees
         return NotImplemented
     found = find_held(tensor.data_ptr())
     if found is None:

@@ -1,4 +1,4 @@
-"""``infeed.share``: the dataset is held once, however many processes read it."""
+"""``infeed.share``: stores data once in shared memory, however many processes read it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from infeed.memory.sharedarrays import is_plain_tensor, share_array, share_tenso
 
 
 def share(obj: Any) -> Any:
-    """A copy of ``obj`` in shared memory that reads as ``obj`` does, cannot be changed, and pickles as where it lies.
+    """Copy ``obj`` into shared memory. The copy reads like ``obj``, is read-only, and its pickle contains only its location.
 
-    A dataset that keeps large lists, tuples, dicts or arrays this way is held once, however many workers read it. Any process
-    of this machine can be sent it; the memory goes with the last process that has it.
+    Use it for large lists, tuples, dicts and arrays of a dataset: they are stored once, however many workers read them. You
+    can send the copy to any process on this machine. The memory is freed when the last process releases it.
 
     Args:
-        obj: a list, tuple or dict, of anything that can be pickled; a NumPy array; or a torch tensor of the CPU. A tensor can
-            still be written to: what a process writes into it, it alone sees.
+        obj: A list, tuple or dict of anything that can be pickled, a NumPy array, or a CPU tensor of torch. Tensors stay
+            writable, but only the process that writes sees the change.
 
     Raises:
-        TypeError: it is something else.
-        MemoryLimitError: there is not that much memory.
+        TypeError: ``obj`` has another type.
+        MemoryLimitError: Not enough memory is available.
 
     >>> names = share(["cat", "dog", "bird"])
     >>> names[1], len(names), "dog" in names, list(names[1:])
@@ -57,4 +57,4 @@ def _refusal(obj: Any) -> str:
     )
 
 
-share.__module__ = "infeed"  # where users find it, and where pickles look for it
+share.__module__ = "infeed"  # the public path, which pickles refer to

@@ -1,4 +1,4 @@
-"""What in a dataset costs memory again with every worker, and would not if it were shared."""
+"""Find parts of a dataset that use memory again for every worker and would not with ``infeed.share``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import numpy as np
 from infeed.memory.holding import Held, find_held, pointer_of
 from infeed.memory.limits import available_bytes
 
-# Bounds of the effort: a millisecond or two, whatever the dataset.
+# Search limits, so that the search takes 1 to 2 ms for any dataset.
 _LOOKS: Final = 1000
 _DEPTH: Final = 5
-_INSIDE: Final = 64  # elements of a container that are looked into
-_SAMPLE: Final = 200  # elements that stand for all of a large one
+_INSIDE: Final = 64  # elements of a container that are searched
+_SAMPLE: Final = 200  # elements sampled to estimate the size of a large container
 _PARTS: Final = 20
-# Below these nobody cares.
+# Reporting thresholds.
 _LEAST_ELEMENTS: Final = 10_000
 _LEAST_BYTES: Final = 4 << 20
 _LEAST_ARRAY: Final = 32 << 20
 
-# A dataset is looked through only if its pickle, or the arrays beside it, are at least this large...
+# Search a dataset only if its pickle is at least this large, or its arrays at least _LEAST_ARRAY.
 _LEAST_PICKLE: Final = 4 << 20
-# ...and the user is warned if what it costs again in the workers is more than this, or than this part of what is free.
+# Warn if the extra memory in workers exceeds this many bytes, or this fraction of the available memory.
 _MUCH_BYTES: Final = 256_000_000
 _MUCH_OF_AVAILABLE: Final = 0.05
 _MOST_LINES: Final = 3
@@ -41,12 +41,12 @@ _ATOMS: Final = (str, bytes, int, float, complex, bool, type(None))
 @final
 @dataclass(frozen=True, slots=True)
 class Heavy:
-    """Something large, by the path under which a user knows it."""
+    """A large object, with its path as the user would write it."""
 
     path: str
-    what: str  # such as "a list of 2,000,000 str"
+    what: str  # for example "a list of 2,000,000 str"
     size: int
-    is_array: bool  # then workers share one copy; else each has its own
+    is_array: bool  # if so, workers share one copy; otherwise each has a copy
 
     def cost(self, worker_count: int) -> int:
         return self.size if self.is_array else self.size * worker_count
@@ -59,10 +59,10 @@ class Heavy:
 
 
 def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:
-    """Tell the user of large things in a dataset that is sent to workers and could be held once.
+    """Log large objects of a dataset that is sent to workers, if ``infeed.share`` could store them once.
 
     Args:
-        sizes: of the dataset's pickle and of the buffers beside it.
+        sizes: Sizes of the dataset's pickle and of its buffers.
     """
     if sizes[0] < _LEAST_PICKLE and sum(sizes[1:]) < _LEAST_ARRAY:
         return
@@ -70,7 +70,7 @@ def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:
     if not heavy:
         return
     cost = sum(one.cost(worker_count) for one in heavy)
-    # A second copy of an array does not grow with the workers: it matters where memory is short.
+    # The second copy of an array does not grow with the number of workers: it matters only if memory is short.
     growing = sum(one.cost(worker_count) for one in heavy if not one.is_array)
     is_much = growing > _MUCH_BYTES or cost > _MUCH_OF_AVAILABLE * available_bytes()
     lines = [one.tell(worker_count) for one in heavy[:_MOST_LINES]]
@@ -78,7 +78,7 @@ def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:
 
 
 def find_heavy(root: Any, name: str) -> list[Heavy]:
-    """The large lists, tuples and dicts of plain objects, and the large arrays, in ``root``; the largest first."""
+    """Return the large arrays and the large lists, tuples and dicts of plain objects in ``root``, largest first."""
     found: list[Heavy] = []
     todo: deque[tuple[str, Any, int]] = deque([(name, root, 0)])
     seen: set[int] = set()
@@ -119,11 +119,11 @@ def _weigh_elements(path: str, value: Any) -> Heavy | None:
         sample = [part for item in itertools.islice(value.items(), _SAMPLE) for part in item]
         count = 2 * len(value)
     else:
-        sample = value[:: len(value) // _SAMPLE | 1]  # odd: every second is often of another kind
+        sample = value[:: len(value) // _SAMPLE | 1]  # odd step, because elements often alternate between two kinds
         count = len(value)
     if not all(_is_plain(element) for element in sample):
         return None
-    # Of what is there many times, every process has one.
+    # Count repeated objects once: a process holds a single copy of each.
     once = {id(element): element for element in sample}
     size = int(sys.getsizeof(value) + sum(map(_size, once.values())) / len(sample) * count)
     if size < _LEAST_BYTES:
@@ -149,9 +149,9 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 
 def _size(value: Any) -> float:
-    """Bytes of a plain object with all that is in it, of a long one by its first parts."""
+    """Return the bytes of a plain object and its contents, estimated from its first elements if it is long."""
     if value is None or isinstance(value, bool) or (type(value) is int and -5 <= value <= 256):
-        return 0  # there is one of each in a process
+        return 0  # one instance per process
     size: float = sys.getsizeof(value)
     if isinstance(value, list | tuple | dict) and value:
         parts = list(itertools.islice(value.values() if isinstance(value, dict) else value, _PARTS))
@@ -177,6 +177,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_own_state(cls: type[Any]) -> bool:
-    """Whether a class says itself what is pickled of it: then an attribute may well stay at home."""
+    """Whether the class defines what is pickled: then some attributes may never be sent to workers."""
     names = ("__reduce_ex__", "__reduce__", "__getstate__")
     return any(getattr(cls, name, None) is not getattr(object, name, None) for name in names)

@@ -1,1 +1,1 @@
-"""What a loader tells of itself: counters, the verdict, the timeline, the report, progress."""
+"""Metrics of a loader: counters, diagnosis, timeline, report and progress bar."""

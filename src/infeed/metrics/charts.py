@@ -1,4 +1,4 @@
-"""The timeline as a chart to zoom and look around in, and a page with nothing but that."""
+"""The charts of the report and the zoomable timeline as plotly.js figures, and a page with only the timeline."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ _GIB: Final = 2**30
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Points at about even distances in time, the first and the last among them. Sums lose nothing by that."""
-    # Two at one time would be divided by nothing.
+    """Return at most ``most`` points, about evenly spaced in time, with the first and the last.
+
+    Points hold cumulative sums, so dropping some loses nothing from the totals.
+    """
+    # Drop points with equal times: callers divide by the time between points.
     rising = [*points[:1], *(after for before, after in pairwise(points) if after.at_ns > before.at_ns)]
     if len(rising) <= most:
         return rising
@@ -47,13 +50,13 @@ def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
 
 
 def rate_figure(points: Sequence[Point], marks: Sequence[Mark]) -> Figure:
-    """Samples a second, between each two points, and when something happened."""
+    """Return the chart of samples per second between points, with events as markers."""
     few = thinned(points)
     rates = _between(few, lambda before, after: (after.sample_count - before.sample_count) / _ns(before, after) * 1e9)
     area = {"fill": "tozeroy", "line": {"color": "var(--load)", "width": 2}, "hovertemplate": "%{y:,.4~g} samples/s"}
     data = [{**_line("rate", few, rates), **area}]
     if marks:
-        # At the bottom, where they cover nothing.
+        # Markers at the bottom cover no data.
         data.append(
             {
                 "type": "scatter",
@@ -76,7 +79,7 @@ def rate_figure(points: Sequence[Point], marks: Sequence[Mark]) -> Figure:
 
 
 def wait_figure(points: Sequence[Point]) -> Figure:
-    """Of the loop's time between each two points, how much it waited and how much it did its own work."""
+    """Return the chart of the training loop's time between points: share spent waiting for data, and in user code."""
 
     def share(before: Point, after: Point) -> float:
         waited, away = after.waited_ns - before.waited_ns, after.away_ns - before.away_ns
@@ -103,10 +106,10 @@ def wait_figure(points: Sequence[Point]) -> Figure:
 
 
 def worker_figure(points: Sequence[Point]) -> Figure:
-    """How many workers there were, how many were busy, and how many cores they kept busy."""
+    """Return the chart of the number of workers, of busy workers, and of CPU cores they used."""
     few = thinned(points)
     counts = {"x": [point.at_ns / 1e9 for point in few], "y": [point.worker_count for point in few]}
-    # Work is counted when it is done, so a short while may seem to hold more of it than there were workers.
+    # Work is counted when a task ends, so a short interval may show more busy time than its workers could spend.
     busy = _between(few, lambda before, after: min(after.worker_count, (after.busy_ns - before.busy_ns) / _ns(before, after)))
     cores = _between(few, lambda before, after: (after.cpu_ns - before.cpu_ns) / _ns(before, after))
     data: list[dict[str, Any]] = [
@@ -132,7 +135,7 @@ def worker_figure(points: Sequence[Point]) -> Figure:
 
 
 def memory_figure(points: Sequence[Point]) -> Figure:
-    """Memory of the workers, and of batches that are loaded, being loaded or kept."""
+    """Return the chart of memory used by workers, and by batches that are loaded, being loaded or held by user code."""
     few = thinned(points)
     largest = max((max(point.memory_bytes, point.flight_bytes) for point in few), default=0)
     unit, size = ("GiB", _GIB) if largest >= _GIB else ("MiB", 2**20)
@@ -151,13 +154,13 @@ def memory_figure(points: Sequence[Point]) -> Figure:
 
 
 def sample_time_figure(statistics: Statistics) -> Figure:
-    """How many samples took how long; empty ends are left out."""
+    """Return the histogram of sample times, without the empty buckets at both ends."""
     filled = [at for at, (_, count) in enumerate(statistics.histogram) if count]
     shown = statistics.histogram[filled[0] : filled[-1] + 1]
     bounds = [0.0, *(upper for upper, _ in statistics.histogram)][filled[0] :]
     names = [f"{format_seconds(lower)} to {format_seconds(upper)}" for lower, (upper, _) in zip(bounds, shown, strict=False)]
     counts = [count for _, count in shown]
-    # One in a thousand must still be seen: it may be what holds everything up.
+    # With a log scale one sample in a thousand stays visible: it may be the bottleneck.
     is_wide = max(counts) > 200
     axis: dict[str, Any] = {"title": {"text": "samples" + (" (log scale)" if is_wide else "")}}
     if is_wide:
@@ -179,7 +182,7 @@ def sample_time_figure(statistics: Statistics) -> Figure:
         "layout": {
             "showlegend": False,
             "xaxis": {
-                # The end of each bar, where the next begins.
+                # The boundary between two bars.
                 "tickvals": [at + 0.5 for at in ticks],
                 "ticktext": [format_seconds(shown[at][0]) for at in ticks],
                 "title": {"text": "time for one sample"},
@@ -200,7 +203,7 @@ def _ns(before: Point, after: Point) -> int:
 
 
 def _line(name: str, points: Sequence[Point], values: Sequence[float]) -> dict[str, Any]:
-    """A line through the middles between points."""
+    """Return a line whose x values are the midpoints between neighbouring points."""
     middles = [round((before.at_ns + after.at_ns) / 2e9, 4) for before, after in pairwise(points)]
     return {"type": "scatter", "mode": "lines", "name": name, "x": middles, "y": list(values)}
 
@@ -230,7 +233,7 @@ _MOST_MARKS: Final = 200
 
 
 def timeline_page(trace: Trace) -> str:
-    """A page with the timeline alone."""
+    """Return an HTML page that contains only the timeline."""
     statistics = trace.statistics
     blocks = [diagnosis(statistics.diagnosis or "No verdict yet.")]
     picture = timeline_chart(trace, most=6000)
@@ -256,7 +259,7 @@ def timeline_page(trace: Trace) -> str:
 
 
 def timeline_section(trace: Trace, picture: Block) -> Block:
-    """The timeline under a heading, with how to read it and what is not in it."""
+    """Return the timeline as a section, with instructions for zooming and a note on missing spans."""
     how = hint("Drag to zoom in; double-click to go back, and once more to see everything.")
     return section("Timeline", how, picture, note=_note(trace))
 
@@ -278,7 +281,7 @@ def _note(trace: Trace) -> str:
 
 
 def timeline_chart(trace: Trace, *, most: int) -> Block | None:
-    """The timeline as a block of a page, with at most some ``most`` pieces; ``None`` if nothing is known."""
+    """Return the timeline as a block of a page, with about ``most`` pieces at most; ``None`` if there are no spans."""
     window = whole(trace)
     if window is None:
         return None
@@ -289,7 +292,7 @@ def timeline_chart(trace: Trace, *, most: int) -> Block | None:
 
 
 def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -> Figure:
-    """All of ``window``, of which ``shown`` is what one sees first. It is finer there: half of the pieces are in it."""
+    """Return the chart of ``window``, initially zoomed to ``shown``, which is finer: it gets half of the pieces."""
     in_a_row = serial(trace, shown)
     tops = lane_tops(trace, has_serial=in_a_row is not None)
     names = lane_names(trace)
@@ -301,7 +304,7 @@ def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -
     ticks = {tops[lane] + 0.5: name for lane, name in names.items()}
     if in_a_row is not None:
         ticks = {0.5: "one after<br>another", **ticks}
-    # All names where there is room for them, else some.
+    # Label at most about 26 lanes, so that the labels do not overlap.
     step = max(1, -(-len(ticks) // 26))
     kept = [at for row, at in enumerate(ticks) if row % step == 0 or row == len(ticks) - 1]
     return {
@@ -323,7 +326,7 @@ def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -
 
 
 def _pieces(trace: Trace, window: Window, shown: Window, most: int) -> dict[SpanKind, list[Piece]]:
-    """Fine within ``shown``, coarse before and after it, and none twice."""
+    """Return pieces by kind: fine within ``shown``, coarse before and after it, without duplicates."""
     parts = [(shown, most // 2)]
     if window.begin_ns < shown.begin_ns:
         parts.append((Window(window.begin_ns, shown.begin_ns, ""), most // 4))
@@ -429,7 +432,7 @@ def _mark_points(trace: Trace, window: Window, tops: dict[int, float]) -> list[d
 
 
 def wrapped(text: str, *, width: int = 60, most: int = 300) -> str:
-    """Text of others for a chart: escaped, cut into lines, and not too long."""
+    """Escape untrusted text for a chart, break it into lines, and truncate it to ``most`` characters."""
     line = " ".join(text.split())
     line = line if len(line) <= most else f"{line[: most - 1]}\u2026"
     return "<br>".join(escape(line[at : at + width], quote=False) for at in range(0, len(line), width))

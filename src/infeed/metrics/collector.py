@@ -1,4 +1,8 @@
-"""A loader's counters, through all its epochs and engines, as the record that the user gets."""
+"""Collect the metrics of a loader across all its epochs and engines, and build ``Statistics`` and ``Trace`` from them.
+
+``EngineMetrics`` belongs to one engine; ``Members`` holds its workers and ``OwnTime`` the CPU time of the main process.
+``Collector``, ``AllMetrics`` and ``History`` belong to the loader.
+"""
 
 from __future__ import annotations
 
@@ -37,50 +41,54 @@ from infeed.workers.status import StatusBoard
 
 @final
 class AllMetrics:
-    """All of a loader, one for each of its engines; of those that are gone, one may stand for several."""
+    """The ``EngineMetrics`` of all engines of a loader; closed engines may be merged into one."""
 
     def __init__(self) -> None:
         self.all: list[EngineMetrics] = []
-        # Held while they are added up. Reentrant, because a signal handler may ask for statistics in the middle of it.
+        # Held while metrics are summed. Reentrant, because a signal handler may request statistics during that.
         self.lock = threading.RLock()
-        self.has_given = False  # whether the loop ever got a batch
-        self.active: EngineMetrics | None = None  # of the loop that began, or got one, last: others around it are in no step
+        self.has_given = False  # whether the training loop ever got a batch
+        # The engine whose training loop most recently began an epoch or got a batch. Other engines are not within a step.
+        self.active: EngineMetrics | None = None
 
     def total(self, metrics: EngineMetrics, own: Point) -> Point:
-        """How far the whole loader has come, when one engine has come so far. Sums only ever grow, whoever comes and goes."""
+        """Return the point of the whole loader, given the point ``own`` of one engine. Sums never shrink when engines close."""
         with self.lock:
             others = [one.point(own.at_ns, is_own=False) for one in self.all if one is not metrics]
         return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
 
 
-# Both clocks are system calls, at which a thread may lose its core: half a millisecond where there are fewer cores than work.
-# They are read where an epoch begins and where it ends, unless it or the pause before it was shorter than this. Then they are
-# read this seldom, pauses between epochs are measured with them and leave their share of what was measured...
+# Reading either clock is a system call, at which a thread may lose its CPU core: for 0.5 ms if there are too few cores.
+# OwnTime reads the clocks at the start and end of an epoch, unless the epoch or the pause before it is shorter than 20 ms.
+# Then it reads them at most every 100 ms, and subtracts the share of the pauses between epochs from the result.
 _SHORT_TIME_NS: Final = 20_000_000
 _SELDOM_NS: Final = 100_000_000
-# ...and never more often than so many times what reading takes.
+# The time between two reads is at least 1000 times the duration of a read, but never has to exceed 1 s.
 _READ_SHARE: Final = 1000
 _LONGEST_NS: Final = 1_000_000_000
 
 
 @final
 class OwnTime:
-    """Belongs to the gauge of one engine. Epochs begin and end in the loop's thread."""
+    """CPU and queued time of the main process during the epochs of one engine.
+
+    Epochs begin and end in the training loop's thread.
+    """
 
     def __init__(self) -> None:
-        self.counted_ns = 0  # of processor time
-        self.queued_ns = 0  # of the loop's thread: ready to run, and no core to run on
-        self._cpu_from_ns = self._queued_from_ns = 0  # how far they were when they were last read
-        self._read_ns = 0  # when that was; 0: never
-        self._paused_ns = 0  # since then, between epochs
-        self._least_ns = 0  # from there to the next time, at least
+        self.counted_ns = 0  # CPU time of the process
+        self.queued_ns = 0  # time in which the training loop's thread was ready to run but had no CPU core
+        self._cpu_from_ns = self._queued_from_ns = 0  # clock values at the last read
+        self._read_ns = 0  # time of the last read; 0: never
+        self._paused_ns = 0  # time between epochs since the last read
+        self._least_ns = 0  # minimum time from the last read to the next
         self._begun_ns = 0  # when the latest epoch began
-        self._ended_ns = 0  # when it ended; 0: it is in progress
-        self._is_exact = False  # it was long, and counted to its end
+        self._ended_ns = 0  # when that epoch ended; 0: it is in progress
+        self._is_exact = False  # that epoch was long, and was counted to its end
         self._thread = 0
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch; read the clocks unless the pause before it was short."""
         now_ns, thread = perf_counter_ns(), threading.get_ident()
         pause_ns, self._begun_ns, self._ended_ns = now_ns - self._ended_ns, now_ns, 0
         if self._read_ns and pause_ns < _SELDOM_NS and thread == self._thread:
@@ -93,7 +101,7 @@ class OwnTime:
         self._read_ns = perf_counter_ns()
 
     def end(self) -> bool:
-        """The epoch is over. Whether that was counted: not if it was short, because another may follow at once."""
+        """End the epoch. Return whether its time was counted; a short epoch is not, because another may follow at once."""
         is_long = perf_counter_ns() - self._begun_ns >= _SHORT_TIME_NS
         is_counted = self._count(0 if is_long else _SELDOM_NS)
         self._is_exact = is_long and is_counted
@@ -101,9 +109,9 @@ class OwnTime:
         return is_counted
 
     def count(self) -> bool:
-        """Count up to now, unless that was done a moment ago.
+        """Count up to now, unless the last count is less than 100 ms old. Return whether it counted.
 
-        Each thread has its own wait for a core, so that can be had in the loop's alone.
+        The kernel keeps queued time per thread, so only a call from the training loop's thread counts it.
         """
         return self._count(_SELDOM_NS)
 
@@ -118,24 +126,24 @@ class OwnTime:
             before_ns, self._queued_from_ns = self._queued_from_ns, queued_ns()
             self.queued_ns += self._in_epochs(max(0, self._queued_from_ns - before_ns), began_ns)
         self._paused_ns, self._read_ns = 0, perf_counter_ns()
-        # It may have taken long by chance, because others had the core: that is not held against it for ever.
+        # A read may take long by chance, because other threads had the core, so cap the interval.
         self._least_ns = min(_LONGEST_NS, _READ_SHARE * (self._read_ns - began_ns))
         return True
 
     def _in_epochs(self, used_ns: int, now_ns: int) -> int:
-        """Of what was used since the clocks were read, the share of epochs."""
+        """Return the share of ``used_ns``, the time used since the last read, that belongs to epochs."""
         passed_ns = now_ns - self._read_ns
         return used_ns * (passed_ns - self._paused_ns) // passed_ns if 0 < self._paused_ns < passed_ns else used_ns
 
     @property
     def cpu_ns(self) -> int:
-        """Up to now, while an epoch is in progress."""
+        """CPU time of the process; up to now if an epoch is in progress."""
         if not self._read_ns or self._ended_ns:
             return self.counted_ns
         return self.counted_ns + self._in_epochs(process_time_ns() - self._cpu_from_ns, perf_counter_ns())
 
 
-# Spans, marks and points that are kept. Of spans the latest; of points, when there are too many, every other is forgotten.
+# Limits of the history. It keeps the latest spans and marks; when there are too many points, it drops every other one.
 _SPANS_KEPT: Final = 100_000
 _LOOP_SPANS_KEPT: Final = 20_000
 _MARKS_KEPT: Final = 2_000
@@ -151,31 +159,31 @@ _KINDS: Final[dict[int, SpanKind]] = {
 
 @final
 class History:
-    """Of all engines of a loader. Times are those of ``perf_counter_ns``."""
+    """Spans, marks and points of all engines of a loader. Times are those of ``perf_counter_ns``."""
 
     def __init__(self) -> None:
         self._loop_spans: deque[Span] = deque(maxlen=_LOOP_SPANS_KEPT)
-        self._recorders: deque[tuple[WorkerId, bytes]] = deque()  # as workers wrote them: read when somebody wants to see them
+        self._recorders: deque[tuple[WorkerId, bytes]] = deque()  # raw spans of workers, decoded only in `spans`
         self._tape_count = 0
         self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
         self.points: list[Point] = []
         self.past = Past()
         self.lost_span_count = 0
-        self._stride = 1  # of so many points one is kept
+        self._stride = 1  # keep one point out of this many
         self._point_count = 0
 
     def spans(self) -> list[Span]:
-        # Copied at once: the loop's thread may go on meanwhile.
+        # Copied first: the training loop's thread may append meanwhile.
         recorders, loop = list(self._recorders), list(self._loop_spans)
         return [*(_worker_span(worker, one) for worker, raw in recorders for one in recorder.spans_of(raw)), *loop]
 
     def add_spans(self, spans: list[Span]) -> None:
-        """Of the loop."""
+        """Add spans of the training loop."""
         self.lost_span_count += max(0, len(self._loop_spans) + len(spans) - _LOOP_SPANS_KEPT)
         self._loop_spans.extend(spans)
 
     def add_recorded(self, worker: WorkerId, raw: bytes, lost_count: int) -> None:
-        """Of a worker, with how many it has overwritten."""
+        """Add the raw spans of a worker, and the number of spans that it overwrote before they were read."""
         self._recorders.append((worker, raw))
         self._tape_count += recorder.span_count(raw)
         self.lost_span_count += lost_count
@@ -199,7 +207,7 @@ def _worker_span(worker: WorkerId, raw: RawSpan) -> Span:
     return Span(worker, _KINDS.get(raw.kind, "load"), raw.begin_ns, raw.end_ns, raw.epoch, raw.position, index, raw.size)
 
 
-# A sample that takes less is not worth a word while it is being loaded.
+# `pending_ns` reports a sample in progress only after 20 ms.
 _LONG_SPAN_NS: Final = 20_000_000
 
 
@@ -207,11 +215,11 @@ class Usage(NamedTuple):
     cpu_ns: int
     queued_ns: int
     memory_bytes: int  # now
-    private_bytes: int  # now, without what it shares with others
+    private_bytes: int  # now, without shared memory
 
 
 class Reading(NamedTuple):
-    """A worker's tape: sums, histogram, and the slowest samples."""
+    """The contents of a worker's recorder, without spans."""
 
     sums: Sums
     histogram: list[int]
@@ -223,38 +231,38 @@ _NO_READING: Final = Reading(Sums(), [0] * recorder.BUCKETS, [])
 
 @final
 class Member:
-    """One worker, all its lives together."""
+    """One worker id, across restarts."""
 
     __slots__ = ("alive_ns", "cpu_ns", "pid", "queued_ns", "restart_count", "since_ns")
 
     def __init__(self) -> None:
-        self.alive_ns = 0  # of lives that are over
-        self.cpu_ns = self.queued_ns = 0  # of lives that are over
-        self.since_ns = 0  # when this life began; 0: it has none
+        self.alive_ns = 0  # of previous incarnations
+        self.cpu_ns = self.queued_ns = 0  # of previous incarnations
+        self.since_ns = 0  # when the current incarnation started; 0: not running
         self.restart_count = 0
         self.pid: int | None = None
 
 
 @final
 class Members:
-    """Belongs to the gauge of one engine."""
+    """The workers of one engine: their lifetimes, resource usage and recorders."""
 
     def __init__(self, status_board: StatusBoard, workers: tuple[WorkerId, ...]) -> None:
         self._status_board = status_board
         self._members = {worker: Member() for worker in workers}
         self._readers = {worker: status_board.reader(worker) for worker in workers}
-        self.known: set[WorkerId] = set()  # those of them that have ever been there
+        self.known: set[WorkerId] = set()  # workers that ever started
         self.is_closed = False
         self._count = self._final_count = 0
-        self._last: dict[WorkerId, Reading] = {}  # when they were gone
-        self._idle_ns = 0  # since when nobody wants anything of them; 0: somebody does
-        # Between epochs, how far they were when the last one ended: what they load ahead is counted when the next begins.
+        self._last: dict[WorkerId, Reading] = {}  # final readings, taken at close
+        self._idle_ns = 0  # since when no epoch is in progress; 0: one is
+        # Between epochs: snapshots from the end of the last epoch. Work loaded ahead counts only when the next epoch begins.
         self._still: dict[WorkerId, tuple[RecorderReader, Usage]] = {}
 
     def __getitem__(self, worker: WorkerId) -> Member:
         return self._members[worker]
 
-    # --- what happens to them
+    # --- lifecycle
 
     def started(self, worker: WorkerId, pid: int | None) -> None:
         member = self._members[worker]
@@ -263,7 +271,7 @@ class Members:
         self.known.add(worker)
 
     def ended(self, worker: WorkerId) -> None:
-        """It died, or was let go."""
+        """Record that the worker died or was stopped."""
         member = self._members[worker]
         if member.since_ns:
             used = self.usage(worker)
@@ -276,13 +284,13 @@ class Members:
         self._members[worker].restart_count += 1
 
     def rest(self, now_ns: int, *, is_still: bool) -> None:
-        """Nobody wants anything of them; ``is_still``: whatever they load ahead, what is known stays as it is."""
+        """Pause between epochs. With ``is_still``, readings stay frozen while workers load ahead."""
         self._idle_ns = now_ns
         if is_still:
             self._still = {worker: (self._readers[worker].copy(), self.usage(worker)) for worker in self.known}
 
     def wake(self) -> None:
-        """Count the time between epochs as far as workers loaded ahead: for the rest of it nobody wanted anything of them."""
+        """End the pause between epochs. Of the pause, only the time spent loading ahead counts as alive time."""
         idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
         still, self._still = self._still, {}
         for worker, member in self._members.items():
@@ -291,7 +299,7 @@ class Members:
                 member.alive_ns -= max(0, idle_ns - ahead_ns)
 
     def close(self) -> None:
-        """They are gone; the board is about to be."""
+        """Take final readings. The workers have exited, and the status board is about to close."""
         self._last = {worker: self.read(worker) for worker in self._members}
         self._final_count = self.count
         for worker in self._members:
@@ -300,7 +308,7 @@ class Members:
         self._still = {}
 
     def absorb(self, other: Members) -> None:
-        """Count for those of another engine as well; both are closed."""
+        """Add the workers of another engine; both engines are closed."""
         self._final_count = other._final_count
         for worker, member in other._members.items():
             own = self._members.setdefault(worker, Member())
@@ -313,11 +321,11 @@ class Members:
             own.pid = member.pid
             self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
 
-    # --- what is known of them
+    # --- readings
 
     @property
     def count(self) -> int:
-        """How many there are, or were when the engine was closed."""
+        """Number of workers now, or when the engine was closed."""
         return self._final_count if self.is_closed else self._count
 
     def alive_ns(self, worker: WorkerId) -> int:
@@ -325,25 +333,28 @@ class Members:
         return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
 
     def pending_ns(self, worker: WorkerId) -> int:
-        """How long it is at the one sample that it is at, if that is long; it counts as loading when its task is done."""
+        """Return how long the worker has been loading its current sample; 0 below 20 ms.
+
+        That time counts as loading only when the task is done.
+        """
         if self.is_closed or self._idle_ns or not self._members[worker].since_ns:
             return 0
         try:
             doing = self._status_board.doing(worker)
         except ValueError:
-            return 0  # closed by another thread, a moment ago
+            return 0  # another thread has just closed the status board
         took_ns = perf_counter_ns() - doing.since_ns
         is_sample = doing.task is not None and doing.exact_row is not None and doing.since_ns
         return took_ns if is_sample and took_ns >= _LONG_SPAN_NS else 0
 
     def usage(self, worker: WorkerId) -> Usage:
-        """What it has used so far, all its lives together."""
+        """Return the resource usage of the worker so far, including before restarts."""
         member = self._members[worker]
         if member.since_ns and not self.is_closed:
             try:
                 doing = self._status_board.doing(worker)
             except ValueError:
-                pass  # closed by another thread, a moment ago
+                pass  # another thread has just closed the status board
             else:
                 cpu_ns, queued_ns = member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns
                 still = self._still.get(worker)
@@ -353,13 +364,13 @@ class Members:
         return Usage(member.cpu_ns, member.queued_ns, 0, 0)
 
     def read(self, worker: WorkerId) -> Reading:
-        """What a worker has put on its tape."""
+        """Return the contents of the worker's recorder."""
         if not self.is_closed:
             try:
                 reader = self._reader(worker).copy()
                 return Reading(reader.sums(), reader.histogram(), reader.slowest())
             except ValueError:
-                pass  # closed by another thread, a moment ago
+                pass  # another thread has just closed the status board
         return self._last.get(worker, _NO_READING)
 
     def _reader(self, worker: WorkerId) -> RecorderReader:
@@ -367,7 +378,7 @@ class Members:
         return self._readers[worker] if still is None else still[0]
 
     def sums(self) -> dict[WorkerId, Sums]:
-        """What workers have put on their tapes, of those that have been there."""
+        """Return the recorded sums of all workers that ever started."""
         return {worker: self._sums(worker) for worker in list(self.known)}
 
     def _sums(self, worker: WorkerId) -> Sums:
@@ -375,17 +386,17 @@ class Members:
             try:
                 return self._reader(worker).sums()
             except ValueError:
-                pass  # closed by another thread, a moment ago
+                pass  # another thread has just closed the status board
         return self._last.get(worker, _NO_READING).sums
 
     def take_spans(self, *, is_last: bool) -> list[tuple[WorkerId, bytes, int]]:
-        """What is new on their tapes, and how much of it was lost, by worker."""
+        """Return new raw spans for each worker, with the number of spans that were lost."""
         taken = []
         for worker in list(self.known):
             try:
                 raw, lost = self._readers[worker].take_spans(is_last=is_last)
             except ValueError:
-                break  # closed by another thread, a moment ago
+                break  # another thread has just closed the status board
             if raw:
                 taken.append((worker, raw, lost))
         return taken
@@ -410,28 +421,28 @@ def _added(one: Reading, other: Reading) -> Reading:
     return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[: recorder.SLOWEST])
 
 
-# How often workers are looked at, and how much of the time that may take: a hundredth.
+# A tick reads the workers' metrics. The next one follows after 100 ms, or 200 times the duration of this one if longer.
 _TICK_NS: Final = 100_000_000
 _TICK_SHARE: Final = 200
-# Of the loop, too: what is shorter than the first is put together, up to the second.
+# Training loop spans shorter than 50 µs are merged into spans of up to 2 ms.
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 2_000_000
 _NEVER: Final = 1 << 63
-# Of epochs that are shorter, and follow each other, it is not noted exactly what was loaded ahead for the next.
+# After epochs shorter than this, `Members` takes no snapshots, so work loaded ahead is not separated exactly.
 _SHORT_NS: Final = 20_000_000
 
 WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
 
 
 class Flight(NamedTuple):
-    """What is on its way."""
+    """Batches in flight and their memory."""
 
     batch_count: int
     nbytes: int
-    room_bytes: int  # of all memory for batches, used or not
+    room_bytes: int  # all memory allocated for batches, used or not
 
 
-# Of a gauge, what engines have in common.
+# The fields that `EngineMetrics.absorb` sums.
 _SUMMED: Final = (
     "batch_count", "sample_count", "waited_ns", "started_ns", "away_ns", "blocked_ns", "outside_ns", "changeover_ns",
     "added_worker_ns", "manned_ns", "idled_ns", "ended_count", "_final_bytes",
@@ -440,9 +451,9 @@ _SUMMED: Final = (
 
 @final
 class EngineMetrics:
-    """Belongs to one engine.
+    """Counters and times of one engine.
 
-    Others may ask at any time. So what belongs together is assigned together, in one statement: they must not see half of it.
+    Other threads may read them at any time, so related fields are assigned in one statement: no reader sees half an update.
     """
 
     def __init__(
@@ -460,30 +471,31 @@ class EngineMetrics:
         self._is_on = observe != "off"
         self._is_spanning = observe == "timeline"
         self.members = Members(status_board, workers)
-        self.flight: Callable[[], Flight] = _no_flight  # the engine says what is
+        self.flight: Callable[[], Flight] = _no_flight  # set by the engine
         self.bytes_given: Callable[[], int] = _no_bytes
         self._final_bytes = 0
         self.batch_count = self.sample_count = 0
-        self.ended_count = 0  # epochs that were not left before their end
+        self.ended_count = 0  # epochs that ran to their end
         self.waited_ns = 0
         self.started_ns = 0
         self.away_ns = 0
-        self.blocked_ns = 0  # of the wait, what was not infeed's own work in the loop's thread
-        self.outside_ns = 0  # of the wait, while epochs began and ended
-        self.changeover_ns = 0  # of the wait, for workers that were started or stopped
-        self.added_worker_ns = 0  # of that, what came in the middle of epochs
-        self.manned_ns = self.idled_ns = 0  # workers' time while the loop waited for a batch; of that, with nothing to load
+        self.blocked_ns = 0  # part of the wait that was not infeed's own work in the training loop's thread
+        self.outside_ns = 0  # part of the wait while epochs began and ended
+        self.changeover_ns = 0  # part of the wait spent starting or stopping workers
+        self.added_worker_ns = 0  # part of changeover_ns in the middle of epochs
+        # Workers' time while the training loop waited for a batch, and the part of it in which they had nothing to load.
+        self.manned_ns = self.idled_ns = 0
         self.memory_limit = memory_limit  # for batches
         self.tick_count = 0
-        self.latest: Point | None = None  # what the last tick found
+        self.latest: Point | None = None  # from the last tick
         self.outcomes: Counter[str] = Counter()  # of bad samples
-        self.next_ns = 0  # when `note` wants to be called next
-        # When it was last, and how far the sums were then.
+        self.next_ns = 0  # when to call `note` next
+        # Time of the last `note`, and the sums at that time.
         self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
-        # When the loop asked for the batch that it waits for, and how far `blocked_ns` was then; 0: it does not wait.
+        # When the training loop asked for the batch it waits for, and `blocked_ns` at that time; 0: it does not wait.
         self.asked_ns = self.asked_blocked = 0
         self._left_ns = 0
-        self._seen_ns = 0  # until when the step that goes on was told of
+        self._seen_ns = 0  # end of the current step as last reported by `loop_times`
         self._idle_ns = 0  # since when no epoch is in progress; 0: one is
         self._next_tick = 0
         self._epoch = self._step_offset = 0
@@ -491,19 +503,19 @@ class EngineMetrics:
         self._taking = threading.Lock()
         self._own = OwnTime()
         self._begun_ns = 0  # when the epoch began
-        self._told, self._told_ns = Amounts(), perf_counter_ns()  # what the past knows of this, and since when
+        self._told, self._told_ns = Amounts(), perf_counter_ns()  # amounts added to the past so far, and when
         self._owner_pid = os.getpid()
 
-    # --- the user's loop
+    # --- training loop
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
         self._begun_ns = perf_counter_ns()
-        self._left_ns = self._noted_ns = self._seen_ns = 0  # what the user did between epochs is not their loop
+        self._left_ns = self._noted_ns = self._seen_ns = 0  # time between epochs is not part of the training loop
         self._noted_waited, self._noted_blocked = self.waited_ns, self.blocked_ns
         self._all_metrics.active = self
         if self._idle_ns:
-            # A look is due after so much of the loop's own time: who has several loaders pays for one at a time.
+            # Ticks are scheduled by time within epochs, so of several loaders only the active one pays for them.
             self._next_tick += self._begun_ns - self._idle_ns
             self._idle_ns = 0
             self.members.wake()
@@ -513,7 +525,7 @@ class EngineMetrics:
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
 
     def changed_over(self, begin_ns: int, end_ns: int) -> None:
-        """The loop waited for something else than a batch: an epoch began, or was over, and workers with it."""
+        """Record a wait at the begin or end of an epoch, in which workers may start or stop."""
         took_ns = end_ns - begin_ns
         if not self._all_metrics.has_given:
             self.outside_ns, self.started_ns = self.outside_ns + took_ns, self.started_ns + took_ns
@@ -521,7 +533,7 @@ class EngineMetrics:
             self.outside_ns, self.waited_ns = self.outside_ns + took_ns, self.waited_ns + took_ns
             if self.is_closed or not self.batch_count:
                 self.changeover_ns += took_ns
-            if self.is_closed and self._is_on:  # nobody tells of it later
+            if self.is_closed and self._is_on:  # no later tick would record it
                 lost = Amounts(waited_ns=took_ns, blocked_ns=took_ns, changeover_ns=took_ns)
                 self._history.past.add(Slice(self.kind, begin_ns, lost))
         if self._is_spanning and took_ns >= _LONG_NS:
@@ -529,14 +541,14 @@ class EngineMetrics:
             self._history.add_spans([self._span("wait", begin_ns, end_ns, number, 1)])
 
     def waited_for_workers(self, took_ns: int) -> None:
-        """In the middle of an epoch the loop waited for a worker to be there: in the place of one that died, or one more."""
+        """Record a wait in the middle of an epoch for a worker to start: a replacement or an additional one."""
         self.blocked_ns += took_ns
-        if self.batch_count:  # else all of the wait is for workers, and counted with the first batch
+        if self.batch_count:  # else the whole wait is for workers, and `note` counts it with the first batch
             self.changeover_ns += took_ns
             self.added_worker_ns += took_ns
 
     def given(self, asked_ns: int, left_ns: int) -> None:
-        """The loop asked for a batch and got it."""
+        """Record that the training loop asked for a batch and got it."""
         self.waited_ns, self.asked_ns = self.waited_ns + left_ns - asked_ns, 0
         self.batch_count += 1
         before_ns, self._left_ns = self._left_ns, left_ns
@@ -544,17 +556,18 @@ class EngineMetrics:
             self.note(before_ns, asked_ns, left_ns)
 
     def stop_waiting(self) -> None:
-        """The loop asked for a batch, and gets an exception for it, or this engine is closed; if it did not get one."""
+        """End a wait in progress without a batch: the training loop gets an exception, or the engine is closed."""
         asked_ns, now_ns = self.asked_ns, perf_counter_ns()
         if asked_ns:
-            took_ns = now_ns - asked_ns if self._all_metrics.has_given else 0  # what nothing came of yet is no start
+            # A failed wait before the first batch counts neither as a wait nor as start-up time.
+            took_ns = now_ns - asked_ns if self._all_metrics.has_given else 0
             self.waited_ns, self.asked_ns = self.waited_ns + took_ns, 0
 
     def note(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
-        """Take in what the loop did since the last time. For who counts ``waited_ns`` and ``batch_count`` by themselves.
+        """Record what the training loop did since the last call. The caller has updated ``waited_ns`` and ``batch_count``.
 
         Args:
-            before_ns: when the loop got the batch before; 0 if this is the first of an epoch.
+            before_ns: When the training loop got the previous batch; 0 for the first batch of an epoch.
         """
         wait_ns = left_ns - asked_ns
         away_ns = self.away_ns
@@ -578,12 +591,12 @@ class EngineMetrics:
             self._tick(left_ns)
 
     def end_epoch(self, left_ns: int, asked_ns: int = 0) -> None:
-        """The epoch is over, or was left.
+        """Record that the epoch ended or the training loop left it.
 
         Args:
-            left_ns: when the loop got its last batch; 0 if it got none.
-            asked_ns: when it asked for another, and there was none; 0 if it did not: nobody knows how long its last step was,
-                but that it lasted when it was told of.
+            left_ns: When the training loop got its last batch; 0 if it got none.
+            asked_ns: When it asked for another batch and there was none; 0 if it left early. Then the length of its last step
+                is unknown, and the step counts up to the time that ``loop_times`` last reported.
         """
         if self._idle_ns:
             return
@@ -603,11 +616,11 @@ class EngineMetrics:
             self._tell_past()
 
     def _step_ns(self, end_ns: int) -> int:
-        """How long the loop was away since the last time, if its latest step ended then."""
+        """Return the time in user code since the last ``note``, if the latest step ended at ``end_ns``."""
         return max(0, end_ns - self._noted_ns - (self.waited_ns - self._noted_waited)) if self._noted_ns else 0
 
     def _record_last(self, left_ns: int, asked_ns: int) -> None:
-        """Keep what the loop did since the last time, and its last step."""
+        """Add spans for the batches since the last ``note``, and for the last step."""
         spans: list[Span] = []
         short_count = self.batch_count - self._noted_count
         if short_count:
@@ -617,7 +630,7 @@ class EngineMetrics:
         self._history.add_spans(spans)
 
     def _record(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
-        """Keep what the loop did: short rounds together, and the latest by itself."""
+        """Add training loop spans: one for all short iterations, and separate ones for the latest iteration."""
         spans: list[Span] = []
         number = self.batch_count - 1
         wait_ns = left_ns - asked_ns
@@ -626,7 +639,7 @@ class EngineMetrics:
             spans.append(self._short_span(before_ns, self.waited_ns - self._noted_waited - wait_ns, short_count))
         if asked_ns - before_ns >= _LONG_NS:
             spans.append(self._span("away", before_ns, asked_ns, number, 1))
-        # What infeed itself did is put last, where most of it was.
+        # Show infeed's own work at the end of the wait, where most of it happens.
         worked_ns = 0 if short_count else min(wait_ns, max(0, wait_ns - (self.blocked_ns - self._noted_blocked)))
         if wait_ns - worked_ns >= _LONG_NS:
             spans.append(self._span("wait", asked_ns, left_ns - worked_ns, number, 1))
@@ -635,7 +648,7 @@ class EngineMetrics:
         self._history.add_spans(spans)
 
     def _short_span(self, end_ns: int, waited_ns: int, count: int) -> Span:
-        """Rounds since the last time, put together."""
+        """Return one span for the iterations since the last ``note``, with the kind that took most of the time."""
         kind: SpanKind = "wait" if 2 * waited_ns > end_ns - self._noted_ns else "away"
         return self._span(kind, self._noted_ns, end_ns, self._noted_count, count)
 
@@ -650,10 +663,10 @@ class EngineMetrics:
         if self._is_spanning:
             self._history.marks.append(Mark(perf_counter_ns(), lane, kind, text))
 
-    # --- from time to time
+    # --- periodic measurement
 
     def point(self, now_ns: int, *, is_own: bool = True) -> Point:
-        """How far this engine has come; ``is_own``: with the memory of this process, where workers are no processes."""
+        """Return the current point of this engine. ``is_own`` adds the memory of this process if workers are not processes."""
         members = self.members
         usages = [members.usage(worker) for worker in list(members.known)]
         own_bytes = memory_use().resident_bytes if is_own and self.kind != "process" else 0
@@ -685,15 +698,15 @@ class EngineMetrics:
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 
     def loop_times(self) -> LoopTimes:
-        """Up to now."""
-        # The clock first, then all that is read, with nothing called between: whatever the loop does meanwhile, no more is
-        # told than was, and a later answer is no less.
+        """Return the times of the training loop up to now."""
+        # Race with the training loop's thread: read the clock first, then all fields with no call in between. So the result
+        # never exceeds the true times, and later results are never smaller.
         is_here, now_ns = os.getpid() == self._owner_pid, perf_counter_ns()
         waited_ns, away_ns, blocked_ns, asked_ns = self.waited_ns, self.away_ns, self.blocked_ns, self.asked_ns
         noted_ns, since_ns, seen_ns = self._noted_ns, waited_ns - self._noted_waited, self._seen_ns
         is_over, not_own_ns, asked_blocked = self.is_closed or self._idle_ns, blocked_ns + self.outside_ns, self.asked_blocked
         if not self._all_metrics.has_given:
-            return LoopTimes(0, 0, not_own_ns, 0)  # it is still the first start
+            return LoopTimes(0, 0, not_own_ns, 0)  # the first worker start-up is in progress
         if is_over or not self._is_on:
             return LoopTimes(waited_ns, away_ns, not_own_ns, 0)
         is_waiting, waiting_ns = is_here and asked_ns, 0
@@ -703,13 +716,13 @@ class EngineMetrics:
             waiting_ns = max(0, now_ns - asked_ns)
             not_own_ns += max(0, waiting_ns - (blocked_ns - asked_blocked))
         else:
-            now_ns = seen_ns  # what was told is not taken back
+            now_ns = seen_ns  # never report less than before
         if noted_ns:
             away_ns += max(0, now_ns - noted_ns - since_ns - waiting_ns)
         return LoopTimes(waited_ns + waiting_ns, away_ns, not_own_ns, waiting_ns)
 
     def amounts(self, *, is_exact: bool = True) -> Amounts:
-        """All that this engine did so far; ``is_exact``: up to now, not up to the latest count."""
+        """Return the amounts of this engine: up to now if ``is_exact``, else up to the latest count."""
         loop = self.loop_times() if is_exact else None
         members = self.members
         sums = members.sums()
@@ -737,7 +750,7 @@ class EngineMetrics:
         )
 
     def latest_slice(self) -> Slice:
-        """What was done since the past was told."""
+        """Return the amounts that are not in the past yet."""
         return Slice(self.kind, self._told_ns, Amounts() if self.is_closed else self.amounts().minus(self._told))
 
     def _tell_past(self) -> None:
@@ -746,9 +759,9 @@ class EngineMetrics:
         self._told, self._told_ns = amounts, perf_counter_ns()
 
     def take_spans(self, *, is_last: bool = False) -> None:
-        """Read what workers have put on their tapes since the last time."""
+        """Move new spans from the workers' recorders to the history."""
         if not self._is_spanning or self.is_closed or not self._taking.acquire(blocking=False):
-            return  # or another thread does it just now
+            return  # the lock is taken if another thread does it right now
         try:
             for worker, raw, lost in self.members.take_spans(is_last=is_last):
                 self._history.add_recorded(worker, raw, lost)
@@ -756,7 +769,7 @@ class EngineMetrics:
             self._taking.release()
 
     def close(self) -> None:
-        """The workers are gone; the board is about to be."""
+        """Take final readings. The workers have exited, and the status board is about to close."""
         if self.is_closed or os.getpid() != self._owner_pid:
             return
         self.take_spans(is_last=True)
@@ -766,12 +779,12 @@ class EngineMetrics:
         self._tell_past()
         self._final_bytes = self.bytes_given()
         self.members.close()
-        # The engine is not to be kept for what it was.
+        # Release the references to the engine, so that it can be freed.
         self.flight, self.bytes_given = _no_flight, _no_bytes
         self.is_closed = True
 
     def absorb(self, other: EngineMetrics) -> None:
-        """Count for another engine as well; both are closed."""
+        """Add the metrics of another engine; both engines are closed."""
         self.kind, self.memory_limit = other.kind, other.memory_limit
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -793,7 +806,7 @@ _QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 @final
 class Collector:
-    """Belongs to one loader."""
+    """Collects the metrics of one loader."""
 
     def __init__(self, observe: Observe) -> None:
         self._observe: Observe = observe
@@ -805,10 +818,10 @@ class Collector:
     def metrics(
         self, status_board: StatusBoard, workers: tuple[WorkerId, ...], kind: WorkerKind, memory_limit: int
     ) -> EngineMetrics:
-        """For a new engine."""
+        """Create the metrics of a new engine."""
         all_metrics = self._all_metrics
         with all_metrics.lock:
-            # Of engines that are gone only the sums are of interest: one stands for all.
+            # Of closed engines only the sums matter, so merge them into one.
             closed = [metrics for metrics in all_metrics.all if metrics.is_closed]
             for metrics in closed[1:]:
                 closed[0].absorb(metrics)
@@ -833,7 +846,7 @@ class Collector:
         cpu_limit: float | None,
         prefetch: int,
     ) -> Statistics:
-        """``memory_limit`` is what would hold if an epoch began now, where none has yet."""
+        """Return the statistics. ``memory_limit`` is used only before the first engine: the limit if an epoch began now."""
         with self._all_metrics.lock:
             all_metrics = list(self._all_metrics.all)
             if all_metrics:
@@ -843,7 +856,7 @@ class Collector:
             latest = all_metrics[-1] if all_metrics else None
             flight = None if latest is None else latest.flight()
             outcomes: Counter[str] = sum((metrics.outcomes for metrics in all_metrics), Counter())
-            # Each once, so that one figure does not contradict another: workers go on meanwhile.
+            # Read each recorder once, so that the figures are consistent: workers keep writing meanwhile.
             recorders = [
                 {worker: metrics.members.read(worker) for worker in list(metrics.members.known)} for metrics in all_metrics
             ]
@@ -893,7 +906,7 @@ class Collector:
         return replace(statistics, diagnosis=_NOTHING_KEPT if self._observe == "off" else diagnose(statistics))
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
-        """All that is known, for pictures. Times are from the making of the loader on."""
+        """Return all recorded data, for timeline and report. Times count from the creation of the loader."""
         for metrics in list(self._all_metrics.all):
             metrics.take_spans(is_last=True)
         began = self._began_ns
@@ -915,7 +928,7 @@ class Collector:
 
 
 def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, Reading]]) -> Iterable[WorkerStatistics]:
-    """Workers of one number are one to the user, whichever engine they belonged to."""
+    """Yield statistics by worker id. Workers of different engines with the same id count as one worker."""
     for worker in sorted({worker for recorded in recorders for worker in recorded}):
         own = [metrics for metrics, recorded in zip(all_metrics, recorders, strict=True) if worker in recorded]
         latest = own[-1].members[worker]
@@ -930,7 +943,7 @@ def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, Re
             load_s=sum(one.load_ns for one in sums) / 1e9,
             collate_s=sum(one.collate_ns for one in sums) / 1e9,
             write_s=sum(one.write_ns for one in sums) / 1e9,
-            # Who was let go may have had something to finish.
+            # A stopped worker may finish its task after its alive time ended.
             alive_s=max(busy_ns, sum(metrics.members.alive_ns(worker) for metrics in own)) / 1e9,
             cpu_s=sum(one.cpu_ns for one in usages) / 1e9,
             queued_s=sum(one.queued_ns for one in usages) / 1e9,
@@ -948,7 +961,7 @@ def _slow_sample(slow: Slow, since_ns: int) -> SlowSample:
 
 
 def _quantiles(histogram: list[int], longest_ns: int) -> dict[str, float]:
-    """Times below which so much of all samples are, to within a bucket."""
+    """Return the quantiles of sample times in seconds, accurate to one histogram bucket."""
     total = sum(histogram)
     if not total:
         return {}

@@ -1,7 +1,7 @@
-"""One sentence about a run: does the loop wait for data, for what, and what would help.
+"""Diagnose a run in one sentence: whether the training loop waits for data, the bottleneck, and the fix.
 
-It judges how it goes now (see ``recent.py``), and advises nothing that may make it worse: where what was measured leaves two
-answers open, it says on what the advice depends.
+The diagnosis covers the recent part of the run (see ``recent.py``). It never gives advice that may make things worse: if the
+measurements allow two explanations, the advice states its condition.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from infeed.metrics.recent import Amounts
 if TYPE_CHECKING:
     from infeed.metrics.statistics import SlowSample, Statistics
 
-# The loop waits so little that nobody would notice.
+# A smaller wait share counts as keeping up.
 _LITTLE: Final = 0.05
-# Before this much is known, a sentence would be a guess.
+# With fewer batches or less time a diagnosis would be a guess.
 _LEAST_BATCHES: Final = 4
 _LEAST_S: Final = 0.02
-# Workers that are busy for less than this do not hold the loop up by their number.
+# If workers are busy for a smaller share of their time, their number is not the bottleneck.
 _IDLE: Final = 0.7
-# Work that uses the processor for less than this waits: for a disk, a network, another process.
+# Work with a smaller CPU share is I/O-bound: it waits for a disk, a network or another process.
 _COMPUTES: Final = 0.6
-# A core of which less than this is free is not.
+# Fewer free CPU cores than this count as none.
 _FREE: Final = 0.5
-# Workers that have to wait for a core for more than this of the time that they want one have none to spare.
+# If workers queue for a larger share of the time in which they want a CPU core, no core is free.
 _CROWDED: Final = 0.25
-# A loop that uses less than this of a core is not worth a word.
+# The diagnosis mentions the CPU use of the training loop from this number of cores on.
 _NOTABLE: Final = 0.3
-# Threads that together use more cores than this leave the GIL; if they use less than that, nobody holds it most of the time. So
-# many threads are several.
+# Threads that together use more than _GIL_CORES cores release the GIL. If they use less than _GIL_TAKEN, the GIL is free
+# much of the time. The GIL can be the bottleneck only with at least _SEVERAL busy threads on average.
 _GIL_CORES: Final = 1.2
 _GIL_TAKEN: Final = 0.75
 _SEVERAL: Final = 1.3
-# A sample that takes so many times the usual, and so long, holds others up, if such make so much of the wait.
+# A sample is slow if it takes _SLOW_TIMES the median and at least _SLOW_S. Slow samples are reported if they make up at least
+# _SLOW_SHARE of the wait.
 _SLOW_TIMES: Final = 20
 _SLOW_S: Final = 0.005
 _SLOW_SHARE: Final = 0.1
 _MOST_SUGGESTED: Final = 64
-# What takes up more of the wait than this is what it is about.
+# A cause of more than this share of the wait is the bottleneck.
 _MOSTLY: Final = 0.5
 _SHARE: Final = "let __iter__ choose its share by infeed.get_worker_info()"
 
 
 class _Run(NamedTuple):
-    """What is judged."""
+    """The statistics and the recent amounts that the diagnosis uses, with derived figures."""
 
     statistics: Statistics
     amounts: Amounts
@@ -73,31 +74,32 @@ class _Run(NamedTuple):
 
     @property
     def computing(self) -> float:
-        """Of workers' working time, how much they used a core or would have liked to; 1 where that is not known."""
+        """Return the share of busy time in which workers used a CPU core or queued for one; 1 if unknown."""
         busy_ns, cpu_ns = self.amounts.busy_ns, self.amounts.cpu_ns + self.amounts.queued_ns
         return min(1.0, cpu_ns / busy_ns) if busy_ns and cpu_ns else 1.0
 
     @property
     def wanted_cores(self) -> float:
-        """That workers used, or would have liked to."""
+        """Return the number of CPU cores that workers used or queued for."""
         return (self.amounts.cpu_ns + self.amounts.queued_ns) / self.wall_ns
 
     @property
     def waits(self) -> bool:
-        """Whether workers wait for something other than a core."""
+        """Whether workers are I/O-bound: they wait for something other than a CPU core."""
         return self.computing < _COMPUTES and self.wanted_cores < self.cores
 
     @property
     def own_cores(self) -> float:
-        """That this process used, with all its threads, where these are its workers."""
+        """Return the number of CPU cores that this process used with all its threads, which include thread workers."""
         return max(self.amounts.own_cpu_ns, self.amounts.cpu_ns) / self.wall_ns
 
     @property
     def loop_cores(self) -> float:
-        """That the loop itself used, and its libraries, or would have liked to."""
+        """Return the number of CPU cores that the training loop and its libraries used or queued for."""
         amounts = self.amounts
         if self.statistics.kind == "inline":
-            # While it loads it is one thread, that computes, queues, or waits for something else: the rest is its own work.
+            # Loading runs in one thread, which computes, queues or waits, so its CPU and queued time is at most the wait.
+            # The remainder belongs to the training loop.
             own_ns = max(0, amounts.own_cpu_ns + amounts.loop_queued_ns - amounts.waited_ns - amounts.started_ns)
             return 0.0 if self.has_no_step else own_ns / max(1, amounts.away_ns)
         of_workers = amounts.cpu_ns if self.statistics.kind == "thread" else 0
@@ -106,25 +108,25 @@ class _Run(NamedTuple):
     @property
     def free_cores(self) -> float:
         if self.queueing > _CROWDED:
-            return 0.0  # others use them
+            return 0.0  # other processes use them
         return self.cores - self.worker_count * self.computing - self.loop_cores
 
     @property
     def queueing(self) -> float:
-        """Of the time in which workers wanted a core, how much they had none."""
+        """Return the share of the time in which workers wanted a CPU core but had none."""
         wanted_ns = self.amounts.cpu_ns + self.amounts.queued_ns
         return self.amounts.queued_ns / wanted_ns if wanted_ns else 0.0
 
     @property
     def needed(self) -> int:
-        """Workers that load as fast as the loop works."""
+        """Return the number of workers that load as fast as the training loop consumes."""
         if self.has_no_step:
             return max(self.worker_count, max(1, int(self.cores)))
         return max(1, ceil(1.1 * self.amounts.work_ns / max(1, self.amounts.away_ns)))
 
     @property
     def has_no_step(self) -> bool:
-        """The loop does next to nothing: no number of workers is enough, and nothing hides what they do."""
+        """Whether the training loop does almost nothing: then no number of workers can hide the loading time."""
         return self.amounts.away_ns * _MOST_SUGGESTED < self.amounts.work_ns
 
 
@@ -156,7 +158,7 @@ def diagnose(statistics: Statistics) -> str:
 
 
 def _started(run: _Run) -> str:
-    """Which workers were started while the loop waited, and what can be done about it."""
+    """Return which workers started while the training loop waited, and the fix."""
     if 2 * run.amounts.added_worker_ns > run.amounts.changeover_ns:
         died = f" in the place of {run.statistics.restart_count} that died; the log says how"
         return "the start of workers" + (died if run.statistics.restart_count else "; these stay")
@@ -166,7 +168,7 @@ def _started(run: _Run) -> str:
 
 
 def _amounts(statistics: Statistics) -> Amounts:
-    """Of the whole run."""
+    """Return the amounts of the whole run."""
 
     def of_workers(name: str) -> int:
         seconds: float = sum(getattr(one, name) for one in statistics.workers)
@@ -192,7 +194,7 @@ def _amounts(statistics: Statistics) -> Amounts:
 
 
 def _largest(run: _Run) -> tuple[str, float]:
-    """What most of the wait was for, and which part of it that is."""
+    """Return the largest cause of the wait, and its share of the wait."""
     amounts = run.amounts
     phases = {
         run.statistics.loads_by: amounts.load_ns,
@@ -224,7 +226,7 @@ def _cure(run: _Run, what: str) -> str:
         idle = f"workers were busy only {busy_share:.0%} of their time"
         return f"{idle}: {_slow_samples(run) or _deaths(run) or _fallback(run)}"
     worst = _worst(run)
-    if worst is not None and _recent_s(worst) > _MOSTLY * run.amounts.waited_ns / 1e9:  # whoever else is busy meanwhile
+    if worst is not None and _recent_s(worst) > _MOSTLY * run.amounts.waited_ns / 1e9:  # even if other workers are busy
         return _blame(run, worst)
     if 0 < run.statistics.prefetch < run.worker_count:
         return f"allow more in flight than prefetch={run.statistics.prefetch}: there is not enough for all workers"
@@ -238,14 +240,18 @@ def _cure(run: _Run, what: str) -> str:
 
 
 def _cure_by_number(run: _Run, *, in_bursts: bool) -> str:
-    """What more workers would bring; ``in_bursts``: the loop asks fast after long steps, and how fast is not known."""
+    """Return advice about the number of workers.
+
+    Args:
+        in_bursts: The training loop asks for batches quickly after long steps, at an unknown rate, so give no number.
+    """
     if run.statistics.is_auto:
         return _cure_of_auto(run)
     more = 0 if in_bursts else run.needed - run.worker_count
     if run.waits:
-        # Beyond this they would wait for the cores.
+        # With more workers than this, they would queue for CPU cores.
         more = min(more, max(1, int(run.cores / run.computing) - run.worker_count))
-        if run.statistics.kind == "thread":  # with more of them than this they would wait for the GIL
+        if run.statistics.kind == "thread":  # more threads than this would wait for the GIL
             more = min(more, max(1, int(run.worker_count * (1 / max(run.own_cores, 0.01) - 1))))
         many = _more(more) if more > 0 else "more workers"
         return f"it waits and does not compute (processor {run.computing:.0%}), so {many} would help, beyond the cores too"
@@ -264,7 +270,7 @@ def _cure_of_inline(run: _Run) -> str:
         more = "num_workers=2 or more" if run.has_no_step else "num_workers=1 would load while the loop works; more"
         return f"{more} help if __iter__ asks infeed.get_worker_info() for its share"
     needed, cores = run.needed, max(1, int(run.cores - run.loop_cores + _FREE))
-    if run.has_no_step and cores == 1:  # one worker would do what the loop does
+    if run.has_no_step and cores == 1:  # one worker would only take the place of the training loop
         return "num_workers=2 or more would help if it waits and does not compute"
     if needed <= cores and not run.has_no_step:
         return f"num_workers={needed} would hide it"
@@ -285,7 +291,7 @@ def _cure_of_auto(run: _Run) -> str:
 
 
 def _allowed(run: _Run) -> str:
-    """Why there are no more workers."""
+    """Return which limit prevents more workers."""
     workers, bound = format_count(run.worker_count, "worker"), run.statistics.bound
     if bound == "memory":
         return f"there is memory for no more than {workers}"
@@ -299,11 +305,11 @@ def _all_busy(run: _Run) -> str:
 
 
 def _held_by_gil(run: _Run) -> str:
-    """What to say of threads that together come to no more than one core: that is as much as the GIL allows.
+    """Return advice if the threads together use about one CPU core, the most that the GIL allows; else ``""``.
 
-    Threads that wait for a disk and compute natively in between may come to the same by chance, so there is an if.
+    Threads that wait for a disk and run native code in between may use one core by chance, so the advice is conditional.
     """
-    # Who holds the GIL may have to wait for a core.
+    # A thread that holds the GIL may queue for a CPU core, so queued time counts too.
     wanted_cores = max(run.own_cores, run.wanted_cores)
     if not _may_queue_for_gil(run) or run.amounts.busy_ns < _SEVERAL * run.wall_ns or wanted_cores < _GIL_TAKEN:
         return ""
@@ -316,7 +322,7 @@ def _held_by_gil(run: _Run) -> str:
 
 
 def _if_python(run: _Run) -> str:
-    """What advice to threads depends on, if nothing shows that they leave the GIL."""
+    """Return the condition on advice for thread workers, unless measurements show that they release the GIL."""
     return "; if samples are computed in Python, only with worker='process' (the GIL)" if _may_queue_for_gil(run) else ""
 
 
@@ -326,8 +332,8 @@ def _may_queue_for_gil(run: _Run) -> bool:
 
 
 def _spare(run: _Run) -> str:
-    """Which workers are too many."""
-    # Long steps leave time that those between cannot use.
+    """Return how many workers would be enough, if there are clearly too many; else ``""``."""
+    # Spare time in long steps does not help during short ones, so the peak rate counts too.
     peak = ceil(1.1 * run.peak_rate * run.amounts.work_ns / max(1, run.amounts.batch_count))
     enough, busy_share = max(run.needed, peak), run.amounts.busy_share
     if run.statistics.kind == "inline" or run.statistics.is_auto or busy_share > _IDLE / 2 or enough >= run.worker_count:
@@ -336,13 +342,13 @@ def _spare(run: _Run) -> str:
 
 
 def _slow_samples(run: _Run) -> str:
-    """Who is to blame, if single samples are."""
+    """Return the slowest sample as the cause, if slow samples are a notable part of the wait; else ``""``."""
     statistics, worst, limit_s = run.statistics, _worst(run), _slow_s(run)
     if worst is None:
         return ""
     slow = [one for one in statistics.slowest if one.seconds >= limit_s]
     named_s = sum(map(_recent_s, slow))
-    # Of many only some are known by name, and of the others not when they were.
+    # Only the slowest samples have an index and a time. The histogram covers all others, but not when they were loaded.
     all_s = sum(upper * count for upper, count in statistics.histogram if upper > limit_s)
     all_s -= sum(one.seconds - _recent_s(one) for one in slow)
     is_much = named_s >= _SLOW_SHARE * run.amounts.waited_ns / 1e9 or all_s >= _SLOW_SHARE * statistics.waited_s
@@ -350,7 +356,7 @@ def _slow_samples(run: _Run) -> str:
 
 
 def _worst(run: _Run) -> SlowSample | None:
-    """The slowest sample of late, if it is much slower than others."""
+    """Return the slowest recent sample if it is much slower than the median."""
     slow = (one for one in run.statistics.slowest if one.seconds >= _slow_s(run) and _recent_s(one))
     return max(slow, key=_recent_s, default=None)
 
@@ -360,7 +366,7 @@ def _recent_s(sample: SlowSample) -> float:
 
 
 def _pending(run: _Run) -> str:
-    """Who is still at it, if the loop waits for one sample now, and that is most of all its waiting."""
+    """Return the worker whose current sample the training loop waits for, if that is most of the wait; else ``""``."""
     least_s = max(_slow_s(run), _MOSTLY * run.amounts.waited_ns / 1e9)
     worker = max(run.statistics.workers, key=lambda one: one.pending_s, default=None)
     if worker is None or min(worker.pending_s, run.statistics.waiting_s) < least_s:
@@ -381,15 +387,15 @@ def _blame(run: _Run, worst: SlowSample) -> str:
 
 
 def _fallback(run: _Run) -> str:
-    """Workers idle, and nobody is to blame."""
+    """Return advice for idle workers without a known cause."""
     if 0 < run.statistics.prefetch < 2 * run.worker_count:
         return f"allow more in flight than {format_count(run.statistics.prefetch, 'batch', 'batches')} (prefetch)"
-    not_more = "more of them would not help; " if run.amounts.manned_ns else ""  # they may idle while the loop is away only
+    not_more = "more of them would not help; " if run.amounts.manned_ns else ""  # otherwise they may idle only during steps
     return f"{not_more}a timeline shows what the loop waits for"
 
 
 def _deaths(run: _Run) -> str:
-    """Who is missed, while others start in their place."""
+    """Return the number of workers that died, since the training loop waits for their replacements; else ``""``."""
     count = run.statistics.restart_count
     return f"{format_count(count, 'worker')} died, and the log says how" if count else ""
 

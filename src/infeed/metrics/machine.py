@@ -1,4 +1,4 @@
-"""What a run ran on, for people to read."""
+"""Describe the machine and the Python environment of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Final
 from infeed.formatting import format_bytes
 from infeed.memory.limits import available_bytes
 
-# Named with their version if the program has imported them.
+# Reported with their versions if the program has imported them.
 _LIBRARIES: Final = ("numpy", "torch", "jax", "cv2", "PIL", "lightning", "accelerate", "transformers")
 
 
 def describe_machine(core_count: float) -> dict[str, str]:
-    """Facts about this machine and this Python. Imports nothing."""
+    """Return readable facts about this machine and this Python. Imports no library."""
     facts = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -34,7 +34,7 @@ def describe_machine(core_count: float) -> dict[str, str]:
 
 
 def _gpus() -> str:
-    """Those that torch has begun to use: asking about others would begin it."""
+    """Return the GPU names if torch has initialized CUDA; a query before that would initialize it."""
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():

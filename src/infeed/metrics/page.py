@@ -1,12 +1,12 @@
-"""A web page in one file: text, tables and charts that need no network, in light and in dark, also on a phone.
+"""Build a self-contained HTML page of text, tables and charts. It needs no network and supports dark mode and phones.
 
-A page is made of blocks, and whoever makes a block escapes what is in it: all functions here take plain text and give
-blocks, so nothing a dataset or a setting is called can become markup.
+A page consists of blocks. All functions here take plain text, escape it and return blocks, so the name of a dataset
+or a setting cannot become markup.
 
-    page("Report", [verdict("The loop waits.", "bad"), section("Rate", paragraph("..."), chart(figure))])
+    page("Report", [diagnosis("The loop waits.", "bad"), section("Rate", paragraph("..."), chart(figure))])
 
-Charts are drawn by plotly.js, which comes with the plotly package. It goes into the page once, compressed (about 2 MB
-instead of 5), and only if there is a chart: a page without one needs no plotly.
+plotly.js, from the plotly package, draws the charts. A page with charts embeds it once, compressed to about 2 MB (from 5 MB).
+A page without charts does not need plotly.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ __all__ = [
     "tiles",
 ]
 
-# What plotly.js draws: {"data": [...], "layout": {...}}. Any colour may be a name of the stylesheet, as "var(--load)"; it
-# is looked up in the page, so that it follows light and dark.
+# A plotly.js figure: {"data": [...], "layout": {...}}. A colour may be a CSS variable such as "var(--load)". The page
+# resolves it, so that it follows light and dark mode.
 Figure: TypeAlias = Mapping[str, Any]
 Tone: TypeAlias = Literal["good", "fair", "bad", "plain"]
 
-# Nothing may be fetched, whatever is in the page: all of it is in the file.
+# Everything is in the file, so the policy forbids all network requests.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a page: markup in which everything is escaped."""
+    """A piece of a page: HTML with all text escaped."""
 
     html: str
     has_chart: bool = False
 
 
 def page(title: str, blocks: Iterable[Block], *, subtitle: str = "") -> str:
-    """One whole HTML page with these blocks in it.
+    """Return a complete HTML page with these blocks.
 
     Raises:
-        ConfigError: There is a chart among the blocks, and plotly is not installed.
+        ConfigError: The blocks contain a chart, and plotly is not installed.
     """
     body = _join(blocks)
     head = f"<h1>{escape(title)}</h1>" + (f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else "")
@@ -80,20 +80,20 @@ def page(title: str, blocks: Iterable[Block], *, subtitle: str = "") -> str:
 
 
 def section(title: str, *blocks: Block, note: str = "") -> Block:
-    """Blocks under a heading; ``note`` stands below it in small letters and says how to read them."""
+    """Return blocks under a heading; ``note`` explains them in small print below the heading."""
     body = _join(blocks)
     small = f'<p class="note">{escape(note)}</p>' if note else ""
     return Block(f"<section><h2>{escape(title)}</h2>{small}\n{body.html}</section>", body.has_chart)
 
 
 def row(*blocks: Block) -> Block:
-    """Blocks side by side where there is room, one below the other where there is not."""
+    """Return blocks side by side, or stacked on a narrow screen."""
     body = _join(Block(f"<div>{block.html}</div>", block.has_chart) for block in blocks)
     return Block(f'<div class="row">{body.html}</div>', body.has_chart)
 
 
 def diagnosis(text: str, tone: Tone = "plain") -> Block:
-    """What it all comes to: the first line large, the others below it."""
+    """Return the diagnosis: the first line large, the other lines below it."""
     first, _, rest = text.strip().partition("\n")
     lines = "".join(f"<p>{escape(line.strip())}</p>" for line in rest.splitlines() if line.strip())
     return Block(f'<div class="verdict {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
@@ -104,22 +104,22 @@ def paragraph(text: str) -> Block:
 
 
 def hint(text: str) -> Block:
-    """What can be done with a mouse, in small letters; not shown where there is none."""
+    """Return mouse instructions in small print; devices without a mouse do not show them."""
     return Block(f'<p class="note hint">{escape(text)}</p>')
 
 
 def code(text: str) -> Block:
-    """Text as it is, in letters of one width; scrolls by itself if it is wide."""
+    """Return preformatted monospace text, which scrolls horizontally if it is wide."""
     return Block(f"<pre><code>{escape(text)}</code></pre>")
 
 
 def label(text: str, tone: Tone = "plain") -> Block:
-    """A word or two on a coloured ground; may be a cell of a table."""
+    """Return a word or two on a coloured background; usable as a table cell."""
     return Block(f'<span class="label {tone}">{escape(text)}</span>')
 
 
 def tiles(values: Iterable[tuple[str, str, str]]) -> Block:
-    """Large figures beside each other: what it is, the figure with its unit, and a remark or nothing."""
+    """Return large figures side by side. Each value is a name, a figure with its unit, and a remark or ``""``."""
     cells = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
         for name, value, remark in values
@@ -128,13 +128,13 @@ def tiles(values: Iterable[tuple[str, str, str]]) -> Block:
 
 
 def facts(values: Mapping[str, str]) -> Block:
-    """Names and what they stand for, one line for each."""
+    """Return a two-column table of names and values."""
     rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in values.items())
     return Block(f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>')
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str | Block]], *, numbers: Iterable[int] = ()) -> Block:
-    """A table that scrolls by itself if it is wide; columns in ``numbers`` are set to the right."""
+    """Return a table that scrolls horizontally if it is wide; columns in ``numbers`` are right-aligned."""
     right = set(numbers)
 
     def cell(tag: str, column: int, content: str | Block) -> str:
@@ -152,13 +152,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str | Block]], *, numbers
 
 
 def bars(share: float) -> Block:
-    """A bar that is filled to ``share`` of its length, 0 to 1; for cells of a table."""
+    """Return a bar for a table cell, filled to ``share`` (0 to 1) of its length."""
     return Block(f'<span class="bar"><i style="width:{min(1.0, max(0.0, share)) * 100:.1f}%"></i></span>')
 
 
 def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Block:
-    """A chart, as wide as there is room. Text in a figure is markup for plotly.js: use ``html.escape`` on what is not ours."""
-    # In a script only "</script" and "<!--" could end it, and JSON can do without the character that both begin with.
+    """Return a chart of full width. plotly.js treats text in a figure as markup: apply ``html.escape`` to untrusted text."""
+    # Only "</script" and "<!--" could break out of the script element, and JSON can escape the "<" of both.
     data = json.dumps(figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return Block(
@@ -169,7 +169,7 @@ def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Block:
 
 
 def plotly_source() -> str:
-    """plotly.js, as it comes with the plotly package."""
+    """Return the source of plotly.js from the plotly package."""
     try:
         offline = importlib.import_module("plotly.offline")
     except ImportError:

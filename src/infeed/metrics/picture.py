@@ -1,7 +1,7 @@
-"""The timeline as a picture, drawn by matplotlib: what each worker did, what the loop did, and the same work in a row.
+"""Draw the timeline with matplotlib: the spans of each worker and of the training loop, and the same work run serially.
 
-Made with matplotlib's objects alone and within its default settings, so that neither the user's back end and style nor this
-picture change the other.
+Uses matplotlib's object interface and its default settings, so the picture neither depends on the user's backend and style
+nor changes them.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _SOFT: Final = "#626a73"
 _MOST_MARKS: Final = 8
 _MOST_LABELS: Final = 24
 _WIDTH_IN: Final = 12.0
-_GAP_IN: Final = 0.01  # between pieces, so that one is told from the next
+_GAP_IN: Final = 0.01  # between pieces, so that they can be distinguished
 _HEADLINE_SIZE: Final = 13
-_HEADLINE_IN: Final = 0.26  # a line
-_HEADLINE_LETTERS: Final = 104  # of a line
+_HEADLINE_IN: Final = 0.26  # height of a line
+_HEADLINE_LETTERS: Final = 104  # per line
 _MOST_LETTERS: Final = 1000
 _NOTE_LETTERS: Final = 160
 _MOST_NOTE_LETTERS: Final = 400
 
 
 def draw_picture(trace: Trace, path: Path) -> None:
-    """Draw the most telling part of a run into an ``.svg`` or ``.png`` file."""
+    """Draw the most informative part of a run (see ``timeline.windows``) into an ``.svg`` or ``.png`` file."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,9 +71,9 @@ def draw_picture(trace: Trace, path: Path) -> None:
         ) from None
     is_svg = path.suffix.lower() == ".svg"
     default = {name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name}
-    # Names within the file hang on the salt: the same run gives the same file.
+    # A fixed salt makes the element ids reproducible: the same run gives the same file.
     with matplotlib.rc_context({**default, "svg.hashsalt": "infeed"}), warnings.catch_warnings():
-        # Letters that the font does not have are drawn as boxes; that is no matter for the user's log.
+        # matplotlib draws missing glyphs as boxes; a warning in the user's log would not help.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(facecolor="white")
         (FigureCanvasSVG if is_svg else FigureCanvasAgg)(figure)
@@ -90,7 +90,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
     lane_in = max(0.1, min(0.34, 11 / lane_count))
     notes = _notes(trace, shown)
     headline = _headline(trace)
-    # Everything is below the verdict, which has as many lines as it needs.
+    # The diagnosis takes as many lines as it needs, and everything else is below it.
     head_in = 0.14 + _HEADLINE_IN * len(headline)
     height_in = head_in + 1.32 + lane_in * lane_count + 0.21 * len(notes)
     figure.set_size_inches(_WIDTH_IN, height_in)
@@ -124,7 +124,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
 def _draw_window(
     axes: Axes, window: Window, seen: list[Piece], in_a_row: Serial | None, tops: dict[int, float]
 ) -> set[SpanKind]:
-    """The lanes and, above them, the work in a row; gives the kinds that are seen."""
+    """Draw the lanes and, above them, the serial work. Return the span kinds drawn."""
     bars: dict[tuple[float, SpanKind], list[tuple[float, float, float]]] = {}
     for piece in seen:
         one = (piece.begin_ns / 1e9, (piece.end_ns - piece.begin_ns) / 1e9, piece.density)
@@ -134,7 +134,7 @@ def _draw_window(
             one = (begin_ns / 1e9, (min(end_ns, window.end_ns) - begin_ns) / 1e9, 1.0)
             bars.setdefault((0, kind), []).append(one)
     gap = window.seconds * _GAP_IN / (_WIDTH_IN * axes.get_position().width)
-    # In the order of the kinds: what is small lies on top.
+    # Draw in the order of COLOURS, so that thin bars end up on top.
     for (top, kind), found in sorted(bars.items(), key=lambda item: list(COLOURS).index(item[0][1])):
         offset, height = EXTENT[kind]
         axes.broken_barh(
@@ -150,7 +150,7 @@ def _draw_window(
 
 
 def _draw_marks(trace: Trace, axes: Axes, window: Window, tops: dict[int, float], number: int) -> int:
-    """Faults as numbered points in their lane, everything else as lines across; gives the number of the next fault."""
+    """Draw faults as numbered points in their lanes and other marks as vertical lines. Return the next fault number."""
     for mark in marks_in(trace, window, most=_MOST_MARKS)[0]:
         at = mark.at_ns / 1e9
         if mark.kind in FAULTS:
@@ -165,7 +165,7 @@ def _draw_marks(trace: Trace, axes: Axes, window: Window, tops: dict[int, float]
 
 
 def _labels(trace: Trace, tops: dict[int, float], has_serial: bool) -> dict[float, str]:
-    """What stands beside the lanes; not at each of them where there are too many to read."""
+    """Return the lane labels by vertical position, at most about 24, so that they stay readable."""
     step = -(-len(tops) // _MOST_LABELS)
     names = {
         tops[lane] + 0.5: name for row, (lane, name) in enumerate(lane_names(trace).items()) if row % step == 0 or lane == LOOP
@@ -198,7 +198,7 @@ def _legend(figure: Figure, kinds: set[SpanKind], top: float) -> None:
 
 
 def _headline(trace: Trace) -> list[str]:
-    """The verdict in lines: what to do about it stands at its end."""
+    """Return the diagnosis wrapped into lines, up to 1000 characters, because the advice is at its end."""
     return textwrap.wrap(shortened(trace.statistics.diagnosis, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
 
 
@@ -217,7 +217,7 @@ def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
 
 
 def _notes(trace: Trace, shown: tuple[Window, ...]) -> list[str]:
-    """What the numbered points are, in the order of their numbers, in lines."""
+    """Return the explanations of the numbered faults, in order, wrapped into lines."""
     faults, rest = [], 0
     for window in shown:
         inside, left_out = marks_in(trace, window, most=_MOST_MARKS)
@@ -234,13 +234,13 @@ def _notes(trace: Trace, shown: tuple[Window, ...]) -> list[str]:
 
 
 def shortened(text: str, most: int) -> str:
-    """One line of text without what cannot be printed, and not longer than ``most``."""
+    """Return the text as one line of printable characters, truncated to ``most``."""
     line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 1]}\u2026"
 
 
 def _pale(colour: str, density: float) -> tuple[float, float, float]:
-    """The colour, mixed with white where there were gaps."""
+    """Return the colour, mixed with white in proportion to the gaps."""
     share = 0.25 + 0.75 * density
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)

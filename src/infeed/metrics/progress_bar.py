@@ -1,4 +1,4 @@
-"""What is shown while a loop runs: a progress bar, and statistics for whoever wants to plot them."""
+"""Show progress during an epoch: a tqdm bar, and a callback that receives statistics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from infeed.metrics.statistics import Statistics
 
 OnStatistics: TypeAlias = Callable[[Statistics], object]
 
-# How often the text behind the bar changes.
+# How often the text after the bar is updated.
 _TEXT_S: Final = 0.5
 
 
 @final
 class Show:
-    """Belongs to one iteration of a loader."""
+    """Progress bar and statistics callback of one iteration over a loader."""
 
     def __init__(
         self,
@@ -32,21 +32,22 @@ class Show:
     ) -> None:
         """
         Args:
-            first_step: where the epoch begins; of one that is resumed, behind what was had before.
-            batch_count: of the whole epoch, if it is known.
+            first_step: First step of this iteration; in a resumed epoch, the number of batches delivered before.
+            batch_count: Number of batches in the whole epoch, if known.
+            every_s: Minimum interval between two calls of ``on_statistics``.
         """
         self._statistics = statistics
         self._on_statistics = on_statistics
         self._every_s = every_s
         self._bar: Any = _open_bar(epoch, first_step, batch_count) if is_shown else None
-        self._before = statistics() if is_shown else None  # the bar tells of this epoch alone
+        self._before = statistics() if is_shown else None  # the bar shows this epoch only
         self._next_text = 0.0
         self._next_call = monotonic() + every_s
 
     def step(self) -> None:
-        """The loop is done with a batch, and asks for the next."""
+        """Update the display: the training loop has finished a batch and asks for the next."""
         now = monotonic()
-        bar = self._bar  # another thread may close the loader
+        bar = self._bar  # copied, because another thread may close the loader
         if bar is not None:
             if now >= self._next_text:
                 self._next_text = now + _TEXT_S
@@ -57,12 +58,12 @@ class Show:
             self._on_statistics(self._statistics())
 
     def tell(self) -> None:
-        """The epoch is complete."""
+        """Call ``on_statistics`` once more at the end of a complete epoch."""
         if self._on_statistics is not None:
             self._on_statistics(self._statistics())
 
     def close(self) -> None:
-        """The epoch is over, or was left, or its loader is closed."""
+        """Close the bar: the epoch ended, the training loop left it, or the loader was closed."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.set_postfix_str(self._text(), refresh=False)
@@ -71,7 +72,7 @@ class Show:
     def _text(self) -> str:
         now, before = self._statistics(), self._before
         assert before is not None
-        # Without the first start, as everywhere: beside it, tqdm shows how fast it goes now.
+        # Excludes worker start-up time, as all rates do. tqdm shows the current rate next to it.
         elapsed_s, waited_s = now.elapsed_s - before.elapsed_s, now.waited_s - before.waited_s
         rate = (now.sample_count - before.sample_count) / elapsed_s if elapsed_s > 0 else 0.0
         share = waited_s / elapsed_s if elapsed_s > 0 else 0.0
@@ -80,9 +81,10 @@ class Show:
 
 
 def check_progress() -> None:
-    """
+    """Check that tqdm can be imported.
+
     Raises:
-        ConfigError: there is no tqdm.
+        ConfigError: tqdm is not installed.
     """
     try:
         import tqdm.auto  # noqa: F401

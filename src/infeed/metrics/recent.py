@@ -1,4 +1,4 @@
-"""What happened lately: a run is judged by how it goes now, not by how it began."""
+"""Select the recent part of a run, because the diagnosis covers the current state, not the start of the run."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, final
 
-# The latest third of the time says how it goes: so much at least, so that chance does not, and no more than a minute...
+# The recent part is the latest third of the elapsed time, between 250 ms (less would be noise) and one minute...
 _SHARE: Final = 1 / 3
 _LEAST_NS: Final = 250_000_000
 _MOST_NS: Final = 60_000_000_000
-# ...and so many batches.
+# ...and it has at least this number of batches.
 _LEAST_BATCHES: Final = 4
-# What leaves out less than this is all of it.
+# If the recent part leaves out at most this share of the time, it counts as the whole run.
 _NEARLY: Final = 0.05
-# A rate that lasts for less is a matter of chance, or of what is loaded ahead.
+# Rates over shorter times are noise, or come from batches loaded ahead.
 _LEAST_PEAK_NS: Final = 50_000_000
-# There are ten a second at most, so this is more than a minute.
+# There are at most ten slices per second, so these cover more than a minute.
 _SLICES_KEPT: Final = 640
 
 
 class Amounts(NamedTuple):
-    """What was done in a part of a run. Times are nanoseconds; those of workers are sums over all of them."""
+    """Counters and times of a part of a run. Times are in nanoseconds; worker times are sums over all workers."""
 
     batch_count: int = 0
     sample_count: int = 0
-    loaded_count: int = 0  # samples, by workers: some for later
+    loaded_count: int = 0  # samples that workers loaded, including those loaded ahead
     waited_ns: int = 0
     started_ns: int = 0
     away_ns: int = 0
-    blocked_ns: int = 0  # of the wait, what was not infeed's own work in the loop's thread
-    changeover_ns: int = 0  # of the wait, for workers that were started or stopped
-    added_worker_ns: int = 0  # of that, what came in the middle of epochs
-    manned_ns: int = 0  # workers' time while the loop waited for a batch; 0: not known
-    idled_ns: int = 0  # of that, while they had nothing to load
+    blocked_ns: int = 0  # part of the wait that was not infeed's own work in the training loop's thread
+    changeover_ns: int = 0  # part of the wait spent starting or stopping workers
+    added_worker_ns: int = 0  # part of changeover_ns in the middle of epochs
+    manned_ns: int = 0  # workers' time while the training loop waited for a batch; 0: unknown
+    idled_ns: int = 0  # part of manned_ns in which workers had nothing to load
     load_ns: int = 0
     collate_ns: int = 0
     write_ns: int = 0
     alive_ns: int = 0
     cpu_ns: int = 0
     queued_ns: int = 0
-    own_cpu_ns: int = 0  # of this process, with all its threads
-    loop_queued_ns: int = 0  # how long the loop's thread was ready to run and had no core
+    own_cpu_ns: int = 0  # CPU time of this process, with all its threads
+    loop_queued_ns: int = 0  # time in which the training loop's thread was ready to run but had no CPU core
 
     @staticmethod
     def sum_of(parts: Iterable[Amounts]) -> Amounts:
@@ -52,7 +52,7 @@ class Amounts(NamedTuple):
 
     @property
     def elapsed_ns(self) -> int:
-        """While an epoch was in progress, starting apart."""
+        """Return the time during epochs, without worker start-up time."""
         return self.waited_ns + self.away_ns
 
     @property
@@ -61,7 +61,7 @@ class Amounts(NamedTuple):
 
     @property
     def work_ns(self) -> int:
-        """What workers did for what the loop has had; what they have loaded ahead is left out."""
+        """Return the workers' time for the delivered samples, without samples loaded ahead."""
         return (
             self.busy_ns * min(self.sample_count, self.loaded_count) // self.loaded_count if self.loaded_count else self.busy_ns
         )
@@ -72,61 +72,61 @@ class Amounts(NamedTuple):
 
     @property
     def busy_share(self) -> float:
-        """Of all workers' time, how much they worked."""
+        """Return the busy share of the workers' time."""
         return min(1.0, self.busy_ns / self.alive_ns) if self.alive_ns else 0.0
 
     @property
     def needed_share(self) -> float:
-        """Of workers' time while the loop waited, how much they were at work: they may idle while it does not."""
+        """Return the busy share of the workers' time while the training loop waited; idle time during steps does not count."""
         if not self.manned_ns or not self.elapsed_ns:
             return self.busy_share
-        # They idle for longer than the loop was away where tasks are so small that sending them takes longer.
+        # If sending a task takes longer than the task, workers are idle for longer than the training loop is away.
         away_ns = self.alive_ns * self.away_ns // (self.elapsed_ns + self.started_ns)
         idle_ns = max(self.idled_ns, self.alive_ns - self.busy_ns - away_ns)
         return max(0.0, 1 - idle_ns / self.manned_ns)
 
 
 class LoopTimes(NamedTuple):
-    """What the loop did up to now, with the step or the wait that is still going on."""
+    """Times of the training loop up to now, including the step or wait in progress."""
 
     waited_ns: int
     away_ns: int
-    blocked_ns: int  # of the wait, what was not infeed's own work in the loop's thread
-    waiting_ns: int  # of the wait, what is for the batch that it waits for now
+    blocked_ns: int  # part of the wait that was not infeed's own work in the training loop's thread
+    waiting_ns: int  # part of the wait for the batch that has not arrived yet
 
 
 class Slice(NamedTuple):
-    """What one engine did between two looks."""
+    """The amounts of one engine between two measurements."""
 
-    kind: str  # of its workers
-    begin_ns: int  # when it was last looked at before
+    kind: str  # worker kind
+    begin_ns: int  # time of the previous measurement
     amounts: Amounts
 
 
 class Recent(NamedTuple):
-    """The part of a run that is judged."""
+    """The part of a run that the diagnosis covers."""
 
     amounts: Amounts
     since_ns: int  # when it began
-    is_all: bool  # there was nothing before
-    peak_rate: float = 0.0  # batches for each nanosecond, when the loop took most
+    is_all: bool  # it covers (almost) the whole run
+    peak_rate: float = 0.0  # batches per nanosecond in the fastest slice
 
 
 @final
 class Past:
-    """Belongs to one loader: the latest slices of all its engines."""
+    """The latest slices of all engines of one loader."""
 
     def __init__(self) -> None:
         self._slices: deque[Slice] = deque(maxlen=_SLICES_KEPT)
-        self._elapsed_ns = 0  # of all that there were
+        self._elapsed_ns = 0  # of all slices ever added
 
     def add(self, one: Slice) -> None:
         self._slices.append(one)
         self._elapsed_ns += one.amounts.elapsed_ns
 
     def recent(self, rest: Sequence[Slice]) -> Recent | None:
-        """The part that says how it goes now; ``None`` if there is none. ``rest`` is what was done since the last look."""
-        # Copied at once: the loop's thread may go on meanwhile.
+        """Return the recent part; ``None`` if nothing happened yet. ``rest`` holds the slices since the last measurement."""
+        # Copied in one call: the training loop's thread may append meanwhile.
         slices = [one for one in (*list(self._slices), *rest) if any(one.amounts)]
         if not slices:
             return None

@@ -1,4 +1,4 @@
-"""Everything that is known of a run on one page: verdict, charts, timeline, the slowest samples, settings, machine."""
+"""Write the HTML report of a run: diagnosis, charts, timeline, slowest samples, settings, machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infeed.metrics.timeline import FAULTS, lane_names
 
 __all__ = ["report_page", "write_report"]
 
-# Below the first the loop hardly waits; above the second, waiting is what it does.
+# Thresholds of the wait share: "good" below the first, "bad" from the second on.
 _GOOD_WAIT_SHARE: Final = 0.05
 _FAIR_WAIT_SHARE: Final = 0.2
 _MOST_PIECES: Final = 4000
@@ -26,7 +26,7 @@ _MOST_MARKS: Final = 60
 
 
 def write_report(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the report of a run as a page in one file, which needs no network.
+    """Write the report of a run as one HTML file that needs no network.
 
     Raises:
         ConfigError: The path does not end in ``.html``, or plotly is not installed.
@@ -34,12 +34,12 @@ def write_report(trace: Trace, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"path={os.fspath(path)!r} is not that of a web page, which a report is; let it end in .html")
-    # A path in a setting may hold bytes that are no text.
+    # A path in a setting may contain bytes that are not valid UTF-8.
     target.write_text(report_page(trace), encoding="utf-8", errors="backslashreplace")
 
 
 def report_page(trace: Trace) -> str:
-    """The report as HTML."""
+    """Return the report as HTML."""
     began = datetime.fromtimestamp(trace.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
     length_s = max((point.at_ns for point in trace.points), default=0) / 1e9
     subtitle = f"begun {began}" + (f", {format_seconds(length_s)} long" if length_s else "")
@@ -195,7 +195,7 @@ def _worker_row(one: WorkerStatistics) -> list[str | Block]:
 
 def _events(trace: Trace) -> Iterator[Block]:
     names = lane_names(trace)
-    # What went wrong is kept where there is too much.
+    # Keep faults first if there are too many events.
     chosen = sorted(trace.marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))[:_MOST_MARKS]
 
     def cells(mark: Mark) -> list[str | Block]:

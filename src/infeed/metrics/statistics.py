@@ -1,4 +1,4 @@
-"""What is known of a run: counters, and what happened when. Plain, frozen data; others make words and pictures of it."""
+"""The data of a run: counters, spans and marks. Plain immutable types, which other modules turn into text and charts."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from infeed.autotune.tuner import Bound
 from infeed.formatting import format_bytes, format_count, format_seconds, format_workers
 from infeed.metrics.recent import Recent
 
-# What a worker does with its time. "load": the dataset's own code (`__getitem__`, `__iter__`); "collate": `collate_fn`, or
-# finding out how samples stack; "write": into shared memory.
-# What the loop does: "wait" for a batch, "deliver" (what infeed does in the user's thread), "away" (the user's own code).
+# Spans of a worker: "load" is the dataset's code (`__getitem__`, `__iter__`), "collate" is `collate_fn` or working out how
+# samples stack, "write" is copying into shared memory.
+# Spans of the training loop: "wait" for a batch, "deliver" (infeed's work in the user's thread), "away" (user code).
 SpanKind: TypeAlias = Literal["start", "load", "collate", "write", "wait", "deliver", "away"]
 MarkKind: TypeAlias = Literal["death", "restart", "bad sample", "failure", "hang", "workers", "epoch"]
 
 
 class Span(NamedTuple):
-    """Somebody did something for a while. Times are nanoseconds since the run began."""
+    """An activity of a worker or of the training loop. Times are nanoseconds since the run began."""
 
     lane: int  # a worker's number, or ``LOOP``
     kind: SpanKind
     begin_ns: int
     end_ns: int
     epoch: int
-    position: int  # of the first sample, in the epoch; of the loop's spans, the batch's number in its epoch
-    first_index: int | None  # of the first sample, if that is a number
-    size: int  # samples; short ones are put together, so that the record stays cheap. Of the loop's spans, batches
+    position: int  # of the first sample in the epoch; for LOOP spans, the batch number in the epoch
+    first_index: int | None  # dataset index of the first sample, if it is an integer
+    # Number of samples, or of batches for LOOP spans. Short spans are merged to keep recording cheap.
+    size: int
 
     @property
     def seconds(self) -> float:
         return (self.end_ns - self.begin_ns) / 1e9
 
 
-LOOP = -1  # the lane of the user's loop
+LOOP = -1  # the lane of the training loop
 
 
 class Mark(NamedTuple):
-    """Something happened."""
+    """An event at one point in time."""
 
     at_ns: int
     lane: int
@@ -47,7 +48,7 @@ class Mark(NamedTuple):
 
 
 class Point(NamedTuple):
-    """How far everything had come at a time: all sums are from the beginning."""
+    """A measurement of the whole loader. Counts of batches, samples and bytes, and all times, are sums since the run began."""
 
     at_ns: int
     batch_count: int
@@ -56,17 +57,17 @@ class Point(NamedTuple):
     waited_ns: int
     away_ns: int
     worker_count: int
-    busy_ns: int  # of all workers together
-    cpu_ns: int  # processor time of all workers together
-    queued_ns: int  # how long they were ready to run and had no core
-    memory_bytes: int  # of all workers together, or of this process where there are none
-    flight_bytes: int  # of batches that are loaded, being loaded, or kept by the user
-    room_bytes: int = 0  # of all memory for batches, used or not
+    busy_ns: int  # sum over all workers
+    cpu_ns: int  # CPU time, sum over all workers
+    queued_ns: int  # time in which workers were ready to run but had no CPU core
+    memory_bytes: int  # of all worker processes, or of this process if there are none
+    flight_bytes: int  # of batches that are loaded, being loaded, or held by user code
+    room_bytes: int = 0  # all memory allocated for batches, used or not
 
 
 @final
 class Times(dict[str, float]):
-    """Seconds by name, that cannot be changed. A dict, so that it can be compared, sent and written as JSON like one."""
+    """A read-only dict of seconds by name. It is a dict so that it compares, pickles and converts to JSON like one."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("statistics cannot be changed; make a dict of them to change that: dict(statistics.sample_times)")
@@ -80,15 +81,15 @@ class Times(dict[str, float]):
 @final
 @dataclass(frozen=True, slots=True)
 class SlowSample:
-    """One of the samples that took longest."""
+    """One of the slowest samples."""
 
     __module__ = "infeed"
 
     epoch: int
     position: int
-    index: int | None  # if it is a number
+    index: int | None  # if it is an integer
     seconds: float
-    recent_s: float | None = None  # of that, in the part of the run that the verdict judges; None: all
+    recent_s: float | None = None  # part of it within the time that the diagnosis covers; None: all
 
     def __str__(self) -> str:
         index = "" if self.index is None else f"index={self.index} "
@@ -98,24 +99,24 @@ class SlowSample:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatistics:
-    """What one worker did so far."""
+    """Counters and times of one worker so far."""
 
     __module__ = "infeed"
 
     worker: int
-    pid: int | None  # of a process
+    pid: int | None  # None if the worker is not a process
     is_alive: bool
     sample_count: int
     load_s: float
     collate_s: float
     write_s: float
-    alive_s: float  # while it was there and an epoch was in progress or it loaded ahead for the next, all lives together
-    cpu_s: float  # processor time; 0 where it cannot be had
-    queued_s: float  # how long it was ready to run and had no core; 0 where it cannot be had
-    memory_bytes: int  # resident; shared memory counts in every worker that has touched it
+    alive_s: float  # time alive during epochs or while loading ahead for the next, including before restarts
+    cpu_s: float  # CPU time; 0 if the platform does not report it
+    queued_s: float  # time in which it was ready to run but had no CPU core; 0 if the platform does not report it
+    memory_bytes: int  # resident; shared memory counts in every worker that touched it
     restart_count: int
     retry_count: int
-    pending_s: float = 0.0  # how long it has been at the sample that it is at, if that is long; not in the others yet
+    pending_s: float = 0.0  # time spent on the current sample, if it is long; not included in the other times yet
 
     @property
     def busy_s(self) -> float:
@@ -123,65 +124,65 @@ class WorkerStatistics:
 
     @property
     def busy_share(self) -> float:
-        """Of its time, how much it worked; the rest it waited for something to do."""
+        """Share of its time in which the worker worked; otherwise it waited for tasks."""
         return min(1.0, self.busy_s / self.alive_s) if self.alive_s else 0.0
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a loader did so far, in all its epochs. ``str`` gives a short table and, first, the verdict."""
+    """Counters and times of a loader over all its epochs. ``str`` returns the diagnosis followed by a short table."""
 
     __module__ = "infeed"
 
     epoch: int
-    ended_count: int = 0  # epochs that were not left before their end
+    ended_count: int = 0  # epochs that ran to their end
     batch_count: int
     sample_count: int
-    byte_count: int  # of batches given to the loop; 0 for what is handed over as it is
-    waited_s: float  # how long the loop waited in `iter` and `next`, without the loader's first start
-    waiting_s: float = 0.0  # of that, how long it has been waiting for a batch that is not there yet
-    started_s: float  # how long it waited for the very first batch, while workers were starting
-    away_s: float  # how long the loop did its own work
-    deliver_s: float  # of the wait, what infeed did in the loop's own thread
-    changeover_s: float = 0.0  # of the wait, what workers took that were started anew, to the first batch, or stopped
-    loads_by: str  # what of the dataset loads samples: "__getitem__", "__getitems__", "__iter__", or "gathering rows"
+    byte_count: int  # of delivered batches; 0 for batches passed on as they are
+    waited_s: float  # time the training loop waited in `iter` and `next`, without worker start-up time
+    waiting_s: float = 0.0  # part of waited_s for a batch that has not arrived yet
+    started_s: float  # worker start-up time: the wait for the very first batch
+    away_s: float  # time the training loop spent in user code
+    deliver_s: float  # part of the wait that was infeed's work in the training loop's thread
+    changeover_s: float = 0.0  # part of the wait for workers to start again, up to their first batch, or to stop
+    loads_by: str  # how samples are loaded: "__getitem__", "__getitems__", "__iter__", or "gathering rows"
     has_collate_fn: bool
-    keeps_workers: bool = True  # from one epoch to the next
+    keeps_workers: bool = True  # whether workers persist from one epoch to the next
     kind: Literal["inline", "thread", "process"]
-    is_auto: bool  # whether infeed decides how many workers there are
-    is_settled: bool = True  # not while it is still finding out how many are best
-    bound: Bound = ""  # what allows no more workers, though more might bring something, where infeed decides how many there are
-    cpu_limit: float | None = None  # as it was given
+    is_auto: bool  # whether infeed chooses the number of workers
+    is_settled: bool = True  # False while infeed is still searching for the best number of workers
+    bound: Bound = ""  # if is_auto: the limit that prevents more workers, although more might help
+    cpu_limit: float | None = None  # as passed by the user
     worker_count: int  # now
     workers: tuple[WorkerStatistics, ...]
-    core_count: float  # that this process may use
+    core_count: float  # CPU cores that this process may use
     batches_in_flight: int  # planned, being loaded or ready
-    bytes_in_flight: int  # of these, and of batches that the user keeps
-    memory_limit: int  # for all of these bytes: the one that holds, or that would hold if an epoch began now
+    bytes_in_flight: int  # of batches in flight and batches that user code holds
+    memory_limit: int  # for bytes_in_flight: the current limit, or the one that an epoch would get if it began now
     skipped_count: int
     replaced_count: int
-    sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty while nothing is known
-    histogram: tuple[tuple[float, int], ...]  # of sample times: up to so many seconds, how many
+    sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty before the first sample
+    histogram: tuple[tuple[float, int], ...]  # of sample times: (upper bound in seconds, number of samples)
     slowest: tuple[SlowSample, ...]
     diagnosis: str
-    most_workers: int = 0  # that there may be, by num_workers; 0 if that is not known
-    prefetch: int = 0  # batches that may be in flight, where the user says how many
-    recent: Recent | None = None  # what the verdict judges; None: all of it
+    most_workers: int = 0  # maximum that num_workers allows; 0 if unknown
+    prefetch: int = 0  # maximum number of batches in flight, if set by the user
+    recent: Recent | None = None  # the part of the run that the diagnosis covers; None: all of it
 
     @property
     def elapsed_s(self) -> float:
-        """While an epoch was in progress, the first start apart."""
+        """Time during epochs, without worker start-up time."""
         return self.waited_s + self.away_s
 
     @property
     def wait_share(self) -> float:
-        """Of the time in which an epoch was in progress, how much the loop waited for data."""
+        """Share of the time during epochs in which the training loop waited for data."""
         return self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def recent_wait_share(self) -> float:
-        """The same, in the part of the run that the verdict judges."""
+        """``wait_share`` in the part of the run that the diagnosis covers."""
         return self.wait_share if self.recent is None else self.recent.amounts.wait_share
 
     @property
@@ -190,7 +191,7 @@ class Statistics:
 
     @property
     def work_s(self) -> float:
-        """What workers did for what the loop has had; what they have loaded ahead is left out."""
+        """Busy time of workers for the delivered samples, without samples loaded ahead."""
         loaded_count = sum(one.sample_count for one in self.workers)
         busy_s = sum(one.busy_s for one in self.workers)
         return busy_s * min(1.0, self.sample_count / loaded_count) if loaded_count else busy_s
@@ -205,17 +206,17 @@ class Statistics:
 
     @property
     def busy_share(self) -> float:
-        """Of all workers' time, how much they worked."""
+        """Busy share of all workers' time."""
         alive_s = sum(one.alive_s for one in self.workers)
         return min(1.0, sum(one.busy_s for one in self.workers) / alive_s) if alive_s else 0.0
 
     @property
     def memory_bytes(self) -> int:
-        """Of all workers together; what they share counts in each."""
+        """Memory of all live workers; shared memory counts once per worker."""
         return sum(one.memory_bytes for one in self.workers if one.is_alive)
 
     def numbers(self) -> dict[str, float]:
-        """The figures that are worth plotting, by name: for TensorBoard, Weights & Biases, Prometheus and the like."""
+        """Return the figures worth plotting, by name, for TensorBoard, Weights & Biases, Prometheus and similar tools."""
         return {
             "batches": self.batch_count,
             "samples": self.sample_count,
@@ -282,13 +283,13 @@ class Statistics:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Everything that is known of a run, for timeline and report."""
+    """All recorded data of a run, for the timeline and the report."""
 
-    began: float  # seconds since 1970
+    began: float  # Unix time in seconds
     statistics: Statistics
-    spans: tuple[Span, ...]  # in order of lanes, and of time in each
+    spans: tuple[Span, ...]  # sorted by lane, then by time
     marks: tuple[Mark, ...]
     points: tuple[Point, ...]
-    lost_span_count: int  # older ones that were not kept
-    settings: Mapping[str, str]  # options as given, for people to read
+    lost_span_count: int  # number of older spans that were dropped
+    settings: Mapping[str, str]  # options as passed, in readable form
     machine: Mapping[str, str]

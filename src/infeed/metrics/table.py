@@ -1,7 +1,7 @@
-"""The work of a run one after another, as a loader without workers would do it: what a picture compares the run with.
+"""Estimate how the same work would run serially, in a loader without workers. Timelines compare the run with it.
 
-Only the loop's own time is compared, from its first ask to its last batch: neither what the user did between epochs nor what
-workers load ahead while no epoch is in progress. So it stays the same however late somebody asks.
+The comparison covers the training loop's time from its first request to its last batch. It excludes user code between epochs
+and loading ahead outside epochs, so the result does not depend on when it is computed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from infeed.metrics.timeline import Cycle, Window, loop_cycles
 
 __all__ = ["Serial", "serial"]
 
-# What a loader without workers does too; it writes nothing into shared memory.
+# The span kinds of a loader without workers, which writes nothing into shared memory.
 _LOADING: Final = frozenset({"load", "collate"})
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Serial:
-    """The batches of a window as they would come one after another: loaded, worked on, loaded, worked on."""
+    """The batches of a window, loaded and processed serially."""
 
-    steps: tuple[tuple[SpanKind, int, int], ...]  # kind, begin and end, from the loop's first ask in the window on
+    steps: tuple[tuple[SpanKind, int, int], ...]  # kind, begin, end; starts at the training loop's first request in the window
     seconds: float
-    loop_s: float  # how long the loop took in truth
+    loop_s: float  # measured time of the training loop
 
     @property
     def factor(self) -> float:
-        """How many times as long as the loop took."""
+        """Return the serial time divided by the measured time."""
         return self.seconds / self.loop_s
 
     @property
@@ -41,9 +41,9 @@ class Serial:
 
 
 def serial(trace: Trace, window: Window) -> Serial | None:
-    """What a loader without workers would make of the window's batches, if everything took as long as it did.
+    """Return the serial schedule of the window's batches, with the measured times of each step.
 
-    ``None`` where that is what happened, or where too little is known.
+    Returns ``None`` if the run used no workers, or if too little was recorded.
     """
     cycles = [cycle for cycle in loop_cycles(trace) if window.begin_ns <= cycle.begin_ns and cycle.end_ns <= window.end_ns]
     if trace.statistics.kind == "inline" or not cycles:
@@ -51,14 +51,14 @@ def serial(trace: Trace, window: Window) -> Serial | None:
     batch_size = _batch_size(trace)
     loads = _load_times(trace, batch_size)
     typical_ns = batch_size * _sample_time(trace, window)
-    if not typical_ns:  # nothing was loaded meanwhile
+    if not typical_ns:  # no sample was loaded within the window
         known = [loads[batch] for cycle in cycles for batch in _batches(cycle) if batch in loads]
         if not known:
             return None
         typical_ns = sum(known) / len(known)
     steps: list[tuple[SpanKind, int, int]] = []
     at_ns: float = cycles[0].begin_ns
-    between_ns = 0  # epochs
+    between_ns = 0  # total time between epochs
     before = cycles[0]
     for cycle in cycles:
         if cycle.epoch != before.epoch:
@@ -81,12 +81,12 @@ def _batches(cycle: Cycle) -> list[tuple[int, int]]:
 
 def _batch_size(trace: Trace) -> int:
     statistics = trace.statistics
-    # The last batch of an epoch may be smaller than the others, so the true size is above the mean.
+    # The last batch of an epoch may be smaller, so round the mean up.
     return -(-statistics.sample_count // statistics.batch_count) if statistics.batch_count else 0
 
 
 def _sample_time(trace: Trace, window: Window) -> float:
-    """How many nanoseconds of a worker's time a sample took within a window; 0 if none was loaded."""
+    """Return the mean worker time per sample within a window, in nanoseconds; 0 if no sample was loaded."""
     took_ns = count = 0
     for span in trace.spans:
         if span.kind in _LOADING and span.begin_ns < window.end_ns and span.end_ns > window.begin_ns:
@@ -96,16 +96,16 @@ def _sample_time(trace: Trace, window: Window) -> float:
 
 
 def _load_times(trace: Trace, batch_size: int) -> dict[tuple[int, int], float]:
-    """How long workers took over each batch, by epoch and number.
+    """Return the workers' time for each batch, by epoch and batch number.
 
-    Only of batches of which each sample is known once. Of others spans were not kept, or were made anew; and samples of streams
-    cannot be told apart by their positions, which each stream counts by itself.
+    Includes only batches in which every sample was recorded exactly once. Other batches lost spans or were loaded again.
+    In iterable datasets, each stream counts its own positions, so positions do not identify samples.
     """
     if not batch_size:
         return {}
     loads: dict[tuple[int, int], float] = defaultdict(float)
     counts: dict[tuple[int, int], int] = defaultdict(int)
-    last: dict[int, int] = defaultdict(int)  # of each epoch
+    last: dict[int, int] = defaultdict(int)  # highest batch number of each epoch
     for span in trace.spans:
         if span.kind not in _LOADING:
             continue

@@ -1,10 +1,15 @@
-"""A run as a timeline: for Perfetto and chrome://tracing, as a picture, or as a page to look around in.
+"""Write the timeline of a run: as JSON for Perfetto and chrome://tracing, as a picture, or as a zoomable page.
 
-The first is the Trace Event Format: complete events for spans, instants for marks, counters for what was measured from time
-to time. Times in it are microseconds since the run began. Workers, batches and the loop are processes there, so that each group
-folds; a worker is a thread of the first. A thread's events must lie within each other or apart; where they cross, because
-short spans were put together or because several workers collate at a time, they get a second row. What a worker does for a
-batch is shown twice: in the worker's row, which would seem idle without it, and with the delivery of batches.
+The first part of the module selects the time windows to show and merges spans that are too short to see. Pictures and pages
+share it.
+
+The JSON is in the Trace Event Format, with times in microseconds since the run began. Spans are complete events, marks are
+instant events, and periodic measurements are counters. Workers, batches and the training loop appear as processes, so that
+each group can be collapsed; each worker is a thread of the first.
+
+Events of one thread must be nested or disjoint. Events overlap if short spans were merged or several workers collate at the
+same time; overlapping events get an additional row. Collating and writing appear twice: in the worker's row, which would
+otherwise look idle, and next to the delivery of batches.
 """
 
 from __future__ import annotations
@@ -21,15 +26,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from infeed.errors import ConfigError
 from infeed.metrics.statistics import LOOP, Mark, Span, SpanKind, Trace
 
-# Of a run with more batches than this, a part is shown: its beginning, and a part of it when it runs steadily.
+# Of a run with more than 48 batches, show only the first 8 and 16 from the steady state.
 _WHOLE_BATCH_COUNT: Final = 48
 _BEGINNING_BATCH_COUNT: Final = 8
 _STEADY_BATCH_COUNT: Final = 16
-# Of the loop's time, how much of what was before it is shown.
+# Show at most this much time before the training loop's first request, as a share of the training loop's time.
 _MOST_BEFORE: Final = 0.2
-# Pieces that are shorter than this part of the width cannot be seen on their own.
+# Pieces shorter than this share of the width are too small to see.
 _FINEST_SHARE: Final = 1 / 1500
-# Short pieces are put together, but not all of them into one: how dense they are may change.
+# Longest merged piece, in units of the finest visible length. The limit keeps changes of density visible.
 _MERGED_LENGTH: Final = 12
 
 WORDS: Final[dict[SpanKind, str]] = {
@@ -41,7 +46,7 @@ WORDS: Final[dict[SpanKind, str]] = {
     "deliver": "delivering",
     "away": "your code",
 }
-# Of a lane's height: from where, and how much. What comes between samples lies below, so that it is seen beside them.
+# Offset and height within a lane. Spans between samples are drawn lower, so that they stay visible next to them.
 EXTENT: Final[dict[SpanKind, tuple[float, float]]] = {
     "start": (0.25, 0.5),
     "load": (0.1, 0.8),
@@ -51,7 +56,7 @@ EXTENT: Final[dict[SpanKind, tuple[float, float]]] = {
     "deliver": (0.62, 0.28),
     "away": (0.1, 0.8),
 }
-# Room between the work in a row and the lanes, where the picture says how much longer it takes; and above the loop's lane.
+# Gap between the serial work and the lanes, which holds the text of the factor; and gap above the training loop's lane.
 _SERIAL_GAP: Final = 0.9
 _LOOP_GAP: Final = 0.3
 
@@ -59,13 +64,13 @@ FAULTS: Final = frozenset({"death", "restart", "bad sample", "failure", "hang"})
 
 
 class Piece(NamedTuple):
-    """A span as it is drawn: one, or several short ones of a kind that lie close together."""
+    """A span as drawn: a single span, or several short neighbouring spans of one kind."""
 
     lane: int
     kind: SpanKind
     begin_ns: int
     end_ns: int
-    busy_ns: int  # as long as the piece, or less where there were gaps
+    busy_ns: int  # length of the piece without its gaps
     epoch: int
     position: int
     first_index: int | None
@@ -78,7 +83,7 @@ class Piece(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A part of the run's time."""
+    """A time window of the run."""
 
     begin_ns: int
     end_ns: int
@@ -93,19 +98,19 @@ class Window(NamedTuple):
 
 
 class Cycle(NamedTuple):
-    """A round of the loop: it waits for a batch and works on one. Short rounds are one, of several batches."""
+    """One iteration of the training loop: waiting for a batch and processing one. Short iterations are merged."""
 
     begin_ns: int
     end_ns: int
     epoch: int
-    position: int  # the first batch's number in its epoch
+    position: int  # number of the first batch in its epoch
     size: int
-    away_ns: int  # what of it was the loop's own work
-    is_away_first: bool  # the work was on the batch before
+    away_ns: int  # time in user code
+    is_away_first: bool  # user code came first, working on the previous batch
 
 
 def lane_names(trace: Trace) -> dict[int, str]:
-    """All lanes from top to bottom: workers by number, then the loop."""
+    """Return the names of all lanes from top to bottom: workers by number, then the training loop."""
     workers = {span.lane for span in trace.spans if span.lane != LOOP} | {mark.lane for mark in trace.marks if mark.lane >= 0}
     is_inline = trace.statistics.kind == "inline"
     names = {lane: "loading" if is_inline else f"worker {lane}" for lane in sorted(workers)}
@@ -113,13 +118,13 @@ def lane_names(trace: Trace) -> dict[int, str]:
 
 
 def lane_tops(trace: Trace, *, has_serial: bool) -> dict[int, float]:
-    """Where each lane begins, from the top, in lanes. With ``has_serial`` the work in a row comes first, at 0."""
+    """Return the top of each lane, in lane heights. With ``has_serial``, the serial work is at 0, above the lanes."""
     first = 1 + _SERIAL_GAP if has_serial else 0.0
     return {lane: first + row + (_LOOP_GAP if lane == LOOP else 0) for row, lane in enumerate(lane_names(trace))}
 
 
 def whole(trace: Trace) -> Window | None:
-    """From the first thing that is known to the last; ``None`` if nothing is known."""
+    """Return the window from the first span to the last; ``None`` if there are no spans."""
     if not trace.spans:
         return None
     begin_ns = min(span.begin_ns for span in trace.spans)
@@ -128,10 +133,10 @@ def whole(trace: Trace) -> Window | None:
 
 
 def windows(trace: Trace) -> tuple[Window, ...]:
-    """The parts of a run that tell most: all of a short one; of a long one the beginning and a steady part.
+    """Return the windows to show: all of a short run; of a long run, the beginning and a steady part.
 
-    The steady part is where something went wrong, if something did; else a little after the middle. What workers load
-    ahead when the loop is over is left out, and so is a time of which not all spans were kept.
+    The steady part contains the first later fault, or else starts 60% into the run. The windows exclude loading ahead after
+    the training loop ended, and times from which spans were dropped.
     """
     everything, cycles = whole(trace), loop_cycles(trace)
     if everything is None or not cycles:
@@ -140,10 +145,10 @@ def windows(trace: Trace) -> tuple[Window, ...]:
     if is_cut:
         since_ns = _known_since(trace)
         known = [cycle for cycle in cycles if cycle.begin_ns >= since_ns]
-        # A worker that had nothing to do for long looks as if its spans were lost; then the latest are the best there is.
+        # A worker that was idle for long looks as if it had lost spans. Then use the latest cycles.
         cycles = known if len(known) >= _STEADY_BATCH_COUNT else cycles[-_STEADY_BATCH_COUNT:]
     begin_ns, end_ns = cycles[0].begin_ns, cycles[-1].end_ns
-    if not is_cut:  # workers start before the loop first asks
+    if not is_cut:  # workers start before the training loop's first request
         begin_ns = max(everything.begin_ns, begin_ns - int((end_ns - begin_ns) * _MOST_BEFORE))
     if sum(cycle.size for cycle in cycles) <= _WHOLE_BATCH_COUNT or len(cycles) <= _BEGINNING_BATCH_COUNT + _STEADY_BATCH_COUNT:
         return (Window(begin_ns, max(end_ns, begin_ns + 1), "the end" if is_cut else everything.title),)
@@ -162,7 +167,7 @@ def windows(trace: Trace) -> tuple[Window, ...]:
 
 
 def loop_cycles(trace: Trace) -> list[Cycle]:
-    """What is known of the loop, round by round."""
+    """Return the recorded iterations of the training loop."""
     cycles: list[Cycle] = []
     for span in trace.spans:
         if span.lane != LOOP:
@@ -179,20 +184,20 @@ def loop_cycles(trace: Trace) -> list[Cycle]:
 
 
 def _known_since(trace: Trace) -> int:
-    """Since when everything is known of all workers and of the loop, where older spans were not kept."""
+    """Return the time from which the spans of all workers and the training loop are complete, after older ones were dropped."""
     first: dict[int, Span] = {}
     for span in trace.spans:
         first.setdefault(span.lane, span)
     workers = [span.begin_ns for lane, span in first.items() if lane != LOOP]
-    # Whose spans begin with its start was not there before, and nothing of it is missing.
+    # A lane whose first span is its start has lost no spans.
     kept = [span.begin_ns for span in first.values() if span.kind != "start"]
     return max([min(workers, default=0), *kept])
 
 
 def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[Piece]:
-    """The spans of a window as they can be seen: cut at its ends, short neighbours of a kind put together.
+    """Return the spans of a window as drawn: clipped to it, with short neighbours of one kind merged.
 
-    Never many more than ``most``: the more there are, the coarser they become.
+    The resolution is halved until there are at most ``most`` pieces, or four per lane and kind if that is more.
     """
     rows: dict[tuple[int, SpanKind], list[Piece]] = defaultdict(list)
     for span in spans:
@@ -213,16 +218,16 @@ def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[P
 
 
 def marks_in(trace: Trace, window: Window, *, most: int) -> tuple[list[Mark], int]:
-    """What happened in a window, faults before all else if there is too much; and how much is left out."""
+    """Return at most ``most`` marks of a window, faults preferred, and the number of marks left out."""
     inside = [mark for mark in trace.marks if window.has(mark.at_ns)]
     chosen = sorted(inside, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))[:most]
     return sorted(chosen, key=lambda mark: mark.at_ns), len(inside) - len(chosen)
 
 
 def _merged(row: Sequence[Piece], finest_ns: float) -> list[Piece]:
-    """Neighbours put together where one of them, and what is between them, is too short to be seen."""
+    """Merge neighbours if one of them and the gap between them are too short to see."""
     merged: list[Piece] = []
-    run: list[Piece] = []  # what becomes one piece
+    run: list[Piece] = []  # pieces to merge into one
     begin_ns = end_ns = 0
     shortest_ns = 0.0
     for piece in row:
@@ -258,17 +263,17 @@ Event: TypeAlias = dict[str, Any]
 _WORKERS: Final = 1
 _BATCHES: Final = 2
 _LOOP: Final = 3
-# No number of a row is one of a process: a viewer would take it for the process's main thread.
+# Row numbers must differ from process numbers: a viewer takes an equal number for the process's main thread.
 _LOOP_ROW: Final = 10
 _DELIVERY_ROW: Final = 20
 _COLLATION_ROW: Final = 21
-_MOST_COLLATIONS: Final = 500  # rows, as many as workers that collate at a time
+_MOST_COLLATIONS: Final = 500  # maximum number of rows; one per worker that collates at the same time
 _WORKER_ROW: Final = 1000
-# A worker's rows: its first, and room for more below it.
+# Row numbers reserved per worker: its first row, and rows for overlapping spans.
 _ROWS_PER_WORKER: Final = 8
 _CATEGORIES: Final = {_WORKERS: "worker", _BATCHES: "batch", _LOOP: "loop"}
 _COLLATION: Final = frozenset({"collate", "write"})
-# chrome://tracing knows colours by these names only; Perfetto chooses its own.
+# chrome://tracing accepts only these colour names; Perfetto chooses its own colours.
 _COLOURS: Final[dict[SpanKind, str]] = {
     "start": "grey",
     "load": "thread_state_running",
@@ -281,15 +286,15 @@ _COLOURS: Final[dict[SpanKind, str]] = {
 
 
 def write_timeline(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a run's timeline in the form that the path's ending names.
+    """Write the timeline of a run in the format given by the file extension.
 
     Args:
-        trace: What is known of the run.
-        path: ``.json``: opens in Perfetto (ui.perfetto.dev) and chrome://tracing, with every span. ``.svg`` and ``.png``: a
-            picture, beside it the same work one after another. ``.html``: a page to zoom and look around in.
+        trace: The recorded data of the run.
+        path: ``.json`` opens in Perfetto (ui.perfetto.dev) and chrome://tracing, and has every recorded span. ``.svg`` and
+            ``.png`` are pictures that also show the same work run serially. ``.html`` is a zoomable page.
 
     Raises:
-        ConfigError: The ending is another, or what draws that form is not installed.
+        ConfigError: The extension is not supported, or the package that draws the format is not installed.
     """
     target = Path(path)
     writers: dict[str, Callable[[Trace, Path], None]] = {
@@ -308,7 +313,7 @@ def write_timeline(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def chrome_events(trace: Trace) -> Iterator[Event]:
-    """All events of the Trace Event Format: names first, then everything else by time within each kind."""
+    """Yield all events in the Trace Event Format, each group sorted by time."""
     names = lane_names(trace)
     yield from _names(_WORKERS, 0, "process", "infeed: workers")
     yield from _names(_BATCHES, 0, "process", "infeed: collation and delivery")
@@ -342,9 +347,9 @@ def _names(process: int, thread: int, what: str, name: str) -> Iterator[Event]:
 
 
 def _rows(spans: list[Span], process: int, first_row: int, name: str, most: int) -> Iterator[Event]:
-    """What workers did, in as many rows as are needed so that nothing crosses, at most ``most``."""
+    """Yield the events of workers in as many rows as needed to avoid overlaps, at most ``most``."""
     yield from _names(process, first_row, "thread", name)
-    rows: list[list[int]] = [[]]  # of each row, the ends of the spans that are still open, the innermost last
+    rows: list[list[int]] = [[]]  # for each row, the ends of the open spans, innermost last
     for span in sorted(spans, key=_outer_first):
         row = _fit(rows, span, most)
         if row == len(rows):
@@ -364,7 +369,7 @@ def _outer_first(span: Span) -> tuple[int, int]:
 
 
 def _fit(rows: list[list[int]], span: Span, most: int) -> int:
-    """The first row in which the span lies within another or apart from all."""
+    """Return the first row in which the span is nested in another span or overlaps none; the last row takes any span."""
     for row, open_ends in enumerate(rows):
         while open_ends and open_ends[-1] <= span.begin_ns:
             open_ends.pop()
@@ -425,7 +430,7 @@ def _write_json(trace: Trace, path: Path) -> None:
         **{f"setting {name}": value for name, value in trace.settings.items()},
         **{f"machine {name}": value for name, value in trace.machine.items()},
     }
-    # One event a line: hundreds of thousands of them never stand in memory together, and people can read the file.
+    # Write one event per line: hundreds of thousands of events never are in memory together, and the file is readable.
     with path.open("w", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[')
         separator = "\n"
@@ -444,5 +449,5 @@ def _write_picture(trace: Trace, path: Path) -> None:
 def _write_page(trace: Trace, path: Path) -> None:
     from infeed.metrics.charts import timeline_page
 
-    # A path in a setting may hold bytes that are no text.
+    # A path in a setting may contain bytes that are not valid UTF-8.
     path.write_text(timeline_page(trace), encoding="utf-8", errors="backslashreplace")

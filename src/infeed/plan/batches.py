@@ -1,7 +1,7 @@
-"""Which positions make which batch, and where a batch is cut into grains.
+"""Group positions into batches, and split batches into grains.
 
-The cut is part of the plan: it depends on batch size and options, never on timing or on the number of workers, because seeds
-hang on it.
+The split is part of the plan. It depends on the batch size and options, never on timing or the number of workers, because the
+seeds depend on it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 from infeed.plan.order import Indices, Order
 from infeed.plan.shards import ALONE, Cut, Piece, Steps
 
-# A batch is cut into at most this many grains. More lets more workers share a batch (the first comes sooner, a slow sample
-# holds up less); each costs the seeding of three generators, some 6 microseconds, which tiny samples feel.
+# Maximum number of grains per batch. With more grains, more workers share a batch: the first batch arrives sooner, and a slow
+# sample delays less. Each grain seeds three generators (about 6 microseconds), which is noticeable for tiny samples.
 _GRAINS_PER_BATCH: Final = 4
 
 
 class BatchPlan(NamedTuple):
-    """One batch: what to load and where it stands in the epoch."""
+    """One batch: the indices to load and its position in the epoch."""
 
     indices: Indices | list[Any]
     first_position: int
-    stop: int  # the position that all ranks have come to with it
-    rows: list[int] | None = None  # where each sample stood before others were left out; None: none were
+    stop: int  # position of all ranks together after this batch
+    rows: list[int] | None = None  # original row of each sample if others were left out; None: none were
 
 
 @final
 class GivenIndices(list[Any]):
-    """Indices of a whole batch, with the object that the batch sampler yielded: ``__getitems__`` gets that object."""
+    """Indices of a whole batch plus the batch sampler's original object, which ``__getitems__`` receives."""
 
     def __init__(self, indices: list[Any], given: Any) -> None:
         super().__init__(indices)
@@ -43,14 +43,14 @@ class GivenIndices(list[Any]):
 
 
 class Lookahead(NamedTuple):
-    """How far beyond the delivered batches a sampler may be asked, where somebody could notice."""
+    """How far the planner may advance a sampler beyond the delivered batches, where user code could observe it."""
 
     batch_count: int
-    known_count: int  # the first batches of the epoch that can be planned without asking
+    known_count: int  # first batches of the epoch that can be planned without advancing the sampler
 
 
 def default_grain_size(batch_size: int) -> int:
-    """Rows per grain for batches of this size.
+    """Return the number of rows per grain for batches of this size.
 
     >>> [default_grain_size(n) for n in (1, 4, 5, 32, 256)]
     [1, 1, 2, 8, 64]
@@ -59,14 +59,14 @@ def default_grain_size(batch_size: int) -> int:
 
 
 def grain_count(row_count: int, grain_size: int) -> int:
-    """How many grains a batch of ``row_count`` rows is cut into; the last may be shorter."""
+    """Return the number of grains in a batch of ``row_count`` rows; the last grain may be shorter."""
     return -(-row_count // grain_size)
 
 
 def ordered_batches(order: Order, cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
-    """Consecutive positions of an order, from ``start`` on."""
+    """Yield batches of consecutive positions of an order, beginning at ``start``."""
     if cut.shard == ALONE:
-        # As below, for the usual case, in a third of the time: it is asked for every batch.
+        # Fast path for a single rank, three times as fast as the code below: runs for every batch.
         size, end = cut.batch_size, order.length
         for first in range(start, end - size + 1 if cut.drop_last else end, size):
             stop = min(first + size, end)
@@ -80,20 +80,20 @@ def ordered_batches(order: Order, cut: Cut, start: int = 0) -> Iterator[BatchPla
 
 
 def ordered_batch(order: Order, piece: Piece) -> BatchPlan | None:
-    """The batch of one piece of an order; ``None`` if it has nothing for this rank."""
+    """Return the batch of one piece of an order; ``None`` if this rank gets no rows."""
     first, count, padding, stop = piece
     if count + padding == 0:
         return None
     indices = order.take(first, first + count)
     if padding:
-        # At most one row for each rank, from the beginning of the epoch: every rank knows what stands there.
+        # Pad with at most one row per rank, taken from the beginning of the epoch, which every rank can compute.
         again = order.take(0, 1)
         indices = np.concatenate([indices, np.repeat(again, padding)])
     return BatchPlan(indices, first, stop)
 
 
 def next_only(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The same elements, by ``next(iterator)`` alone.
+    """Yield the same elements, calling only ``next(iterator)``.
 
     `islice` and `for` call ``iter(iterator)`` again. That restarts an object whose ``__iter__`` resets and returns ``self``,
     and fails for an iterator without ``__iter__``.
@@ -102,7 +102,7 @@ def next_only(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def sampled_batches(sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan]:
-    """Indices as the user's sampler yields them, taken no earlier than they are needed; the first ``start`` are passed over."""
+    """Yield batches of the sampler's indices, skipping the first ``start``. Indices are read no earlier than needed."""
     indices = next_only(iter(sampler))
     opening = list(islice(indices, 1)) if start else []
     position = start
@@ -120,7 +120,7 @@ def sampled_batches(sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterato
 
 
 def steps_of(indices: Iterator[Any], cut: Cut) -> Iterator[list[Any]]:
-    """What all ranks take in each step, as ``Steps`` has it, of things whose number is not known before."""
+    """Yield the elements that all ranks take in each step, split like ``Steps`` but for an unknown total length."""
     size = cut.step_size
     looks_ahead = not cut.pad and cut.shard.world_size > 1
     before: list[Any] = []
@@ -144,18 +144,18 @@ def steps_of(indices: Iterator[Any], cut: Cut) -> Iterator[list[Any]]:
 
 
 def given_batches(batch_sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan | Exception]:
-    """Batches as the user's batch sampler yields them, each rank's in turn. An empty one is a batch of no rows, and left out.
+    """Yield this rank's batches from the user's batch sampler; ranks take batches in turn. Empty batches are left out.
 
-    Where it yields something that is no batch, there is an exception in its place.
+    An element that is not iterable is replaced by its exception.
 
-    Of a last step with fewer batches than ranks, those without one get the first batches of the epoch again.
+    If the last step has fewer batches than ranks, the remaining ranks get the first batches of the epoch again.
     """
     rank, world_size = cut.shard
     opening: list[Any] = []
     position = 0
     batches: Iterator[Any] = filter(None, map(listed, batch_sampler))
     while position < start and (passed := next(batches, None)) is not None:
-        # One by one: how they were shared out before does not matter.
+        # Skip batches one by one: the previous distribution over ranks does not matter.
         position += _row_count(passed)
         if len(opening) < world_size:
             opening.append(passed)
@@ -169,11 +169,11 @@ def given_batches(batch_sampler: Iterable[Any], cut: Cut, start: int = 0) -> Ite
 
 
 def listed(chunk: Any) -> list[Any] | Exception:
-    """A batch as a list; if it is not iterable, the exception that says so."""
+    """Return the batch as a list, or the exception if it is not iterable."""
     try:
         return list(chunk)
     except Exception as error:
-        return error.with_traceback(None)  # its frames would hold the iteration until it is raised
+        return error.with_traceback(None)  # its frames would keep the iteration alive until it is raised
 
 
 def _row_count(chunk: Any) -> int:
@@ -185,7 +185,10 @@ def _skip(indices: Iterator[Any], count: int) -> None:
 
 
 def compacted(indices: list[Any]) -> Indices | list[Any]:
-    """Plain integers as an array, 8 bytes each; `bool` and NumPy integers unchanged, because a dataset may tell them apart."""
+    """Return plain integers as an array of 8 bytes each.
+
+    `bool` and NumPy integers stay unchanged, because a dataset may treat them differently.
+    """
     if type(indices) is list and all(type(index) is int for index in indices):
         try:
             return np.array(indices, dtype=np.int64)

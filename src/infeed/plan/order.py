@@ -1,14 +1,14 @@
-"""Which index stands at which position of an epoch, without a list of them.
+"""Map positions of an epoch to indices, without storing a list of indices.
 
-A shuffle is a keyed permutation: position to index by arithmetic, so that an epoch of 10**9 samples begins at once, takes no
-memory, and can be entered anywhere.
+A shuffle is a keyed permutation that computes the index from the position. So an epoch of 10**9 samples starts at once, takes
+no memory, and can start at any position.
 
-Two ways, chosen by length alone, so that the order never depends on the machine:
+There are two algorithms. Only the length selects between them, so that the order never depends on the machine:
 
-* up to ``_SORTED_LENGTH`` samples, positions are sorted by a hash of (seed, epoch, position): an exactly uniform permutation,
-  and small enough to keep;
-* above, a Feistel network over the next power of two, with cycle walking (an output beyond the end is put in again, less than
-  twice on average), evaluated a block at a time because NumPy's cost per call outweighs its cost per element.
+* Up to ``_SORTED_LENGTH`` samples, positions are sorted by a hash of (seed, epoch, position). The permutation is exactly
+  uniform and small enough to store.
+* Above, a Feistel network over the next power of two, with cycle walking: outputs beyond the end are fed in again, less than
+  twice on average. It computes a block at a time, because NumPy's cost per call outweighs its cost per element.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from infeed.plan.seeds import derive, mix_array
 Indices = npt.NDArray[np.int64]
 
 _SORTED_LENGTH: Final = 1 << 14
-# Half-rounds, left and right in turn. Fewer leave visible structure between neighbouring positions; more only cost time.
+# Feistel half-rounds, alternating left and right. Fewer leave structure between neighbouring positions; more only cost time.
 _ROUNDS: Final = 6
 
 
 class _Mixer(NamedTuple):
-    """Two odd multipliers and a fold between them, in the narrowest type that holds an index: half as wide is twice as fast."""
+    """Two odd multipliers and a shift between them, in the narrowest type that holds an index.
+
+    Half the width is twice as fast.
+    """
 
     dtype: type[np.uint32] | type[np.uint64]
     first: int
@@ -40,18 +43,18 @@ class _Mixer(NamedTuple):
 _MIX_32: Final = _Mixer(np.uint32, 0x85EBCA6B, 13, 0xC2B2AE35)
 _MIX_64: Final = _Mixer(np.uint64, 0xBF58476D1CE4E5B9, 29, 0x94D049BB133111EB)
 
-# Keeps what is drawn for a position apart from the seed of a grain that begins there, which comes from the same numbers.
+# Separates the draw at a position from the seed of a grain that starts there, which derives from the same numbers.
 _DRAWS: Final = 0x44524157
 
-# Positions worked out at once. Few cost more each, because the last walks cost as much for ten as for a thousand; many, 0.7 ms
-# of work, would be felt before the first batch. So the first block is short, and those that follow are as long as fit
-# into a processor's cache.
+# Positions computed at once. Small blocks cost more per position, because the last cycle walks cost as much for 10 elements as
+# for 1000. Large blocks take 0.7 ms, a noticeable delay before the first batch. So the first block is short, and later blocks
+# are as long as fits into a CPU cache.
 _FIRST_BLOCK: Final = 1 << 15
 _BLOCK: Final = 1 << 16
 
 
 def plain_indices(indices: Indices | list[Any]) -> list[Any]:
-    """As Python integers: what datasets get, as from any sampler, and what messages show."""
+    """Return indices as Python integers, the type that datasets receive from any sampler and that messages show."""
     plain: list[Any] = indices.tolist() if isinstance(indices, np.ndarray) else indices
     return plain
 
@@ -63,12 +66,12 @@ class Order(ABC):
 
     @abstractmethod
     def take(self, start: int, stop: int) -> Indices:
-        """Indices at positions ``start`` to ``stop``, which must lie within the epoch."""
+        """Return the indices at positions ``start`` to ``stop``, which must lie within the epoch."""
 
 
 @final
 class SequentialOrder(Order):
-    """Position and index are the same."""
+    """The index equals the position."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -79,14 +82,14 @@ class SequentialOrder(Order):
 
 @final
 class ShuffledOrder(Order):
-    """A permutation of ``range(length)`` fixed by (seed, epoch).
+    """A permutation of ``range(length)`` determined by (seed, epoch).
 
     >>> sorted(ShuffledOrder(10, seed=1, epoch=0).take(0, 10).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
     def __init__(self, length: int, *, seed: int, epoch: int, count: int | None = None) -> None:
-        """``count`` ends the epoch early: that many of the samples, others in every epoch."""
+        """Create the permutation. ``count`` limits the epoch to that many samples, different ones in every epoch."""
         self._domain = length
         self.length = length if count is None else count
         self._key = derive(seed, epoch)
@@ -132,7 +135,8 @@ class ShuffledOrder(Order):
         scratch, folded = np.empty_like(values), np.empty_like(values)
         for turn, key in enumerate(self._round_keys):
             source, target, bits = (right, left, self._left_bits) if turn % 2 == 0 else (left, right, self._right_bits)
-            # `bits` bits that depend on all of `source` and of the key. In place: allocation would be half the cost.
+            # Compute `bits` bits that depend on all of `source` and on the key. In place, because allocation would be half the
+            # cost.
             np.bitwise_xor(source, number(key), out=scratch)
             np.multiply(scratch, number(self._mixer.first), out=scratch)
             np.right_shift(scratch, number(self._mixer.fold), out=folded)
@@ -147,7 +151,7 @@ class ShuffledOrder(Order):
 
 @final
 class RepeatingOrder(Order):
-    """Every position draws from all of ``range(length)``, so that an index may come again.
+    """Draws from ``range(length)`` with replacement at every position.
 
     >>> order = RepeatingOrder(3, 100, seed=1, epoch=0)
     >>> sorted(set(order.take(0, 100).tolist()))
@@ -165,26 +169,26 @@ class RepeatingOrder(Order):
 
 @final
 class WeightedOrder(Order):
-    """Every position draws an index with a probability that is its weight's share of all weights."""
+    """Draws an index at every position with a probability proportional to its weight."""
 
     def __init__(self, ladder: npt.NDArray[np.float64], count: int, *, seed: int, epoch: int) -> None:
-        """``ladder`` is what ``weight_ladder`` made of the weights; it is the only memory that this takes."""
+        """Create the order from the result of ``weight_ladder``, which is the only memory it uses."""
         self.length = count
         self._ladder = ladder
         self._key = derive(seed, epoch, _DRAWS)
 
     def take(self, start: int, stop: int) -> Indices:
-        # The upper 53 bits are what a float holds: evenly spaced in [0, 1).
+        # A float holds the upper 53 bits: evenly spaced in [0, 1).
         heights = (_hashes(self._key, start, stop) >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._ladder[-1]
         found: Indices = np.searchsorted(self._ladder, heights, side="right").astype(np.int64)
-        np.minimum(found, len(self._ladder) - 1, out=found)  # a height may be rounded up to the very end
+        np.minimum(found, len(self._ladder) - 1, out=found)  # rounding can reach the upper end
         return found
 
 
 def weight_ladder(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Running sums of the weights. A height between two of them falls on one index; a weight of zero is never fallen on."""
+    """Return the cumulative sums of the weights. A draw between two sums selects one index; weight 0 is never selected."""
     ladder = np.cumsum(weights, dtype=np.float64)
-    # Weights of zero at the end are left out: nothing may fall beyond the last real one.
+    # Omit trailing zero weights, so that no draw selects an index beyond the last positive weight.
     return ladder[: int(np.searchsorted(ladder, ladder[-1], side="left")) + 1]
 
 
@@ -193,7 +197,7 @@ def _hashes(key: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
 
 
 def _scaled(hashes: npt.NDArray[np.uint64], limit: int) -> npt.NDArray[np.uint64]:
-    """The upper half of the 128-bit product with ``limit``: 64 random bits made a number below it, with no visible bias."""
+    """Map 64 random bits to numbers below ``limit``, without visible bias: the upper half of the 128-bit product."""
     low_half, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     high, low = hashes >> shift, hashes & low_half
     limit_high, limit_low = np.uint64(limit >> 32), np.uint64(limit & 0xFFFFFFFF)

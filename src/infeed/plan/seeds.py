@@ -1,7 +1,7 @@
-"""Seeds as a pure function of (seed, epoch, position): nothing else may decide what a grain's random numbers are.
+"""Seeds as a pure function of (seed, epoch, position): nothing else determines a grain's random numbers.
 
-All mixing is the finaliser of splitmix64, once on Python integers and once on NumPy vectors; both give the same numbers on
-every platform and NumPy version, which NumPy's own ``Generator`` methods do not promise.
+All mixing uses the splitmix64 finalizer, for Python integers and for NumPy arrays. Both produce the same numbers on every
+platform and NumPy version; NumPy's ``Generator`` methods do not guarantee that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MIX_2: Final = 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
-    """Scatter a 64-bit integer; neighbouring inputs give unrelated outputs.
+    """Hash a 64-bit integer; neighbouring inputs produce unrelated outputs.
 
     >>> mix(0) != mix(1) and 0 <= mix(1) < 2**64
     True
@@ -30,7 +30,7 @@ def mix(value: int) -> int:
 
 
 def mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """``mix`` for a vector, element by element."""
+    """Apply ``mix`` to each element of an array."""
     values = values + np.uint64(_GOLDEN)
     values ^= values >> np.uint64(30)
     values *= np.uint64(_MIX_1)
@@ -41,7 +41,7 @@ def mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def derive(seed: int, *path: int) -> int:
-    """A 64-bit seed for a place named by integers, such as (epoch, position). Order matters, every element counts."""
+    """Derive a 64-bit seed from integers such as (epoch, position). Every element and their order matter."""
     state = mix(seed)
     for step in path:
         state = mix(state ^ (step & _MASK))

@@ -1,13 +1,15 @@
-"""Which part of an epoch is whose, where several ranks share it.
+"""Split an epoch among ranks.
 
-All ranks go through the epoch in steps. A step is the next ``world_size * batch_size`` positions, and rank ``r`` has the
-``r``-th part of it. So batch ``s`` of rank ``r`` is batch ``s * world_size + r`` of the loader that is alone, and how far all
-have come is one number, whatever their number: a run may go on with more ranks, or fewer.
+All ranks advance through the epoch in steps. A step is the next ``world_size * batch_size`` positions, and rank ``r`` gets the
+``r``-th part of it. So batch ``s`` of rank ``r`` is batch ``s * world_size + r`` of a loader with one rank. A single number
+describes the progress of all ranks, so a run can resume with more or fewer ranks.
 
-The last step may have fewer positions. They are shared out evenly, and where one rank has a row less than another it either
-repeats a sample (``pad``: all batches of a step have the same size, as training wants it) or has a row less (each sample
-exactly once, as evaluation wants it). If there are fewer positions than ranks and nothing is to be repeated, the last two steps
-are shared out together, so that nobody goes without a batch that others have.
+The last step may have fewer positions, which are distributed evenly. If a rank has one row less than another, ``pad`` decides.
+With padding it repeats a sample: all batches of a step have the same size, as training needs. Without padding it has one row
+less: each sample occurs exactly once, as evaluation needs.
+
+If fewer positions than ranks are left and padding is off, the last two steps are distributed together. So every rank gets the
+same number of batches.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from typing import Final, NamedTuple, final
 
 
 class Shard(NamedTuple):
-    """One of several processes that share an epoch."""
+    """The rank of one of several processes that share an epoch."""
 
     rank: int
     world_size: int
 
     def part(self, count: int) -> tuple[int, int]:
-        """First and last (exclusive) of ``count`` things that are this rank's.
+        """Return the start and the end (exclusive) of this rank's part of ``count`` elements.
 
         >>> [Shard(r, 3).part(7) for r in range(3)]
         [(0, 2), (2, 4), (4, 7)]
@@ -31,7 +33,7 @@ class Shard(NamedTuple):
         return count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size
 
     def padding(self, count: int) -> int:
-        """How many rows this rank lacks to have as many as the one that has most."""
+        """Return the number of rows this rank lacks compared with the rank that has most."""
         first, last = self.part(count)
         return -(-count // self.world_size) - (last - first)
 
@@ -42,7 +44,7 @@ ALONE: Final = Shard(0, 1)
 @final
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How an epoch is cut into batches of this rank."""
+    """How to split an epoch into the batches of this rank."""
 
     batch_size: int
     drop_last: bool = False
@@ -51,26 +53,26 @@ class Cut:
 
     @property
     def step_size(self) -> int:
-        """Positions that all ranks together take in a full step."""
+        """Number of positions that all ranks together take in a full step."""
         return self.batch_size * self.shard.world_size
 
     def merges(self, rest: int) -> bool:
-        """Whether a last step of ``rest`` positions is shared out together with the one before it."""
+        """Whether a last step of ``rest`` positions is distributed together with the previous one."""
         return not self.pad and not self.drop_last and 0 < rest < self.shard.world_size and self.batch_size > 1
 
 
 class Piece(NamedTuple):
-    """One batch: ``row_count`` positions from ``first`` on, and how many rows are repeated to fill it."""
+    """One batch: ``row_count`` positions starting at ``first``, plus ``padding`` repeated rows."""
 
     first: int
     row_count: int
     padding: int
-    stop: int  # where all ranks are after this step
+    stop: int  # position of all ranks after this step
 
 
 @final
 class Steps:
-    """The batches of one rank between two positions of an epoch, each found by arithmetic."""
+    """The batches of one rank between two positions of an epoch, each computed directly."""
 
     def __init__(self, start: int, stop: int, cut: Cut) -> None:
         self._start, self._stop, self._cut = start, max(start, stop), cut
@@ -79,12 +81,12 @@ class Steps:
 
     @property
     def count(self) -> int:
-        """How many there are, one of them perhaps empty: see ``is_last_empty``."""
+        """Number of batches, including a possibly empty last one: see ``is_last_empty``."""
         return self._full + (1 if self._rest and not self._cut.drop_last else 0)
 
     @property
     def is_last_empty(self) -> bool:
-        """Whether the last has nothing for this rank: fewer positions than ranks are left, and none is to be repeated."""
+        """Whether this rank gets no row in the last step: fewer positions than ranks are left, and padding is off."""
         count = self.count
         if not count:
             return False

@@ -1,7 +1,7 @@
-"""Where an epoch stands, and how that is written down: a few numbers and strings that a human can read and JSON can carry.
+"""Position within an epoch, saved as a few readable numbers and strings that JSON can store.
 
-What counts is what the user was given, not what was loaded ahead. Reading a state checks everything in it, because it may be
-another program's, another version's or damaged: whatever it is, the answer is a cursor or one ``StateError``.
+The position counts delivered batches, not prefetched ones. ``read_state`` validates everything, because a state may be damaged
+or come from another program or version. The result is always a cursor or one ``StateError``.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from typing import Any, Final, final
 from infeed.errors import StateError
 
 VERSION: Final = 1
-# Beyond what an epoch or a position can be: larger numbers are damage, and would overflow where positions are 64-bit.
+# Limits of positions and epochs: larger numbers are corrupt, and would overflow 64-bit positions.
 _MOST: Final = (1 << 63) - 1
 _MOST_EPOCH: Final = (1 << 62) - 1
 MOST_SEED_BITS: Final = 256
-# Batches that may have come before an earlier one, with in_order=False; more than can be in flight are damage.
+# Maximum number of batches delivered before an earlier one, with in_order=False; more cannot be in flight, so the state is
+# corrupt.
 _MOST_AHEAD: Final = 1 << 12
 _MOST_SHARES: Final = 1 << 12
-# Orders that are the user's: how long they are, nobody knows before.
+# Orders that user code determines: their length is not known in advance.
 _GIVEN_ORDERS: Final = ("sampler", "batch_sampler", "stream", "torch")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ShareCursor:
-    """How far one worker's share of a stream has been given to the user."""
+    """How much of one worker's share of an iterable dataset has been delivered."""
 
     rows: int = 0
     is_ended: bool = False
-    state: Any = None  # of the dataset and of its iterator, if they have one; see ``Opened``
+    state: Any = None  # state of the dataset and of its iterator, if they have one; see ``Opened``
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StreamCursor:
-    """How far a stream has been read: by one worker, or by each its share, in turn."""
+    """How much of an iterable dataset has been delivered, from one worker or from the shares of several in turn."""
 
     turn: int
     shares: tuple[ShareCursor, ...]
@@ -51,23 +52,26 @@ class StreamCursor:
 @final
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The next batch is ``step`` of ``epoch``, at ``position``. ``ahead`` are steps that came already, out of order."""
+    """The next batch is ``step`` of ``epoch``, at ``position``. ``ahead``: later steps already delivered, out of order."""
 
     epoch: int = 0
     step: int = 0
     position: int = 0
     ahead: tuple[int, ...] = ()
     stream: StreamCursor | None = None
-    bad_count: int = 0  # samples of this epoch that were left out or replaced so far
-    sampler: Any = None  # what a loaded state has of samplers and generators; the plan's to read
-    dataset: Any = None  # what a loaded state has of an indexed dataset's own state
+    bad_count: int = 0  # samples of this epoch that were skipped or replaced so far
+    sampler: Any = None  # state of samplers and generators in a loaded state; the plan reads it
+    dataset: Any = None  # state of a map-style dataset in a loaded state
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a state belongs to. Two loaders with equal order, length, num_samples and seed give the same samples in the same
-    order; the rest says how they are cut into batches, which may change."""
+    """The loader that a state belongs to.
+
+    Loaders with equal order, length, num_samples and seed yield the same samples in the same order. The other fields describe
+    the split into batches, which may change.
+    """
 
     order: str
     length: int | None
@@ -85,7 +89,7 @@ class Identity:
     @property
     def epoch_length(self) -> int | None:
         if self.order in _GIVEN_ORDERS:
-            return None  # as long as the user's sampler or stream makes it
+            return None  # the user's sampler or iterable dataset determines it
         return self.length if self.num_samples is None else self.num_samples
 
 
@@ -115,10 +119,10 @@ def write_state(cursor: Cursor, identity: Identity) -> dict[str, Any]:
 
 
 def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
-    """Where to go on, and with which seed.
+    """Return the position to resume from, and the seed.
 
     Raises:
-        StateError: it is not a state, or not one of this loader.
+        StateError: the state is invalid, or belongs to another loader.
     """
     fields = _mapping(state, "state")
     version = fields.get("version")
@@ -160,7 +164,7 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
 
 
 def _check_same(fields: Mapping[str, Any], identity: Identity) -> None:
-    """What decides which sample stands where must be the same on both sides; what differs is shown."""
+    """Raise ``StateError`` with the differences if a field that determines the order differs."""
     names = ["order", "length", "num_samples"] + (["seed"] if identity.is_seed_given else [])
     for name in ("order", "length", "num_samples", "seed"):
         if name not in fields:
@@ -177,7 +181,7 @@ def _check_same(fields: Mapping[str, Any], identity: Identity) -> None:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    # By type as well: True is 1, and a hostile type may say that it equals anything.
+    # Compare types too: True equals 1, and a malicious type can claim to equal anything.
     return type(left) is type(right) and bool(left == right)
 
 
@@ -218,7 +222,7 @@ def _stream(fields: Mapping[str, Any], identity: Identity) -> StreamCursor | Non
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not issubclass(type(value), dict):
         raise StateError(f"{name} must be a dict as state_dict() makes it, not {_shown(value)}")
-    return dict.copy(value)  # a plain one: a subclass may answer as it likes
+    return dict.copy(value)  # a plain dict: a subclass may override lookups
 
 
 def _whole(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
@@ -232,8 +236,8 @@ def _whole(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
 
 
 def _shown(value: Any) -> str:
-    """As text that is short and harmless, whatever it is."""
+    """Return a short and safe text for any value."""
     try:
         return reprlib.repr(value)
-    except Exception:  # a number of too many digits; an object of another program
+    except Exception:  # an integer with too many digits, or a foreign object
         return f"<{type(value).__name__}>"

@@ -1,14 +1,15 @@
-"""Objects of the user's that have a state: datasets, samplers and their iterators. The protocol is torchdata's.
+"""Save and restore stateful user objects: datasets, samplers and their iterators. The protocol is torchdata's.
 
 NOTE [order of restoring]
-  As torchdata: the state of the dataset or sampler itself is loaded first, then ``iter`` is called, then the state of the
-  iterator is loaded. An iterator that has ended is not used again, but loading its state may change what it iterates (the
-  generator of a sampler): if the object itself has no state, the final state of its iterator is loaded and dropped
-  (``"finished"``) before the next iterator is made.
+  As in torchdata: load the state of the dataset or sampler, call ``iter``, then load the state of the iterator.
 
-  An object may read the state of an ended iteration in two ways: as where the next iteration begins, or as an iteration with
-  nothing left (torchdata's ``StatefulDistributedSampler``). In the second case the next iterator yields nothing, and the one
-  after it begins. So an iterator that is made from such a state and yields nothing is made again.
+  An iterator that has ended is not used again, but loading its state may change what it iterates (a sampler's generator). So if
+  the object itself has no state, the final state of its iterator is loaded and dropped (``"finished"``). After that the next
+  iterator is created.
+
+  An object may interpret the state of an ended iteration in two ways. Either the next iteration begins there, or the iteration
+  has nothing left (torchdata's ``StatefulDistributedSampler``). In the second case the next iterator yields nothing, and the
+  one after it begins the next iteration. So an iterator that is created from such a state and yields nothing is created again.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _PARTS: Final = frozenset({_SOURCE, _ITERATOR, _FINISHED})
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it has ``state_dict()`` and ``load_state_dict(state)``.
+    """Whether the object has ``state_dict()`` and ``load_state_dict(state)``.
 
-    Methods of these names that need other arguments (litdata, MosaicML Streaming) belong to another protocol.
+    Methods with these names that require other arguments (litdata, MosaicML Streaming) belong to another protocol.
     """
     save = getattr(value, "state_dict", None)
     return save is not None and _takes(save, 0) and _takes(getattr(value, "load_state_dict", None), 1)
@@ -45,20 +46,21 @@ def _takes(method: Any, count: int) -> bool:
         inspect.signature(method).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # written in C, without a signature
+    except ValueError:  # implemented in C, without a signature
         return True
     return True
 
 
 def own_state(value: Any) -> Any:
-    """A copy of its state: user code may go on to change what it returned."""
+    """Return a copy of the object's state, because user code may modify the returned object later."""
     return copy.deepcopy(value.state_dict())
 
 
 def load_own_state(value: Any, state: Any) -> None:
-    """
+    """Load a copy of the state into the object.
+
     Raises:
-        StateError: it cannot load one.
+        StateError: the object has no ``load_state_dict(state)``.
     """
     if not is_stateful(value):
         raise StateError(f"state holds one of {type(value).__qualname__}, which has no load_state_dict(state)")
@@ -66,12 +68,15 @@ def load_own_state(value: Any, state: Any) -> None:
 
 
 def source_state(source: Any) -> dict[str, Any] | None:
-    """The state of a dataset or sampler that is not being iterated; ``None`` if it has none."""
+    """Return the state of a dataset or sampler that is not being iterated; ``None`` if it has none."""
     return {_SOURCE: own_state(source)} if is_stateful(source) else None
 
 
 def restore(source: Any, state: Mapping[str, Any] | None) -> Iterator[Any] | None:
-    """Load what comes before ``iter(source)``: see NOTE [order of restoring]. Returns the iterator that has ended, if any."""
+    """Load the states that precede ``iter(source)``, and return the ended iterator, if any.
+
+    See NOTE [order of restoring].
+    """
     if state is not None and _SOURCE in state:
         load_own_state(source, state[_SOURCE])
     if state is None or _FINISHED not in state:
@@ -82,9 +87,10 @@ def restore(source: Any, state: Mapping[str, Any] | None) -> Iterator[Any] | Non
 
 
 def check_parts(state: Any, whose: str) -> None:
-    """
+    """Check that ``Opened`` created this state.
+
     Raises:
-        StateError: it is not one that ``Opened`` made.
+        StateError: it did not.
     """
     if not isinstance(state, dict) or not state or not state.keys() <= _PARTS:
         raise StateError(f"the state of {whose} is not one that infeed's state_dict() made")
@@ -92,11 +98,11 @@ def check_parts(state: Any, whose: str) -> None:
 
 @final
 class Opened:
-    """A dataset or sampler that is being iterated, from its beginning or from a state on.
+    """An iteration over a dataset or sampler, from its beginning or from a state.
 
     Args:
-        iterator: of ``source``, if the caller called ``restore`` and ``iter``.
-        is_over: The state is of an iteration that has ended. Nothing is left to iterate.
+        iterator: iterator of ``source``, if the caller has called ``restore`` and ``iter``.
+        is_over: the state belongs to an ended iteration, so nothing is left to iterate.
     """
 
     def __init__(
@@ -115,17 +121,17 @@ class Opened:
         self._keeps_iterator = is_stateful(self.iterator)
 
     def _settle(self, state: Any) -> None:
-        """Let the source go through the end of an iteration, if that is what it makes of its state."""
+        """Consume the empty iteration if the source interprets its state that way; otherwise reload the state."""
         try:
             next(iter(self._source))
         except StopIteration:
             return
         except Exception:
-            pass  # whatever it is, the next epoch will raise it
+            pass  # the next epoch will raise it
         load_own_state(self._source, state)
 
     def renewing(self, again: Callable[[], Iterator[Any]] | None = None) -> Iterator[Any]:
-        """The iterator, or if it yields nothing, another: ``again()``."""
+        """Return the iterator; if it yields nothing, it continues with ``again()``."""
         return _Renewing(self, again or partial(iter, self._source))
 
     @property
@@ -137,7 +143,7 @@ class Opened:
         return self._keeps_source or self._keeps_iterator
 
     def state(self) -> dict[str, Any] | None:
-        """Where the iteration is; ``None`` if nothing has a state."""
+        """Return the state of the iteration; ``None`` if neither object has a state."""
         parts = {}
         if self._keeps_source:
             parts[_SOURCE] = own_state(self._source)
@@ -146,7 +152,7 @@ class Opened:
         return parts or None
 
     def final_state(self) -> dict[str, Any] | None:
-        """What the next iteration begins from, if this one has ended."""
+        """Return the state from which the next iteration begins, after this one has ended."""
         if self._keeps_source or (self._keeps_iterator and self.iterator is self._source):
             return {_SOURCE: own_state(self._source)}
         return {_FINISHED: own_state(self.iterator)} if self._keeps_iterator else None
@@ -173,16 +179,16 @@ class _Renewing(Iterator[Any]):
 
 @final
 class Reading:
-    """One epoch's reading of a sampler: begins where a state says, and keeps the sampler's states behind its batches.
+    """Reads a sampler for one epoch, starting from a state, and stores the sampler's state after each batch.
 
-    As an iterable it is what the sampler yields, from the state on; ``skip`` of that was had before.
+    Iterating it yields the sampler's elements from the state on; the first ``skip`` of them were delivered before.
 
     Args:
-        record: what ``state`` returned for the batch that comes first.
-        iterator: of the sampler, if the caller called ``restore`` and ``iter``; ``before`` is its ``source_state`` then, and
-            ``again`` makes another.
-        is_kept: Whether a state can be taken behind every batch. Without it the epoch is read again from its beginning.
-        full_size: The size of all batches but the last: a smaller one has exhausted the sampler.
+        record: the result of ``state`` for the first batch.
+        iterator: iterator of the sampler, if the caller has called ``restore`` and ``iter``. Then ``before`` is the sampler's
+            ``source_state``, and ``again`` creates another iterator.
+        is_kept: whether a state can be saved after every batch. If not, the epoch is read again from its beginning.
+        full_size: size of all batches but the last; a smaller batch has exhausted the sampler.
     """
 
     def __init__(
@@ -206,7 +212,7 @@ class Reading:
         self._first: dict[str, Any] | None = None
         self._states: dict[int, dict[str, Any]] = {}
         self._opened: Opened | None = None
-        # The step behind which states are still needed; set by whoever knows how far the user is.
+        # Returns the next step of the training loop; older states are discarded. The owner of this object sets it.
         self.reached: Callable[[], int] = lambda: 0
 
     @property
@@ -221,7 +227,7 @@ class Reading:
         if self._record is not None:
             self._first = dict(self._record)
         elif opened.is_stateful:
-            # Not the sampler's own state as it is now: `iter` may have changed it, and will again.
+            # Use the sampler's state from before `iter`, which may have changed it and will do so again.
             self._first = {"state": {**(opened.state() or {}), **(before or {})}, "position": 0}
         if is_over or opened.iterator is None:
             return iter(())
@@ -230,8 +236,8 @@ class Reading:
         return opened.iterator
 
     def watched(self, batches: Iterator[BatchPlan | Exception]) -> Iterator[BatchPlan | Exception]:
-        """The batches, at their positions in the epoch; the sampler's state is kept behind each."""
-        return map(self._watchdog, batches)  # and no generator: it would end with the first exception
+        """Return the batches with their positions in the epoch, storing the sampler's state after each."""
+        return map(self._watchdog, batches)  # not a generator, which would end at the first exception
 
     def _watchdog(self, plan: BatchPlan | Exception) -> BatchPlan | Exception:
         if isinstance(plan, Exception):
@@ -255,18 +261,18 @@ class Reading:
             self._states[step] = {"state": self._opened.state(), "position": position}
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """The sampler's state behind the batches before ``step``; ``None`` if it has none."""
+        """Return the sampler's state after the batches before ``step``; ``None`` if it has none."""
         return self._states.get(step, self._first)
 
     def final_state(self) -> dict[str, Any] | None:
-        """The sampler's state behind the epoch."""
+        """Return the sampler's state after the epoch."""
         state = None if self._opened is None else self._opened.final_state()
         return None if state is None else {"state": state, "position": 0}
 
 
 @final
 class Readings:
-    """The latest epoch's reading of a loader's sampler, for its states."""
+    """Tracks the ``Reading`` of the latest epoch, to return the states of the loader's sampler."""
 
     def __init__(self) -> None:
         self._start: Cursor | None = None
@@ -274,16 +280,16 @@ class Readings:
         self._reading: Reading | None = None
 
     def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
-        """Follow this epoch from now on; ``reached`` is the next step of its user."""
+        """Track the epoch that begins at ``start``; ``reached`` returns the next step of the training loop."""
         self._start, self._reached = start, reached
 
     def follow(self, cursor: Cursor, reading: Reading) -> None:
-        """An epoch reads the sampler."""
+        """Register the ``Reading`` of an epoch, if it is the tracked one."""
         if cursor is self._start and self._reached is not None:
             self._reading, reading.reached = reading, self._reached
 
     def state(self, sampler: Any, cursor: Cursor, start: Cursor | None) -> dict[str, Any] | None:
-        """The sampler's state at ``cursor``, in the epoch that began at ``start`` or before the next one."""
+        """Return the sampler's state at ``cursor``, in the epoch that began at ``start`` or between epochs (``None``)."""
         reading = self._reading
         if start is not None:
             return reading.state(cursor.step) if reading is not None and start is self._start else start.sampler
@@ -297,10 +303,10 @@ class Readings:
 
 
 def check_reading(record: Any, cursor: Cursor, sampler: Any) -> dict[str, Any] | None:
-    """Check what ``Readings.state`` returned.
+    """Validate a value that ``Readings.state`` returned.
 
     Raises:
-        StateError: it is not that, or there is no sampler.
+        StateError: the value is invalid, or the loader has no sampler.
     """
     if record is None:
         return None

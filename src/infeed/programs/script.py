@@ -1,4 +1,4 @@
-"""Running a user's program in this interpreter, as ``python`` would."""
+"""Runs a user's program in this interpreter as ``python`` would."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FAILED: Final = 1
 
 
 def run_script(program: Sequence[str], ahead: Callable[[str], None] | None = None) -> None:
-    """Run a script with its arguments; whatever it raises is raised here.
+    """Run a script with its arguments; its exceptions propagate.
 
     Args:
-        ahead: called with the script before it runs, when all else is as the script will find it.
+        ahead: called with the script's path just before it runs, when the interpreter is set up for the script.
     """
     path = program[0]
     sys.argv = list(program)
     sys.path[0] = str(Path(path).resolve().parent)
-    # A module of its own that stays: threads and exit handlers of the program may need it until the very end.
+    # Keep the module in sys.modules: threads and exit handlers of the program may need it until the process ends.
     module = types.ModuleType("__main__")
     module.__file__ = path
     module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]  # as Python sets it
@@ -34,7 +34,7 @@ def run_script(program: Sequence[str], ahead: Callable[[str], None] | None = Non
 
 
 def run_module(program: Sequence[str], ahead: Callable[[str], None] | None = None) -> None:
-    """Run a module with its arguments, as ``python -m`` does; ``ahead`` as for scripts."""
+    """Run a module with its arguments, as ``python -m`` does; calls ``ahead`` with the module's name before that."""
     sys.argv = list(program)
     sys.path[0] = os.getcwd()
     if ahead is not None:
@@ -43,7 +43,7 @@ def run_module(program: Sequence[str], ahead: Callable[[str], None] | None = Non
 
 
 def exit_code_of(leaving: SystemExit) -> int:
-    """What the shell would see; text is printed, as Python prints it."""
+    """Return the exit code of a ``SystemExit``; print a text code to standard error, as Python does."""
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -53,10 +53,10 @@ def exit_code_of(leaving: SystemExit) -> int:
 
 
 def show_error(error: BaseException, ours: Collection[str]) -> None:
-    """Print an exception as Python would: the program's own frames, and not those that led to it.
+    """Print an exception as Python would, without the frames of infeed that lead to the program's own.
 
     Args:
-        ours: files whose frames are left out, besides this one.
+        ours: files whose frames are omitted, besides this one.
     """
     hidden = {__file__, runpy.__file__, "<frozen runpy>", *ours}
     traceback = error.__traceback__

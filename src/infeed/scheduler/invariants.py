@@ -1,4 +1,4 @@
-"""The scheduler's invariants, as code: numbers as at the head of ``machine``."""
+"""Checks of the scheduler's invariants; ``scheduler`` documents their numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(
     free: Sequence[SlotId],
     served: Sequence[WorkerId],
 ) -> None:
-    """Raise ``AssertionError`` with the number of the invariant that does not hold."""
+    """Raise ``AssertionError`` with the number of the violated invariant."""
     used: dict[SlotId, BatchId] = {}
     for task_id, task in tasks.items():
         assert task_id in workers[task.worker].tasks, f"I2: task {task_id}"

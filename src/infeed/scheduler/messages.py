@@ -1,13 +1,13 @@
-"""What the scheduler hears (events, past tense) and what it asks for (actions, imperative).
+"""Scheduler input (events, past tense) and output (actions, imperative).
 
-Named tuples rather than frozen dataclasses: as immutable, and made in half the time, which counts at several per batch.
+Named tuples are immutable like frozen dataclasses and take half the time to create; several are created per batch.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, NewType, TypeAlias
 
-BatchId = NewType("BatchId", int)  # counts up over the life of an engine, through epochs
+BatchId = NewType("BatchId", int)  # increases over the life of an engine, across epochs
 TaskId = NewType("TaskId", int)
 WorkerId = NewType("WorkerId", int)
 SlotId = NewType("SlotId", int)
@@ -17,9 +17,9 @@ SlotId = NewType("SlotId", int)
 
 
 class BatchPlanned(NamedTuple):
-    """The plan has one more batch.
+    """The planner added a batch.
 
-    ``worker`` binds it to one worker. ``is_share``: it is the next of a stream, and cannot be loaded again.
+    ``worker`` binds the batch to one worker. ``is_share``: it is the next batch of an iterable dataset and cannot be reloaded.
     """
 
     batch: BatchId
@@ -30,9 +30,9 @@ class BatchPlanned(NamedTuple):
 
 
 class BatchWanted(NamedTuple):
-    """The user's loop waits for a batch of this epoch, having been away for ``away_ns`` since it got the last.
+    """The training loop waits for a batch of this epoch, ``away_ns`` after it received the last one.
 
-    Or, if not ``is_urgent``, would take one: nobody waits yet, and nothing is to be given up for it.
+    If not ``is_urgent``, the training loop does not wait yet: the scheduler delivers a ready batch, but evicts nothing for it.
     """
 
     epoch: int
@@ -41,7 +41,7 @@ class BatchWanted(NamedTuple):
 
 
 class EpochAbandoned(NamedTuple):
-    """The user's loop left this epoch; what was loaded for it is not wanted any more."""
+    """The training loop left this epoch; the scheduler discards its loaded batches."""
 
     epoch: int
 
@@ -51,28 +51,28 @@ class WorkerReady(NamedTuple):
 
 
 class WorkerAdded(NamedTuple):
-    """There is one more, and it is being started."""
+    """The engine is starting an additional worker."""
 
     worker: WorkerId
 
 
 class WorkerReleased(NamedTuple):
-    """One is no longer needed. It gets nothing more, and ends when it has told of all that it has."""
+    """The worker is no longer needed. It gets no more tasks and stops after reporting those it has."""
 
     worker: WorkerId
 
 
 class WorkerDied(NamedTuple):
-    """The process is gone (not merely silent), so nothing of it can write into a slot any more."""
+    """The process has ended (it is not merely unresponsive), so it can no longer write into a slot."""
 
     worker: WorkerId
-    task: TaskId | None = None  # the one it was at, if it said so
-    is_blamed: bool = True  # on what it was at; not if it went with others
-    at_s: float = 0.0  # when, on any clock that only moves forward
+    task: TaskId | None = None  # the task it was running, if it reported one
+    is_blamed: bool = True  # count the death against that task; False if the worker died together with others
+    at_s: float = 0.0  # time of death, on any monotonic clock
 
 
 class WorkersLost(NamedTuple):
-    """No more workers can be started. Batches that are ready are still delivered."""
+    """No more workers can be started. The scheduler still delivers batches that are ready."""
 
 
 class TaskLoaded(NamedTuple):
@@ -82,21 +82,21 @@ class TaskLoaded(NamedTuple):
 
 
 class TaskEmpty(NamedTuple):
-    """A stream had ended before this task: the batch does not exist."""
+    """The iterable dataset ended before this task, so the batch does not exist."""
 
     worker: WorkerId
     task: TaskId
 
 
 class TaskUnplaced(NamedTuple):
-    """The worker has loaded the samples and holds them, because it has no slot, or one that is too small."""
+    """The worker has loaded the samples and holds them, because it has no slot or its slot is too small."""
 
     worker: WorkerId
     task: TaskId
 
 
 class TaskMismatched(NamedTuple):
-    """The samples do not fit the layout that the batch's other tasks use."""
+    """The samples do not fit the layout of the batch's other tasks."""
 
     worker: WorkerId
     task: TaskId
@@ -108,10 +108,10 @@ class TaskFailed(NamedTuple):
 
 
 class BatchHasBadSamples(NamedTuple):
-    """A sample of the batch is bad. It was planned anew and is to be loaded again, from the beginning.
+    """A sample of the batch is bad. The engine has planned the batch again, and all of it must be reloaded.
 
-    ``grain_count`` is what it has now: 0 if nothing is left of it, ``None`` if it is given up. ``task`` is the one that ended
-    with it. Without one the worker died of it, which is heard next.
+    ``grain_count`` is the new number of grains: 0 if no sample is left, ``None`` if the batch has failed. ``task`` is the task
+    that reported the sample. If it is ``None``, the sample killed the worker and ``WorkerDied`` follows.
     """
 
     batch: BatchId
@@ -129,20 +129,20 @@ class GrowthRefused(NamedTuple):
 
 
 class PlaceRefused(NamedTuple):
-    """There is no memory to make the batch's slot as large as it has to be. Nothing has been written into it."""
+    """There is no memory to enlarge the batch's slot to the required size. Nothing has been written into it."""
 
     worker: WorkerId
     task: TaskId
 
 
 class SlotFreed(NamedTuple):
-    """The user let go of the last view of a delivered batch."""
+    """User code released the last view of a delivered batch."""
 
     slot: SlotId
 
 
 class WindowChanged(NamedTuple):
-    """How many batches may be in flight."""
+    """The maximum number of batches in flight changed."""
 
     window: int
 
@@ -179,10 +179,10 @@ Event: TypeAlias = (
 
 
 class Send(NamedTuple):
-    """Give grains ``first_grain`` to ``first_grain + grain_count`` of a batch to a worker.
+    """Send grains ``first_grain`` to ``first_grain + grain_count`` of a batch to a worker.
 
-    ``slot`` is ``None`` while no slot exists: the worker then reports ``TaskUnplaced``. ``is_whole`` says that the task is the
-    whole batch, so that the worker is free to choose the layout.
+    ``slot`` is ``None`` while no slot exists; the worker then reports ``TaskUnplaced``. ``is_whole``: the task is the whole
+    batch, so the worker may choose the layout.
     """
 
     worker: WorkerId
@@ -204,14 +204,14 @@ class Place(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Let the worker forget the samples it holds for this task."""
+    """Let the worker discard the samples it holds for this task."""
 
     worker: WorkerId
     task: TaskId
 
 
 class Grow(NamedTuple):
-    """Add a slot; answered by ``SlotsAdded`` or ``GrowthRefused``."""
+    """Add a slot. The engine replies with ``SlotsAdded`` or ``GrowthRefused``."""
 
 
 class Deliver(NamedTuple):
@@ -220,48 +220,48 @@ class Deliver(NamedTuple):
 
 
 class DeliverError(NamedTuple):
-    """Raise, in the batch's turn, what went wrong with it: the report of ``task``, or, without one, what its record says."""
+    """Raise the batch's error in its turn: the one that ``task`` reported or, without a task, the one in its record."""
 
     batch: BatchId
     task: TaskId | None
 
 
 class Pass(NamedTuple):
-    """It is the batch's turn, and nothing is left of it: all its samples were bad and left out."""
+    """Skip the batch in its turn: all its samples were bad and left out."""
 
     batch: BatchId
 
 
 class Forget(NamedTuple):
-    """The batch is gone without being delivered: of an abandoned epoch, or the empty end of a stream."""
+    """Forget a batch that is not delivered: its epoch was abandoned, or an iterable dataset ended before it."""
 
     batch: BatchId
 
 
 class Reload(NamedTuple):
-    """Forget what was loaded of the batch: all of it will be sent again."""
+    """Discard the loaded samples of the batch; the scheduler sends all of it again."""
 
     batch: BatchId
 
 
 class StartWorker(NamedTuple):
-    """Start this worker again; it died."""
+    """Restart this worker after its death."""
 
     worker: WorkerId
 
 
 class StopWorker(NamedTuple):
-    """Let this worker end: it was released, and has nothing left to do."""
+    """Stop this worker: it was released and has no tasks left."""
 
     worker: WorkerId
 
 
 class FailWorkers(NamedTuple):
-    """The training loop waits for a batch, and workers die or cannot be started: give up. No action follows."""
+    """Give up: the training loop waits for a batch, and workers keep dying or cannot be started. No action follows."""
 
 
 class FailMemory(NamedTuple):
-    """Nothing is in flight, the user's loop waits, and there is no slot to load into."""
+    """Give up: the training loop waits, nothing is in flight, and there is no slot to load into."""
 
 
 Action: TypeAlias = (

@@ -1,16 +1,16 @@
-"""Who loads what, what is delivered when, what is done again: the scheduler.
+"""The scheduler: assigns grains to workers and slots to batches, orders delivery, and retries after failures.
 
-Pure: events in, actions out, no clock. The engine tells it what happened, one event at a time, and does what it asks, in order.
+It is a pure state machine: events in, actions out, no clock. The engine reports one event at a time and executes the returned
+actions in order.
 
-Invariants, checked by ``validate`` (in ``invariants``), which the tests call after every event:
+Invariants, checked by ``validate`` (see ``invariants``), which the tests call after every event:
 
-    I1  a grain of an undelivered batch is waiting, or in exactly one task, or loaded
-    I2  a task is held by exactly one live worker
-    I3  a slot is free, or filled by one batch, or leased to the user; it is given away again only when no task that may still
-        write into it is left
-    I4  batches of one epoch are delivered once each, in the order they were planned (``in_order``)
-    I5  no batch is planned while ``window`` batches are not delivered, and none begun while as many older ones are not
-    I6  only a worker that is ready and stays is given tasks; one that was released has some left, or it is let go of
+    I1  each grain of an undelivered batch is waiting, in exactly one task, or loaded
+    I2  each task belongs to exactly one live worker
+    I3  each slot is free, filled by one batch, or leased to user code; it is reused only when no task can still write into it
+    I4  each batch of an epoch is delivered once, in planned order (``in_order``)
+    I5  no batch is planned while ``window`` batches are undelivered, or started while ``window`` older ones are undelivered
+    I6  only ready workers that were not released get tasks; a released worker has tasks left, or it is removed
 """
 
 from __future__ import annotations
@@ -66,37 +66,37 @@ from infeed.scheduler.messages import (
 from infeed.scheduler.pacing import DeathLimit, Pacing
 from infeed.scheduler.state import Batch, Slots, SlotState, Task, Worker
 
-# The method for each event: _on_batch_planned for BatchPlanned.
+# Handler method of each event: _on_batch_planned for BatchPlanned.
 _HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower() for event in get_args(Event)}
 
 
 @final
 class Scheduler:
-    """The state machine. ``handle`` is its only way in; the properties are for the engine's and the tests' eyes."""
+    """The state machine. ``handle`` is the only input; the properties serve the engine and the tests."""
 
     def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
         self._workers = {worker: Worker() for worker in workers}
-        self._active_count = len(workers)  # those that stay
+        self._active_count = len(workers)  # workers that were not released
         self._window = window
         self._in_order = in_order
         self._whole_batches = whole_batches
-        self._batches: dict[BatchId, Batch] = {}  # planned, not delivered; in planned order
+        self._batches: dict[BatchId, Batch] = {}  # planned, undelivered; in planned order
         self._draining: set[BatchId] = set()  # abandoned, but tasks may still write
-        self._waiting: list[BatchId] = []  # ascending: batches with grains in no task
-        self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of finishing
+        self._waiting: list[BatchId] = []  # ascending: batches with unassigned grains
+        self._finished: dict[BatchId, None] = {}  # loaded or failed, undelivered; in order of completion
         self._tasks: dict[TaskId, Task] = {}
-        self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently served first
-        self._idle: dict[WorkerId, None] = {}  # those of them that have none: nothing they get waits behind a slow sample
+        self._roomy: dict[WorkerId, None] = {}  # ready workers that may take a task, least recently used first
+        self._idle: dict[WorkerId, None] = {}  # those without a task: new work does not queue behind a slow sample
         self._slots = Slots()
-        self._unplaced: deque[TaskId] = deque()  # tasks that wait for a slot
-        self._slotless: set[BatchId] = set()  # begun without a slot, because there was none yet
+        self._unplaced: deque[TaskId] = deque()  # tasks whose samples wait for a slot
+        self._slotless: set[BatchId] = set()  # started without a slot, because none existed yet
         self._next_task = 0
         self._pacing = Pacing()
         self._wanted: int | None = None
-        self._is_urgent = True  # somebody waits for it
+        self._is_urgent = True  # the training loop waits for it
         self._has_asked_again = False
         self._is_closed = False
-        self._is_lost = False  # no more workers are started; what is ready is delivered first
+        self._is_lost = False  # no more workers are started; ready batches are delivered first
         self._death_limit = DeathLimit(len(workers))
         self._actions: list[Action] = []
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -104,7 +104,7 @@ class Scheduler:
         }
 
     def handle(self, event: Event) -> list[Action]:
-        """Take in one event and say what is to be done, in this order."""
+        """Process one event and return the actions to execute, in order."""
         if self._is_closed:
             return []
         self._handlers[type(event)](event)
@@ -118,80 +118,81 @@ class Scheduler:
                 self._unstick()
         actions, self._actions = self._actions, []
         if self._slots.asks_for_growth:
-            # Last: it is answered at once, and what follows from the answer must not come before what was decided without it.
+            # Grow comes last: the engine replies at once, and actions that follow from the reply must not precede earlier
+            # decisions.
             self._slots.asks_for_growth = False
             actions.append(Grow())
         return actions
 
     @property
     def room(self) -> int:
-        """How many more batches may be planned now."""
+        """Number of batches that may be planned now."""
         return self._window - len(self._batches)
 
     @property
     def is_lost(self) -> bool:
-        """Whether no more workers are started: they died too often, or could not be started."""
+        """Whether no more workers are started, because they died too often or could not be started."""
         return self._is_lost
 
     @property
     def has_work(self) -> bool:
-        """Whether a task is with a worker, so that waiting for one makes sense."""
+        """Whether a worker has a task, so that waiting for a report makes sense."""
         return bool(self._tasks)
 
     @property
     def free_slots(self) -> tuple[SlotId, ...]:
-        """Slots that nobody uses."""
+        """Unused slots."""
         return tuple(self._slots.free)
 
     def lease_free_slot(self) -> SlotId | None:
-        """Lease a slot for a batch that the engine fills itself, without tasks; ``None`` if no slot is free."""
+        """Lease a slot for a batch that the engine fills itself, without tasks; return ``None`` if no slot is free."""
         if not self._slots.free:
             return None
-        self._wanted = None  # this is the batch that the training loop waits for
+        self._wanted = None  # the training loop waits for this batch
         slot = self._slots.take()
         self._slots.lease(slot)
         return slot
 
     @property
     def held_slots(self) -> int:
-        """Slots that the user looks into."""
+        """Number of slots that user code still references."""
         return self._slots.held_count
 
     @property
     def grain_s(self) -> float:
-        """What a grain usually takes, in seconds; 0 while nothing is known."""
+        """Usual time per grain in seconds; 0 until measured."""
         return self._pacing.grain_s
 
     def worker_tasks(self, worker: WorkerId) -> list[tuple[BatchId, int, int]]:
-        """(batch, first grain, grains) of what a worker has been given and not reported."""
+        """Return (batch, first grain, grain count) of each task that the worker has not reported yet."""
         record = self._workers.get(worker)
         held = [] if record is None else [self._tasks[task] for task in sorted(record.tasks)]
         return [(task.batch.batch, task.first_grain, task.grain_count) for task in held]
 
     def has_undelivered(self, epoch: int) -> bool:
-        """Whether planned batches of an epoch are not delivered."""
+        """Whether the epoch has planned batches that are undelivered."""
         return any(batch.epoch == epoch for batch in self._batches.values())
 
     @property
     def idle_count(self) -> int:
-        """How many workers have nothing to load: no task, or samples that wait for a slot."""
+        """Number of workers that load nothing: they have no task, or hold samples that wait for a slot."""
         return len(self._idle) + len(self._unplaced)
 
     @property
     def active_workers(self) -> tuple[WorkerId, ...]:
-        """Those that are there to stay, ready or being started."""
+        """Workers that were not released, ready or starting."""
         return tuple(worker for worker, record in self._workers.items() if not record.is_leaving)
 
     @property
     def leaving_workers(self) -> tuple[WorkerId, ...]:
-        """Those that were released and still have something to do."""
+        """Released workers that still have tasks."""
         return tuple(worker for worker, record in self._workers.items() if record.is_leaving)
 
     def validate(self) -> None:
         """Check the invariants; for tests."""
         check(self._batches, self._tasks, self._workers, self._slots.states, self._slots.free, (*self._roomy, *self._idle))
 
-    # --- the plan and the user's loop
+    # --- the plan and the training loop
 
     def _on_batch_planned(self, event: BatchPlanned) -> None:
         batch, epoch, grain_count, worker, is_share = event
@@ -223,7 +224,7 @@ class Scheduler:
             self._drop_unplaced(batch)
             self._settle(batch)
         for worker, record in self._workers.items():
-            if record.tasks:  # it may be stuck with something that nobody wants any more: until it tells, others come first
+            if record.tasks:  # its task may hang, and the batch is no longer needed: prefer other workers until it reports
                 self._roomy.pop(worker, None)
         self._assign()
 
@@ -239,7 +240,7 @@ class Scheduler:
     def _on_worker_ready(self, event: WorkerReady) -> None:
         worker = self._workers.get(event.worker)
         if worker is None:
-            return  # it was let go of before it was there
+            return  # released before it became ready
         worker.is_ready = True
         self._death_limit.start_well()
         self._roomy[event.worker] = self._idle[event.worker] = None
@@ -262,7 +263,7 @@ class Scheduler:
 
     def _on_worker_died(self, event: WorkerDied) -> None:
         if event.worker not in self._workers:
-            return  # it was let go of, and died before it ended
+            return  # released, and died before it stopped
         worker = self._retire(event.worker)
         self._death_limit.lose(event.at_s, is_idle=not worker.tasks)
         culprit = worker.culprit(event.task, self._unplaced) if event.is_blamed else None
@@ -333,8 +334,8 @@ class Scheduler:
         self._assign()
 
     def _on_task_mismatched(self, event: TaskMismatched) -> None:
-        # One worker must see all samples of the batch, to find a layout for all or to say which do not stack. What is uneven
-        # once will be again: from here on batches go out whole.
+        # One worker must see all samples of the batch to find a common layout, or to name the samples that do not stack. Later
+        # batches are likely to differ too, so send whole batches from now on.
         task = self._finish(event.worker, event.task)
         if task is None:
             return
@@ -379,7 +380,7 @@ class Scheduler:
             batch.spoil(event.grain_count)
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
-        # Also if it has failed already: this may have been its last task.
+        # Also needed if the batch has failed already: this may have been its last task.
         self._settle(batch)
         self._deliver()
         self._assign()
@@ -399,8 +400,8 @@ class Scheduler:
         task = self._tasks.get(event.task)
         if task is None or task.worker != event.worker:
             return
-        # The batch keeps its slot, which is only a number: other tasks of it may be on their way with it. Until the user lets
-        # go of something, asking again would give the same answer.
+        # The batch keeps its slot, which is only a number: its other tasks may already use it. A retry fails until user code
+        # releases a batch.
         task.is_unplaced = True
         self._unplaced.append(event.task)
         self._slots.is_growth_refused = True
@@ -416,13 +417,13 @@ class Scheduler:
     # --- assigning grains and slots, delivering
 
     def _take_slot(self, batch: Batch) -> bool:
-        """Give the batch a slot; if there is none, ask for one and say no.
+        """Take a free slot for the batch; if none is available, request one and return False.
 
-        Older batches come first, even if they are not ready to be placed yet: the user's loop waits for them, and it may hold
-        what would be freed for them otherwise. So as many slots are left for them.
+        Reserve one slot for each older batch without a slot, even if it is not ready to be placed. The training loop waits for
+        those first, and may hold the slots that would otherwise become free for them.
         """
         older = {other for other in self._slotless if other < batch.batch}
-        if self._waiting and self._waiting[0] < batch.batch:  # shares of a stream whose workers are not there
+        if self._waiting and self._waiting[0] < batch.batch:  # batches of an iterable dataset whose workers are not ready
             older |= {other for other in self._waiting if other < batch.batch and self._batches[other].slot is None}
         if len(self._slots.free) <= len(older):
             self._slots.ask_for_growth()
@@ -476,7 +477,7 @@ class Scheduler:
         self._actions.append(Deliver(batch.batch, batch.slot))
 
     def _find_room(self) -> None:
-        """Workers may be sent more ahead than before."""
+        """Mark workers that may take a task under the increased queue limit."""
         for worker, record in self._workers.items():
             if record.is_ready and self._has_room(record, 1):
                 self._roomy.setdefault(worker)
@@ -493,20 +494,20 @@ class Scheduler:
         return None
 
     def _assign(self, *, only_oldest: bool = False) -> None:
-        """Give waiting grains to workers with room, oldest batch first.
+        """Assign waiting grains to workers that may take a task, oldest batch first.
 
-        ``only_oldest`` when nothing moves: what workers have then only waits for a slot, and they are at nothing.
+        ``only_oldest`` is for a stalled scheduler: tasks then only wait for a slot, and workers load nothing.
         """
         if not self._waiting:
             return
         for batch_id in tuple(self._waiting[:1] if only_oldest else self._waiting):
             batch = self._batches[batch_id]
-            # More than the window are planned only when it has become smaller: then the oldest go on.
+            # Exceeding the window is possible only after it shrank: then only the oldest batches continue.
             if len(self._batches) > self._window and sum(other < batch_id for other in self._batches) >= self._window:
                 return
             while batch.waiting:
                 if batch.worker is not None:
-                    # This worker and no other, one task after another, in order.
+                    # Only this worker may load the batch, one task at a time and in order.
                     if batch.worker not in self._roomy:
                         break
                     worker = batch.worker
@@ -515,12 +516,12 @@ class Scheduler:
                 else:
                     return
                 if batch.death_count and self._workers[worker].tasks and not only_oldest:
-                    return  # nothing else goes out until one has nothing else to do
+                    return  # after a death, wait for a worker without tasks and assign nothing else before
                 if batch.slot is None and self._slots.states:
                     if not self._take_slot(batch):
                         return
                     for task_id in [held for held in self._unplaced if self._tasks[held].batch is batch]:
-                        self._place_task(task_id)  # parts that were sent when there was no slot yet
+                        self._place_task(task_id)  # tasks that were sent before a slot existed
                 self._send(batch, worker)
             if not batch.waiting:
                 self._waiting.remove(batch_id)
@@ -556,12 +557,12 @@ class Scheduler:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether the user's loop waits and nothing will happen by itself."""
+        """Whether the training loop waits and no pending event can unblock it."""
         if len(self._tasks) != len(self._unplaced) or self._is_moving or self._wanted is None:
             return False
         if not self.has_undelivered(self._wanted) or self._next_finished(self._wanted) is not None:
             return False
-        # A worker that is being started takes what waits for it, and then this is asked again.
+        # A worker that is starting will take the waiting grains; its WorkerReady event triggers this check again.
         bound = [batch.worker for batch in self._batches.values() if batch.worker is not None and batch.waiting]
         awaited = bound or (
             self.active_workers if not any(batch.worker is not None for batch in self._batches.values()) else ()
@@ -573,9 +574,9 @@ class Scheduler:
         return self._slots.asks_for_growth or any(isinstance(action, Send | Place) for action in self._actions)
 
     def _unstick(self) -> None:
-        """There is no memory for what the loop waits for: ask once more, take it from younger batches, or say so."""
+        """Get memory for the batch that the training loop waits for: retry growth, evict younger batches, or fail."""
         for worker, record in self._workers.items():
-            if record.is_ready:  # and has nothing to do, because nobody has
+            if record.is_ready:  # and idle: every remaining task waits for a slot
                 self._roomy.setdefault(worker)
         if not self._has_asked_again:
             self._has_asked_again = True
@@ -583,7 +584,7 @@ class Scheduler:
             self._serve_oldest()
             self._slots.is_growth_refused = True
         else:
-            self._send_oldest()  # it may have a slot, and have lost a worker that is not replaced
+            self._send_oldest()  # the oldest batch may have a slot but have lost a worker that is not replaced
         for batch in reversed(tuple(self._batches.values())):
             if self._is_moving:
                 return
@@ -594,7 +595,7 @@ class Scheduler:
             self._actions.append(FailMemory())
 
     def _serve_oldest(self) -> None:
-        # And nobody else: whatever is begun now would take what was just gained, and be evicted in turn.
+        # Serve only the oldest batch: any other would take the memory just freed, and be evicted in turn.
         self._place(only_oldest=True)
         self._send_oldest()
 
@@ -603,9 +604,9 @@ class Scheduler:
             self._assign(only_oldest=True)
 
     def _evict(self, batch: Batch) -> bool:
-        """Take back what a batch has, if anything, unless it is the oldest; it will be loaded again.
+        """Take the batch's slot away and reload the batch later; return False if it has no slot or is the oldest.
 
-        A share of a stream cannot be, so it is left alone.
+        Batches of an iterable dataset cannot be reloaded, so they are never evicted.
         """
         if batch.is_share or batch.slot is None or batch.task_count or batch.batch == next(iter(self._batches)):
             return False
@@ -620,7 +621,7 @@ class Scheduler:
     # --- changes to several tables at once
 
     def _finish(self, worker: WorkerId, task_id: TaskId) -> Task | None:
-        """Take a task off the books; ``None`` if it is not on them: the late word of a worker that was declared dead."""
+        """Remove a task; return ``None`` for an unknown one, such as a late report of a worker that was declared dead."""
         task = self._tasks.get(task_id)
         if task is None or task.worker != worker:
             return None
@@ -641,12 +642,12 @@ class Scheduler:
         return task
 
     def _has_room(self, worker: Worker, grain_count: int) -> bool:
-        """Whether it may be sent more, of which it has tasks of so many grains."""
+        """Whether the worker may take another task; its current tasks have ``grain_count`` grains each."""
         is_plenty = len(self._waiting) > self._active_count and not self._whole_batches
         return self._pacing.has_room(len(worker.tasks), grain_count, is_plenty=is_plenty)
 
     def _retire(self, worker: WorkerId) -> Worker:
-        """Send it no more."""
+        """Stop sending tasks to the worker."""
         self._roomy.pop(worker, None)
         self._idle.pop(worker, None)
         record = self._workers[worker]
@@ -654,12 +655,12 @@ class Scheduler:
         return record
 
     def _let_go(self, worker: WorkerId) -> None:
-        """A worker that was released has nothing left to do."""
+        """Remove a released worker that has no tasks left."""
         del self._workers[worker]
         self._actions.append(StopWorker(worker))
 
     def _settle(self, batch: Batch) -> None:
-        """Move a batch on when its last task is in."""
+        """Advance a batch after its last task was reported."""
         if batch.task_count:
             return
         if batch.slot is None:
@@ -687,7 +688,7 @@ class Scheduler:
     def _drop_unplaced(self, batch: Batch) -> None:
         for task_id in [task_id for task_id in self._unplaced if self._tasks[task_id].batch is batch]:
             worker = self._tasks[task_id].worker
-            self._actions.append(Drop(worker, task_id))  # first: if it is on its way out, it is stopped next
+            self._actions.append(Drop(worker, task_id))  # before _finish, which stops the worker if it was released
             self._finish(worker, task_id)
 
     def _begin_again(self, batch: Batch) -> None:
@@ -697,7 +698,7 @@ class Scheduler:
         if batch.grain_count:
             self._wait_again(batch, 0, batch.grain_count)
             return
-        if batch.slot is not None:  # nothing is left of it; it is passed over in its turn
+        if batch.slot is not None:  # no samples left: Pass skips it in its turn
             self._slots.release(batch.slot)
             batch.slot = None
         self._finished[batch.batch] = None

@@ -1,4 +1,4 @@
-"""Which slots there are, and who has them."""
+"""State of the scheduler: batches, tasks, workers and slots."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Final, final
 
 from infeed.scheduler.messages import BatchId, SlotId, TaskId, WorkerId
 
-# A batch whose workers died this often is given up: it is the batch that kills them.
+# A batch fails after more worker deaths than this: the batch itself must be the cause.
 BATCH_DEATHS: Final = 3
 
 
 class SlotState(enum.Enum):
     FREE = enum.auto()
-    FILLING = enum.auto()  # belongs to an undelivered batch, or to an abandoned one whose tasks still run
-    LEASED = enum.auto()  # delivered; the user looks into it
+    FILLING = enum.auto()  # used by an undelivered batch, or by an abandoned one whose tasks still run
+    LEASED = enum.auto()  # delivered; user code references it
 
 
 @final
 class Batch:
-    """A planned batch, until it is delivered or, if it was abandoned, until nothing writes into its slot any more."""
+    """A planned batch, until it is delivered or, if abandoned, until no task can write into its slot."""
 
     __slots__ = (
         "batch", "death_count", "epoch", "failed", "failed_grain", "grain_count", "is_abandoned", "is_given_up",
@@ -33,7 +33,7 @@ class Batch:
         self.grain_count = grain_count
         self.worker = worker
         self.is_share = is_share
-        self.waiting = [(0, grain_count)]  # (first grain, count), ascending: in no task yet
+        self.waiting = [(0, grain_count)]  # (first grain, count), ascending: not in a task yet
         self.slot: SlotId | None = None
         self.task_count = 0
         self.loaded_count = 0
@@ -41,7 +41,7 @@ class Batch:
         self.failed_grain = 0
         self.death_count = 0
         self.must_regroup = False
-        self.next_grain_count = grain_count  # when it is begun again
+        self.next_grain_count = grain_count  # grain count after begin_again
         self.is_given_up = False
         self.is_abandoned = False
 
@@ -54,12 +54,13 @@ class Batch:
         return self.failed is not None or self.is_given_up or self.death_count > BATCH_DEATHS
 
     def fail(self, task: TaskId, first_grain: int) -> None:
-        # Grains are sent in ascending order, so when all tasks are in, the lowest failure is what a plain loop meets first.
+        # Grains are sent in ascending order. So once all tasks have reported, the lowest failure is the one that sequential
+        # loading would raise.
         if self.failed is None or first_grain < self.failed_grain:
             self.failed, self.failed_grain = task, first_grain
 
     def spoil(self, grain_count: int | None) -> None:
-        """It is to be loaded again with so many grains; ``None``: it is given up."""
+        """Reload the batch with this number of grains; ``None`` fails it."""
         if grain_count is None:
             self.is_given_up = True
         else:
@@ -68,7 +69,7 @@ class Batch:
             self.death_count = 0
 
     def begin_again(self) -> None:
-        """Forget what was loaded of it."""
+        """Discard the loaded grains."""
         self.must_regroup = False
         self.loaded_count = 0
         self.failed = None
@@ -93,35 +94,35 @@ class Worker:
 
     def __init__(self) -> None:
         self.is_ready = False
-        self.is_leaving = False  # it was released, and has tasks left
+        self.is_leaving = False  # released, with tasks left
         self.tasks: set[TaskId] = set()
 
     def culprit(self, said: TaskId | None, held: Container[TaskId]) -> TaskId | None:
-        """The task that it died of; ``held`` are those that wait for a slot.
+        """Return the task that killed the worker; ``held`` are the tasks that wait for a slot.
 
-        Unless it said otherwise that is the first, or it had done that and not told yet. From the second death on there is no
-        doubt, because then the task goes to a worker that is at nothing else.
+        Without a reported task, assume the first one, though the worker may have finished it without reporting. From the second
+        death on it is certain, because the task then goes to a worker without other tasks.
         """
         return said if said in self.tasks else min(self.tasks, key=lambda task: (task in held, task), default=None)
 
 
 @final
 class Slots:
-    """A slot is free, or filled by one batch, or leased to the user."""
+    """All slots and their states: free, filled by one batch, or leased to user code."""
 
     def __init__(self) -> None:
         self.states: dict[SlotId, SlotState] = {}
-        self.free: list[SlotId] = []  # last in, first out: the memory that is still in the processor's cache
-        self.is_growth_refused = False  # or not answered yet
+        self.free: list[SlotId] = []  # last in, first out: reuses memory that is still in the CPU cache
+        self.is_growth_refused = False  # True also while a request is pending
         self.asks_for_growth = False
 
     @property
     def held_count(self) -> int:
-        """Slots that the user looks into."""
+        """Number of slots that user code references."""
         return sum(state is SlotState.LEASED for state in self.states.values())
 
     def release(self, slot: SlotId) -> None:
-        """Let it be free: it is new, or whoever had it needs it no more."""
+        """Mark a slot as free: it is new, or its batch no longer needs it."""
         self.states[slot] = SlotState.FREE
         self.free.append(slot)
         self.is_growth_refused = False
@@ -137,5 +138,5 @@ class Slots:
     def ask_for_growth(self) -> None:
         if not self.is_growth_refused:
             self.asks_for_growth = True
-            # Until it is answered nobody asks again.
+            # Prevents further requests until the engine replies.
             self.is_growth_refused = True

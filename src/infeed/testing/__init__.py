@@ -1,6 +1,6 @@
-"""Datasets that misbehave on purpose: slow, uneven, faulty, deadly, random. To try out a training loop, or a loader.
+"""Datasets that misbehave on purpose (slow, uneven, faulty, crashing, random), to test a training loop or a loader.
 
-And ``assert_resumable``, which fails if a loader that is interrupted and resumed gives other batches than one that is not.
+``assert_resumable`` fails if a loader yields different batches after it is interrupted and resumed.
 """
 
 from __future__ import annotations

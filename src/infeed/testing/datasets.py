@@ -1,4 +1,4 @@
-"""Datasets whose samples are their indices, and which are slow, uneven, faulty, deadly or random about it."""
+"""Test datasets whose samples are their indices; each is slow, uneven, faulty, crashing or random."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import infeed
 RandomSource = Literal["python", "numpy", "torch", "infeed"]
 Ending = Literal["kill", "exit"]
 
-_EXIT_CODE: Final = 86  # what a worker that leaves by os._exit reports; nothing else uses it
+_EXIT_CODE: Final = 86  # of a worker that calls os._exit; nothing else uses this code
 
 
 class _Numbers:
-    """Sample ``i`` is ``i``. Iterating ends at the length, as for any sequence."""
+    """Sample ``i`` is ``i``. Iteration ends at the length, as for any sequence."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -37,7 +37,7 @@ class _Numbers:
 
 
 class SlowDataset(_Numbers):
-    """Takes ``seconds`` for every sample, asleep, as a disk or a network would.
+    """Sleeps ``seconds`` for every sample, like I/O on a disk or a network.
 
     >>> SlowDataset(10, 0.001)[3]
     3
@@ -54,7 +54,7 @@ class SlowDataset(_Numbers):
 
 
 class UnevenDataset(_Numbers):
-    """Takes ``seconds`` for a sample, and ``slow_seconds`` for those whose index is a multiple of ``every``.
+    """Sleeps ``seconds`` for each sample, and ``slow_seconds`` if the index is a multiple of ``every``.
 
     >>> UnevenDataset(100, 0, slow_seconds=0.001, every=50)[50]
     50
@@ -77,7 +77,7 @@ def _bad_sample(index: int) -> Exception:
 
 
 class FaultyDataset(_Numbers):
-    """Raises at the indices in ``bad``: what ``error`` makes of the index, by default a ``ValueError``.
+    """Raises ``error(index)`` at the indices in ``bad``; by default a ``ValueError``.
 
     >>> FaultyDataset(10, bad=[4], error=KeyError)[4]
     Traceback (most recent call last):
@@ -98,14 +98,14 @@ class FaultyDataset(_Numbers):
 
 
 class CrashingDataset(_Numbers):
-    """Ends the process that loads an index in ``crash_at``, the first ``times`` times that this index is asked for.
+    """Ends the process that loads an index in ``crash_at``, the first ``times`` times that this index is loaded.
 
-    For process workers only: asked in the process that made it, it raises ``RuntimeError`` instead of ending it.
+    For process workers only: in the process that created the dataset, it raises ``RuntimeError`` instead.
 
     Args:
-        count_file: deaths are counted in it, because those who die cannot tell; made when the first dies.
-        times: how many deaths for each index; ``None`` for every time.
-        how: ``"kill"`` as the out-of-memory killer does it, ``"exit"`` as ``os._exit`` in a library does.
+        count_file: file that counts the deaths, because a dead process cannot report them; created at the first death.
+        times: number of deaths for each index; ``None`` for every time.
+        how: ``"kill"`` sends SIGKILL like the OOM killer; ``"exit"`` calls ``os._exit`` as some libraries do.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CrashingDataset(_Numbers):
 
     @property
     def deaths(self) -> int:
-        """How many processes it has ended so far."""
+        """Number of processes that the dataset has ended so far."""
         path = Path(self._count_file)
         asked = Counter(path.read_text().split()) if path.exists() else Counter()
         return sum(count if self._times is None else min(count, self._times) for count in asked.values())
@@ -141,7 +141,7 @@ class CrashingDataset(_Numbers):
         if os.getpid() == self._owner_pid:
             raise RuntimeError("CrashingDataset would end the process that made it; use it with process workers")
         with open(self._count_file, "a+", encoding="ascii") as file:
-            # Appending is one step for the system: of two workers that write at once, each finds its own number.
+            # Appending is atomic: if two workers write at the same time, each still reads its own count.
             file.write(f"{index}\n")
             file.flush()
             end = file.tell()
@@ -150,22 +150,22 @@ class CrashingDataset(_Numbers):
         if self._times is not None and number > self._times:
             return
         if self._how == "kill":
-            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows any signal ends a process at once
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows, any signal ends the process at once
         os._exit(_EXIT_CODE)
 
 
 class RandomDataset(_Numbers):
-    """Draws a number from each of the generators in ``sources``, as augmentations do.
+    """Draws a number from each generator in ``sources``, as augmentations do.
 
-    A sample is ``{"index": 3, "python": 0.23, "numpy": 0.91}``. These two and ``"torch"``, which imports torch, are the global
-    generators; ``"infeed"`` is the sample's own, from ``infeed.get_rng``.
+    A sample is ``{"index": 3, "python": 0.23, "numpy": 0.91}``. ``"python"``, ``"numpy"`` and ``"torch"`` (which imports torch)
+    are the global generators; ``"infeed"`` is the sample's generator from ``infeed.get_rng``.
     """
 
     def __init__(self, length: int, sources: Iterable[RandomSource] = ("python", "numpy")) -> None:
         super().__init__(length)
         self._sources = tuple(sources)
 
-    def __getitem__(self, index: int) -> dict[str, float]:  # type: ignore[override]  # a sample of another kind
+    def __getitem__(self, index: int) -> dict[str, float]:  # type: ignore[override]  # another sample type
         sample: dict[str, float] = {"index": super().__getitem__(index)}
         for source in self._sources:
             sample[source] = _draw(source)
@@ -179,6 +179,6 @@ def _draw(source: RandomSource) -> float:
         return float(np.random.random())
     if source == "infeed":
         return float(infeed.get_rng().random())
-    import torch  # asked for
+    import torch  # only if this source was requested
 
     return float(torch.rand(()))

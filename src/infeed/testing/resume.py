@@ -1,4 +1,4 @@
-"""A check for users' own loaders: interrupted at any step and resumed, they give what they would have given."""
+"""A test helper for users' loaders: a loader interrupted at any step and resumed must yield the same batches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import numpy as np
 
 
 def assert_resumable(loader: Any, *, steps: Iterable[int] | None = None, in_order: bool = True) -> None:
-    """Iterate an epoch, then go back to its state after every step: the rest must be the same, bit for bit.
+    """Iterate an epoch, then restore its state after each step: the remaining batches must be identical bit for bit.
 
-    The states are taken through JSON, as in a checkpoint. The dataset must be finite. Afterwards the loader stands at the end
-    of that epoch.
+    States go through JSON, as in a checkpoint. The dataset must be finite. Afterwards the loader is at the end of that epoch.
 
     Args:
-        loader: an ``infeed.DataLoader``, or anything else that is iterable and has ``state_dict`` and ``load_state_dict``.
-        steps: after how many batches to interrupt; by default after each, and before the first.
-        in_order: ``False`` for a loader that gives batches as they are ready: then the rest is compared without its order.
+        loader: an ``infeed.DataLoader``, or any iterable with ``state_dict`` and ``load_state_dict``.
+        steps: numbers of batches after which to interrupt; by default before the first batch and after each.
+        in_order: ``False`` for a loader that yields batches as they become ready; the order is then ignored.
 
     Raises:
-        AssertionError: the rest is another; says after which step, and which batch.
+        AssertionError: the remaining batches differ; names the step and the batch.
     """
     states = [json.dumps(loader.state_dict())]
     prints: list[Any] = []
@@ -48,7 +47,7 @@ def assert_resumable(loader: Any, *, steps: Iterable[int] | None = None, in_orde
 
 
 def _fingerprint(value: Any) -> Any:
-    """What a batch is, by value, in a form that can be kept and compared: types, dtypes, shapes and bits."""
+    """Return a batch's types, dtypes, shapes and bits in a form that can be stored and compared."""
     if isinstance(value, np.ndarray):
         content = value.tolist() if value.dtype.hasobject else value.tobytes()
         return "array", str(value.dtype), value.shape, content

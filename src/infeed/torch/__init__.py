@@ -1,10 +1,10 @@
-"""infeed for PyTorch: ``from infeed.torch import DataLoader`` in the place of torch's. Needs torch, and imports it."""
+"""infeed for PyTorch: ``from infeed.torch import DataLoader`` replaces torch's class. Imports torch, which it requires."""
 
 from __future__ import annotations
 
 from infeed.workers.early_start import start_for_main
 
-start_for_main()  # now, because what follows imports torch, if the program has not
+start_for_main()  # before the imports below, which import torch unless the program already has
 
 from infeed.torch.accelerate import keep_loaders  # noqa: E402
 from infeed.torch.images import ImageConvert as ImageConvert  # noqa: E402

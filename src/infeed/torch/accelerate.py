@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate keeps infeed's loaders.
+"""Makes Hugging Face Accelerate keep infeed's loaders.
 
-``accelerator.prepare`` throws a loader away and makes one of torch's from its attributes: those named in a table of keyword
-arguments. One more name in that table, under which only infeed's loaders have something, tells whose loader it was; where
-Accelerate then makes the new one, it is made of infeed's class, with the options that the table does not know. Everything else
-(ranks, devices, the end of an epoch) stays Accelerate's.
+``accelerator.prepare`` replaces a loader by a torch loader, created from the attributes that a table of keyword arguments
+names. This module adds an attribute to that table that only infeed's loaders have. When Accelerate then creates the new
+loader, it uses infeed's class, with the options that the table does not know. Accelerate still handles everything else: ranks,
+devices, the end of an epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infeed.torch.loader import DataLoader
 
 _MODULE: Final = "accelerate.data_loader"
 _KEY: Final = "_infeed_source"
-# What infeed's class takes beyond torch's.
+# Options that only infeed's class has.
 _OWN_OPTIONS: Final = (
     "seed", "worker", "memory_limit", "grain_size", "threads_per_worker",
     "device", "device_prefetch", "convert", "on_error", "error_budget", "retries", "sample_timeout", "hang_warning",
@@ -25,7 +25,7 @@ _OWN_OPTIONS: Final = (
 
 
 def keep_loaders() -> None:
-    """Let Accelerate keep infeed's loaders, from when it is imported on."""
+    """Patch Accelerate to keep infeed's loaders as soon as it is imported."""
     when_imported(_MODULE, _teach)
 
 
@@ -33,7 +33,7 @@ def _teach() -> None:
     accelerate: Any = sys.modules[_MODULE]
     table = getattr(accelerate, "_PYTORCH_DATALOADER_KWARGS", None)
     if table is None or _KEY in table:
-        return  # another Accelerate than is known, or taught already
+        return  # an unknown version of Accelerate, or already patched
     plain = accelerate.DataLoader
     init = accelerate.DataLoaderAdapter.__init__
 
@@ -59,8 +59,9 @@ def _teach() -> None:
 
 
 def _like(source: DataLoader[Any], dataset: Any, *arguments: Any, **options: Any) -> DataLoader[Any]:
-    """A loader with the own options of another."""
+    """Create a loader with the infeed-only options of ``source``."""
     options.update((name, getattr(source, name)) for name in _OWN_OPTIONS)
     made: DataLoader[Any] = DataLoader(dataset, *arguments, **options)
-    made._infeed_prefetch_factor = source._infeed_prefetch_factor  # Accelerate passes torch's default on as if it was asked for
+    # Accelerate passes torch's default prefetch_factor as if the user had set it.
+    made._infeed_prefetch_factor = source._infeed_prefetch_factor
     return made

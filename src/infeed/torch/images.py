@@ -1,4 +1,4 @@
-"""Pictures made ready for a network on the device: as ``uint8`` they cross the bus in a fourth of the bytes."""
+"""Converts images on the device: ``uint8`` transfers need a quarter of the bytes of ``float32``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from infeed.errors import ConfigError
 
 @final
 class ImageConvert:
-    """For ``convert=``: turns every ``uint8`` tensor of four axes (batch, channels, height, width) into numbers to train on.
+    """Converts every 4-D ``uint8`` tensor (batch, channels, height, width) to floating point; pass it as ``convert=``.
 
     Args:
-        dtype: what they become.
-        channels_last: whether they are laid out with channels last, as convolutions on a GPU like it.
+        dtype: floating-point type of the result.
+        channels_last: use the channels-last memory format, which is faster for convolutions on a GPU.
         scale: divide by 255.
-        mean: one number for each channel, taken off after scaling.
-        std: one number for each channel, divided by after that.
+        mean: one number per channel, subtracted after scaling.
+        std: one number per channel, divided by after subtracting the mean.
 
     Raises:
-        ConfigError: ``dtype`` is no floating type, or ``mean`` and ``std`` do not go together.
+        ConfigError: ``dtype`` is not floating point, ``std`` has a zero, or ``mean`` and ``std`` differ in length.
     """
 
     __module__ = "infeed.torch"

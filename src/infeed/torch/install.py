@@ -1,4 +1,4 @@
-"""``install``: torch's own ``DataLoader``, wherever it was imported from, runs on infeed's engine."""
+"""``install``: makes torch's own ``DataLoader`` run on infeed's engine, wherever it was imported from."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from infeed.programs.children import carry_into_processes, forget_processes
 from infeed.torch.loader import DataLoader
 from infeed.torch.service import iterator_of, notice
 
-# The one method that torch's class has for it. Changing it there, and not the name of the class in some modules, reaches every
-# program, framework and subclass alike, and `isinstance` stays what it was.
+# The method that creates iterators. Patching it on torch's class, instead of replacing the class in modules, reaches every
+# program, framework and subclass, and leaves `isinstance` unchanged.
 _METHOD: Final = "_get_iterator"
 _ORIGINAL: Final = TorchDataLoader._get_iterator
-# Some libraries make torch's iterators by themselves. All of them, also those of subclasses, begin here.
+# Some libraries create torch's iterators directly. All iterators, including subclasses, call this constructor.
 _ITERATOR_INIT: Final[Any] = _BaseDataLoaderIter.__init__
-# torchdata's loader has iterators of its own, whose states are theirs: it is replaced as a whole, where it is looked for.
+# torchdata's loader has its own iterators and state format, so its class is replaced in the module.
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _STATEFUL: Final = "StatefulDataLoader"
 
 
 def install() -> None:
-    """Let all loaders of torch's class, and of its subclasses, load with infeed from their next iteration on.
+    """Run all loaders of torch's class and its subclasses on infeed, from their next iteration on.
 
-    Loaders that infeed cannot serve (DataPipes; ``multiprocessing_context="fork"``; datasets that cannot be pickled; loaders
-    that make torch's private iterators by themselves) run as before, with a warning that gives the reason. torchdata's
-    ``StatefulDataLoader`` becomes infeed's, if it is imported from now on. The same goes for processes that
-    ``multiprocessing`` starts from now on, by any start method. Idempotent; ``uninstall`` takes it back.
+    Unsupported loaders run as before, with a warning that states the reason: DataPipes, ``multiprocessing_context="fork"``,
+    datasets that cannot be pickled, and loaders that create torch's private iterators themselves. torchdata's
+    ``StatefulDataLoader`` becomes infeed's, if it is imported from now on. All this also applies to processes that
+    ``multiprocessing`` starts from now on, with any start method. Idempotent; ``uninstall`` reverts it.
     """
     setattr(TorchDataLoader, _METHOD, _get_iterator)
     _BaseDataLoaderIter.__init__ = _begin_iterator  # type: ignore[method-assign]
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch's class its own workers back, and torchdata its class."""
+    """Restore torch's own workers and torchdata's class."""
     setattr(TorchDataLoader, _METHOD, _ORIGINAL)
     _BaseDataLoaderIter.__init__ = _ITERATOR_INIT  # type: ignore[method-assign]
     forget_processes()
@@ -65,14 +65,14 @@ def _begin_iterator(self: _BaseDataLoaderIter, loader: Any, *arguments: Any, **o
 def _replace_stateful() -> None:
     torchdata: Any = sys.modules[_TORCHDATA]
     is_installed = getattr(TorchDataLoader, _METHOD) is _get_iterator
-    if is_installed and not _REPLACED and hasattr(torchdata, _STATEFUL):  # not while it is still being imported
+    if is_installed and not _REPLACED and hasattr(torchdata, _STATEFUL):  # missing during torchdata's import
         _REPLACED.append(getattr(torchdata, _STATEFUL))
         setattr(torchdata, _STATEFUL, StatefulDataLoader)
 
 
 class StatefulDataLoader(DataLoader[Any]):
-    """infeed's loader under the arguments of torchdata's, whose contract for states it keeps."""
+    """infeed's loader with the arguments and the state contract of torchdata's ``StatefulDataLoader``."""
 
     def __init__(self, *arguments: Any, snapshot_every_n_steps: int = 1, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.snapshot_every_n_steps = snapshot_every_n_steps  # every step costs microseconds here
+        self.snapshot_every_n_steps = snapshot_every_n_steps  # unused: a state at every step costs only microseconds in infeed

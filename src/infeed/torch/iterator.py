@@ -1,4 +1,4 @@
-"""One iteration of a torch loader: torch's own iterator on the outside, an epoch of infeed's engine inside."""
+"""Iterators of torch loaders: they have the interface of torch's iterators and run an epoch of infeed's engine."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _is_profiled: Final[Callable[[], bool]] = getattr(torch.autograd, "_profiler_ena
 _pinned: Final[Callable[..., Any]] = torch_pinning.pin_memory
 
 
-# How long the fork server is asked at a time whether a worker has ended: other threads may need it.
+# Longest single wait on the fork server for a worker's exit, because other threads may need the fork server.
 _JOIN_S: Final = 0.1
 
 
 @final
 class WorkerHandle:
-    """A worker's process, with what libraries use of the ``multiprocessing.Process`` in ``iterator._workers``."""
+    """A worker process with the parts of ``multiprocessing.Process`` that libraries use in ``iterator._workers``."""
 
     daemon = True
 
@@ -58,7 +58,7 @@ class WorkerHandle:
     def is_alive(self) -> bool:
         import psutil
 
-        # The exit code of a worker that ended together with the fork server is never known.
+        # The exit code stays unknown if a worker ended together with the fork server.
         return self.exitcode is None and psutil.pid_exists(self.pid)
 
     def join(self, timeout: float | None = None) -> None:
@@ -70,25 +70,25 @@ class WorkerHandle:
             self._process.wait(left_s)
 
     def terminate(self) -> None:
-        """End the process at once. If the iteration goes on, the worker is replaced."""
+        """Kill the process. If the iteration continues, the engine replaces the worker."""
         self._process.kill()
 
     kill = terminate
 
     def close(self) -> None:
-        """Nothing is held that would have to be released."""
+        """Do nothing: a handle holds no resources."""
 
 
 class EngineIter(_BaseDataLoaderIter):
-    """An iterator of torch's kind. torch's part of it warns, draws the base seed and asks the sampler, in torch's order."""
+    """A torch iterator on infeed's engine. torch's base class warns, draws the base seed and calls ``iter`` of the sampler."""
 
     def __init__(self, loader: DataLoader[Any], session: Session) -> None:
-        self._session = session  # and not the loader, which may hold this
+        self._session = session  # not the loader, which may reference this iterator
         with self._plan.drawing(loader, session.next) as self._armed:
-            _BaseDataLoaderIter.__init__(self, loader)  # and not torch's class of the same name below, which starts workers
+            _BaseDataLoaderIter.__init__(self, loader)  # not the constructors of torch's subclasses, which start workers
             if self._num_workers > 0 and not self._armed.is_resumed:
-                self._sampler_iter = iter(self._index_sampler)  # once more, as torch does: it may draw
-        self._pins = self._pin_memory and not session.config.is_staged  # what is on a device is not pinned
+                self._sampler_iter = iter(self._index_sampler)  # a second time, as torch does: it may draw random numbers
+        self._pins = self._pin_memory and not session.config.is_staged  # batches on a device cannot be pinned
         self._is_plain = self._dataset_kind != _DatasetKind.Iterable and not self._pins
         self._begin()
 
@@ -100,7 +100,7 @@ class EngineIter(_BaseDataLoaderIter):
     def _begin(self) -> None:
         self._base_seed = self._plan.arm(self._armed, self._sampler_iter, int(self._base_seed))
         self._epoch = EpochIterator(self._session, asked=self._armed)
-        # When torch calls user code: with workers the sampler, without them an iterable dataset.
+        # torch calls user code at this point: the sampler with workers, an iterable dataset without them.
         if self._num_workers > 0 or self._dataset_kind == _DatasetKind.Iterable:
             try:
                 self._epoch.begin().prime()
@@ -133,7 +133,7 @@ class EngineIter(_BaseDataLoaderIter):
         return _pinned(data, self._pin_memory_device) if self._pins else data
 
     def _raise(self, error: WorkerError) -> NoReturn:
-        """Where people know torch's words by heart, begin with them."""
+        """Raise the error; timeouts and worker deaths start with torch's well-known message."""
         if isinstance(error, LoadTimeoutError) and str(error).startswith("timeout="):
             raise LoadTimeoutError(f"DataLoader timed out after {self._timeout} seconds; {error}") from None
         if isinstance(error, WorkerDiedError):
@@ -158,18 +158,18 @@ class EngineIter(_BaseDataLoaderIter):
         return data
 
     def _shutdown_workers(self) -> None:
-        """End the iteration."""
+        """End the iteration; there are no workers to stop."""
         self._epoch.leave()
 
 
 @final
 class InlineIter(EngineIter, _SingleProcessDataLoaderIter):
-    """With ``num_workers=0``."""
+    """Iterator for ``num_workers=0``."""
 
 
 @final
 class WorkersIter(EngineIter, _MultiProcessingDataLoaderIter):
-    """With workers. Libraries ask for torch's class, to stop workers, and for some of its attributes."""
+    """Iterator with workers. Libraries check for torch's class to stop workers, and use some of its attributes."""
 
     _handles: list[WorkerHandle]
     _shutdown: bool
@@ -184,22 +184,22 @@ class WorkersIter(EngineIter, _MultiProcessingDataLoaderIter):
         super()._begin()
 
     @property
-    def _workers(self) -> list[WorkerHandle]:  # type: ignore[override]  # torch's are attributes
-        """The workers now, or as they were when they were last asked for, if there are none any more."""
+    def _workers(self) -> list[WorkerHandle]:  # type: ignore[override]  # a plain attribute in torch
+        """The current workers, or the last known ones if none are left."""
         processes = self._epoch.worker_processes()
         if processes and processes != [handle._process for handle in self._handles]:
             self._handles = [WorkerHandle(number, process) for number, process in enumerate(processes)]
         return self._handles
 
     def _shutdown_workers(self) -> None:
-        """Stop them, also persistent ones."""
-        self._handles = self._workers  # to be asked afterwards whether they have ended
+        """Stop all workers, including persistent ones."""
+        self._handles = self._workers  # callers check afterwards whether they have ended
         self._epoch.leave(stops_workers=True)
         self._session.engine_cache.clear(keeps_workers=False)
         self._shutdown = True
 
     def __del__(self) -> None:
-        """Not torch's, which looks for queues. The epoch ends when it is dropped, and the engine with the loader."""
+        """Override torch's method, which needs queues. Dropping the epoch ends it; the engine ends with the loader."""
 
 
 def _raise_in_torch_words(error: WorkerDiedError) -> NoReturn:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
-from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
+from torch.utils.data import DataLoader as TorchDataLoader  # before `install` patches it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from infeed.engine.bad_samples import BadSample
@@ -34,43 +34,42 @@ _T = TypeVar("_T", covariant=True)
 
 
 class DataLoader(TorchDataLoader[_T], Generic[_T]):
-    """torch's ``DataLoader`` on infeed's engine: the same arguments, attributes, batches and errors; a subclass of it.
+    """torch's ``DataLoader`` on infeed's engine: a subclass with the same arguments, attributes, batches and errors.
 
-    No ``if __name__ == "__main__"`` is needed, the process is never forked, and lambdas and classes of a script or notebook
-    travel to workers. What differs is in the migration page of the documentation.
+    You need no ``if __name__ == "__main__"``. infeed never forks your process, and it sends lambdas and classes of a script or
+    notebook to workers. The migration page of the documentation lists the differences.
 
     Args:
-        seed: makes the order (of a plain ``shuffle=True``) and random numbers in the dataset a function of seed and epoch, also
-            with ``num_workers=0``. Without it both come from torch's generators, as with torch.
-        num_workers: also ``"auto"``: begins with few and has as many as bring something, by what is measured while the loop
-            runs: how long it waits, how busy they are, the cores and the memory that there are. Batches do not depend on it. A
-            stream has one worker, because its order depends on them. As an attribute it is the most that there may be.
-        worker: ``"process"``, or ``"thread"`` for datasets that leave the GIL; ``"auto"`` begins with processes, and has
-            threads from the next epoch on if measuring says that they do as well; ``num_workers`` is the most there may be.
-        cpu_limit: with ``"auto"``, how many cores workers may use; by default all that this process has, its part of them where
-            several ranks share the machine.
-        memory_limit: bytes, or text such as ``"2GiB"``: the most that batches in flight and batches kept may take together,
-            with ``num_workers="auto"`` with the workers' own memory.
-        grain_size: samples that share one seed and are loaded by one worker; 1 gives each sample its own.
-        device: where batches are to arrive, such as ``"cuda:0"``. They are copied on a stream of their own, ahead of the loop;
-            leaves that are no numbers stay on the host.
-        device_prefetch: how many batches are on their way to the device besides the one that the loop has.
-        convert: a function of a batch on the device, run on the stream of the copies: for dtype, memory format, scaling.
-        on_error: what to do with a sample that raises, or that kills its worker: ``"raise"``; ``"skip"`` leaves it out, and
-            its batch is smaller; ``"replace"`` puts another in its place, drawn from seed and position; or a function of
-            the exception and the index that returns one of these, called in this process. See ``bad_samples``.
-        error_budget: how many bad samples an epoch may have before it is an error all the same: a number, or a fraction.
-        retries: how often a sample that raises is asked for again before it is bad.
+        seed: makes the order (of a plain ``shuffle=True``) and random numbers in the dataset depend only on seed and epoch,
+            also with ``num_workers=0``. Without it both come from torch's generators, as with torch.
+        num_workers: also ``"auto"``: starts with few workers and adds workers while they help. It measures how long the
+            training loop waits, how busy workers are, and the available cores and memory. Batches do not depend on the number.
+            An iterable dataset gets one worker, because its order depends on the number. The attribute holds the maximum.
+        worker: ``"process"``, or ``"thread"`` for datasets that release the GIL. ``"auto"`` starts with processes and switches
+            to threads from the next epoch if they measure as fast; ``num_workers`` is then the maximum.
+        cpu_limit: CPU cores that workers may use with ``"auto"``; by default all cores of this process, or its share if several
+            ranks share the machine.
+        memory_limit: bytes, or text such as ``"2GiB"``: the limit for batches in flight and batches that you hold together;
+            with ``num_workers="auto"`` it includes the workers' own memory.
+        grain_size: number of samples that share one seed and are loaded by one worker; 1 gives each sample its own seed.
+        device: where batches are delivered, such as ``"cuda:0"``. infeed copies them on a separate stream, ahead of the
+            training loop; non-numeric leaves stay on the host.
+        device_prefetch: number of batches in transfer to the device, besides the one that the training loop holds.
+        convert: a function of a batch on the device, run on the copy stream: for dtype, memory format, scaling.
+        on_error: action for a sample that raises or kills its worker. ``"raise"`` raises the error, ``"skip"`` omits the sample
+            so its batch is smaller, and ``"replace"`` uses another sample, drawn from seed and position. Or a function of the
+            exception and the index that returns one of these, called in this process. See ``bad_samples``.
+        error_budget: number or fraction of bad samples that an epoch may have; more raise an error despite ``on_error``.
+        retries: how often a sample that raises is retried before it counts as bad.
         sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
-        hang_warning: after how many seconds at one sample a line in the log says where its worker is; by default 10, or 30
-            times what samples usually take; 0 says nothing.
+        hang_warning: seconds at one sample after which a log line reports where its worker is; by default 10, or 30 times the
+            usual sample time. 0 disables the warning.
         threads_per_worker: threads that torch, NumPy, OpenCV and others may use in each worker process; torch's loader: 1.
-        observe: what is kept of the run: ``"timeline"`` (counters, and who did what when), ``"counters"`` alone, or ``"off"``.
-            All of it costs about a hundredth of the time of the smallest batches, or less. See ``statistics``, ``timeline`` and
-            ``report``.
-        progress: show a bar (tqdm, in a terminal or a notebook) with samples per second, how much the loop waits, and workers.
+        observe: what to record: ``"timeline"`` (counters and spans of each worker), ``"counters"`` only, or ``"off"``. The
+            timeline costs about 1% of the time of the smallest batches, or less. See ``statistics``, ``timeline``, ``report``.
+        progress: show a progress bar (tqdm, in a terminal or a notebook) with samples per second, wait share and workers.
         on_statistics: called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an epoch, in
-            the loop's thread: for TensorBoard, Weights & Biases, Prometheus and the like.
+            the thread of the training loop; for example for TensorBoard, Weights & Biases or Prometheus.
 
     The other arguments are torch's.
     """
@@ -115,7 +114,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         statistics_every: float = 10.0,
     ) -> None:
         count = self._counted(num_workers, cpu_limit)
-        newer = {} if in_order else {"in_order": in_order}  # torch has it since 2.6
+        newer = {} if in_order else {"in_order": in_order}  # since torch 2.6
         super().__init__(
             dataset,
             batch_size,
@@ -136,7 +135,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             **newer,
         )
         self.in_order = in_order
-        # Under these names, and as given: frameworks make a loader anew from its attributes.
+        # Store the arguments unchanged under their names: frameworks re-create a loader from its attributes.
         self.seed = seed
         self.worker = worker
         self.memory_limit = memory_limit
@@ -155,14 +154,14 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         self.progress = progress
         self.on_statistics = on_statistics
         self.statistics_every = statistics_every
-        self._infeed_prefetch_factor = prefetch_factor  # if it was asked for; torch's attribute has its default by now
-        config = config_of(self)  # wrong arguments are told now
+        self._infeed_prefetch_factor = prefetch_factor  # None if not set; torch's attribute already has torch's default
+        config = config_of(self)  # raises for invalid arguments
         if config.kind == "process" and not is_gathered(config) and why_not(self) is None:
             start_for_loader(config.start_method, self.dataset, self.collate_fn, self.worker_init_fn)
 
     @staticmethod
     def _counted(num_workers: int | str, cpu_limit: float | None) -> int:
-        """A number, because torch computes with it, and so do frameworks."""
+        """Return ``num_workers`` as an ``int``, because torch and frameworks do arithmetic with it."""
         if isinstance(num_workers, int):
             return num_workers
         if num_workers != "auto":
@@ -171,7 +170,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         return AutoCount(MOST_WORKERS)
 
     def check_worker_number_rationality(self) -> None:
-        """torch warns of more workers than cores. Where infeed decides, the number is only the most that there may be."""
+        """Skip torch's warning about more workers than cores for ``"auto"``, where the number is only the maximum."""
         if not isinstance(self.num_workers, AutoCount):
             super().check_worker_number_rationality()
 
@@ -180,52 +179,52 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
     @property
     def _infeed_source(self) -> DataLoader[_T]:
-        """For ``accelerating``, which finds it also through a wrapper."""
+        """The loader itself; ``infeed.torch.accelerate`` finds it through wrappers too."""
         return self
 
-    # --- what torch's loader does not have
+    # --- methods that torch's loader does not have
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated, or the next one if there is none."""
+        """The current epoch during an iteration, else the next one."""
         return session_of(self).epoch
 
     @property
     def bad_samples(self) -> list[BadSample]:
-        """Samples that were left out or replaced because they could not be loaded; the latest thousand of all epochs."""
+        """Samples that were skipped or replaced because loading failed; the latest 1,000 of all epochs."""
         return session_of(self).bad_samples
 
     def statistics(self) -> Statistics:
-        """What it did so far, in all its epochs, and a verdict: does the loop wait for data, for what, and what would help."""
+        """Return statistics of all epochs so far, with a diagnosis: whether training is data-bound, the bottleneck, the fix."""
         return statistics_of(self)
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write who did what when: ``.json`` for Perfetto and chrome://tracing, or a picture: ``.svg``, ``.png``, ``.html``.
+        """Write the timeline: ``.json`` for Perfetto and chrome://tracing, or a chart as ``.svg``, ``.png`` or ``.html``.
 
-        The latest hundred thousand spans of workers are kept; what is shorter than a tenth of a millisecond is put together.
+        It holds the latest 100,000 worker spans; spans shorter than 0.1 ms are merged.
 
         Raises:
-            ConfigError: the ending is none of these, ``observe`` keeps no timeline, or this runs on torch's own workers.
+            ConfigError: the extension is unknown, ``observe`` records no timeline, or the loader runs on torch's own workers.
         """
         from infeed.metrics.timeline import write_timeline
 
         write_timeline(trace_of(self), path)
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page about the run so far: verdict, charts, slowest samples, timeline, settings, machine.
+        """Write a self-contained HTML page about the run: diagnosis, charts, slowest samples, timeline, settings, machine.
 
         Raises:
-            ConfigError: ``observe`` keeps no timeline, or this runs on torch's own workers.
+            ConfigError: ``observe`` records no timeline, or the loader runs on torch's own workers.
         """
         from infeed.metrics.report import write_report
 
         write_report(trace_of(self), path)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, and call ``set_epoch`` of the sampler.
+        """Set the epoch of the next iteration, and call ``set_epoch`` of the sampler.
 
-        From then on workers call ``set_epoch`` of the dataset, its transforms and ``collate_fn`` at the start of each epoch. If
-        you never call this, they do not, as with torch.
+        From then on, workers call ``set_epoch`` of the dataset, its transforms and ``collate_fn`` at the start of each epoch.
+        If you never call this method, they do not, as with torch.
         """
         session = session_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -236,16 +235,16 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         plan = plan_of(session)
         if not plan.tells_epochs:
             plan.tells_epochs = True
-            session.engine_cache.clear()  # persistent workers were started without
+            session.engine_cache.clear()  # persistent workers were started without this option
             self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: what was given to the loop, not what was loaded ahead. Plain data, fit for JSON.
+        """Return the loader's position as JSON-compatible data. It counts delivered batches, not prefetched ones.
 
         Empty, with a warning, if the loader runs on torch's own workers, which have no state.
 
         Raises:
-            StateError: the dataset is map-style and has a ``state_dict``, which cannot be followed with workers.
+            StateError: the dataset is map-style and has a ``state_dict``, which infeed cannot track with workers.
         """
         reason = refused_reason(self)
         if reason is not None:
@@ -259,26 +258,26 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         return (known_session(self) or session_of(self)).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state says, with the next iteration; as ``torchdata``'s ``StatefulDataLoader``.
+        """Resume from a state with the next iteration, as ``torchdata``'s ``StatefulDataLoader`` does.
 
         Raises:
-            StateError: it is damaged, or of another dataset or other options. The loader is as it was.
+            StateError: the state is damaged, or belongs to another dataset or other options. The loader is unchanged.
         """
         session = session_of(self)
         session.load_state_dict(state_dict)
         if state_dict:
-            session.engine_cache.clear()  # workers have the seed of another run
-            self._iterator = None  # as torchdata: persistent workers begin again
+            session.engine_cache.clear()  # idle workers have the seed of another run
+            self._iterator = None  # as in torchdata, persistent workers restart
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
-        """Where batch ``step`` (from 0) of an epoch comes from: see ``infeed.DataLoader.explain``."""
+        """Return the origin of batch ``step`` (from 0) of an epoch; see ``infeed.DataLoader.explain``."""
         return session_of(self).explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
-        """Load batch ``step`` of an epoch again, in this thread: see ``infeed.DataLoader.replay``."""
+        """Load batch ``step`` of an epoch again, in this thread; see ``infeed.DataLoader.replay``."""
         return session_of(self).replay(step, epoch)
 
     def close(self) -> None:
-        """Stop workers now; iterating again starts others."""
+        """Stop the workers now; the next iteration starts new ones."""
         stop_workers(self)
         self._iterator = None

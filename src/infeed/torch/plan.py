@@ -1,4 +1,4 @@
-"""A torch loader's plan: its samplers, asked as torch asks them, and much faster where it is known what they would say."""
+"""The batch plan of a torch loader: iterates its samplers as torch does, with fast paths for samplers of known behavior."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from infeed.plan.shards import Cut, Steps
 from infeed.plan.state import Cursor, Identity
 from infeed.plan.stateful import Reading, Readings, check_reading, is_stateful, restore, source_state
 
-# Samplers that draw, and all at once.
+# Samplers that draw random numbers, all at once.
 _DRAWING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Samplers that draw all they ever draw before their first index: nobody notices how far ahead they are asked.
+# Samplers that draw all random numbers before their first index, so reading further ahead has no visible effect.
 _DRAWING_FIRST: Final = (SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-# Generators in a state: torch's own, the loader's, the sampler's if it has another.
+# Generators in a state: torch's default, the loader's, and the sampler's if it differs.
 _DEFAULT: Final = "default"
 _GENERATORS: Final = (_DEFAULT, "generator", "sampler_generator")
 
 
 @final
 class ListedOrder(Order):
-    """An order that is written down, as torch's is."""
+    """An order given as an array of indices, such as torch's permutation."""
 
     def __init__(self, indices: Indices) -> None:
         self.length = len(indices)
@@ -57,15 +57,15 @@ class ListedOrder(Order):
 
 @final
 class AskedBatches(Iterator[BatchPlan | Exception]):
-    """One ``next(asked)`` for each batch, as torch asks: it goes on after an exception if the sampler does.
+    """Calls ``next(asked)`` once per batch, as torch does, and continues after an exception if the sampler does.
 
-    Something that is not iterable is yielded as the exception that loading it would raise.
+    For a batch that is not iterable, yields the exception that loading it would raise.
     """
 
     def __init__(self, asked: Iterator[Any], start: int, *, is_batched: bool, is_together: bool) -> None:
-        """The first ``start`` indices are passed over. Unless ``is_batched``, all that the sampler yields is an index.
+        """Skip the first ``start`` indices. Unless ``is_batched``, each item of the sampler is one index.
 
-        With ``is_together``, the dataset has ``__getitems__`` and gets batches in the type in which the sampler yields them.
+        With ``is_together``, the dataset has ``__getitems__`` and gets each batch in the sampler's own type.
         """
         self._asked, self._start = asked, start
         self._is_batched, self._is_together = is_batched, is_together
@@ -93,7 +93,7 @@ class AskedBatches(Iterator[BatchPlan | Exception]):
 
 
 class FirstLent(Iterator[BatchPlan | Exception]):
-    """Batches of a sampler. What samplers draw they draw with their first index, as a rule."""
+    """Batches of a sampler. Runs the first ``next`` inside ``lending``, because samplers usually draw at their first index."""
 
     def __init__(self, batches: Iterator[BatchPlan | Exception], lending: Callable[[], AbstractContextManager[None]]) -> None:
         self._batches, self._lending = batches, lending
@@ -109,17 +109,18 @@ class FirstLent(Iterator[BatchPlan | Exception]):
 
 @final
 class Armed(Iterator[Any]):
-    """One iteration's iterator of the sampler, and what the iteration draws its order and its seeds from.
+    """The sampler iterator of one iteration, and the generators of its order and seeds.
 
-    Generators are as they were before ``iter``: see NOTE [generators in states].
+    Generator states are those before ``iter``: see NOTE [generators in states].
     """
 
     def __init__(self, generators: dict[str, torch.Tensor], seed: int | None, source_state: dict[str, Any] | None) -> None:
         self.iterator: Iterator[Any] = iter(())  # of the sampler
-        self.is_resumed = False  # ``iter`` of the sampler uses up its loaded state, or was called once in the saved epoch
+        # Skip torch's second ``iter``: it would consume the sampler's loaded state, or the saved epoch called it once.
+        self.is_resumed = False
         self.generators = generators
-        self.seed = seed  # of the workers, if it was drawn in an earlier epoch: persistent workers keep theirs
-        self.source_state = source_state  # of the sampler that torch calls ``iter`` of
+        self.seed = seed  # worker seed from an earlier epoch, if any: persistent workers keep theirs
+        self.source_state = source_state  # of the sampler on which torch calls ``iter``
 
     def __next__(self) -> Any:
         return next(self.iterator)
@@ -127,45 +128,45 @@ class Armed(Iterator[Any]):
 
 @final
 class TorchPlan(Plan):
-    """Order and batches from the loader's samplers; with ``seed=`` a plain shuffle is infeed's own.
+    """Takes order and batches from the loader's samplers; with ``seed=``, infeed itself draws a plain shuffle.
 
     NOTE [generators in states]
-      What an epoch draws (the base seed of workers, the order) is drawn again when it is resumed: its state holds the
-      generators as they stood before ``iter``. A generator that was passed to the loader or to the sampler is put there. The
-      process's own is the user's: while the loader draws, and only then, it stands where that of the saved run stood
-      (``_lending``), in this epoch and in those that follow. It is drawn from directly again once it is known to be where the
-      saved run's would be: the user has restored it, or has seeded it with another seed.
+      A resumed epoch repeats its draws (the base seed of workers, the order): its state holds the generator states from before
+      ``iter``. Resuming sets a generator that was passed to the loader or the sampler to its saved state. The default generator
+      of the process belongs to user code. Only while the loader draws does it get the state of the saved run (``_lending``), in
+      this epoch and the following ones. The loader draws from it directly again once its state matches the saved run: user code
+      has restored it, or has seeded it with another seed.
     """
 
     def __init__(self, config: LoaderConfig, sampler: Any, lookahead: int, seed: int) -> None:
         self.seed = seed
         self.torch_seed: int | None = seed
-        # As torch, which leaves that to the user, who may count epochs otherwise; until they call set_epoch of the loader.
+        # As in torch: user code may count epochs differently. Calling set_epoch of the loader sets this to True.
         self.tells_epochs = False
         self._table: ArrayTable | None = None
         self._columns_seen: list[Any] | None = None
         self.configure(config, sampler, lookahead)
-        self._armed: ref[Armed] | None = None  # of the latest iteration that was made, unless it was dropped
-        self._is_waiting = False  # it has not begun
+        self._armed: ref[Armed] | None = None  # of the latest iteration, unless it was dropped
+        self._is_waiting = False  # that iteration has not begun
         self._begun: tuple[Cursor, Armed] | None = None
         self._readings = Readings()
         self._has_seed = False  # an iteration has drawn the base seed of workers
-        self._draws = True  # whether reading the sampler draws from the default generator; as long as it is not known
-        self._lent: torch.Tensor | None = None  # the default generator of a saved run, if this one goes on with it
+        self._draws = True  # whether reading the sampler draws from the default generator; True until known
+        self._lent: torch.Tensor | None = None  # the default generator's state in the saved run, if this run continues it
         self._is_lending = False
-        self._is_lent_once = False  # for one epoch: the user has put the default generator where it was
-        self._seeded_with = 0  # what the default generator was seeded with when a state was loaded
+        self._is_lent_once = False  # lend for one epoch only: user code has restored the default generator
+        self._seeded_with = 0  # initial seed of the default generator when a state was loaded
 
     def configure(
         self, config: LoaderConfig, sampler: Any, lookahead: int, generator: Any = None, *, keeps_seed: bool = False
     ) -> None:
-        """Take over options that were changed since the last epoch.
+        """Apply options that changed since the last epoch.
 
         Args:
             sampler: yields indices, or lists of them.
-            lookahead: how many batches torch asks it for beyond those that it has delivered.
-            generator: the loader's.
-            keeps_seed: Whether workers stay from epoch to epoch, with their seed.
+            lookahead: number of batches that torch requests from the sampler beyond those it has delivered.
+            generator: the loader's generator.
+            keeps_seed: whether workers and their seed persist between epochs.
         """
         self._config, self._sampler, self._lookahead = config, sampler, lookahead
         self._generator, self._keeps_seed = generator, keeps_seed
@@ -180,12 +181,12 @@ class TorchPlan(Plan):
 
     @property
     def table(self) -> ArrayTable | None:
-        """Only if the sampler is torch's: another may yield indices that are no numbers."""
+        """The dataset as arrays to gather from, only with torch's samplers: others may yield non-integer indices."""
         return self._table if type(self._inner()).__module__.startswith("torch.utils.data") else None
 
     @contextmanager
     def drawing(self, loader: Any, start: Cursor, *, is_reset: bool = False) -> Iterator[Armed]:
-        """Around torch's part of ``iter``, of an iteration that begins at ``start``. ``is_reset``: of persistent workers."""
+        """Wrap torch's part of ``iter`` for an iteration that begins at ``start``; ``is_reset`` for persistent workers."""
         record = start.sampler or {}
         self._restore(record, start)
         seed = record.get("seed", self.seed if is_reset and self._config.seed is None else None)
@@ -196,7 +197,7 @@ class TorchPlan(Plan):
         armed.is_resumed = ("state" in record and start.position > 0) or (seed is not None and not is_reset)
         given = loader.generator
         if seed is not None and not is_reset:
-            loader.__dict__["generator"] = torch.Generator()  # torch draws a seed, which is not used
+            loader.__dict__["generator"] = torch.Generator()  # torch draws a base seed from it, which is not used
         try:
             with self._lending():
                 yield armed
@@ -204,7 +205,7 @@ class TorchPlan(Plan):
             loader.__dict__["generator"] = given
 
     def arm(self, armed: Armed, asked: Iterator[Any], base_seed: int) -> int:
-        """The next epoch asks the sampler by this iterator of it; its seeds are counted from the seed that is returned."""
+        """Set the sampler iterator of the next epoch. Return the base seed from which its seeds are derived."""
         armed.iterator = asked
         self._armed, self._is_waiting = ref(armed), True
         seed = base_seed if armed.seed is None else armed.seed
@@ -224,7 +225,7 @@ class TorchPlan(Plan):
 
     @property
     def is_foreseeable(self) -> bool:
-        return False  # the dataset is sent anew for each epoch, or samplers are asked when it begins
+        return False  # each epoch pickles the dataset again, or calls the samplers when it begins
 
     def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
         assert isinstance(asked, Armed)
@@ -238,7 +239,7 @@ class TorchPlan(Plan):
             return self._seeded_batches(cursor)
         if type(inner) in _DRAWING and self._is_whole_shuffle():
             return self._shuffled_batches(inner.generator, cursor.position)
-        # Another sampler may draw in `iter`, which torch has called.
+        # Other samplers may draw in `iter`, which torch has already called.
         is_torch_batches = type(self._sampler) is BatchSampler
         return FirstLent(self._read_batches(cursor, asked), self._watching_draws if is_torch_batches else self._lending)
 
@@ -249,7 +250,7 @@ class TorchPlan(Plan):
             return None
         if not self._is_whole_shuffle():
             return Lookahead(self._lookahead, 0)
-        # It is drawn with its first index, and again when the sampler is asked for more than its full batches.
+        # The sampler draws at its first index, and again when it is read beyond its full batches.
         rest = max(0, len(sampler.data_source) - cursor.position)
         return Lookahead(self._lookahead, rest // self._sampler_cut().batch_size)
 
@@ -321,7 +322,7 @@ class TorchPlan(Plan):
         reading = {name: part for name, part in state.items() if name not in known}
         if reading:
             check_reading(reading, cursor, source)
-        # The generator that the order is drawn from, which must be known in the middle of an epoch.
+        # In mid-epoch, the state must contain the generator of the order.
         own = self._order_generator()
         name = _DEFAULT if own is None else "generator" if own is self._generator else "sampler_generator"
         if cursor.position and not self._is_ours() and type(self._inner()) in _DRAWING and name not in state:
@@ -331,7 +332,7 @@ class TorchPlan(Plan):
     # --- generators
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """What is drawn from, by the name that it has in a state."""
+        """Return the generators that the loader draws from, by their names in a state."""
         config, generator = self._config, self._generator
         found: dict[str, torch.Generator] = {}
         is_seeding = config.seed is None and self.table is None and (config.most_workers > 0 or config.on_error != "raise")
@@ -346,7 +347,7 @@ class TorchPlan(Plan):
         return found
 
     def _order_generator(self) -> torch.Generator | None:
-        """The generator that the sampler was given."""
+        """Return the generator passed to the sampler."""
         own = getattr(self._inner(), "generator", None)
         return own if isinstance(own, torch.Generator) else None
 
@@ -357,7 +358,7 @@ class TorchPlan(Plan):
         return states
 
     def _restore(self, record: dict[str, Any], start: Cursor) -> None:
-        """Before an iteration draws: put generators where a state says, or see whose turn it is."""
+        """Restore generators from a state before an iteration draws, or decide whether to stop lending."""
         default = torch.default_generator
         is_seeded_anew = default.initial_seed() != self._seeded_with
         if _DEFAULT in record and not (is_seeded_anew and not start.step):
@@ -372,7 +373,7 @@ class TorchPlan(Plan):
 
     @contextmanager
     def _lending(self) -> Iterator[None]:
-        """While the loader draws, the default generator stands where that of the saved run stood."""
+        """Set the default generator to the state of the saved run while the loader draws."""
         if self._lent is None or self._is_lending:
             yield
             return
@@ -389,7 +390,7 @@ class TorchPlan(Plan):
 
     @contextmanager
     def _watching_draws(self) -> Iterator[None]:
-        """Lend while a sampler is asked for its first index, and see whether it draws."""
+        """Lend while the sampler yields its first index, and record whether it draws."""
         default = torch.default_generator
         with self._lending():
             before = default.get_state()
@@ -399,18 +400,18 @@ class TorchPlan(Plan):
     # --- samplers
 
     def _inner(self) -> Any:
-        """The sampler of single indices, if torch's own batches, or none, are made of it."""
+        """Return the sampler of single indices, without batches or below torch's own ``BatchSampler``; else ``None``."""
         if not self._is_batched:
             return self._sampler
         return self._sampler.sampler if type(self._sampler) is BatchSampler else None
 
     @property
     def _is_batched(self) -> bool:
-        """Whether the sampler yields batches; if not, all that it yields is an index, even a list from a ``BatchSampler``."""
+        """Whether the sampler yields batches; if not, each item is one index, even a list from a ``BatchSampler``."""
         return self._config.batch_size is not None or self._config.batch_sampler is not None
 
     def _sampler_cut(self) -> Cut:
-        """How torch's own batches are cut. Read off the batch sampler, which may be the user's."""
+        """Return batch size and ``drop_last`` of the batch sampler, which the user may have passed."""
         sampler = self._sampler
         return Cut(sampler.batch_size, sampler.drop_last) if self._is_batched else Cut(1)
 
@@ -434,10 +435,10 @@ class TorchPlan(Plan):
         return ShuffledOrder(length, seed=self.seed, epoch=epoch)
 
     def _source(self) -> tuple[Any, bool]:
-        """The sampler whose states count, and whether it is one that torch's own class makes batches of.
+        """Return the sampler whose state is saved, and whether torch's own ``BatchSampler`` wraps it.
 
-        As torchdata, what torch calls ``iter`` of. A batch sampler of the user's without a state may be made of a sampler that
-        has one.
+        As in torchdata, this is the object on which torch calls ``iter``. A user's batch sampler without a state may wrap a
+        sampler that has one.
         """
         sampler = self._sampler
         if type(sampler) is BatchSampler:
@@ -446,7 +447,7 @@ class TorchPlan(Plan):
         return (inner if not is_stateful(sampler) and is_stateful(inner) else sampler), False
 
     def _read_batches(self, cursor: Cursor, armed: Armed) -> Iterator[BatchPlan | Exception]:
-        """What the sampler yields, with its states."""
+        """Read batches from the sampler and track its states."""
         source, is_torch_batches = self._source()
         record = cursor.sampler if cursor.sampler is not None and "state" in cursor.sampler else None
         reading = Reading(
@@ -464,13 +465,13 @@ class TorchPlan(Plan):
         return reading.watched(self._given(iter(read), reading.skip))
 
     def _seeded_batches(self, cursor: Cursor) -> Iterator[BatchPlan | Exception]:
-        """What a ``RandomSampler`` yields that draws a seed from the default generator for each epoch."""
+        """Yield the batches of a ``RandomSampler`` that draws one seed per epoch from the default generator."""
         with self._lending():
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
         generator = torch.Generator()
         generator.manual_seed(seed)
         if self._is_whole_shuffle():
-            # It is nobody's after this epoch: what the sampler draws last need not be drawn.
+            # The generator is not used after this epoch, so the sampler's final draw can be skipped.
             yield from self._shuffled_batches(generator, cursor.position, is_kept=False)
             return
         sampler = self._inner()
@@ -480,13 +481,13 @@ class TorchPlan(Plan):
         yield from self._given(iter(again), cursor.position)
 
     def _shuffled_batches(self, generator: torch.Generator, start: int, *, is_kept: bool = True) -> Iterator[BatchPlan]:
-        """A whole shuffle, as ``RandomSampler`` draws it, without making a list of it."""
+        """Yield a full shuffle as ``RandomSampler`` draws it, without converting it to a list."""
         length = len(self._inner().data_source)
         indices = torch.randperm(length, generator=generator).numpy()
         cut = self._sampler_cut()
         for plan in ordered_batches(ListedOrder(indices), cut, start):
             if is_kept and len(plan.indices) < cut.batch_size:
-                # It exhausts the sampler, which then draws once more, for a remainder that it does not have.
+                # This batch exhausts the sampler, which then draws again for an empty remainder.
                 torch.randperm(length, generator=generator)
                 yield plan
                 return
@@ -510,39 +511,39 @@ def _generator_state(text: Any) -> torch.Tensor:
     try:
         data = base64.b64decode(text, validate=True)
         state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        torch.Generator().set_state(state)  # refuses what is not one
+        torch.Generator().set_state(state)  # raises if it is not a generator state
     except (TypeError, ValueError, RuntimeError):
         raise StateError("state has a generator that is none of torch's; use a state that state_dict() made") from None
     return state
 
 
 def is_gathered(config: LoaderConfig) -> bool:
-    """Whether batches are probably gathered from arrays in the main process; the sampler may still prevent it."""
+    """Whether the main process probably gathers batches from arrays; the sampler may still prevent it."""
     return _columns(config) is not None
 
 
 def _columns(config: LoaderConfig) -> tuple[Any, ...] | None:
-    """What a ``TensorDataset`` is made of, or one array, if default collation of its rows is all that is asked for."""
+    """Return the tensors of a ``TensorDataset``, or a single array, if loading is only default collation of rows."""
     dataset = config.dataset
     if config.worker_init_fn is not None:
-        return None  # who has something to be done in workers wants workers
+        return None  # a worker_init_fn needs workers
     if config.collate_fn is not None or config.is_stream or (config.batch_size is None and config.batch_sampler is None):
         return None
     if type(dataset) is np.ndarray or type(dataset) is SharedArray:
         return (dataset,)
     if type(dataset) is not torch.utils.data.TensorDataset:
         return None
-    # Who differentiates through them has the graph from torch.
+    # Tensors that require gradients need torch's stacking, which keeps the autograd graph.
     return None if any(tensor.requires_grad for tensor in dataset.tensors) else dataset.tensors
 
 
 def _is_gathered_as_stacked(config: LoaderConfig, columns: tuple[Any, ...]) -> bool:
-    """Whether torch would stack their rows into contiguous batches: in the main process not if channels are last."""
+    """Whether torch would stack the rows into contiguous batches: without workers, not if rows are channels-last."""
     return config.most_workers > 0 or not has_own_strides([column[0] for column in columns if len(column)])
 
 
 def _place_of(column: Any) -> tuple[Any, ...]:
-    """Where a column's numbers are, and how to read them: what a table of it depends on."""
+    """Return the memory address and layout of a column, on which its table depends."""
     if isinstance(column, np.ndarray):
         return column.__array_interface__["data"], column.shape, column.strides, column.dtype
     if column.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Iterations of any torch ``DataLoader`` on infeed's engine: of infeed's own class, and of torch's after ``install``."""
+"""Runs any torch ``DataLoader`` on infeed's engine: infeed's own class, and torch's after ``install``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader  # now, because `install` changes it
+from torch.utils.data import DataLoader as TorchDataLoader  # before `install` patches it
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data._utils import collate as torch_collation
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -29,18 +29,19 @@ from infeed.torch.summary import TALLY
 
 _LOG: Final = logging.getLogger("infeed")
 _torch_iterator: Final[Callable[[Any], _BaseDataLoaderIter]] = TorchDataLoader._get_iterator
-# What default_collate knows by itself: with more, the user has taught it types of their own.
+# The built-in types of default_collate: any other entry was registered by user code.
 _KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
-# Where a loader has its core. Put past __setattr__, which Lightning watches; a copy of the loader gets none (see ``Core``).
+# Loader attribute that holds its Session. Written to __dict__ to bypass __setattr__, which Lightning hooks. A copy of the
+# loader gets no Session (see ``Session.__reduce__``).
 _CORE: Final = "_infeed_core"
-_MAKING: Final = threading.RLock()  # held by who makes one
-# Why its latest iteration is torch's own, if it is.
+_MAKING: Final = threading.RLock()  # held while a Session is created
+# Loader attribute: the reason, if its latest iteration runs on torch's own iterator.
 _REFUSED: Final = "_infeed_refused"
-# Why infeed's workers cannot have its dataset, once that has been tried.
+# Loader attribute: the reason why its dataset cannot be pickled for infeed's workers, after the first attempt.
 _UNPICKLABLE: Final = "_infeed_unpicklable"
 _LEAVE_OUT: Final = "leave it out with __getstate__ and open it in each worker on first use"
 _NEW_CONTEXT: Final = "make it with multiprocessing.get_context('spawn')"
-# Options that only infeed's own iterator serves, with their defaults.
+# Options that only infeed's iterators support, with their defaults.
 _OWN_OPTIONS: Final = {
     "seed": None, "worker": "process", "memory_limit": None, "grain_size": None, "device": None, "convert": None,
     "on_error": "raise", "error_budget": None, "retries": 0, "sample_timeout": 0, "progress": False, "on_statistics": None,
@@ -48,7 +49,7 @@ _OWN_OPTIONS: Final = {
 
 
 def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
-    """What ``iter(loader)`` gives: infeed's, or torch's own with a word of why."""
+    """Return the iterator for ``iter(loader)``: infeed's, or torch's own with a warning that states the reason."""
     why = why_not(loader)
     if why is not None:
         return _refuse(loader, why)
@@ -60,9 +61,9 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
     except WorkerStartError as error:
         is_for_forks = _is_for_forks(error)
         if error.unpicklable is None or not (is_for_forks or _torch_forks(loader)):
-            raise  # torch could not send it to its workers either
-        generator.set_state(before)  # torch draws its own base seed
-        # Remembered: a dataset may take long to pickle, and the next epoch would end here again.
+            raise  # torch's workers could not receive it either
+        generator.set_state(before)  # torch draws the base seed again
+        # Remember the reason: pickling may be slow, and the next epoch would fail again.
         loader.__dict__[_UNPICKLABLE] = why = error.unpicklable
         return _refuse(loader, why, _NEW_CONTEXT if is_for_forks else _LEAVE_OUT)
     loader.__dict__.pop(_REFUSED, None)
@@ -71,7 +72,7 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
 
 
 def session_of(loader: TorchDataLoader[Any]) -> Session:
-    """The loader's core, with its options as they are now: torch lets most be changed between epochs."""
+    """Return the loader's session, updated to its current options: torch allows changing most of them between epochs."""
     config = config_of(loader)
     session = known_session(loader) or _make_core(loader, config)
     plan = plan_of(session)
@@ -79,7 +80,7 @@ def session_of(loader: TorchDataLoader[Any]) -> Session:
     session.config = config
     keeps_seed = bool(loader.persistent_workers) and loader.num_workers > 0
     plan.configure(config, loader._index_sampler, _lookahead(loader), loader.generator, keeps_seed=keeps_seed)
-    # Where arrays are gathered there is no worker, nothing of the user's and nothing random that an engine could keep.
+    # An engine that gathers arrays has no workers, no user code and no random state, so it can always be kept.
     is_gathered = plan.table is not None and plan.table is table_before and _is_same(before, config)
     if not (is_gathered or loader.persistent_workers):
         session.engine_cache.clear()
@@ -88,8 +89,8 @@ def session_of(loader: TorchDataLoader[Any]) -> Session:
 
 
 def _lookahead(loader: TorchDataLoader[Any]) -> int:
-    """How many batches torch asks the sampler for beyond those that it has delivered."""
-    return loader.num_workers * (loader.prefetch_factor or 2)  # not set if num_workers was 0 when the loader was made
+    """Return how many batches torch requests from the sampler beyond those it has delivered."""
+    return loader.num_workers * (loader.prefetch_factor or 2)  # None if num_workers was 0 when the loader was created
 
 
 def _is_same(config: LoaderConfig, other: LoaderConfig) -> bool:
@@ -100,16 +101,17 @@ def _make_core(loader: TorchDataLoader[Any], config: LoaderConfig) -> Session:
     with _MAKING:
         plan = TorchPlan(config, loader._index_sampler, _lookahead(loader), 0 if config.seed is None else config.seed)
         made = Session(config, plan)
-        session = known_session(loader) or made  # another thread, or a signal handler, may have asked for statistics meanwhile
+        # Another thread or a signal handler may have called statistics() and created a session meanwhile.
+        session = known_session(loader) or made
         if session is made:
             loader.__dict__[_CORE] = session
-            # With the core, and not with the loader: an iteration may outlive the loader, and holds the core.
+            # Finalize with the session, not the loader: an iteration references the session and may outlive the loader.
             weakref.finalize(session, session.engine_cache.close_unasked)
         return session
 
 
 def known_session(loader: TorchDataLoader[Any]) -> Session | None:
-    """The loader's core if it has one, as it is."""
+    """Return the loader's session if it has one, without updating its options."""
     session: Session | None = loader.__dict__.get(_CORE)
     return session
 
@@ -121,9 +123,10 @@ def statistics_of(loader: TorchDataLoader[Any]) -> Statistics:
 
 
 def trace_of(loader: TorchDataLoader[Any]) -> Trace:
-    """
+    """Return the trace of the loader.
+
     Raises:
-        ConfigError: there is nothing to show.
+        ConfigError: the latest iteration ran on torch's own workers, or no timeline was recorded.
     """
     unmeasured = _unmeasured(loader)
     if unmeasured is not None:
@@ -132,7 +135,7 @@ def trace_of(loader: TorchDataLoader[Any]) -> Trace:
 
 
 def _unmeasured(loader: TorchDataLoader[Any]) -> str | None:
-    """A sentence, if the latest iteration was not infeed's to measure."""
+    """Return a message if the latest iteration ran on torch's iterator and was not measured."""
     why = refused_reason(loader)
     if why is None:
         return None
@@ -152,10 +155,10 @@ def stop_workers(loader: TorchDataLoader[Any]) -> None:
 
 
 def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
-    """The loader's attributes as infeed's options.
+    """Return the loader's attributes as infeed's options.
 
     Raises:
-        ConfigError: infeed's own ones are wrong; torch has checked the others.
+        ConfigError: an infeed-only option is invalid; torch has checked the others.
     """
     own = partial(_own_option, loader)
     has_own_batches = loader.batch_sampler is not None and loader.batch_size is None
@@ -198,12 +201,12 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
 
 
 def _own_option(loader: TorchDataLoader[Any], name: str, default: Any) -> Any:
-    """An option of infeed's own class. Subclasses of torch's may have attributes of the same name for something else."""
+    """Return an option of infeed's class, else the default: torch subclasses may use the same name for something else."""
     return getattr(loader, name, default) if hasattr(type(loader), "_infeed_source") else default
 
 
 def why_not(loader: TorchDataLoader[Any]) -> str | None:
-    """Why infeed's engine cannot serve this loader, if so."""
+    """Return why infeed's engine does not support this loader, or ``None`` if it does."""
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         return "the dataset is a DataPipe"
     context = loader.multiprocessing_context
@@ -214,16 +217,16 @@ def why_not(loader: TorchDataLoader[Any]) -> str | None:
 
 
 def _torch_forks(loader: TorchDataLoader[Any]) -> bool:
-    """Whether torch's own workers are forked, and so need nothing pickled."""
+    """Whether torch forks its own workers, which then need no pickling."""
     context = loader.multiprocessing_context
     if context is not None:
         return bool(context.get_start_method() == "fork")
-    # Without `allow_none` the answer would become the process's start method for good. The first of all is the default.
+    # Without `allow_none`, this call would fix the start method of the process. The first start method is the default.
     return (multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]) == "fork"
 
 
 def _refuse(loader: TorchDataLoader[Any], why: str, cure: str = "") -> _BaseDataLoaderIter:
-    """torch's own iterator, with one warning for each loader."""
+    """Return torch's own iterator, with one warning per loader."""
     is_new = loader.__dict__.get(_REFUSED) != why
     loader.__dict__[_REFUSED] = why
     if is_new:
@@ -239,13 +242,13 @@ def _refuse(loader: TorchDataLoader[Any], why: str, cure: str = "") -> _BaseData
         else:
             _LOG.info("a loader runs on torch's own iterator, because %s", why)
     if isinstance(loader.num_workers, AutoCount):
-        # torch starts as many as it says, and 'auto' says the most that there may be.
+        # torch starts num_workers processes, and for "auto" that number is the maximum.
         loader.num_workers = max(1, int(core_limit(_own_option(loader, "cpu_limit", None))))
     return _torch_iterator(loader)
 
 
 def notice(loader: Any, iterator: _BaseDataLoaderIter) -> None:
-    """An iterator of torch's is made. Say so if it was not made here: by a library that does not ask its loader for one."""
+    """Warn if a library created torch's iterator directly instead of through the loader."""
     attributes = getattr(loader, "__dict__", {})
     if isinstance(iterator, EngineIter) or attributes.get(_REFUSED) is not None:
         return
@@ -259,13 +262,13 @@ def notice(loader: Any, iterator: _BaseDataLoaderIter) -> None:
 
 
 def refused_reason(loader: TorchDataLoader[Any]) -> str | None:
-    """Why the latest iteration is torch's own, if it is."""
+    """Return why the latest iteration runs on torch's own iterator, or ``None`` if it does not."""
     reason: str | None = loader.__dict__.get(_REFUSED)
     return reason
 
 
 def _unserved(loader: TorchDataLoader[Any]) -> str:
-    """What was asked for and only infeed's own iterator does."""
+    """Return a note on the requested options that only infeed's iterators support."""
     names = [name for name, default in _OWN_OPTIONS.items() if _own_option(loader, name, default) != default]
     session = known_session(loader)
     if session is not None and session.next.step:
@@ -282,19 +285,19 @@ def _start_method(loader: TorchDataLoader[Any]) -> Any:
 
 
 def _collate_fn(loader: TorchDataLoader[Any]) -> Callable[[list[Any]], Any] | None:
-    """``None`` for torch's default, which is then written row by row; with what the user has taught it, a function."""
+    """Return ``None`` for torch's default, so infeed writes batches row by row; a function if user code registered types."""
     given: Callable[[list[Any]], Any] = loader.collate_fn
     if given is not default_collate:
         return given
     taught = torch_collation.default_collate_fn_map
     if taught != _KNOWN_TYPES:
         return TaughtCollate(dict(taught))
-    return None if loader.batch_sampler is not None else given  # called with each sample if there are no batches
+    return None if loader.batch_sampler is not None else given  # without batches, torch calls it with each sample
 
 
 @final
 class TaughtCollate:
-    """``default_collate`` with what this process has registered; a worker does not know of it."""
+    """``default_collate`` with the types registered in this process, which workers do not have."""
 
     def __init__(self, taught: dict[Any, Any]) -> None:
         self._taught = taught
@@ -304,6 +307,6 @@ class TaughtCollate:
 
 
 def _is_for_forks(error: WorkerStartError) -> bool:
-    """Whether what could not be sent is one of multiprocessing's locks, queues or values, which torch can send."""
+    """Whether the unpicklable object is a multiprocessing lock, queue or value, which torch can pass to its workers."""
     text = f"{error} {error.__cause__}"
     return any(words in text for words in ("through inheritance", "SemLock", "fork context"))

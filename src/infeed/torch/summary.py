@@ -1,4 +1,4 @@
-"""What infeed has done for torch's loaders in this process, for the line at the end of ``infeed run``."""
+"""Counts the torch loaders and batches of this process for the summary line of ``infeed run``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from infeed.programs.children import is_child_of_run
 @final
 @dataclass(slots=True)
 class Tally:
-    """Counts. ``str`` is a line for the user."""
+    """Counts of loaders and batches. ``str`` formats them as one line for the user."""
 
     batch_count: int = 0
     loader_count: int = 0
-    # Loaders on torch's own workers, or on its own iterator without workers: by where, class, dataset and reason.
+    # Loaders on torch's own workers, or on its own iterator without workers; key: (where, class and dataset, reason).
     refused: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     _served: weakref.WeakSet[Session] = field(default_factory=weakref.WeakSet)
     _pid: int = field(default_factory=os.getpid)
@@ -36,26 +36,26 @@ class Tally:
             self.loader_count += 1
 
     def refuse(self, loader: Any, why: str) -> None:
-        """Count a loader that is not on infeed's engine."""
+        """Count a loader that does not run on infeed's engine."""
         self._begin()
         where = "torch's own workers" if loader.num_workers else "torch's own iterator"
         self.refused[where, _name(loader), why] += 1
 
     def _begin(self) -> None:
-        """Child processes of ``infeed run`` count for themselves, and print their line when they end."""
-        if self._pid != os.getpid():  # forked, with the counts of its parent
+        """Prepare for counting. Child processes of ``infeed run`` count separately and print their line at exit."""
+        if self._pid != os.getpid():  # forked: drop the counts of the parent
             self.batch_count = self.loader_count = 0
             self.refused.clear()
             self._served.clear()
             self._pid = os.getpid()
         if not self and is_child_of_run():
-            # Not `atexit`, which is not called in processes that multiprocessing forks.
+            # Not `atexit`: it does not run in processes that multiprocessing forks.
             Finalize(None, self._print, exitpriority=0)
 
     def _print(self) -> None:
         if self._pid != os.getpid():
-            return  # forked, and has counted nothing
-        with suppress(OSError, ValueError, AttributeError):  # standard error is closed
+            return  # a forked process that counted nothing
+        with suppress(OSError, ValueError, AttributeError):  # standard error may be closed
             print(f"infeed (pid {os.getpid()}): {self}", file=sys.stderr, flush=True)
 
     def __bool__(self) -> bool:
@@ -70,7 +70,7 @@ class Tally:
 
 
 def _name(loader: Any) -> str:
-    """As people write it: ``DataLoader(CocoDetection)``."""
+    """Format a loader as code, such as ``DataLoader(CocoDetection)``."""
     kind = type(loader)
     name = kind.__qualname__ if kind.__qualname__ == "DataLoader" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{name}({type(loader.dataset).__qualname__})"

@@ -1,12 +1,13 @@
-"""Starting the fork server before there is a loader, so that it imports libraries while the program does.
+"""Starts the fork server before the first loader exists, so that it imports libraries while the program does.
 
-A program that takes seconds to import its libraries would wait for the server to import them again when it asks for its first
-batch. Here the server starts when `infeed run` starts the program, or when the program imports `infeed.torch`. Which modules it
-then imports is a guess from the source of the program: the libraries below that it imports. The first loader says what it
-needs; modules that are missing are imported then, and a server that guessed wrong is replaced.
+Otherwise the first batch would wait for the server to import the same libraries again, which can take seconds. The server
+starts when `infeed run` starts the program, or when the program imports `infeed.torch`.
 
-A process is started only for programs that mention workers, on machines with a core to spare, and it ends with the program, or
-after two minutes if no loader needs it. Imports nothing that takes long.
+The server guesses its imports from the program's source: those of the libraries below that the program imports. The first
+loader sends the modules that it needs. The server then imports missing ones, and a server that guessed wrong is replaced.
+
+The server starts only for programs that mention workers, on machines with at least two CPU cores. It exits with the program, or
+after two minutes if no loader needs it. This module must not import anything slow.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from infeed.workers.process_tools import is_importing
 if sys.platform == "linux":
     from infeed.workers.forkserver import fork_server
 
-# Libraries that datasets use, that take long to import, and that do nothing else when they are imported. Others may open
-# devices or connections, which only a program that needs them should do.
+# Libraries that datasets use, with slow imports that have no side effects. Other libraries may open devices or connections,
+# which only a program that needs them should do.
 _LIBRARIES: Final = frozenset({
     "albumentations", "cv2", "datasets", "h5py", "kornia", "librosa", "lightning", "monai", "nibabel", "numpy", "pandas", "PIL",
     "pyarrow", "pytorch_lightning", "scipy", "skimage", "sklearn", "skorch", "timm", "tokenizers", "torch", "torch_geometric",
     "torchaudio", "torchdata", "torchvision", "transformers", "webdataset",
 })  # fmt: skip
-# Statements at the beginning of a line. Some that are none, inside of a text, do no harm.
+# Import statements at the beginning of a line. False matches inside strings do no harm.
 _IMPORT: Final = re.compile(r"^(?:import[ \t]+([^#;\n]+)|from[ \t]+([\w.]+)[ \t]+import[ \t]+([^#;\n]+))", re.MULTILINE)
-# Without this word in its source a program hardly makes loaders with workers.
+# A program without this word in its source is unlikely to create loaders with workers.
 _HINT: Final = "workers"
-# Of the program's own source, how much is read.
+# Limits on how much of the program's source is read.
 _MOST_FILES: Final = 64
 _MOST_CHARACTERS: Final = 1_000_000
 
 
 def start_for_program(script: str) -> None:
-    """The program begins: its ``sys.argv`` and ``sys.path`` are set. Starts nothing if its libraries cannot be guessed.
+    """Start the server for a script, once ``sys.argv`` and ``sys.path`` are set. Does nothing if no libraries are guessed.
 
-    Nothing is raised: what keeps the server from being started is reported by the first loader that needs it.
+    Never raises: the first loader that needs the server reports the error.
     """
     with suppress(Exception):
         if _is_to_start() and not is_installed_file(script):
@@ -56,26 +57,26 @@ def start_for_program(script: str) -> None:
 
 
 def start_for_module(name: str) -> None:
-    """Likewise for a program that is a module, as with ``python -m``."""
+    """Like ``start_for_program``, for a program that is run as a module (``python -m``)."""
     with suppress(Exception):
         files = [spec.origin for spec in _specs(name) if spec.origin is not None]
         start_for_program(files[-1])
 
 
 def start_for_main() -> None:
-    """The program has imported ``infeed.torch``; likewise."""
+    """Like ``start_for_program``, for a program that has imported ``infeed.torch``."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if isinstance(script, str):
         start_for_program(script)
 
 
 def start_for_loader(start_method: StartMethod, *given: Any) -> None:
-    """A loader with process workers was made, of objects that workers will need. Until its first batch the server may import.
+    """Start the server for a new loader with process workers, so that it imports modules before the first batch.
 
-    Nothing is raised, as above.
+    Workers need the modules of the ``given`` objects. Never raises, like ``start_for_program``.
     """
     if is_importing() or is_in_worker():
-        return  # workers seldom iterate loaders that they make
+        return  # workers rarely iterate over the loaders that they create
     with suppress(Exception):
         classes = [cls for one in given for cls in type(one).__mro__]
         named = [one for one in given if isinstance(getattr(one, "__module__", None), str)]
@@ -88,9 +89,9 @@ def _start(start_method: StartMethod, modules: list[str], *, is_always: bool = F
 
 
 def _is_to_start() -> bool:
-    """Whether a program begins in this process, which is asked once, and there is a core for the server.
+    """Whether this is the first call in this process and there is a CPU core for the server.
 
-    Children of ``multiprocessing`` import the program again for any purpose, and there may be many.
+    False in ``multiprocessing`` children: they import the program again for any purpose, and there may be many of them.
     """
     is_first = os.getpid() not in _ASKED
     _ASKED.add(os.getpid())
@@ -99,16 +100,16 @@ def _is_to_start() -> bool:
     return is_first and not is_child and available_cores() >= 2
 
 
-_ASKED: Final[set[int]] = set()  # numbers of processes: a forked child has its parent's set
+_ASKED: Final[set[int]] = set()  # pids, because a forked child inherits its parent's set
 
 
 def likely_imports(script: str) -> list[str]:
-    """The libraries that a program imports, in order: its script, and the modules of its own that this imports.
+    """Return the libraries that a script and its user modules import, in order.
 
-    Its source is read, and nothing is imported. Empty if the source does not mention workers.
+    Reads the source and imports nothing. Returns an empty list if the source does not mention workers.
     """
     found: dict[str, None] = {}
-    todo: list[tuple[str, str]] = [(script, "")]  # files, each with the package that it belongs to
+    todo: list[tuple[str, str]] = [(script, "")]  # (file, package that contains it)
     seen = {script}
     read = 0
     is_hinted = False
@@ -143,12 +144,12 @@ def _imported_names(source: str, package: str) -> Iterator[str]:
             parents = package.split(".")[: max(0, len(package.split(".")) - level + 1)]
             name = ".".join(part for part in (*parents, name) if part)
         yield name
-        if name.partition(".")[0] not in _LIBRARIES:  # else members are hardly modules that take long
+        if name.partition(".")[0] not in _LIBRARIES:  # members of libraries are rarely modules with slow imports
             yield from (f"{name}.{part.split()[0]}" for part in members.strip(" \t()\\").split(",") if part.split())
 
 
 def _specs(name: str) -> list[ModuleSpec]:
-    """Where a module lies, after the packages that it is in, as far as they are found on ``sys.path``. Imports nothing."""
+    """Return the specs of a module's parent packages and of the module, as far as ``sys.path`` has them. Imports nothing."""
     specs: list[ModuleSpec] = []
     path: list[str] | None = None
     parts = name.split(".")
@@ -161,5 +162,5 @@ def _specs(name: str) -> list[ModuleSpec]:
             return specs
         path = list(found.submodule_search_locations)
         if count == 1 and found.origin is not None and is_installed_file(found.origin):
-            return specs  # its parts are as well
+            return specs  # its submodules are installed as well
     return specs

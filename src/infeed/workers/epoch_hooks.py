@@ -1,4 +1,4 @@
-"""Telling the dataset and its transforms which epoch it is."""
+"""Call ``set_epoch`` of the dataset and its transforms when the epoch changes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Final, final
 
-# How deep into the dataset's attributes transforms are looked for: a dataset in a subset in a concatenation, its transform,
-# the steps of that.
+# Search depth for transforms in the dataset's attributes: a dataset in a subset in a concatenation, its transform, and the
+# steps of that transform.
 _DEPTH: Final = 6
-# Containers with more than this hold data, not transforms; nor do more objects than that in all.
+# Larger containers hold data, not transforms. The search stops after _MOST_OBJECTS objects in total.
 _MOST_ITEMS: Final = 64
 _MOST_OBJECTS: Final = 5_000
 
-# What each object was told last, by whichever iteration: inline and in threads several share it. With a weak reference, because
-# a number is given to another object when its own is gone.
+# The last epoch set for each object, keyed by id. It is global, because with num_workers=0 and threads several iterators share
+# an object. The weak reference detects a reused id.
 _TOLD: Final[dict[int, tuple[weakref.ref[Any], int]]] = {}
 
 
 @final
 class EpochHooks:
-    """The objects with ``set_epoch`` among the roots and what they hold in attributes, lists, tuples and dicts."""
+    """Finds objects with ``set_epoch`` among the roots and, recursively, in their attributes and containers."""
 
     def __init__(self, *roots: Any) -> None:
         self._found: list[Any] = []
@@ -44,38 +44,38 @@ class EpochHooks:
         return bool(self._found)
 
     def untold(self, epoch: int) -> list[Any]:
-        """Those that do not know yet that it is this epoch."""
+        """Return the objects for which this epoch has not been set yet."""
         return [epoch_hook for epoch_hook in self._found if _told(epoch_hook) != epoch]
 
     @staticmethod
     def tell(epoch_hook: Any, epoch: int) -> None:
-        _TOLD.pop(id(epoch_hook), None)  # if it raises, nobody knows
+        _TOLD.pop(id(epoch_hook), None)  # if set_epoch raises, the epoch is unknown
         epoch_hook.set_epoch(epoch)
         try:
             reference = weakref.ref(epoch_hook, functools.partial(_forget, id(epoch_hook)))
-        except TypeError:  # cannot be referred to weakly: is told every time
+        except TypeError:  # not weakly referenceable: set the epoch every time
             return
         _TOLD[id(epoch_hook)] = (reference, epoch)
 
 
 @final
 class Recalls:
-    """Tasks of epochs that the user left while they waited to be loaded. Shared by workers that share one dataset.
+    """Queued tasks of epochs that the training loop has left. Thread workers with the same dataset share it.
 
-    Without it a thread that comes to such a task would tell the dataset of its epoch when others load the next one.
+    Otherwise a thread that reaches such a task would set the old epoch while other threads load the next one.
     """
 
     def __init__(self) -> None:
-        # Held while the dataset is told: who comes later tells of a later epoch, or finds a recall.
+        # Held during set_epoch: a thread that acquires it later sets a later epoch, or finds its task recalled.
         self.lock = threading.Lock()
         self._tasks: set[int] = set()
 
     def recall(self, tasks: Iterable[int]) -> None:
-        """From the user's thread, before any task of another epoch is sent; ``tasks`` are all that nobody wants."""
+        """Set the recalled tasks. The training loop's thread calls it before it sends any task of another epoch."""
         self._tasks = set(tasks)
 
     def take(self, task: int) -> bool:
-        """Whether a task was recalled. Each is asked for once."""
+        """Return whether a task was recalled, and remove it. Called once per task."""
         if task not in self._tasks:
             return False
         self._tasks.discard(task)
@@ -92,11 +92,11 @@ def _told(epoch_hook: Any) -> int | None:
 
 
 def _hears(cls: type[Any]) -> bool:
-    # A loader that the dataset holds is not told: it would begin the epoch again.
+    # Skip a loader inside the dataset: its set_epoch would restart the epoch.
     return callable(getattr(cls, "set_epoch", None)) and not cls.__module__.startswith("infeed") and cls is not type
 
 
-# By type and never by isinstance, which may run an object's own code: it was only found here, nobody asked for it.
+# Checks types and never calls isinstance, which may run code of an object that the search only came across.
 def _held_by(value: Any) -> list[Any]:
     cls = type(value)
     if issubclass(cls, type):

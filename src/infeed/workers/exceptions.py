@@ -1,9 +1,8 @@
-"""The user's exceptions, carried from a worker to the user's loop as what they are.
+"""Transfer exceptions of user code from a worker to the training loop with their original type.
 
-An exception crosses a process in one of two forms. If it can be pickled and built again, it is. If not (a constructor with
-other arguments than ``args``, state that cannot travel), its class is, and the user gets an instance of a subclass of it with
-the same text. Either way ``except`` clauses work as they do without workers, the worker's traceback is its cause, and a note
-says which sample it was.
+If the exception survives a pickle round trip, the exception itself is sent. If not (a constructor whose arguments differ from
+``args``, state that cannot be pickled), its class is sent, and an instance of a subclass with the same text is raised. Either
+way ``except`` clauses work as without workers, the worker's traceback is the cause, and a note names the sample.
 """
 
 from __future__ import annotations
@@ -17,23 +16,26 @@ import cloudpickle
 
 from infeed.errors import SampleError
 
-# Letters of an error's text that are shown where many are listed.
+# Maximum length of an error text in a list of errors.
 _LINE: Final = 200
-# What a worker does before it is ready; what goes wrong then is about the dataset's way here, not about its samples.
+# Used for failures at worker start-up: they concern the transfer of the dataset to the worker, not its samples.
 BUILDING: Final = "building the dataset in a worker"
 
 
 class WorkerTraceback(Exception):
-    """The cause of an exception that was raised in a worker: the traceback there, as text."""
+    """The traceback in the worker, as text; set as the cause of an exception that was raised there."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
 
 
 def kept(error: Exception) -> Exception:
-    """An exception that waits for its turn. Its frames hold the iteration, which would never end, so they are kept as text."""
+    """Prepare an exception that is raised later.
+
+    Its frames reference the iterator, which could then never be freed, so the traceback is kept as text.
+    """
     if error.__cause__ is None:
-        import traceback  # takes a while to import, and most workers never fail
+        import traceback  # slow to import, and most workers never fail
 
         error.__cause__ = WorkerTraceback("".join(traceback.format_exception(error)))
     return error.with_traceback(None)
@@ -42,14 +44,14 @@ def kept(error: Exception) -> Exception:
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong in a worker, and at which sample."""
+    """An exception in a worker, and the sample or step that raised it."""
 
-    error: BaseException | None  # as raised; only within one process
+    error: BaseException | None  # the original; only within one process
     kind: str
     text: str
     trace: str
     doing: str  # "loading sample", "collating", "worker_init_fn"
-    index: str | None = None  # as it is shown; the index itself may be anything and need not travel
+    index: str | None = None  # its repr: the index may be any object and need not be picklable
     position: int | None = None
     pickled: bytes | None = None  # the exception
     pickled_class: bytes | None = None
@@ -57,21 +59,21 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException, doing: str, *, index: Any = None, position: int | None = None) -> Failure:
-        # Short: the index may be a list of all the batch's.
+        # Shortened: the index may be a list of all indices of the batch.
         shown = None if index is None else reprlib.repr(index)
         return Failure(error, type(error).__name__, text_of(error), "", doing, shown, position)
 
     @property
     def line(self) -> str:
-        """Kind and text in one short line."""
+        """The exception type and its text in one short line."""
         first = self.text.strip().splitlines()[:1]
         return f"{self.kind}: {first[0][:_LINE]}" if first else self.kind
 
     def packed(self) -> Failure:
-        """The same, fit to travel to another process."""
+        """Return a copy that can be pickled."""
         error = self.error
         assert error is not None
-        import traceback  # takes a while to import, and most workers never fail
+        import traceback  # slow to import, and most workers never fail
 
         trace = "".join(traceback.format_exception(error))
         notes = tuple(map(str, getattr(error, "__notes__", ())))
@@ -80,7 +82,7 @@ class Failure:
         return replace(self, error=None, trace=trace, pickled=pickled, pickled_class=pickled_class, notes=notes)
 
     def exception(self, place: str) -> BaseException:
-        """The exception to raise in the user's loop. ``place`` tells which batch and worker."""
+        """Return the exception to raise in the training loop. ``place`` names the batch and the worker."""
         error = self.error
         if error is None:
             error = self._rebuilt()
@@ -89,7 +91,7 @@ class Failure:
                 if note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
         if isinstance(error, StopIteration | StopAsyncIteration):
-            # Raised in the user's loop it would end the epoch in silence.
+            # Raised in the training loop, it would end the epoch silently.
             ended, error = error, RuntimeError(f"{type(error).__name__} was raised while {self._what()}")
             error.__cause__ = ended
         error.add_note(f"while {self._what()} ({place})")
@@ -102,7 +104,7 @@ class Failure:
         if self.pickled is not None:
             try:
                 error = pickle.loads(self.pickled)
-            except Exception:  # it built in the worker, but not here
+            except Exception:  # it can be unpickled in the worker, but not here
                 pass
             else:
                 if isinstance(error, BaseException):
@@ -110,26 +112,26 @@ class Failure:
         if self.pickled_class is not None:
             try:
                 return _stand_in(pickle.loads(self.pickled_class), self.text)
-            except Exception:  # a class that cannot be derived from or instantiated
+            except Exception:  # a class that cannot be subclassed or instantiated
                 pass
         return SampleError(f"{self.kind}: {self.text}")
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception, whatever its ``__str__`` does."""
+    """Return the text of an exception, even if its ``__str__`` raises."""
     try:
         return str(error)
-    except Exception:  # the user's own __str__
+    except Exception:  # user-defined __str__
         return f"<{type(error).__name__} whose text cannot be read>"
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # Built again here once: many exceptions pickle well and then fail to unpickle, or come back as something else.
+    # Test the round trip here: many exceptions can be pickled but fail to unpickle, or change their type or text.
     try:
         data: bytes = cloudpickle.dumps(error)
         again = pickle.loads(data)
         return data if type(again) is type(error) and text_of(again) == text_of(error) else None
-    except Exception:  # the user's __reduce__ and __init__ may raise anything
+    except Exception:  # user-defined __reduce__ and __init__ may raise anything
         return None
 
 
@@ -137,7 +139,7 @@ def _pickle_class(cls: type[BaseException]) -> bytes | None:
     try:
         data: bytes = cloudpickle.dumps(cls)
         return data
-    except Exception:  # a class that holds something that cannot travel
+    except Exception:  # a class that references an object that cannot be pickled
         return None
 
 

@@ -1,7 +1,7 @@
-"""Asking the dataset for samples: each grain under its seed, again if it raises and may be asked again, and noting progress.
+"""Fetch samples from the dataset: seed each grain, retry on errors, and record progress on the status board.
 
-A sample that raises is retried with its whole grain, because the grain shares one run of random numbers: what comes of it is
-bit for bit what would have come without the failure.
+If a sample raises, the worker retries its whole grain, because the samples of a grain draw from one sequence of random numbers.
+The result is bit for bit the same as without the failure.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from infeed.workers.rng import Place, seed_generators
 from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
 from infeed.workers.status import Cell
 
-# Samples that take longer than this are noted one by one: it costs a fifth of a microsecond, which tiny ones would feel.
+# Samples slower than this are recorded individually. Recording costs 0.2 µs, which is significant for tiny samples.
 _NOTED_NS: Final = 20_000
 
 
 class LoadError(Exception):
-    """User code raised; the cause is what it raised. Internal."""
+    """Raised when user code raises; ``__cause__`` is the original exception. Internal."""
 
     def __init__(self, doing: str, index: Any, position: int | None) -> None:
         super().__init__(doing, index, position)
         self.doing, self.index, self.position = doing, index, position
-        self.shards_itself = False  # of a stream: the dataset asked which worker it is in
-        # Rows of the batch that cannot be loaded, where that is to be told of all at once.
+        self.shards_itself = False  # an iterable dataset called get_worker_info
+        # All rows of the task that cannot be loaded, if handles_bad_samples is set: they are reported together.
         self.bad: tuple[tuple[int, Failure], ...] = ()
 
     def failure(self) -> Failure:
@@ -50,7 +50,7 @@ class LoadError(Exception):
 
 @final
 class Fetcher:
-    """Belongs to one runner."""
+    """Calls the dataset for one runner."""
 
     def __init__(self, spec: WorkerSpec, source: Source, place: Place, cell: Cell, recorder: Recorder | NullRecorder) -> None:
         self._spec = spec
@@ -60,37 +60,37 @@ class Fetcher:
         self._recorder = recorder
         self._get: Callable[[Any], Sample] = _not_indexed if source.is_stream else _getter(source.dataset)
         self.is_together = source.is_batched and source.making is not Making.SINGLE
-        # torch passes what __getitems__ returns to the collate function as it is: it need not be a list of samples.
+        # Like torch, pass the result of __getitems__ to the collate function unchanged: it need not be a list.
         self.is_passed_on = self.is_together and spec.torch_seed is not None
         self._fetch: Callable[[list[Any], int], Any] = self._fetch_together if self.is_together else self._fetch_singly
         self._is_forgiving = spec.retries > 0 or spec.handles_bad_samples
         self.epoch_seed = 0
         self._batch_position = 0
-        # Nothing is known before the first task, so its samples are noted.
+        # The sample time is unknown before the first task, so record its samples individually.
         self._row_ns = _NOTED_NS + 1
         self._is_noting = True
-        self.bad_elements: list[tuple[int, Failure]] = []  # of a stream, since last taken
+        self.bad_elements: list[tuple[int, Failure]] = []  # of an iterable dataset, since the last take_bad_elements
 
     def seed(self, place: int) -> None:
-        """Seed for the grain that begins at ``place``: ``derive(seed, epoch, place)``, with the part of the epoch kept."""
+        """Seed the grain that starts at ``place`` with ``derive(seed, epoch, place)``; ``epoch_seed`` caches the epoch part."""
         if self._spec.seeding is not Seeding.LEAVE:
             seed_generators(mix(self.epoch_seed ^ place))
 
     def learn(self, elapsed_ns: int, row_count: int) -> None:
-        """What samples of a task took."""
+        """Update the time per sample from a finished task."""
         self._row_ns = elapsed_ns // max(1, row_count)
 
-    # --- by index
+    # --- indexed datasets
 
     def chunks(self, message: LoadGrains, chunk_rows: int) -> Iterator[list[Sample]]:
-        """Samples of a task in order, some ``chunk_rows`` at a time, each grain under its own seed."""
+        """Yield the samples of a task in order, about ``chunk_rows`` at a time, each grain with its own seed."""
         indices, position = self._begin(message)
         grain_size = self._spec.grain_size
         if self._is_forgiving:
             for begin in range(0, len(indices), grain_size):
                 yield self._fetch_forgiving(indices, begin, min(begin + grain_size, len(indices)), position)
             return
-        # What is fetched together is one call for each grain, however it is written.
+        # __getitems__ is called once per grain, whatever the chunk size of the writer is.
         fetch_rows = grain_size if self.is_together else chunk_rows
         chunk: list[Sample] = []
         for begin in range(0, len(indices), grain_size):
@@ -105,14 +105,14 @@ class Fetcher:
             yield chunk
 
     def grains(self, message: LoadGrains) -> Any:
-        """A list of all samples of a task; if it ``is_passed_on``, whatever ``__getitems__`` returned for the batch."""
+        """Return a list of all samples of a task; if ``is_passed_on``, the unchanged result of ``__getitems__``."""
         if self.is_passed_on:
             indices, position = self._begin(message)
             return self._fetch_forgiving(indices, 0, len(indices), position)
         return [sample for chunk in self.chunks(message, len(message.indices)) for sample in chunk]
 
     def _begin(self, message: LoadGrains) -> tuple[list[Any], int]:
-        """The indices of a task, and the position of the first."""
+        """Return the indices of a task and the position of the first one."""
         position = message.first_position + message.first_row
         self._batch_position = message.first_position
         self._place.moved = None if message.rows is None else (position, message.first_position, message.rows)
@@ -120,7 +120,7 @@ class Fetcher:
         return plain_indices(message.indices), position
 
     def _fetch_singly(self, indices: list[Any], position: int) -> list[Sample]:
-        # Runs in C; on an exception the iterator tells how far it came.
+        # map() runs in C; after an exception, the length hint of the iterator gives the failing row.
         rest = iter(indices)
         self._place.at_rows(self.epoch_seed, position, len(indices), rest)
         times: list[int] | None = None
@@ -135,7 +135,7 @@ class Fetcher:
                 raise RuntimeError("the dataset raised StopIteration")
         except Exception as error:
             row = len(indices) - length_hint(rest) - 1
-            if self._recorder.is_fine:  # what raised took its time as well
+            if self._recorder.is_fine:  # count the time of the failing sample too
                 self._recorder.loaded(position, indices[: row + 1], times)
             raise LoadError("loading sample", indices[row], position + row) from error
         if self._recorder.is_fine:
@@ -156,7 +156,7 @@ class Fetcher:
                 row += 1
                 samples.append(get(index))
         except StopIteration:
-            pass  # as `map` has it
+            pass  # map() treats StopIteration the same way
         finally:
             noted(perf_counter_ns() - before)
         return samples
@@ -174,7 +174,7 @@ class Fetcher:
         return samples
 
     def _fetch_forgiving(self, indices: list[Any], begin: int, stop: int, position: int) -> Any:
-        """One grain of a task; all of it again if a sample raises, until one has raised too often."""
+        """Fetch one grain of a task. If a sample raises, retry the grain until one sample exceeds ``retries``."""
         tries: Counter[int | None] = Counter()
         while True:
             self.seed(position + begin)
@@ -190,7 +190,7 @@ class Fetcher:
                 raise
 
     def _bad_rows(self, error: LoadError, indices: list[Any], begin: int, position: int) -> tuple[tuple[int, Failure], ...]:
-        """All rows of the task, from a grain on, that cannot be loaded: the batch is then mended once and not once for each."""
+        """Return all rows of the task, from this grain on, that fail to load, so that the batch is repaired only once."""
         first = position - self._batch_position
         bad: list[tuple[int, Failure]] = []
         known = None
@@ -225,10 +225,10 @@ class Fetcher:
         except LoadError as error:
             raise LoadError("loading sample", index, position) from error.__cause__
 
-    # --- of a stream
+    # --- iterable datasets
 
     def read(self, share: StreamShare, position: int, count: int, samples: list[Sample]) -> None:
-        """Append the next elements of the stream, each grain under its own seed, until there are ``count`` or it ends."""
+        """Append elements to ``samples``, each grain with its own seed, until there are ``count`` or the iterator ends."""
         number = self._spec.share
         self._place.at_stream(derive(self.epoch_seed, number), position, samples)
         is_noting = self._spec.is_watched or self._row_ns > _NOTED_NS
@@ -241,7 +241,7 @@ class Fetcher:
             if self._spec.handles_bad_samples:
                 self._read_forgiving(share, position, wanted, samples)
             else:
-                # Not extend: what came before an exception is to be counted.
+                # Not extend(): elements read before an exception must be counted.
                 for sample in islice(share.elements, wanted - len(samples)):
                     samples.append(sample)
                     if note is not None:
@@ -278,7 +278,7 @@ class Fetcher:
 
 
 def _getter(dataset: Any) -> Callable[[Any], Sample]:
-    """``dataset[index]`` as a function. A plain function on the class is bound once, which saves a call for each sample."""
+    """Return ``dataset[index]`` as a function. Binding a plain ``__getitem__`` once saves one call per sample."""
     found = next((vars(cls)["__getitem__"] for cls in type(dataset).__mro__ if "__getitem__" in vars(cls)), None)
     return MethodType(found, dataset) if isinstance(found, FunctionType) else partial(getitem, dataset)
 

@@ -1,4 +1,7 @@
-"""The user's process's side of the fork server: one per process, started when first needed, shared by all loaders."""
+"""The client of the fork server, in the user's process.
+
+Each process has one fork server, which starts when it is first needed. All loaders share it.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ from infeed.workers.interpreter import command_line, interpreter_environment, st
 from infeed.workers.native_threads import SERVER_THREADS
 from infeed.workers.preload import is_right_guess
 
-# For a worker that closed its pipe to be gone as well. It is, unless it hangs in the kernel.
+# How long a worker that closed its pipe has to exit. Only a worker that hangs in the kernel needs longer.
 _EXIT_S: Final = 5.0
-# For a server that was told to end. It kills its workers and is gone in some milliseconds; if it is killed they are as well.
+# How long the server has to exit. It kills its workers and exits within milliseconds; if it is killed, its workers die too.
 _CLOSE_S: Final = 1.0
-# Variables of the server that keep libraries from starting threads when they are imported. What the user has set stays.
-# Arrow's jemalloc has a thread that frees memory in the background; no other variable keeps it from being started.
+# Environment variables that keep libraries from starting threads at import; values set by the user take precedence.
+# Arrow's jemalloc frees memory in a background thread, and no other variable prevents its start.
 _DEFAULTS: Final = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 class ForkRefusedError(WorkerStartError):
-    """The server does not fork: it has threads, or the system has no room for another process.
+    """The server does not fork: it has threads, or the system cannot create another process.
 
-    If it is final, another server of this process would refuse as well.
+    If ``is_final``, another server of this process would refuse as well.
     """
 
     def __init__(self, why: str, *, is_final: bool) -> None:
@@ -46,23 +49,23 @@ class ServerGoneError(WorkerStartError):
 
 @final
 class ForkServer:
-    """A connection to a server. All methods are safe from any thread."""
+    """A connection to a server. All methods are thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing is started yet, so that the registry owns it before there is anything to end."""
+        """Create the connection without a process, so that the registry owns it before ``start``."""
         self._lock = threading.RLock()  # guards the socket: one request and its answer at a time
         self._exits: dict[int, int] = {}
-        self._living: set[int] = set()  # workers, as far as is known
-        self.guessed: set[str] = set()  # imported, or about to be, before any loader has said what it needs
-        self._is_used = False  # one has
+        self._living: set[int] = set()  # workers without a reported exit
+        self.guessed: set[str] = set()  # modules to import before any loader has sent the modules that it needs
+        self._is_used = False  # a loader has sent the modules that it needs
         self.owner_pid = os.getpid()
         self._owned: list[subprocess.Popen[bytes]] = []
         self._sock, self._theirs = socket.socketpair()
-        self._is_broken = True  # until it is started
+        self._is_broken = True  # until start() succeeds
 
     def start(self) -> None:
         with self._theirs:
-            # To the kernel the parent is the thread that starts it, which must not end before this process does.
+            # The kernel's parent-death signal follows the starting thread, so only the main thread may use it.
             is_bound = threading.current_thread() is threading.main_thread()
             entry = f"infeed.workers.server:{'main_bound' if is_bound else 'main'}"
             start_interpreter(self._owned, entry, environ=_environment(), pass_fds=[self._theirs.fileno()])
@@ -79,19 +82,19 @@ class ForkServer:
         return -1 if process is None else process.pid
 
     def guess(self, modules: Iterable[str]) -> None:
-        """Let the server import these while nothing else is asked of it; it forks whether or not it has."""
+        """Ask the server to import these modules while it is idle; forks do not wait for them."""
         with self._exclusive(0) as is_ours:
             if is_ours:
                 names = list(modules)
                 self.guessed.update([] if self._is_used else names)
-                with suppress(OSError):  # it is gone: another will be started
+                with suppress(OSError):  # the server is gone; the next loader starts another
                     send(self._sock, Guess(names, command_line()))
 
     def preload(self, modules: Iterable[str]) -> None:
-        """Let the server import these before it forks next.
+        """Ask the server to import these modules before the next fork.
 
         Raises:
-            ServerGoneError: there is no server at the other end.
+            ServerGoneError: the server has ended.
         """
         with self._exclusive():
             self._is_used = True
@@ -102,11 +105,11 @@ class ForkServer:
                 raise self._gone() from error
 
     def fork(self, fds: list[int]) -> int:
-        """Fork a worker that is given these descriptors; its process number.
+        """Fork a worker that receives these descriptors, and return its pid.
 
         Raises:
-            ForkRefusedError: forking would not be safe; start it another way.
-            ServerGoneError: there is no server at the other end.
+            ForkRefusedError: the server cannot fork, or not safely; spawn the worker instead.
+            ServerGoneError: the server has ended.
         """
         with self._exclusive():
             try:
@@ -133,14 +136,14 @@ class ForkServer:
         )
 
     def kill(self, pid: int) -> None:
-        """Kill a worker if it is still there."""
+        """Kill a worker if it still runs."""
         with self._exclusive(_EXIT_S) as is_ours:
             if is_ours:
                 with suppress(OSError):  # the server is gone, and its workers with it
                     send(self._sock, Kill(pid))
 
     def wait_exit(self, pid: int, timeout_s: float = _EXIT_S) -> int | None:
-        """The exit code of a worker, negative for a signal; ``None`` if the server is gone or the time is up."""
+        """Return the exit code of a worker, negative for a signal; ``None`` after a timeout or if the server is gone."""
         with self._exclusive(timeout_s) as is_ours:
             if not is_ours or self._is_broken:
                 return None
@@ -150,7 +153,7 @@ class ForkServer:
                     message, _ = receive(self._sock)
                     self._note(message)
                 self._sock.settimeout(None)
-            except (TimeoutError, BlockingIOError):  # the latter if there is no time at all
+            except (TimeoutError, BlockingIOError):  # BlockingIOError if timeout_s is 0
                 self._sock.settimeout(None)
                 return None
             except (EOFError, OSError):  # the server is gone, and its workers with it
@@ -160,12 +163,12 @@ class ForkServer:
 
     @contextmanager
     def _exclusive(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Hold the socket; yields whether it could be had.
+        """Lock the socket; yield whether the lock was acquired.
 
-        An engine may be closed by the garbage collector or a signal handler anywhere, also in the thread that is talking to the
-        server already. Then nothing is said: a worker that is not waited for ends with its pipe all the same.
+        The garbage collector or a signal handler may close an engine at any point, even in a thread that is in the middle of a
+        request. The request of that engine is then skipped; its workers still exit when their pipes close.
         """
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as in threading.Condition
             yield False
             return
         try:
@@ -173,26 +176,26 @@ class ForkServer:
         except Exception:
             raise
         except BaseException:
-            # Interrupted, perhaps between question and answer: the next answer would be taken for another question's.
+            # Interrupted, perhaps between request and answer: the next request would then read the wrong answer.
             self._is_broken |= self._lock._is_owned()  # type: ignore[attr-defined]
             raise
         finally:
-            # Not by a variable: a signal handler may have raised before it was set.
+            # Ask the lock instead of a variable: a signal handler may have raised before the variable was set.
             if self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock.release()
 
     def close(self) -> None:
-        """End the server and every worker that it forked."""
+        """End the server and all workers that it forked."""
         self._sock.close()
         self._theirs.close()
         process = started(self._owned)
         if process is None or self.owner_pid != os.getpid():
             return
         if not self._living:
-            process.kill()  # it may be at an import, which takes seconds
+            process.kill()  # an import in progress would delay its exit by seconds
         try:
             process.wait(_CLOSE_S)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # it hangs, or the user has no more patience
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the server hangs, or the user pressed Ctrl+C
             process.kill()
             process.wait()
 
@@ -208,7 +211,7 @@ def _environment() -> dict[str, str]:
 
 @final
 class _Registry:
-    """The server of this process. A forked child of the user's has none until it needs one."""
+    """Holds the fork server of this process. A forked child of the user's process starts a new one when needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -236,8 +239,11 @@ class _Registry:
             self._drop()
 
     def bury(self) -> None:
-        """Let go of the server if it is dead. Called wherever a loader is closed, also by a signal handler or the garbage
-        collector in the middle of ``get``: then it is left alone."""
+        """Release the server if it is dead.
+
+        Any loader that closes calls this, even from a signal handler or the garbage collector during ``get``. In that case the
+        lock is held and the call does nothing.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 if self._server is not None and not self._server.is_alive:
@@ -251,31 +257,31 @@ class _Registry:
         self._server = None
 
     def reset_after_fork(self) -> None:
-        # In the child: the lock may have been held by a thread that does not exist here.
+        # The lock may have been held by a thread that does not exist in the child.
         self._lock = threading.Lock()
 
 
 _REGISTRY: Final = _Registry()
-# The server would end by itself when this process does; waiting for it here leaves no trace of it when Python has ended.
+# The server exits with this process anyway; waiting here guarantees that it is gone when Python exits.
 atexit.register(_REGISTRY.close)
 os.register_at_fork(after_in_child=_REGISTRY.reset_after_fork)
 
 
 def fork_server(needed: Collection[str] | None = None) -> ForkServer:
-    """The fork server of this process, started if there is none.
+    """Return the fork server of this process. Starts it if necessary.
 
     Args:
-        needed: the modules that a loader's workers need, if that is known. A server with others that they must not have is
-            replaced, unless another loader uses it.
+        needed: the modules that a loader's workers need, if known. A server that guessed modules which these workers must
+            not have is replaced, unless another loader uses it.
     """
     return _REGISTRY.get(needed)
 
 
 def close_fork_server() -> None:
-    """End this process's fork server, if it has one; the next loader that needs one starts it again."""
+    """End the fork server of this process, if any. The next loader that needs a server starts one."""
     _REGISTRY.close()
 
 
 def bury_fork_server() -> None:
-    """Let go of this process's fork server if it is dead: somebody killed it, and no loader has needed it since."""
+    """Release the fork server of this process if it is dead: it was killed, and no loader has needed it since."""
     _REGISTRY.bury()

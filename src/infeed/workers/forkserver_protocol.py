@@ -1,7 +1,7 @@
-"""What is asked of the fork server, and what it answers.
+"""The messages between the fork server and its client. Linux only.
 
-Imports nothing that takes long or that a program may want to configure first: `infeed run` starts a server before the program.
-Linux only.
+`infeed run` starts a server before the program. This module must therefore import nothing that is slow, or that the program may
+configure before importing it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Any, Final, NamedTuple, TypeAlias
 assert sys.platform == "linux"
 
 _HEAD: Final = struct.Struct("<I")
-MAX_FDS: Final = 200  # of one message; the kernel takes 253
+MAX_FDS: Final = 200  # descriptors per message; the kernel limit is 253
 
 
 class Preload(NamedTuple):
     """Import modules before the next fork."""
 
     modules: list[str]
-    argv: list[str]  # of the program: modules may read it when they are imported
-    environ: dict[str, str]  # likewise
+    argv: list[str]  # of the program: modules may read it at import
+    environ: dict[str, str]  # of the program: modules may read it at import
 
 
 class Guess(NamedTuple):
-    """Import modules while nothing else is asked: the program imports them, and its datasets probably need them."""
+    """Import modules while the server is idle: the program imports them, so its datasets probably need them."""
 
     modules: list[str]
     argv: list[str]
 
 
 class Hold(NamedTuple):
-    """Keep the descriptors that come along for the next worker: it gets more than one message can carry."""
+    """Keep the attached descriptors for the next worker, which needs more than one message can carry."""
 
 
 class Fork(NamedTuple):
-    """Fork a worker; its pipe ends, the store's descriptor and those that the dataset needs come along."""
+    """Fork a worker. Attached are its pipe ends, the segment store's descriptor and those that the dataset needs."""
 
 
 class Kill(NamedTuple):
@@ -51,15 +51,15 @@ class Forked(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """It is not safe to fork, or not possible."""
+    """The server cannot fork, or not safely."""
 
     why: str
-    is_final: bool  # another server of the same process would say the same
+    is_final: bool  # another server of the same process would refuse as well
 
 
 class Exited(NamedTuple):
     pid: int
-    code: int  # as subprocess gives it: negative for a signal
+    code: int  # as in subprocess: negative for a signal
 
 
 ToServer: TypeAlias = Preload | Guess | Hold | Fork | Kill
@@ -75,10 +75,10 @@ def send(sock: socket.socket, message: object, fds: list[int] | None = None) -> 
 
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]]:
-    """One message and the descriptors that came with it.
+    """Receive one message and the descriptors attached to it.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the other process has closed the socket.
     """
     head, fds = b"", array.array("i")
     while len(head) < _HEAD.size:

@@ -1,6 +1,6 @@
-"""Finding out, while a worker loads samples, whether threads would do as well.
+"""Measure, while a worker process loads samples, whether thread workers would be as fast.
 
-They would if loading leaves the GIL for most of the time, and if it draws from no generator that threads would share.
+They are if loading releases the GIL most of the time and does not draw from global generators, which threads would share.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from infeed.workers.process_tools import queued_ns
 from infeed.workers.recorder import NullRecorder, Recorder
 from infeed.workers.rng import DrawWatch
 
-# How often it looks. Seldom enough that user code does not notice.
+# Sampling interval. Long enough not to slow down user code.
 _TICK_S: Final = 0.001
-# How long it asks for the GIL before user code has to hand it over, while this looks: well above what a clock is off by, and
-# below Python's own 5 ms, so that there are ticks enough in a few tenths of a second.
+# Switch interval while sampling: how long the sampler waits before Python makes user code release the GIL. Well above timer
+# error, and below Python's default of 5 ms, so that a few tenths of a second give enough ticks.
 _SWITCH_S: Final = 0.002
-# A tick that is late by more had to wait for the GIL; without a word of how long it waited for a processor, by more than that.
+# A tick that is later than _LATE_S had to wait for the GIL. If CPU wait times are unknown, _SURELY_LATE_S applies.
 _LATE_S: Final = 0.00025
 _SURELY_LATE_S: Final = 0.0014
-# A look that nobody ends, because there is nothing more to do, ends by itself.
+# Sampling stops after this time if no further task ends it.
 _MOST_S: Final = 2.0
-# Fewer ticks say nothing.
+# Fewer ticks are not significant.
 _LEAST_TICKS: Final = 20
 
 
 @final
 class GilShare:
-    """Looks from ``start`` to ``stop``, for as long as user code runs in this process.
+    """Samples, from ``start`` to ``stop``, how long user code in this process holds the GIL.
 
-    For processes that are ours: it changes the switch interval in between.
+    For worker processes only, because it changes the switch interval in between.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._is_stopped = threading.Event()
         self._interval_s = 0.0
-        self.looked_s = 0.0  # by the last look
-        self._ticks: list[tuple[bool, float]] = []  # whether the GIL was held, and how long it was to the next
+        self.looked_s = 0.0  # duration of the last measurement
+        self._ticks: list[tuple[bool, float]] = []  # whether the GIL was held, and the time to the next tick
 
     def start(self) -> None:
         assert self._thread is None, "it looks already"
@@ -55,7 +55,7 @@ class GilShare:
         self._thread.start()
 
     def stop(self) -> float | None:
-        """The share of the time, from 0 to 1, that the GIL was held; ``None`` if that cannot be told from so short a look."""
+        """Return the fraction of time, 0 to 1, that the GIL was held; ``None`` if the measurement was too short."""
         thread, self._thread = self._thread, None
         if thread is None:
             return None
@@ -73,10 +73,10 @@ class GilShare:
         own, others = _ProcessorWaits(threading.get_native_id()), _ProcessorWaits(watched)
         late_s = _LATE_S if own.are_known else _SURELY_LATE_S
         try:
-            begin = clock() - others.seconds()  # on a clock that stands while user code waits for a processor
+            begin = clock() - others.seconds()  # on a clock that stops while user code waits for a CPU core
             until = clock() + _MOST_S
             while not self._is_stopped.is_set() and clock() < until:
-                # The clock first: whatever waits for a processor after it has been read is taken off.
+                # Read the clock first, so that any CPU wait after this point is subtracted.
                 due = clock() + _TICK_S - own.seconds()
                 sleep(_TICK_S)
                 late = clock() - own.seconds() - due
@@ -90,7 +90,7 @@ class GilShare:
 
 @final
 class _ProcessorWaits:
-    """How long a thread of this process was ready to run and had no processor. Linux; elsewhere it is not known."""
+    """Time that a thread of this process was runnable but waited for a CPU core. Linux only; unknown elsewhere."""
 
     def __init__(self, native_id: int) -> None:
         self._fd = -1
@@ -100,7 +100,7 @@ class _ProcessorWaits:
                 self._fd = os.open(f"/proc/self/task/{native_id}/schedstat", os.O_RDONLY)
                 self.seconds()
                 self.are_known = True
-            except (OSError, ValueError, IndexError):  # a kernel that does not count
+            except (OSError, ValueError, IndexError):  # a kernel without schedstat
                 self.close()
 
     def seconds(self) -> float:
@@ -114,7 +114,7 @@ class _ProcessorWaits:
             self._fd = -1
 
 
-# So much loading is looked at for the GIL, within so long.
+# Measure until _ENOUGH_NS of loading, or for _LONG_NS at most. Discard results from less than _LEAST_NS of loading.
 _ENOUGH_NS: Final = 250_000_000
 _LONG_NS: Final = 1_500_000_000
 _LEAST_NS: Final = 50_000_000
@@ -122,7 +122,7 @@ _LEAST_NS: Final = 50_000_000
 
 @final
 class Probe:
-    """Belongs to one worker that is a process."""
+    """Measures GIL use and draws from global generators in one worker process."""
 
     def __init__(self, recorder: Recorder | NullRecorder, *, looks_at_gil: bool) -> None:
         self._recorder = recorder
@@ -131,13 +131,13 @@ class Probe:
         self._began_ns = self._busy_ns = self._queued_ns = 0
 
     def begin(self) -> None:
-        """A task begins."""
+        """Start the measurement with the first task."""
         if self._gil is not None and not self._began_ns:
             self._began_ns, self._busy_ns, self._queued_ns = perf_counter_ns(), 0, queued_ns()
             self._gil.start()
 
     def end(self, elapsed_ns: int) -> None:
-        """It has been done."""
+        """Record a finished task, and report the GIL share when enough loading was measured."""
         if self._draws.look():
             self._recorder.note_draw()
         if self._gil is None:
@@ -148,7 +148,7 @@ class Probe:
         share = self._gil.stop()
         self._began_ns = 0
         if share is not None and self._busy_ns > _LEAST_NS:
-            # While the worker had nothing to do, nobody held it; and neither clock runs while it waits for a core.
+            # An idle worker does not hold the GIL, so relate the held time to loading time only. Both clocks exclude CPU waits.
             loaded_ns = max(1, self._busy_ns - (queued_ns() - self._queued_ns))
             self._recorder.note_gil(min(1.0, share * max(1.0, self._gil.looked_s * 1e9 / loaded_ns)))
             self._gil = None

@@ -1,8 +1,8 @@
-"""Keeping the memory that samples free, instead of returning it to the system after every sample.
+"""Keeps the memory that samples free, instead of returning it to the kernel after every sample.
 
 A worker copies each sample into shared memory and frees it at once. glibc then returns the pages to the kernel, because they
-are at the end of the heap, or because the buffer was large enough to be mapped on its own. The next sample faults them in
-again: 243 page faults per decoded JPEG, a fifth of the time on 16 cores.
+are at the end of the heap, or because the buffer was large enough for a separate mapping. The next sample faults them in again:
+243 page faults per decoded JPEG, 20% of the time on 16 cores.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
-# Buffers up to this size come from the heap, where they can be kept. It is the most that glibc accepts. Larger ones are mapped
-# for each sample; copying them takes longer than the faults.
+# Buffers up to this size come from the heap, which keeps them. glibc accepts no larger value. Larger buffers are mapped for
+# each sample, but copying them takes longer than the page faults.
 _MMAP_BYTES: Final = 32 << 20
-# So much free memory at the end of the heap is kept: two of the largest buffers. A worker of torch holds a whole batch.
+# Free memory kept at the end of the heap: two of the largest buffers. For comparison, a torch worker holds a whole batch.
 _TRIM_BYTES: Final = 64 << 20
 # The heap grows in steps of at least this size.
 _PAD_BYTES: Final = 1 << 20
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what samples free. Does nothing where the user has configured malloc, or it is not glibc's.
+    """Configure malloc to keep freed memory. Does nothing if the user has configured malloc, or if it is not glibc's.
 
-    macOS and Windows have allocators without such a setting.
+    The allocators of macOS and Windows have no such setting.
     """
     if sys.platform == "linux" and not _is_configured() and _is_glibc():
         import ctypes
@@ -47,8 +47,8 @@ def _is_configured() -> bool:
 
 
 def _is_glibc() -> bool:
-    """Whether the C library is glibc, and no other allocator is loaded before it."""
+    """Whether the C library is glibc and ``LD_PRELOAD`` names no other allocator."""
     preloaded = os.environ.get("LD_PRELOAD", "")
-    if "malloc" in preloaded:  # jemalloc, tcmalloc, mimalloc, and those of debuggers
+    if "malloc" in preloaded:  # jemalloc, tcmalloc, mimalloc, debugging allocators
         return False
     return "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})  # not in musl

@@ -1,11 +1,11 @@
-"""Spawned worker processes that wait for the next loader of this process.
+"""Keeps idle spawned workers for the next loader of this process.
 
 Spawning a worker takes as long as importing what the dataset needs: seconds with torch. A worker whose epoch has ended is
-therefore kept for a minute. It drops its dataset and is sent another, as if it had just started. Forked workers are not kept,
-because the fork server makes new ones in milliseconds.
+therefore kept for 60 s. It drops its dataset and receives another, as if it had just started. Forked workers are not kept,
+because the fork server starts new ones in milliseconds.
 
-A worker is reused only where a new one would behave the same: for the same environment and `worker_init_fn`, if its user code
-left no thread or process behind, and if no module that it imported from the user's own files has changed since.
+A worker is reused only if a new one would behave the same: the environment and `worker_init_fn` are the same, user code left no
+thread or process running, and no user module that the worker imported has changed since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infeed.workers.launcher import Launch, Process
 from infeed.workers.main import END_S, IDLE_S
 from infeed.workers.transport import Link
 
-# A worker is not taken in its last seconds: it may be about to leave.
+# A worker is not reused in the last 10 s before IDLE_S: it may be about to exit.
 _TAKE_S: Final = IDLE_S - 10.0
 _MOST: Final = max(8, os.cpu_count() or 1)
 
@@ -32,12 +32,12 @@ _MOST: Final = max(8, os.cpu_count() or 1)
 class IdleWorker:
     link: Link
     process: Process
-    started_at: float  # on the clock of file times
-    files: tuple[str, ...] | None  # of the user's modules that it has imported; None if it is still starting
+    started_at: float  # time.time(), comparable with file modification times
+    files: tuple[str, ...] | None  # of imported user modules; None if the worker is still starting
     since_s: float = field(default_factory=time.monotonic)
 
     def is_usable(self) -> bool:
-        """Whether it can take another dataset: it lives, and its modules are still what is in their files."""
+        """Whether the worker can take another dataset: it is alive, not about to exit, and its module files are unchanged."""
         is_in_time = time.monotonic() - self.since_s < _TAKE_S
         return is_in_time and self.process.wait(0) is None and are_unchanged(self.files or (), self.started_at)
 
@@ -48,7 +48,7 @@ class IdleWorker:
 
 
 def are_unchanged(files: Iterable[str], since: float) -> bool:
-    """Whether none of these files was written after a moment."""
+    """Whether none of these files was modified since the given time."""
     try:
         return all(os.stat(file).st_mtime < since for file in files)
     except OSError:
@@ -57,17 +57,17 @@ def are_unchanged(files: Iterable[str], since: float) -> bool:
 
 @final
 class IdleWorkers:
-    """The idle workers of this process, each with what another loader must have in common with the one it worked for."""
+    """The idle workers of this process, each with the environment and ``worker_init_fn`` that the next loader must share."""
 
     def __init__(self) -> None:
-        # Guards the list. Reentrant: the garbage collector may close a loader, which puts its workers here, at any moment.
+        # Guards the list. Reentrant, because the garbage collector may close a loader at any point, which calls ``put``.
         self._lock = threading.RLock()
         self._workers: list[tuple[Hashable, Any, IdleWorker]] = []
         self._pid = os.getpid()
         self._is_closed = False
 
     def put(self, environ: Hashable, init_fn: Any, worker: IdleWorker) -> bool:
-        """Keep a worker; False if there are enough, or Python is about to end."""
+        """Keep a worker. Return False if there are enough, or Python is exiting."""
         with self._lock:
             self._forget_parents()
             if self._is_closed or len(self._workers) >= _MOST:
@@ -76,14 +76,14 @@ class IdleWorkers:
             return True
 
     def take(self, environ: Hashable, init_fn: Any, launch: Launch) -> IdleWorker | None:
-        """A worker that may be sent another dataset. ``launch`` owns it before it is off the list."""
+        """Return a worker that can take another dataset, if any. ``launch`` owns it before it leaves the list."""
         while True:
             with self._lock:
                 self._forget_parents()
                 fitting = [entry for entry in self._workers if entry[0] == environ and entry[1] is init_fn]
                 if not fitting:
                     return None
-                # One that is still starting comes last.
+                # Prefer workers that have finished starting.
                 found = next((entry for entry in fitting if entry[2].files is not None), fitting[0])
                 worker = found[2]
                 launch.link, launch.process = worker.link, worker.process
@@ -93,7 +93,7 @@ class IdleWorkers:
             worker.kill()
 
     def clear(self) -> None:
-        """End all of them. Each ends with its pipe; one that does not is killed."""
+        """End all idle workers. A worker exits when its pipe is closed; one that does not is killed."""
         with self._lock:
             self._forget_parents()
             workers = [worker for *_, worker in self._workers]
@@ -111,7 +111,7 @@ class IdleWorkers:
         self.clear()
 
     def _forget_parents(self) -> None:
-        """In a forked child of the user's: the workers are its parent's."""
+        """Empty the list in a forked child of the user's process: the workers belong to the parent."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._workers = []

@@ -1,11 +1,12 @@
-"""A task of an indexed dataset: its grains are loaded, or gathered from arrays, and go into the slot.
+"""Run tasks of indexed datasets: load grains, or gather rows from in-memory arrays, and write them into the slot.
 
-Three outcomes of loading rows under an expected layout:
+Loading rows with an expected layout has three outcomes:
 
-* they fit: written in chunks as they are loaded, and forgotten;
-* they do not, and this task is the whole batch: all samples are looked at together and a layout is found for them, or an
-  error that names two that do not stack;
-* they do not, and other workers have parts of the batch: ``Mismatched``; the scheduler gives the whole batch to one worker.
+* The rows fit. The worker writes them in chunks while it loads, and keeps no samples.
+* They do not fit, and the task is the whole batch. The worker infers a layout from all samples, or raises an error that names
+  two samples that do not stack.
+* They do not fit, and other workers load parts of the batch. The worker answers ``Mismatched``, and the scheduler assigns the
+  whole batch to one worker.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from infeed.workers.write import Held, SlotWriter
 
 @final
 class IndexedLoader:
-    """Belongs to one runner."""
+    """Runs ``LoadGrains`` tasks for one runner."""
 
     def __init__(
         self, spec: WorkerSpec, source: Source, recorder: Recorder | NullRecorder, fetcher: Fetcher, slot_writer: SlotWriter
@@ -40,7 +41,7 @@ class IndexedLoader:
         self._slot_writer = slot_writer
 
     def load(self, message: LoadGrains) -> FromWorker:
-        """Do a task.
+        """Run a task.
 
         Raises:
             LoadError: user code raised.
@@ -59,7 +60,7 @@ class IndexedLoader:
         slot_writer = self._slot_writer
         is_torch = self._source.torch_collate is not None
         if is_torch and (self._fetcher.is_together or not len(message.indices)):
-            # What __getitems__ returns is what is collated, whatever it is; and so is nothing at all.
+            # Like torch, collate whatever __getitems__ returns, and also an empty batch.
             samples = self._fetcher.grains(message)
             if type(samples) is not list or len(samples) != message.row_count or not samples:
                 return slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
@@ -67,14 +68,14 @@ class IndexedLoader:
             return self._place_fetched(message, samples) if written is None else written
         writer = slot_writer.writer(message.block, message.layout, message.row_count)
         if self._recorder.is_fine:
-            self._recorder.written()  # memory that is new here was mapped, which may take as long as writing into it
+            self._recorder.written()  # mapping a new segment may take as long as writing into it
         if writer is None:
             samples = self._fetcher.grains(message)
         else:
             beside = writer.new_beside()
             row = message.first_row
             fits = True
-            # Where nothing is seeded a sample must not be loaded twice, so none is forgotten before all are known to fit.
+            # Without seeding, a sample must not be loaded twice, so keep all samples until all are known to fit.
             chunk_rows = len(message.indices) if self._spec.seeding is Seeding.LEAVE else writer.chunk_rows
             for samples in self._fetcher.chunks(message, chunk_rows):
                 try:
@@ -90,12 +91,12 @@ class IndexedLoader:
             if not message.is_whole:
                 return Mismatched(message.task)
             if len(samples) < len(message.indices):
-                # Some rows are written and forgotten. Seeds make it harmless to load them again.
+                # Earlier rows were written and dropped. Loading them again is safe, because grains are seeded.
                 samples = self._fetcher.grains(message)
         return self._place_fetched(message, samples)
 
     def _place_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
-        """Make a batch of samples that do not fit what is expected, or a part of one."""
+        """Make a batch, or a part of one, from samples that do not fit the expected layout."""
         indices = plain_indices(message.indices)
         if self._source.torch_collate is not None and self._slot_writer.torch_layout(samples) is None:
             if not message.is_whole:
@@ -106,7 +107,7 @@ class IndexedLoader:
             message.task, samples, indices, block, message.row_count, first_row=message.first_row
         )
 
-    # --- arrays
+    # --- in-memory arrays
 
     def _gather(self, message: LoadGrains) -> FromWorker:
         table = self._source.table
@@ -118,12 +119,12 @@ class IndexedLoader:
         return self.gather_into(message.task, message.indices, message.block, message.row_count)
 
     def gather_into(self, task: TaskId, indices: Any, block: Block, row_count: int) -> FromWorker:
-        """Copy these rows of the arrays into a block."""
+        """Copy rows of the arrays into a block."""
         table = self._source.table
         assert table is not None
         try:
             table.gather(indices, self._slot_writer.memory(block), block.offset, row_count)
-        except Exception as error:  # an index that does not exist, or that is none
+        except Exception as error:  # out of range, or not a valid index
             bad = self._missing_rows(indices) if self._spec.handles_bad_samples and isinstance(error, IndexError) else ()
             return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
         if self._recorder.is_fine:

@@ -1,4 +1,4 @@
-"""Where user code can ask which worker it runs in."""
+"""``get_worker_info``: lets user code find out which worker it runs in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What ``get_worker_info`` gives: this worker's number, how many there are, its seed, and its copy of the dataset."""
+    """The result of ``get_worker_info``: worker id, number of workers, seed, and the worker's copy of the dataset."""
 
     __module__ = "infeed"
 
@@ -31,7 +31,7 @@ _TORCH_WORKER: Final = "torch.utils.data._utils.worker"
 
 class _Local(threading.local):
     info: WorkerInfo | None = None
-    # Whether user code has asked: a stream that does shards itself.
+    # Whether user code called get_worker_info: an iterable dataset that does splits itself among workers.
     was_asked: bool = False
 
 
@@ -39,15 +39,15 @@ _LOCAL: Final = _Local()
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """The worker that the calling code runs in, or ``None`` outside of one (also with ``num_workers=0``, as in torch).
+    """Return the current worker, or ``None`` outside a worker (also with ``num_workers=0``, as in torch).
 
-    A stream that is to be read by several workers uses it to choose its share::
+    An iterable dataset that several workers read uses it to select its share::
 
         def __iter__(self):
             info = infeed.get_worker_info()
             return iter(self.files[info.id :: info.num_workers] if info else self.files)
 
-    A stream that never asks is read by one worker, so that each element comes once either way.
+    If an iterable dataset never calls it, only one worker reads it. Either way each element is delivered once.
     """
     _LOCAL.was_asked = True
     return _LOCAL.info
@@ -57,17 +57,17 @@ get_worker_info.__module__ = "infeed"
 
 
 def set_worker_info(info: WorkerInfo | None) -> None:
-    """Say which worker this thread is from now on."""
+    """Set the worker of the calling thread."""
     _LOCAL.info = info
 
 
 def is_in_worker() -> bool:
-    """Whether the calling thread is a worker's."""
+    """Whether the calling thread belongs to a worker."""
     return _LOCAL.info is not None
 
 
 def tell_torch(info: WorkerInfo) -> None:
-    """Let ``torch.utils.data.get_worker_info`` in this process say the same, as soon as it is imported."""
+    """Make ``torch.utils.data.get_worker_info`` in this process return the same, as soon as it is imported."""
 
     def tell() -> None:
         worker: Any = sys.modules[_TORCH_WORKER]
@@ -79,9 +79,9 @@ def tell_torch(info: WorkerInfo) -> None:
 
 
 def introduce(spec: WorkerSpec, dataset: Any, worker_count: int) -> None:
-    """Let user code in this thread know which worker it runs in, and how many there are."""
+    """Set the worker info for user code in this thread, with the given number of workers."""
     if spec.kind == "inline":
-        return  # user code is in the main process and is told so
+        return  # num_workers=0: get_worker_info returns None, as in torch
     info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, dataset)
     set_worker_info(info)
     if spec.is_as_torch:
@@ -89,6 +89,6 @@ def introduce(spec: WorkerSpec, dataset: Any, worker_count: int) -> None:
 
 
 def take_was_asked() -> bool:
-    """Whether ``get_worker_info`` was called in this thread since the last time this was asked."""
+    """Return whether user code called ``get_worker_info`` in this thread since the last call of this function."""
     was_asked, _LOCAL.was_asked = _LOCAL.was_asked, False
     return was_asked

@@ -1,4 +1,4 @@
-"""No worker at all: work is done in the user's own thread, when they ask for the result."""
+"""The pool for ``num_workers=0``: tasks run in the training loop's thread when it requests a batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class InlinePool(WorkerPool):
             self._todo.append(message)
 
     def flush(self) -> None:
-        """Open a stream that is to be read. Without this it is opened with its first batch."""
+        """Open an iterable dataset now. Otherwise its first batch would open it."""
         while self._todo and isinstance(message := self._todo[0], OpenStream):
             self._todo.popleft()
             self._runner.open_now(message)

@@ -1,8 +1,8 @@
-"""Starting fresh interpreters: the fork server, and workers where there is no safe fork.
+"""Starts fresh Python interpreters: the fork server, and workers where forking is not safe.
 
-A process of ours is told the user's ``sys.path`` and runs an entry point of ours. The user's ``__main__`` is never run again:
-it is not named to the child at all. It is a plain subprocess, not a ``multiprocessing.Process``, so it may be started from
-daemonic processes and from inside other pools.
+The child gets the user's ``sys.path`` and runs an entry point of infeed. It never runs the user's ``__main__`` again, because
+it does not get its name. The child is a plain subprocess, not a ``multiprocessing.Process``, so daemonic processes and workers
+of other pools can start it too.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from infeed.workers.process_tools import child_environment
 
 StartMethod = Literal["auto", "forkserver", "spawn"]
 
-# Set when a fork server of this process has refused for good.
+# Set when a fork server of this process has finally refused to fork.
 _REFUSED: Final = threading.Event()
 _CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
 
 
 def uses_fork(start_method: StartMethod) -> bool:
-    """Whether workers are forked by a server: where the platform forks safely and can hand descriptors to a running process.
+    """Whether a fork server forks the workers.
 
-    macOS can do both, but its own libraries forbid what follows a fork.
+    The platform must fork safely and pass descriptors to a running process. macOS has both calls, but its system libraries do
+    not support being used after a fork.
 
     Raises:
-        ConfigError: a fork server was asked for and there can be none.
+        ConfigError: ``start_method="forkserver"`` is not supported on this platform.
     """
     if start_method == "spawn":
         return False
@@ -49,16 +50,16 @@ def uses_fork(start_method: StartMethod) -> bool:
 
 
 def forbid_forks() -> None:
-    """Spawn workers from now on: a fork server has refused, and so would every other."""
+    """Spawn workers from now on: a fork server has refused to fork, and every other server would refuse too."""
     _REFUSED.set()
 
 
 @contextmanager
 def explaining_limits() -> Iterator[None]:
-    """Around what opens descriptors and starts processes or threads: a limit of the system that is met is told in words.
+    """Explain system limits that code in this context reaches when it opens descriptors or starts processes or threads.
 
     Raises:
-        WorkerStartError: which limit it was, and what to do about it.
+        WorkerStartError: the code reached a limit; the message names the limit and the fix.
     """
     try:
         yield
@@ -94,19 +95,19 @@ def _limit_met(number: int) -> str:
 
 
 def interpreter_environment(threads: int) -> dict[str, str]:
-    """The environment of an interpreter of ours, whose libraries may use so many threads."""
+    """Return the environment of a child interpreter whose libraries may use ``threads`` threads."""
     return {name: value for name, value in child_environment(threads).items() if name != RUN_VARIABLE}
 
 
 def start_interpreter(
     owner: list[subprocess.Popen[bytes]], entry: str, *, environ: dict[str, str], pass_fds: Sequence[int]
 ) -> None:
-    """Start a Python that imports ``module:function`` (``entry``) and calls it with the number of this process.
+    """Start a Python that imports ``module:function`` (``entry``) and calls it with the pid of this process.
 
     Args:
-        owner: gets the process before it is started. A signal handler that raises meanwhile leaves no process without owner.
+        owner: gets the process before it starts. If a signal handler raises meanwhile, the process still has an owner.
         environ: see ``interpreter_environment``.
-        pass_fds: descriptors (handles, on Windows) that the child inherits; their numbers there are its further arguments.
+        pass_fds: descriptors (on Windows: handles) that the child inherits; their numbers in the child are further arguments.
     """
     with _above_standard(pass_fds) as fds:
         _start(owner, entry, (os.getpid(), *fds), environ, fds)
@@ -119,7 +120,7 @@ class _Owned(subprocess.Popen[bytes]):
 
 
 def started(owner: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes] | None:
-    """The process that ``start_interpreter`` has started for this owner, if it came so far."""
+    """Return the process that ``start_interpreter`` has started for this owner, if it was started."""
     return next((process for process in owner if getattr(process, "pid", None) is not None), None)
 
 
@@ -132,18 +133,19 @@ def _start(
 ) -> None:
     python = _interpreter()
     module, function = entry.split(":")
-    # No garbage is made by imports, and looking for it takes a tenth of the start; workers turn the collector on again.
+    # Imports create no garbage, and collection takes 10% of the start-up time. Workers enable the collector again.
     code = (
         f"import gc, sys; gc.disable(); sys.path[:] = {search_path()!r}; "
         f"from {module} import {function}; {function}(*{arguments!r})"
     )
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as in multiprocessing
     try:
         _Owned(
             owner,
             [python, *flags, "-c", code],
             stdin=subprocess.DEVNULL,
-            # Of a daemon's, or a Windows program without a console. Else what is opened next would be taken for them.
+            # Daemons and Windows programs without a console have no standard streams. Without DEVNULL, the next opened file
+            # would take their numbers.
             stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
             stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
             env=environ,
@@ -154,15 +156,15 @@ def _start(
 
 
 def search_path() -> list[str]:
-    """The user's ``sys.path``, so that it means the same in another process, after another ``os.chdir``.
+    """Return the user's ``sys.path`` in a form that another process, or a later ``os.chdir``, does not change.
 
-    Python finds modules of a relative entry where it was when it first looked there. Those that came from the working
-    directory itself (``""``) may have come from an earlier one, which is not on the path any more.
+    Python resolves a relative entry against the working directory of the first lookup. Modules found through ``""`` may come
+    from an earlier working directory, which is no longer on the path.
     """
     path = [
         getattr(sys.path_importer_cache.get(entry), "path", entry) if entry and not os.path.isabs(entry) else entry
         for entry in sys.path
-        if isinstance(entry, str)  # the import system passes over others, such as a Path, in silence
+        if isinstance(entry, str)  # the import system silently ignores other types, such as Path
     ]
     if "" in path:
         path += sorted({root for module in list(sys.modules.values()) if (root := _root_of(module)) is not None} - set(path))
@@ -170,12 +172,12 @@ def search_path() -> list[str]:
 
 
 def command_line() -> list[str]:
-    """The user's ``sys.argv``, which modules may read when they are imported. An embedded Python may have none."""
+    """Return the user's ``sys.argv``, which modules may read at import. An embedded Python may have none."""
     return [str.__str__(part) for part in getattr(sys, "argv", None) or () if isinstance(part, str)]
 
 
 def _root_of(module: ModuleType) -> str | None:
-    """The folder in which the import system found a module or package of the top level, if it was found in one."""
+    """Return the folder in which the import system found a top-level module or package, if any."""
     spec = getattr(module, "__spec__", None)
     file = getattr(spec, "origin", None)
     if spec is None or "." in spec.name or not isinstance(file, str):
@@ -186,7 +188,7 @@ def _root_of(module: ModuleType) -> str | None:
 
 
 def _interpreter() -> str:
-    """The Python to start. Who embeds Python in another program names it to ``multiprocessing``, which is asked here too."""
+    """Return the Python to start. Programs that embed Python set it with ``multiprocessing.set_executable``."""
     spawn = sys.modules.get("multiprocessing.spawn")
     named = None if spawn is None else spawn.get_executable()
     if named and os.fsdecode(named) != sys.executable:
@@ -194,7 +196,7 @@ def _interpreter() -> str:
     if not sys.executable:
         raise WorkerStartError(f"sys.executable={sys.executable!r} names no Python to start workers with; {_CURE}")
     if getattr(sys, "frozen", False):
-        # It would run the whole program again, once for every worker, and each of these its own workers.
+        # Each worker would run the whole program again, which would start further workers.
         raise WorkerStartError(f"sys.executable={sys.executable!r} is a frozen program and no Python for workers; {_CURE}")
     return sys.executable
 
@@ -203,20 +205,20 @@ if sys.platform == "win32":
 
     @contextmanager
     def _above_standard(handles: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        yield tuple(handles)  # handles are no small numbers that mean something
+        yield tuple(handles)  # handles do not share numbers with standard streams
 
     def _platform_options(handles: tuple[int, ...]) -> dict[str, Any]:
         startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(handles)})
-        # A group of its own gets no Ctrl+C from the console: interrupts belong to the user's process.
+        # A separate process group gets no Ctrl+C from the console: the user's process handles interrupts.
         return {"startupinfo": startup, "creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 else:
 
     @contextmanager
     def _above_standard(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """These descriptors, those that have the numbers of standard streams under others.
+        """Yield the descriptors, with those numbered 0 to 2 duplicated to higher numbers.
 
-        A process whose own streams are closed is given their numbers for whatever it opens. The child has streams there.
+        If this process has closed its standard streams, the kernel reuses their numbers. The child has streams there.
         """
         import fcntl
 
@@ -228,5 +230,5 @@ else:
                 os.close(copy)
 
     def _platform_options(fds: tuple[int, ...]) -> dict[str, Any]:
-        # A process group of its own gets no Ctrl+C from the terminal, not even while it starts.
+        # A separate process group gets no Ctrl+C from the terminal, not even while it starts.
         return {"pass_fds": fds, "process_group": 0}

@@ -1,4 +1,4 @@
-"""A task of a stream: the next elements of this worker's share of it are read, and go into the slot."""
+"""Run tasks of iterable datasets: read the next elements of this worker's share and write them into the slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infeed.workers.write import SlotWriter
 
 @final
 class StreamLoader:
-    """Belongs to one runner."""
+    """Runs ``LoadNext`` tasks for one runner."""
 
     def __init__(self, spec: WorkerSpec, source: Source, fetcher: Fetcher, slot_writer: SlotWriter) -> None:
         self._spec = spec
@@ -25,10 +25,10 @@ class StreamLoader:
         self._slot_writer = slot_writer
         self._share: StreamShare | None = None
         self._opened: OpenStream | None = None
-        self._is_known = True  # how many workers read
+        self._is_known = True  # whether the number of reading workers is decided
 
     def open(self, message: OpenStream) -> None:
-        """The next task begins to read, from there. Nothing of the user's is called yet: what it raises belongs to a task."""
+        """Set where the next task starts to read. No user code runs here, so that its exceptions belong to a task."""
         introduce(self._spec, self._source.dataset, 1 if message.is_alone else self._spec.worker_count)
         self._share = None
         self._opened = message
@@ -36,7 +36,7 @@ class StreamLoader:
         take_was_asked()
 
     def load(self, message: LoadNext) -> FromWorker:
-        """Do a task.
+        """Run a task.
 
         Raises:
             LoadError: user code raised.
@@ -51,7 +51,7 @@ class StreamLoader:
             state = share.state(is_ended=len(samples) < message.row_count)
         except Exception as error:
             if self._share is None:
-                self._share = StreamShare()  # it could not be opened
+                self._share = StreamShare()  # opening failed: continue with an ended share
             failed = LoadError("reading the stream", f"element {message.first_position + len(samples)}", None)
             failed.shards_itself = self._take_was_asked()
             raise failed from error
@@ -73,17 +73,17 @@ class StreamLoader:
         return answer
 
     def _take_was_asked(self) -> bool:
-        """Whether the dataset asked which worker it is in; by its first batch it is known if others read too."""
+        """Return whether the dataset called ``get_worker_info``. Its first batch decides whether other workers read too."""
         asked = take_was_asked()
         if not self._is_known:
             self._is_known = True
             if not asked:
-                # Nobody else will read: should it ask later, it must not leave anything out.
+                # No other worker will read: if the dataset asks later, it must not skip any elements.
                 introduce(self._spec, self._source.dataset, 1)
         return asked
 
     def begin(self) -> StreamShare:
-        """Open this worker's share, and read what was delivered before."""
+        """Open this worker's share and skip the elements that were already delivered."""
         spec, fetcher = self._spec, self._fetcher
         batch_size = spec.cut.batch_size
         assert self._opened is not None
@@ -91,13 +91,13 @@ class StreamLoader:
         on_bad = fetcher.note_bad if spec.handles_bad_samples else None
         share = self._share = open_share(self._source.dataset, spec.cut, self._opened, batch_size, on_bad)
         failures = 0
-        # It is read again as it was then, batch by batch: its random numbers must be drawn too.
+        # Read the skipped elements batch by batch, as in the first run, so that the random numbers match.
         for begin in share.skipped:
             wanted = min(batch_size, share.skipped.stop - begin)
             forgotten: list[Sample] = []
             try:
                 fetcher.read(share, begin, wanted, forgotten)
-            except Exception as error:  # it was raised then, in the place of this batch; if it was not, the stream may end here
+            except Exception as error:  # raised in place of this batch in the first run too; if not, the data may end here
                 share.doubt = error
                 failures += 1
                 if failures > STREAM_FAILURES:
@@ -106,8 +106,8 @@ class StreamLoader:
             else:
                 failures = 0
                 if len(forgotten) < wanted:
-                    break  # there is less than there was
-        fetcher.take_bad_elements()  # they were counted then
+                    break  # fewer elements than in the first run
+        fetcher.take_bad_elements()  # already counted in the first run
         return share
 
     def _fill(self, message: LoadNext, samples: list[Sample]) -> FromWorker:

@@ -1,4 +1,4 @@
-"""One worker's share of a stream, opened at its beginning or where it was left."""
+"""One worker's share of an iterable dataset, opened at the start or at a saved position."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from infeed.plan.shards import Cut
 from infeed.plan.stateful import Opened, check_parts
 from infeed.workers.protocol import OpenStream
 
-# A stream that raises this often without an element between is not going to give any.
+# Give up on an iterable dataset that raises this often in a row without yielding an element.
 STREAM_FAILURES: Final = 100
 
 
 @final
 @dataclass(slots=True)
 class StreamShare:
-    """The elements that are still to come, and where that is. Without arguments: one that has ended."""
+    """The remaining elements and their state. Without arguments, a share that has ended."""
 
     elements: Iterator[Any] = field(default_factory=lambda: iter(()))
-    skipped: range = range(0)  # first elements of batches that are to be read and forgotten
-    opened: Opened | None = None  # knows the states of the dataset and of its iterator
-    doubt: Exception | None = None  # raised by what was read and forgotten; if nothing follows it, the stream is incomplete
+    skipped: range = range(0)  # first elements of the batches to read and drop
+    opened: Opened | None = None  # gives the state of the dataset and of its iterator
+    doubt: Exception | None = None  # raised by a skipped element; if no element follows, the data is incomplete
 
     def end(self) -> None:
-        """The stream has raised ``StopIteration``. It is not asked again: it might begin anew."""
+        """Drop the iterator after ``StopIteration``: another call of ``next`` might restart it."""
         self.elements = iter(())
 
     def state(self, *, is_ended: bool) -> dict[str, Any] | None:
-        """Where the stream is, or if it has ended, what the next epoch begins from; ``None`` if nothing has a state."""
+        """Return the current state or, after the end, the state for the next epoch; ``None`` if nothing is stateful."""
         if self.opened is None:
             return None
         return self.opened.final_state() if is_ended else self.opened.state()
@@ -39,10 +39,10 @@ class StreamShare:
 def open_share(
     dataset: Any, cut: Cut, opened: OpenStream, batch_size: int, on_bad: Callable[[int, Exception], None] | None = None
 ) -> StreamShare:
-    """Begin, or go on after ``opened.state_rows + opened.skip`` elements.
+    """Start a share, or resume it after ``opened.state_rows + opened.skip`` elements.
 
-    A stream whose iterator, or which itself, has ``state_dict`` and ``load_state_dict`` is asked where it is after every batch,
-    and put there again. Any other is read from its beginning, and what was had before is forgotten.
+    If the dataset or its iterator has ``state_dict`` and ``load_state_dict``, its state is saved after every batch and
+    restored on resume. Any other dataset is read from the start, and the elements already delivered are dropped.
     """
     skipped = range(opened.state_rows, opened.state_rows + opened.skip, batch_size)
     if opened.state is not None:
@@ -53,8 +53,8 @@ def open_share(
     is_beginning = opened.state is not None and not opened.state_rows
     stream = begun.renewing() if is_beginning else begun.iterator
     if cut.shard.world_size > 1:
-        # All ranks read all of the stream, a step at a time. It is ahead of what this rank has taken of it, so its state would
-        # be that of another element: a shared stream is read again instead.
+        # Every rank reads all elements, one step at a time. The iterator is ahead of this rank's elements, so its state would
+        # belong to another element: a resume reads from the start instead.
         elements = next_only(stream) if on_bad is None else _Passing(stream, on_bad)
         return StreamShare(_of_rank(elements, cut), skipped)
     return StreamShare(next_only(stream), skipped, begun)
@@ -62,7 +62,7 @@ def open_share(
 
 @final
 class _Passing(Iterator[Any]):
-    """A stream without the elements that raise: below what shares it out, which would end with the first of them."""
+    """Skips elements that raise. It runs below the generator that splits elements among ranks, which an exception would end."""
 
     def __init__(self, stream: Iterator[Any], on_bad: Callable[[int, Exception], None]) -> None:
         self._stream, self._on_bad = stream, on_bad

@@ -1,4 +1,4 @@
-"""Starting a worker's process: it is forked by the fork server, or spawned where there is no safe fork."""
+"""Starts worker processes: forks them with the fork server, or spawns them where forking is not safe."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if sys.platform != "win32":
 
 _LOG: Final = logging.getLogger("infeed")
 
-# Fork servers that may be killed, one after another, while a worker is started.
+# How many fork servers to try per worker, because a server may be killed during the start.
 _SERVERS: Final = 5
 
 
 def prepare(start_method: StartMethod) -> None:
-    """Let the fork server start while the rest of an engine is made: it is what the first batch waits for."""
+    """Start the fork server while the rest of the engine is created, because its start-up delays the first batch."""
     if sys.platform == "linux" and uses_fork(start_method):
         with explaining_limits():
             fork_server()
 
 
 class Process(ABC):
-    """A worker's process, as the engine's side knows it."""
+    """The engine's handle of a worker process."""
 
-    exit_code: int | None = None  # as far as it is known
+    exit_code: int | None = None  # None while unknown
 
     @property
     @abstractmethod
@@ -57,7 +57,7 @@ class Process(ABC):
     def kill(self) -> None: ...
 
     def wait(self, timeout_s: float) -> int | None:
-        """The exit code, negative for a signal; ``None`` if it is not known in time."""
+        """Return the exit code, negative for a signal; ``None`` after a timeout."""
         if self.exit_code is None:
             self.exit_code = self._wait(timeout_s)
         return self.exit_code
@@ -113,10 +113,10 @@ class SpawnedProcess(Process):
 
 @final
 class Launch:
-    """The start of one worker: its link and its process, as far as they are there.
+    """The start of one worker: its link and its process, once they exist.
 
-    Its owner knows it before it has anything. So a signal handler may raise at any line of the start, and the owner can still
-    close all that was made. A worker ends when its link is closed, also one whose process number was never heard.
+    The owner registers the launch before the launch holds anything. If a signal handler raises during the start, the owner can
+    still close everything. A worker exits when its link is closed, even if its pid was never received.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Launch:
         self.process: Process | None = None
 
     def open(self, link: Link) -> tuple[int, ...]:
-        """Open this link, in place of that of an earlier try; what the worker inherits of it."""
+        """Open this link, closing that of an earlier attempt. Return the descriptors that the worker inherits."""
         self.close()
         self.link = link
         return link.open()
@@ -136,28 +136,28 @@ class Launch:
 
 @final
 class Starter:
-    """Starts the processes of one crew: forks them for as long as that is safe, and spawns them from then on."""
+    """Starts the processes of one worker pool: forks them as long as that is safe, then spawns them."""
 
     def __init__(self, *, serialized: SerializedDataset, store: SegmentStore, start_method: StartMethod, threads: int) -> None:
         self._store = store
         self._threads = threads
         self.uses_fork = uses_fork(start_method)
-        # Copies: a worker may be replaced after the user has closed what the dataset held when it was sent. Handles of Windows
-        # are known to workers by their numbers, so they are not copied.
+        # Duplicates: a worker may be replaced after the user has closed files of the dataset. Windows workers refer to handles
+        # by number, so handles are not duplicated.
         self._fds = list(serialized.fds) if sys.platform == "win32" else []
         if sys.platform != "win32":
             self._close_fds = weakref.finalize(self, _close_all, self._fds)
             with explaining_limits():
                 for fd in serialized.fds:
                     self._fds.append(os.dup(fd))
-        # Looked for once: it goes through everything that the user's modules have imported.
+        # Computed once, because it visits everything that the user's modules have imported.
         self._preload = [*modules_for(threads), *preloadable(serialized.modules)] if self.uses_fork else []
 
     def start(self, launch: Launch) -> None:
         """Start a worker's process.
 
         Raises:
-            WorkerStartError: a limit of the system was met, or there is no Python to start.
+            WorkerStartError: a system limit was reached, or there is no Python to start.
         """
         with explaining_limits():
             self._start(launch)
@@ -185,7 +185,7 @@ class Starter:
                     server.preload(self._preload)
                     launch.process = ForkedProcess(server, server.fork([*ends, *self._shared_fds()]))
                 except ServerGoneError:
-                    # It was killed, or ended by itself a moment ago; another will do.
+                    # The server was killed, or has just exited while idle; try another.
                     if attempt == _SERVERS:
                         raise
                 else:
@@ -195,13 +195,13 @@ class Starter:
     def _spawn(self, launch: Launch) -> None:
         link: Link
         if sys.platform != "win32" and can_use_poll():
-            # To the kernel the parent is the thread that starts it, which must not end before this process does. And a worker
-            # that is killed removes no names.
+            # The kernel's parent-death signal follows the starting thread, so only the main thread may use it. A killed worker
+            # cannot remove segment names, so the store must not need names.
             is_bound = threading.current_thread() is threading.main_thread() and self._store.descriptor() is not None
             entry = "over_pipes_bound" if is_bound else "over_pipes"
             link = PipeLink()
         else:
-            from infeed.workers.transport_portable import ConnectionLink  # takes a while to import, and few need it
+            from infeed.workers.transport_portable import ConnectionLink  # slow import that few programs need
 
             entry = "over_connection"
             link = ConnectionLink()
@@ -211,12 +211,12 @@ class Starter:
         link.close_inherited()
 
     def _shared_fds(self) -> tuple[int, ...]:
-        """What all workers get, besides the ends of their own pipes."""
+        """Return the descriptors that all workers inherit, in addition to their pipe ends."""
         descriptor = self._store.descriptor()
         return (*(() if descriptor is None else (descriptor,)), *self._fds)
 
     def close(self) -> None:
-        """No more will be started."""
+        """Release the descriptors; no more workers will be started."""
         if sys.platform != "win32":
             self._close_fds()
         if sys.platform == "linux" and self.uses_fork:

@@ -1,4 +1,8 @@
-"""The work itself: does what messages ask, one after another. The same code in every kind of worker."""
+"""Message handling, the same in every kind of worker.
+
+``Runner`` handles one message after another. ``Turns`` selects the next message; while user code runs for long, its thread
+lets the worker place samples that are already loaded.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +43,10 @@ from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
 from infeed.workers.status import Cell
 from infeed.workers.write import Segments, SlotWriter
 
-# What takes longer is long: then a thread listens. For less it would be in the way.
+# If a message takes longer than this, the thread listens. For shorter ones it would only slow the worker down.
 _LONG_S: Final = 0.005
-# For how long it listens before it looks whether it is still needed, of the time that it has listened: so late the worker may
-# go on.
+# The timeout of one receive, as a share of the time that the thread has listened. It bounds how long the worker waits for the
+# thread to stop.
 _LISTEN_SHARE: Final = 0.02
 _LEAST_S: Final = 0.001
 _MOST_S: Final = 0.01
@@ -53,27 +57,30 @@ Placing = PlaceTask | DropTask | MapSegment
 
 @final
 class Turns(Generic[T]):
-    """Belongs to one worker."""
+    """Selects the next message of one worker: while samples wait for a block, messages that place them come first.
+
+    While the worker handles another message for long, a thread receives and handles these messages.
+    """
 
     def __init__(
         self, receive: Callable[[float | None], T], held_count: Callable[[], int], place: Callable[[Placing], bool]
     ) -> None:
         """
         Args:
-            receive: gives the next message, and raises ``TimeoutError`` if none comes within the time.
-            held_count: of how many tasks there are samples without a place.
-            place: does this in another thread, while the worker is at something else; whether it may be done there.
+            receive: returns the next message, or raises ``TimeoutError`` if none arrives in time.
+            held_count: returns the number of tasks whose samples wait for a block.
+            place: handles a message in the thread while the worker is busy; returns False if the thread must not handle it.
         """
         self._receive, self._held_count, self._place = receive, held_count, place
         self._put_off: deque[T | Exception] = deque()
         self._thread: threading.Thread | None = None
-        # Guards the four below, and tells the thread and the worker of each other.
+        # Guards the four flags below; the thread and the worker notify each other of changes.
         self._changed = threading.Condition()
         self._is_needed = self._is_listening = self._is_closed = False
-        self._is_new = False  # it is needed for something that the thread has not heard of yet
+        self._is_new = False  # the worker has begun a message that the thread has not noticed yet
 
     def next(self) -> T:
-        """What to do next."""
+        """Return the next message for the worker."""
         if self._is_needed:
             self.done()
         if not self._held_count():
@@ -92,7 +99,7 @@ class Turns(Generic[T]):
         return message
 
     def done(self) -> None:
-        """It is done with what it was at: from here on nobody else sends and receives."""
+        """End the current message: stop the thread from listening, so that only the worker sends and receives."""
         if self._is_needed:
             with self._changed:
                 self._is_needed = False
@@ -100,7 +107,7 @@ class Turns(Generic[T]):
                 self._changed.wait_for(lambda: not self._is_listening)
 
     def close(self) -> None:
-        """The worker ends."""
+        """Stop the thread; the worker is about to exit."""
         self.done()
         with self._changed:
             self._is_closed = True
@@ -151,12 +158,12 @@ class Turns(Generic[T]):
             except TimeoutError:
                 continue
             except (EOFError, OSError):
-                return  # the worker will hear of it
-            except Exception as error:  # it cannot be read; the worker says so in its turn
+                return  # the worker gets the same error from its next receive
+            except Exception as error:  # the message cannot be decoded; the worker raises the error in order
                 self._put_off.append(error)
 
 
-# Stands for a position where set_epoch draws random numbers.
+# The position that seeds the random numbers drawn in set_epoch.
 _TELLING: Final = 1 << 63
 
 Work: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask
@@ -164,7 +171,7 @@ Work: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask
 
 @final
 class Runner:
-    """Belongs to one worker."""
+    """Loads and places batches for one worker."""
 
     def __init__(
         self,
@@ -187,10 +194,10 @@ class Runner:
         self._probe = Probe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
         self._recalls = recalls or Recalls()
-        self._epoch = -1  # the one that tasks were last of
+        self._epoch = -1  # epoch of the latest task
 
     def start(self) -> None:
-        """Make this thread the worker, and run the user's ``worker_init_fn`` in it."""
+        """Set worker info and seeds for this thread, then run the user's ``worker_init_fn``."""
         spec = self._spec
         introduce(spec, self._source.dataset, spec.worker_count)
         if spec.seeding is Seeding.SET:
@@ -203,7 +210,7 @@ class Runner:
             keep_user_seeds(spec.worker_seed)
 
     def handle(self, message: Work) -> FromWorker | None:
-        """Do one thing; the answer, if it has one. What user code raises is in the answer."""
+        """Handle one message and return its answer, if any. The answer contains exceptions of user code."""
         match message:
             case LoadGrains() | LoadNext():
                 return self._load(message)
@@ -222,10 +229,10 @@ class Runner:
                 assert_never(message)
 
     def gather(self, epoch: int, position: int, indices: Any, block: Block, row_count: int) -> int:
-        """Copy rows of the dataset's arrays into a block, without a task. Returns the duration in ns.
+        """Copy rows of the dataset's arrays into a block, without a task. Return the duration in ns.
 
         Raises:
-            IndexError: an index is outside the arrays, or not an integer.
+            IndexError: an index is out of bounds, or not an integer.
         """
         table = self._source.table
         assert table is not None
@@ -239,34 +246,34 @@ class Runner:
         return now_ns - began
 
     def held_count(self) -> int:
-        """Of how many tasks it has the samples, and waits for a place to put them."""
+        """Return the number of tasks whose samples wait for a block."""
         return len(self._slot_writer.held)
 
     @property
     def can_place_aside(self) -> bool:
-        """Whether another thread may place what is held, while this is at something else.
+        """Whether another thread may place held samples while this one is busy.
 
-        Not where rows are gathered, which is done when they are placed; but there nobody has to wait for user code.
+        False for gathered arrays, which are read only when they are placed; there, no user code delays placing.
         """
         return self._source.making is not Making.GATHERED
 
     def place_aside(self, message: PlaceTask | DropTask) -> FromWorker | None:
-        """As ``handle``, by another thread."""
+        """Like ``handle``, but called by another thread."""
         if isinstance(message, DropTask):
             return self.handle(message)
         task, block, layout = message
         return self._slot_writer.place(task, self._slot_writer.take_held(task), block, layout, is_aside=True)
 
     def note_usage(self, cpu_ns: int, queued_ns: int) -> None:
-        """Of a worker that has no memory of its own."""
+        """Record CPU and queue time of a worker that shares its process, so it has no separate memory use."""
         self._cell.note_usage(MemoryUse(), cpu_ns, queued_ns)
 
     def finish(self) -> None:
-        """The worker is about to end."""
+        """Flush the recorder before the worker exits."""
         self._recorder.flush()
 
     def forget_segment(self, number: int) -> None:
-        """Drop every view into a segment that goes away."""
+        """Drop every view into a segment before it is unmapped."""
         self._slot_writer.forget_segment(number)
 
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
@@ -285,7 +292,7 @@ class Runner:
             self._fetcher.learn(now_ns - began, message.row_count)
             self._recorder.end(self._loaded_count(message, answer), now_ns)
             if isinstance(answer, Unplaced):
-                self._recorder.flush()  # it has yet to write: nobody else is to be judged by its parts
+                self._recorder.flush()  # nothing is written yet, so its split must not apply to other tasks
             if self._probe is not None:
                 self._probe.end(now_ns - began)
             return answer
@@ -297,7 +304,7 @@ class Runner:
             self._cell.rest()
 
     def _loaded_count(self, message: LoadGrains | LoadNext, answer: FromWorker) -> int:
-        """How many samples the dataset has given for a task."""
+        """Return how many samples the dataset returned for a task."""
         if isinstance(message, LoadGrains):
             return len(message.indices)
         if isinstance(answer, Unplaced):
@@ -305,10 +312,10 @@ class Runner:
         return answer.row_count if isinstance(answer, RowsLoaded | PackedLoaded) else 0
 
     def open_now(self, message: OpenStream) -> None:
-        """Begin to read a stream before the first task asks for it.
+        """Start reading an iterable dataset before its first task.
 
         Raises:
-            Exception: what user code raised.
+            Exception: any exception of user code.
         """
         before = swap_place(self._place_now)
         try:

@@ -1,4 +1,8 @@
-"""Where a spawned worker begins: it is started by name, with the numbers of what it inherits."""
+"""A worker process: its entry points, its message loop, and its exit.
+
+The interpreter of a spawned worker calls an entry point with the numbers of the descriptors that it inherits. A forked worker
+starts in ``run_worker``.
+"""
 
 from __future__ import annotations
 
@@ -72,37 +76,37 @@ from infeed.workers.spec import Source, WorkerSpec
 from infeed.workers.status import UNKNOWN, Cell, arm, main_stack, recorder_over
 from infeed.workers.transport import WorkerEnd
 
-# How often a worker notes its memory, for who asks why it was killed.
+# How often a worker records its memory use, which helps explain why it was killed.
 _MEASURE_NS: Final = 100_000_000
-# How long a worker has to end by itself before it is killed. An idle one needs a millisecond; one in user code may never come
-# back, and Ctrl+C must not feel dead.
+# How long a worker has to exit before it is killed. An idle worker needs 1 ms. User code may never return, and Ctrl+C must
+# stay responsive.
 END_S: Final = 0.5
-# How long a worker whose loader is done with it waits for another.
+# How long an idle worker waits for another loader before it exits.
 IDLE_S: Final = 60.0
-# Of END_S, how long it may take to send what user code has put into queues of multiprocessing, which nobody may read.
+# The share of END_S for flushing the multiprocessing queues of user code. A queue without a reader may never drain.
 _QUEUES_S: Final = 0.8 * END_S
-# How long the thread that reads the pipe has to come to its end, once nothing can be sent any more.
+# How long the reader thread has to reach the end of the pipe after a send has failed.
 _READER_S: Final = 5.0
 
 
 class Birth(NamedTuple):
-    """The first message from a loader to its worker."""
+    """The first message that a loader sends to its worker."""
 
     spec: WorkerSpec
     serialized: SerializedDataset
     segments: list[SegmentHandle]
     sys_path: list[str]
-    sys_argv: list[str]  # modules of the user may read it when they are imported
+    sys_argv: list[str]  # user modules may read it at import time
     directory: str | None
     environ: dict[str, str]
     status_board: SegmentHandle
-    threads: int  # that libraries may use
-    memory: Address | None = None  # of the store, where the process was started for another loader
+    threads: int  # per native thread pool
+    memory: Address | None = None  # of the segment store, if the process was started for another loader
 
 
 @final
 class _MappedSegments:
-    """The engine's segments, mapped here."""
+    """The engine's segments, mapped into this process."""
 
     def __init__(self, reader: SegmentReader) -> None:
         self._reader = reader
@@ -110,7 +114,7 @@ class _MappedSegments:
         self._memory: dict[int, mmap] = {}
 
     def memory(self, segment: int) -> mmap:
-        """Mapped when it is first written into: a segment that was only heard of may be gone again by now."""
+        """Return the mapped segment. Maps it on first use, because an announced segment may be gone before it is used."""
         memory = self._memory.get(segment)
         if memory is None:
             memory = self._memory[segment] = self._reader.attach(self._handles[segment])
@@ -125,15 +129,15 @@ class _MappedSegments:
 
 
 class _ResetError(Exception):
-    """The loader is done with this worker."""
+    """The loader has sent ``RESET``: it no longer needs this worker."""
 
 
 def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None = None) -> None:
-    """Work for one loader after another until the pipe is closed.
+    """Serve one loader after another until the pipe is closed.
 
     Args:
-        fds: what this process was handed: the descriptor of the memory, if it has one, and those that the dataset needs.
-        reports: where imports are reported, if this worker was forked.
+        fds: inherited descriptors: that of the shared memory, if it has one, then those that the dataset needs.
+        reports: reports imports to the fork server, if this worker was forked.
     """
     before = threading.active_count()
     timeout_s: float | None = None
@@ -145,7 +149,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None
         name_process(f"infeed:worker:{birth.spec.worker}")
         memory_fds = fds[: len(fds) - len(birth.serialized.fds)]
         take_handed(fds[len(memory_fds) :])
-        if birth.serialized.has_tracker and fds:  # a worker that was idle has it already
+        if birth.serialized.has_tracker and fds:  # a reused worker already has the tracker
             use_tracker(fds[-1])
         try:
             memory_fd = memory_fds[0] if memory_fds else open_descriptor(birth.memory)
@@ -157,22 +161,22 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None
             os.close(memory_fd)
         fds, timeout_s = (), IDLE_S
         if threading.active_count() > before or _has_children():
-            return  # something of the user's is still running
+            return  # a thread or process of user code is still running, so the worker cannot be reused
         with suppress(OSError):
             end.send(_encoded(Idle(_own_files())))
-        # Parts of the dataset that only the collector finds. After the answer: with torch imported it takes a while.
+        # Frees reference cycles of the dataset. Runs after the answer, because a collection is slow with torch imported.
         gc.unfreeze()
         gc.collect()
 
 
 def _has_children() -> bool:
-    """Whether user code has started processes that live."""
+    """Whether child processes of user code are still alive."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and bool(process.active_children())
 
 
 def _own_files() -> tuple[str, ...]:
-    """The files of imported modules that may be the user's own, and not of Python, installed packages or infeed."""
+    """Return the files of imported modules that may be the user's: not from Python, installed packages or infeed."""
     installed = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return tuple(
@@ -183,7 +187,7 @@ def _own_files() -> tuple[str, ...]:
 
 
 def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: ImportReports | None) -> bool:
-    """Work for one loader; whether it has asked for a reset, which has been done."""
+    """Serve one loader. Return True if the loader asked for a reset, which is then complete."""
     reader = open_reader(memory_fd)
     segments = _MappedSegments(reader)
     doing = BUILDING
@@ -209,13 +213,13 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: Impo
         doing = "running worker_init_fn"
         runner.start()
         recorder.started(began_ns)
-    except BaseException as error:  # an import that exits, a worker_init_fn that raises: all must be heard of
-        # If the engine is gone as well, that is why, and nobody wants to know.
+    except BaseException as error:  # report everything, including an import that calls sys.exit()
+        # If the engine is gone too, it caused this error, and no process is left to report to.
         with suppress(OSError):
             end.send(_encoded(StartFailed(Failure.of(error, doing).packed())))
-            keep_attached_names()  # others are starting, and would be told that there is no such memory
+            keep_attached_names()  # other workers are starting and still have to open the segments by name
         return False
-    # The dataset will live as long as the process: the collector need not look at it again.
+    # The dataset lives until the worker is reset or exits, so the garbage collector need not scan it again.
     gc.freeze()
     gc.enable()
     cell.rest()
@@ -258,7 +262,7 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
 
     turns = Turns(receive, runner.held_count, place)
     measured = 0
-    # What was used before, to import and to build the dataset, is not loading.
+    # CPU time of imports and of building the dataset does not count as loading.
     cpu_before, queued_before = process_time_ns(), queued_ns()
     if reports is not None:
         reports.look()
@@ -268,19 +272,19 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             message = turns.next()
             answer = _do(message, runner, segments)
             turns.done()
-            del message  # nothing may hold on to a batch while this worker waits for the next
+            del message  # release the batch before the worker waits for the next message
         except DecodeError as error:
             cause = error.__cause__
             assert cause is not None
             answer = LoadFailed(error.task, Failure.of(cause, "receiving a task"))
         if answer is not None:
             assert not isinstance(answer, Started | StartFailed | Idle | Stack)
-            cell.begin(answer.task)  # objects beside the rows are the user's to pickle, which may take any time
+            cell.begin(answer.task)  # pickling user objects may take any time, so the status board shows the task
             frame = _encoded(answer)
             cell.rest()
             if reports is not None:
                 reports.look()
-            end.send(frame)  # at once, also with more to do at hand: that may take any time
+            end.send(frame)  # not batched with later answers: the next message may take any time
             now = perf_counter_ns()
             if now - measured > _MEASURE_NS:
                 measured = now
@@ -303,7 +307,7 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
             try:
                 return runner.handle(message)
             except BaseException as error:
-                # SystemExit and its like: what ends a plain loop must reach the user's loop. And so must a lack of memory.
+                # SystemExit and similar exceptions must reach the training loop, as without workers. So must MemoryError.
                 if isinstance(message, LoadGrains | LoadNext | PlaceTask):
                     return LoadFailed(message.task, Failure.of(error, "loading a batch"))
                 raise
@@ -326,21 +330,21 @@ def _encoded(answer: FromWorker) -> bytes:
 def _change_directory(directory: str | None) -> None:
     if directory is None:
         return
-    with suppress(OSError):  # it is gone, or may not be entered: then what is relative to it fails where it is used
+    with suppress(OSError):  # missing or not accessible: relative paths then fail where user code opens them
         os.chdir(directory)
 
 
 @final
 class ThreadedEnd(WorkerEnd):
-    """A worker's end that is read by a thread, which ends the process when the engine is gone.
+    """A worker's end of the pipe, read by a thread that ends the process when the engine is gone.
 
-    For workers that no fork server looks after: user code that runs on and on must not outlive the user's process.
+    For workers without a fork server to kill them: user code that never returns must not outlive the user's process.
     """
 
     def __init__(self, end: WorkerEnd) -> None:
         self._end = end
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held while a message goes out: two threads send
+        self._lock = threading.Lock()  # held while a message is sent: two threads send
         self._reader = threading.Thread(target=self._read, name="infeed:reader", daemon=True)
         self._reader.start()
 
@@ -349,7 +353,7 @@ class ThreadedEnd(WorkerEnd):
             with self._lock:
                 self._end.send(frame)
         except OSError:
-            # The reader comes to the end of the pipe too, by way of what the engine said last, and ends the process.
+            # The reader thread handles the engine's last messages, reaches the end of the pipe, and ends the process.
             if threading.current_thread() is not self._reader:
                 self._reader.join(_READER_S)
             raise
@@ -375,8 +379,8 @@ class ThreadedEnd(WorkerEnd):
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End this process now, with what was printed on the screen, and without waiting for the user's code."""
-    _leaving.acquire()  # for ever: whoever comes second must not end what the first is at
+    """Flush output and end this process now, without waiting for user code."""
+    _leaving.acquire()  # never released: a second caller must not end the process while the first one cleans up
     try:
         flush_output()
         remove_attached_names()
@@ -389,7 +393,7 @@ _leaving: Final = threading.Lock()
 
 
 def _send_queued() -> None:
-    """Let ``multiprocessing`` do what it does where a process of its own ends: above all, send what is in its queues."""
+    """Run the exit handlers of ``multiprocessing``, which above all flush its queues."""
     util = sys.modules.get("multiprocessing.util")
     if util is None:
         return
@@ -399,14 +403,14 @@ def _send_queued() -> None:
             util._run_finalizers()
         flush_output()
 
-    with suppress(RuntimeError):  # no more threads may be started
+    with suppress(RuntimeError):  # the system allows no more threads
         thread = threading.Thread(target=end, name="infeed:ending", daemon=True)
         thread.start()
         thread.join(_QUEUES_S)
 
 
 def over_connection(parent_pid: int, handle: int, *fds: int) -> NoReturn:
-    """Entry point of a worker that is talked to over a connection of ``multiprocessing``."""
+    """Entry point of a worker that communicates over a ``multiprocessing`` connection."""
     from infeed.workers.transport_portable import inherited_end
 
     if sys.platform != "win32":
@@ -419,15 +423,15 @@ if sys.platform != "win32":
     from infeed.workers.transport_pipes import PipeEnd
 
     def over_pipes_bound(*arguments: int) -> NoReturn:
-        """Entry point of a worker that the kernel ends with its parent.
+        """Entry point of a worker that the kernel kills when its parent ends.
 
-        Threads, as in the others, do not run while native code of the user's keeps the GIL.
+        The other entry points rely on threads, which cannot run while native user code holds the GIL.
         """
         die_with_parent()
         over_pipes(*arguments)
 
     def over_pipes(parent_pid: int, read_fd: int, write_fd: int, *fds: int) -> NoReturn:
-        """Entry point of a worker that is talked to over a pair of pipes."""
+        """Entry point of a worker that communicates over a pair of pipes."""
         keep_to_oneself(read_fd, write_fd)
         _work(parent_pid, PipeEnd(read_fd, write_fd), fds)
 

@@ -1,13 +1,13 @@
-"""How many threads libraries use inside a worker: as many as the user says, and one unless they do.
+"""Limit the threads that libraries start inside a worker: ``threads_per_worker``, 1 by default.
 
-There are as many workers as the user wants cores at work; a library that starts a thread for every core in each of them makes
-them stand in each other's way. Libraries are told in three ways, because they listen in three ways:
+Workers already use the CPU cores. A library that starts one thread per core in each worker would oversubscribe them. Libraries
+read their limit in three ways, so it is set in three ways:
 
-* by the environment, in which a worker is born, and which most read when they are loaded or first used;
-* by a call of their own, as soon as they are imported, if there is no variable, or one that is read too early;
-* by threadpoolctl, if the fork server had loaded them before the worker was born, when they read the server's number.
+* Environment variables at worker start-up. Most libraries read them when they are loaded or first used.
+* A call into the library right after its import, if it has no variable or reads it too early.
+* threadpoolctl, for libraries that the fork server loaded before the worker started, with the server's number of threads.
 
-What the environment of the user's process says (``OMP_NUM_THREADS=8``) is meant for that process, where there is one of it.
+Variables of the main process (``OMP_NUM_THREADS=8``) are not passed on: they are meant for a single process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infeed.import_hooks import when_imported
 
 _LOG: Final = logging.getLogger("infeed")
 
-# The fork server must stay a process of one thread, so libraries that it loads have read this number.
+# The fork server must stay single-threaded, so the libraries it loads have read this number.
 SERVER_THREADS: Final = 1
 _VARIABLES: Final = (
     "OMP_NUM_THREADS",
@@ -34,21 +34,21 @@ _VARIABLES: Final = (
     "NUMEXPR_NUM_THREADS",
     "NUMBA_NUM_THREADS",
     "POLARS_MAX_THREADS",
-    "RAYON_NUM_THREADS",  # tokenizers and others that are written in Rust
+    "RAYON_NUM_THREADS",  # tokenizers and other Rust libraries
     "BLOSC_NTHREADS",
     "ITK_GLOBAL_DEFAULT_NUMBER_OF_THREADS",
     "VIPS_CONCURRENCY",
     "TF_NUM_INTRAOP_THREADS",
     "TF_NUM_INTEROP_THREADS",
 )
-# numexpr reads the most that it will ever take when it is imported, which may be in the server; this is its own default.
+# numexpr fixes its maximum at import, which may happen in the fork server; this is its default.
 _NUMEXPR_MOST: Final = 64
-# With one thread for reading, Arrow waits for itself for ever in some calls, such as writing what is being read.
+# With one I/O thread, Arrow deadlocks in some calls, such as writing data while reading it.
 _ARROW_LEAST_IO: Final = 2
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """What the environment of a process of ours says about thread pools."""
+    """Return the environment variables that limit thread pools."""
     return {
         **dict.fromkeys(_VARIABLES, str(threads)),
         "NUMEXPR_MAX_THREADS": str(max(threads, _NUMEXPR_MOST)),
@@ -57,42 +57,42 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def modules_for(threads: int) -> list[str]:
-    """What ``limit_pools`` needs, for a fork server to import once instead of each worker."""
+    """Return the modules that ``limit_pools`` needs, so that the fork server imports them once for all workers."""
     return [] if threads == SERVER_THREADS else ["threadpoolctl"]
 
 
 def limit_pools(threads: int) -> None:
-    """Let libraries use so many threads in this worker, those that are here and those that come. Before any user code runs.
+    """Limit the threads of libraries in this worker, loaded now or later. Call it before any user code runs.
 
-    A library of the user's choice must not fail to be imported because of us: what it does not know, it is not told.
+    Errors are ignored: the import of a library must not fail because infeed cannot set its limit.
     """
     for name, tell in _TELL.items():
         when_imported(name, functools.partial(_quietly, tell, name, threads))
     if threads != SERVER_THREADS:
-        import threadpoolctl  # some milliseconds, which the usual worker need not spend
+        import threadpoolctl  # takes some milliseconds, which workers with the default can save
 
         threadpoolctl.threadpool_limits(threads)
 
 
 def _quietly(tell: Callable[[Any, int], None], name: str, threads: int) -> None:
-    with suppress(Exception):  # another version of it, or a module of the user's with the same name
+    with suppress(Exception):  # another version, or a user module with the same name
         tell(sys.modules[name], threads)
 
 
 def _tell_opencv(cv2: Any, threads: int) -> None:
     cv2.setNumThreads(threads)
-    cv2.ocl.setUseOpenCL(False)  # which has threads of its own, and memory on a device, in every worker
+    cv2.ocl.setUseOpenCL(False)  # OpenCL would add threads and device memory in every worker
 
 
 def _tell_torch(torch: Any, threads: int) -> None:
     torch.set_num_threads(threads)
     set_interop = torch.set_num_interop_threads
-    with suppress(RuntimeError):  # this thread's import of torch has used its pool already
+    with suppress(RuntimeError):  # the import of torch has already started the pool
         set_interop(threads)
 
     @functools.wraps(set_interop)
     def set_num_interop_threads(number: int) -> None:
-        # torch takes this once, and that was ours. Programs that run without infeed must not fail here.
+        # torch accepts this only once, and infeed has set it. Code that works without infeed must not fail here.
         if number != torch.get_num_interop_threads():
             _LOG.warning(
                 "torch.set_num_interop_threads(%s) has no effect in a worker, which has %s; use threads_per_worker=%s",

@@ -1,4 +1,4 @@
-"""A crew: the workers of one engine, whatever they are. The engine talks to all kinds through this."""
+"""The worker pool interface: the engine uses it for worker processes, threads and ``num_workers=0``."""
 
 from __future__ import annotations
 
@@ -15,85 +15,85 @@ if TYPE_CHECKING:
 
 
 class Death(NamedTuple):
-    """A worker is gone, and cannot touch memory any more."""
+    """A worker has died and cannot write to shared memory any more."""
 
     text: str  # "(pid 4711) was killed by SIGKILL"
-    cause: str | None = None  # who did it, if the kernel tells: "the container's memory limit ..."
-    is_blamed: bool = True  # on what it was at; not if it went with its fork server, and all others with it
+    cause: str | None = None  # if the kernel reports it: "the container's memory limit ..."
+    is_blamed: bool = True  # on its current task; False if the fork server died and took all workers with it
 
 
 News: TypeAlias = tuple[WorkerId, FromWorker | Death]
 
 
 class WorkerPool(ABC):
-    """Starts workers, carries messages, notices deaths, stops workers. Owns every thread and process of an engine."""
+    """Starts and stops workers, transfers messages and detects deaths. Owns every thread and process of an engine."""
 
     @abstractmethod
     def start(self, worker: WorkerId) -> None:
-        """Start a worker, or start it again after its death or its stop. ``Started`` or ``StartFailed`` is heard from it."""
+        """Start a worker, or restart it after a death or a stop. It answers with ``Started`` or ``StartFailed``."""
 
     @abstractmethod
     def stop(self, worker: WorkerId) -> None:
-        """Let a worker end that has nothing to do. Nothing is heard of it any more, and nothing is waited for.
+        """Stop an idle worker without waiting for it. ``receive`` returns no more messages from it.
 
-        One that does not come back, because it is still starting, is seen to by later calls of ``receive``, or by ``close``.
+        If it does not exit because it is still starting, later calls of ``receive`` or ``close`` clean it up.
         """
 
     @abstractmethod
     def send(self, worker: WorkerId, message: ToWorker) -> None:
-        """Send, at the latest when ``flush`` or ``receive`` is called next.
+        """Send a message at the latest with the next call of ``flush`` or ``receive``.
 
-        Never blocks on the worker. To a worker that is gone it does nothing; its ``Death`` is on the way.
+        Never blocks on the worker. Messages to a dead worker are dropped; ``receive`` will return its ``Death``.
         """
 
     @abstractmethod
     def flush(self) -> None:
-        """Let all that was sent go out: many small messages in one system call."""
+        """Write all pending messages, many small ones in one system call."""
 
     @abstractmethod
     def receive(self, timeout_s: float | None) -> list[News]:
-        """Wait until a worker has something to tell; results come before deaths.
+        """Wait for messages from workers; results come before deaths.
 
         Returns:
-            What was told; nothing if the time is up (``None`` waits for ever) or ``wake`` was called.
+            The messages; empty after ``timeout_s`` (``None`` waits forever) or ``wake``.
         """
 
     def recall(self, tasks: Iterable[TaskId]) -> None:
-        """Nobody wants these tasks any more. Those that are not begun yet need not be, but all are answered."""
+        """Cancel tasks. Workers may skip those that have not started, but they answer all of them."""
         del tasks
 
     @abstractmethod
     def add_segment(self, handle: SegmentHandle) -> None:
-        """Let all workers map a new segment, before any message that needs it."""
+        """Make all workers map a new segment before any message that refers to it."""
 
     @abstractmethod
     def remove_segment(self, number: int) -> None: ...
 
     def kill(self, worker: WorkerId) -> None:
-        """End a worker that does not come back. Its ``Death`` is heard of. Threads cannot be ended."""
+        """Kill a worker that does not respond. ``receive`` returns its ``Death``. Threads cannot be killed."""
         del worker
 
     def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
-        """The Python stack of a worker, if it can be had within a moment."""
+        """Return the Python stack of a worker, if it is available quickly."""
         del worker, stack_fd
         return None
 
     def processes(self) -> dict[WorkerId, Process]:
-        """The workers that are processes, in their order."""
+        """Return the workers that are processes, in order."""
         return {}
 
     def pids(self) -> dict[WorkerId, int]:
-        """Process numbers of the workers that are processes."""
+        """Return the pids of the workers that are processes."""
         return {worker: process.pid for worker, process in self.processes().items()}
 
     @abstractmethod
     def wake(self) -> None:
-        """End ``receive``, from any thread."""
+        """Interrupt ``receive``. Callable from any thread."""
 
     @abstractmethod
     def close(self, *, keeps_workers: bool = False) -> None:
-        """Stop all workers; return when they are gone. See NOTE [close order] in ``engine.py``.
+        """Stop all workers and wait until they have exited. See NOTE [close order] in ``engine/engine.py``.
 
         Args:
-            keeps_workers: Whether processes that are slow to start may wait for another loader instead: see ``idle.py``.
+            keeps_workers: Whether processes with a slow start-up may stay idle for another loader. See ``idle.py``.
         """

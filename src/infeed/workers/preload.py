@@ -1,8 +1,7 @@
-"""Which modules the fork server should import before it forks.
+"""Selects the modules that the fork server imports before it forks, and reports imports of workers to the server.
 
-Only installed ones: the standard library and what lies in ``site-packages``. The user's own modules may do anything when they
-are imported, and the server must stay a process in which no user code has run; they are imported in each worker, which is
-quick once what *they* import is there already.
+The server imports only installed modules: the standard library and ``site-packages``. User modules may do anything at import,
+and no user code may run in the server. Each worker imports them, which is fast once the libraries that they use are imported.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Final, final
 
-# Of packages that lie elsewhere than this Python's own: module systems of clusters name such folders in PYTHONPATH.
+# Folders of packages outside this Python's installation: environment modules on clusters add such folders to PYTHONPATH.
 _INSTALL_FOLDERS: Final = {"site-packages", "dist-packages"}
-# What one write puts into a pipe as a whole (PIPE_BUF).
+# The size up to which a write to a pipe is atomic (PIPE_BUF).
 _CHUNK: Final = 4096
 
 
 def preloadable(names: Iterable[str]) -> list[str]:
-    """The installed modules among ``names``, and those that the user's own modules among them have imported."""
+    """Return the installed modules among ``names``, and those that the user modules among them have imported."""
     found: set[str] = set()
     seen: set[str] = set()
     todo = list(names)
@@ -43,10 +42,10 @@ def preloadable(names: Iterable[str]) -> list[str]:
 
 
 def is_right_guess(guessed: Iterable[str], needed: Iterable[str]) -> bool:
-    """Whether workers that need some modules may have others that a program was guessed to import.
+    """Whether workers that need the ``needed`` modules may also have the ``guessed`` ones.
 
-    Not if the program has a module of its own under such a name. And not torch, unless they need it: it costs memory, and
-    time for every sample.
+    False if a guessed name is a user module in this program. Also False for torch, unless the workers need it: torch costs
+    memory, and time for every sample.
     """
     roots = {name.partition(".")[0] for name in guessed}
     own = [module for root in roots if (module := sys.modules.get(root)) is not None and not _is_installed(module)]
@@ -54,7 +53,7 @@ def is_right_guess(guessed: Iterable[str], needed: Iterable[str]) -> bool:
 
 
 def _lead_to_torch(names: Iterable[str]) -> bool:
-    """Whether importing these imports torch, as far as their packages show: modules of them refer to it."""
+    """Whether importing these modules imports torch, judged by references to torch in modules of their packages."""
     roots = {name.partition(".")[0] for name in names}
     torch = sys.modules.get("torch")
     if torch is None or "torch" in roots:
@@ -66,7 +65,7 @@ def _lead_to_torch(names: Iterable[str]) -> bool:
 def _imported_by(module: ModuleType) -> set[str]:
     names = set()
     for value in list(vars(module).values()):
-        # By types, because an object's own attributes may be made when they are asked for, with an import or a warning.
+        # Check the type only: reading an attribute of the object may trigger an import or a warning.
         kind = type(value)
         if issubclass(kind, ModuleType):
             names.add(value.__name__)
@@ -79,13 +78,13 @@ def _imported_by(module: ModuleType) -> set[str]:
 
 def _is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    # Else it is built in, or made at run time: nothing to gain, or nothing to import.
+    # Modules without a file are built in or created at run time: importing them early saves nothing or is impossible.
     return isinstance(file, str) and is_installed_file(file)
 
 
 @lru_cache(maxsize=4096)
 def is_installed_file(file: str) -> bool:
-    """Whether a module lies where Python and packages are installed."""
+    """Whether a module file is in a folder of Python or of installed packages."""
     path = Path(file)
     return any(path.is_relative_to(root) for root in _installed_roots()) or not _INSTALL_FOLDERS.isdisjoint(path.parts)
 
@@ -101,14 +100,17 @@ def _installed_roots() -> tuple[Path, ...]:
 
 @final
 class ImportReports:
-    """Tells the fork server which installed modules this worker has imported since the fork: the next workers need them, too.
+    """Reports to the fork server the installed modules that this worker imported since the fork: later workers need them too.
 
-    Of a package that is new only its own name is reported: most of what it has comes with it, and the rest is reported by
-    workers that find the package imported.
+    For a new package, only the package name is reported. Importing it imports most of its submodules; later workers, which find
+    the package already imported, report the rest.
     """
 
     def __init__(self, fd: int) -> None:
-        """``fd`` is a pipe that does not block: if the server does not read, nothing is reported."""
+        """
+        Args:
+            fd: a non-blocking pipe; if the server does not read, reports are lost.
+        """
         self._fd = fd
         self._known = set(sys.modules)
         self._count = len(sys.modules)
@@ -123,7 +125,7 @@ class ImportReports:
         new = modules.keys() - self._known
         self._known |= new
         data = b""
-        for name in modules:  # in the order of their import
+        for name in modules:  # in import order
             if name in new and name.rpartition(".")[0] not in new and _is_reported(name, modules[name]):
                 line = f"{name}\n".encode()
                 if len(data) + len(line) > _CHUNK:

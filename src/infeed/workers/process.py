@@ -1,4 +1,4 @@
-"""Workers that are processes: told what to do over their pipes, heard, seen off, and buried when they die."""
+"""The pool of worker processes: starts and stops them, exchanges messages over their pipes, and detects their deaths."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from infeed.workers.status import take as take_stack
 from infeed.workers.transport import Link, open_poller
 
 _SIGKILL: Final = 9  # not in `signal` on Windows
-# How long a worker has to say where it is.
+# How long a worker has to reply with its stack.
 _STACK_S: Final = 0.5
-# How long workers may take to drop a dataset before they are kept for the next loader; whoever ends the epoch waits for it.
+# How long workers have to drop their dataset, so that the next loader can reuse them. The training loop waits meanwhile.
 _RESET_S: Final = END_S
-# Workers that answer tiny tasks would wake the engine with each of them, which makes them cost twice as much. So when it has
-# heard something it is deaf for this long, and hears the answers that have come meanwhile together.
+# Answers to tiny tasks would each wake the engine, which doubles the cost of a task. After an answer the engine therefore
+# sleeps until this time has passed, and then reads all answers together.
 _DEAF_NS: Final = 100_000
 
 
@@ -53,15 +53,15 @@ class _Member:
     def __init__(self, link: Link, process: Process, started_at: float) -> None:
         self.link, self.process, self.started_at = link, process, started_at
         self.is_started = False
-        # An idle worker that was taken before it had answered: what it says until it does is for the loader before.
+        # A worker reused before it confirmed the reset: messages before its Idle answer are for the previous loader.
         self.is_resetting = False
         self.encoder = TaskEncoder()
-        self.frames: list[bytes] = []  # sent, but not yet gone out
+        self.frames: list[bytes] = []  # not yet written to the pipe
 
 
 @final
 class _Leaver:
-    """A process that was told to end."""
+    """A process that was asked to exit."""
 
     def __init__(self, worker: WorkerId, process: Process) -> None:
         self.worker, self.process = worker, process
@@ -70,13 +70,13 @@ class _Leaver:
 
     @property
     def is_gone(self) -> bool:
-        """Looks, without waiting, and helps if it takes too long."""
+        """Whether the process has ended. Does not block; kills the process after the deadline."""
         if self.process.wait(0) is not None:
             return True
         if time.monotonic() < self._deadline:
             return False
         if self._is_killed:
-            return True  # nobody can tell any more: it went with its server
+            return True  # exit code unknown: the process ended with its fork server
         self.process.kill()
         self._is_killed = True
         self._deadline = time.monotonic() + END_S
@@ -96,7 +96,10 @@ class ProcessPool(WorkerPool):
         threads: int,
         init_fn: Any,
     ) -> None:
-        """``init_fn`` is the user's ``worker_init_fn``: what it has done to a process is done for this crew only."""
+        """
+        Args:
+            init_fn: the user's ``worker_init_fn``; its effects on a process are valid only for pools with the same one.
+        """
         self._serialized = serialized
         self._init_fn = init_fn
         self._store = store
@@ -104,25 +107,25 @@ class ProcessPool(WorkerPool):
         self._specs = specs
         self._threads = threads
         self._starter = Starter(serialized=serialized, store=store, start_method=start_method, threads=threads)
-        self._launches: list[Launch] = []  # workers that are being started, or whose start was interrupted
+        self._launches: list[Launch] = []  # workers that are starting, or whose start was interrupted
         self._members: dict[WorkerId, _Member] = {}
         self._worker_of: dict[Link, WorkerId] = {}
         self._leavers: list[_Leaver] = []
         self._unflushed: list[_Member] = []
         self._segments: dict[int, SegmentHandle] = {}
-        self._early: list[News] = []  # heard while a stack was waited for
-        self._heard_ns = 0  # when something last was
+        self._early: list[News] = []  # received while waiting for a stack
+        self._heard_ns = 0  # time of the latest message
         self._oom = OomWatch()
         with explaining_limits():
             self._poller = open_poller()
         self._owner_pid = os.getpid()
-        self._idle_key: Hashable = None  # a worker is reused where this is the same
+        self._idle_key: Hashable = None  # a worker is reused only for a pool with an equal key
 
     def start(self, worker: WorkerId) -> None:
         assert self._status_board.handle is not None
         for leaver in self._leavers:
             if leaver.worker == worker:
-                leaver.process.kill()  # two would write into one place on the board
+                leaver.process.kill()  # two processes must not write to the same status board cell
         environ = child_environment(self._threads)
         self._idle_key = (frozenset(environ.items()), self._serialized.has_tracker)
         launch = Launch()
@@ -160,7 +163,7 @@ class ProcessPool(WorkerPool):
         link.send([pickle.dumps(birth, 5)])
 
     def _take_idle(self, launch: Launch) -> IdleWorker | None:
-        # What a dataset needs to inherit, a process inherits when it starts.
+        # A process inherits descriptors only at start, so a dataset with descriptors needs new processes.
         if self._starter.uses_fork or len(self._serialized.fds) > self._serialized.has_tracker:
             return None
         return IDLE_WORKERS.take(self._idle_key, self._init_fn, launch)
@@ -168,9 +171,9 @@ class ProcessPool(WorkerPool):
     def stop(self, worker: WorkerId) -> None:
         member = self._members.get(worker)
         if member is None:
-            return  # it is dead already
+            return  # already dead
         if isinstance(member.process, SpawnedProcess):
-            member.link.send([PART])  # one that is forked knows no names that it could remove
+            member.link.send([PART])  # forked workers know no segment names that they could remove
         self._dismiss(worker)
         self._early = [news for news in self._early if news[0] != worker]
         self._status_board.vacate(worker)
@@ -212,7 +215,7 @@ class ProcessPool(WorkerPool):
         return news
 
     def _heard(self, member: _Member, answers: list[FromWorker]) -> list[FromWorker]:
-        """What a worker has said that is for this engine."""
+        """Return the answers that are for this engine, not for the loader that used the worker before."""
         if member.is_started:
             return answers
         while member.is_resetting and answers:
@@ -220,7 +223,7 @@ class ProcessPool(WorkerPool):
             if isinstance(answer, Idle):
                 member.is_resetting = False
                 if not are_unchanged(answer.files, member.started_at):
-                    member.process.kill()  # it has imported a module that was written since; another is started in its place
+                    member.process.kill()  # it has imported a file that has changed since; the engine replaces the worker
         member.is_started = any(isinstance(answer, Started) for answer in answers)
         return answers
 
@@ -284,7 +287,7 @@ class ProcessPool(WorkerPool):
             launch.close()
         self._poller.close()
         if os.getpid() != self._owner_pid:
-            return  # a forked child of the user's: the workers are not its own
+            return  # in a forked child of the user's process: the workers belong to the parent
         deadline = time.monotonic() + END_S
         try:
             late = [process for process in processes if process.wait(max(0.0, deadline - time.monotonic())) is None]
@@ -293,7 +296,7 @@ class ProcessPool(WorkerPool):
             deadline = time.monotonic() + END_S
             for process in late:
                 process.wait(max(0.0, deadline - time.monotonic()))
-        except BaseException:  # Ctrl+C: the user has no more patience
+        except BaseException:  # Ctrl+C: do not wait any longer
             for process in processes:
                 process.kill()
             raise
@@ -301,7 +304,7 @@ class ProcessPool(WorkerPool):
             self._starter.close()
 
     def _keep_workers(self) -> None:
-        """Ask all workers to drop the dataset, and keep those that do so in time, or are still starting, for other loaders."""
+        """Ask all workers to drop the dataset. Keep those that do so in time, or are still starting, for other loaders."""
         for member in self._members.values():
             member.link.send([RESET])
         deadline = time.monotonic() + _RESET_S
@@ -320,7 +323,7 @@ class ProcessPool(WorkerPool):
                     if isinstance(answer, Idle):
                         self._keep(worker, answer.files)
         if self._store.descriptor() is None:
-            return  # a worker that is still starting would look for names that are gone with this loader
+            return  # a worker that is still starting would open segment names that disappear with this loader
         for worker in [worker for worker, member in self._members.items() if not member.is_started]:
             self._keep(worker, None)
 
@@ -332,11 +335,11 @@ class ProcessPool(WorkerPool):
             self._leavers.append(_Leaver(worker, member.process))
 
     def _bury(self, worker: WorkerId) -> Death:
-        """Make sure that a worker whose pipe has ended is gone, and say how it went."""
+        """Make sure that a worker whose pipe was closed is dead, and return how it ended."""
         member = self._dismiss(worker)
         code = member.process.wait(END_S)
         if code is None:
-            # It closed its pipe and lives on, or its server is gone. Only a dead worker cannot write into a slot.
+            # It closed its pipe but still runs, or its fork server is gone. A live worker could still write into a slot.
             member.process.kill()
             code = member.process.wait(END_S)
         diagnosis = self._oom.diagnosis() if code == -_SIGKILL else None
@@ -347,10 +350,10 @@ class ProcessPool(WorkerPool):
         for leaver in gone:
             self._leavers.remove(leaver)
             if leaver.worker not in self._members:
-                self._status_board.vacate(leaver.worker)  # once more: it may have been starting, and have said so
+                self._status_board.vacate(leaver.worker)  # again: a starting worker may have written to it since
 
     def _dismiss(self, worker: WorkerId) -> _Member:
-        """Hear and tell it no more: it ends with its pipe."""
+        """Close the link to a worker, which exits when its pipe is closed."""
         member = self._forget(worker)
         member.link.close()
         return member
@@ -364,7 +367,7 @@ class ProcessPool(WorkerPool):
         return member
 
 
-# Exit codes that Windows gives a process that crashed: the NTSTATUS of the exception that ended it.
+# Windows exit codes of crashed processes: the NTSTATUS of the exception.
 _CRASHES: Final = {
     0xC0000005: "an access violation",
     0xC0000017: "lack of memory",

@@ -1,4 +1,4 @@
-"""What is different inside a process of ours: its environment, a name, an end when its parent ends."""
+"""Helpers for infeed's own processes: environment, process name, memory and CPU wait times, exit with the parent."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Final, NamedTuple, NoReturn
 
 from infeed.workers.native_threads import thread_variables
 
-# How often the parent is looked for where nothing tells of its end.
+# How often to check for the parent on platforms without a notification of its exit.
 _PARENT_LOOK_S: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """The user's environment as it is now, for a process of ours whose libraries are to use so many threads."""
+    """Return a copy of the current environment in which libraries use ``threads`` threads."""
     return {**os.environ, **thread_variables(threads)}
 
 
 def adopt_environment(environ: dict[str, str]) -> None:
-    """Take over what the user's process had in ``os.environ`` when this worker was asked for."""
+    """Replace ``os.environ`` with that of the main process when it requested this worker."""
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
 
 
 def current_directory() -> str | None:
-    """The working directory; ``None`` if it was removed."""
+    """Return the working directory; ``None`` if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -44,7 +44,7 @@ _importing: Final = threading.Event()
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """While this process, which is to load for another, imports modules."""
+    """Mark the time during which this worker or fork server imports modules."""
     _importing.set()
     try:
         yield
@@ -57,7 +57,7 @@ def is_importing() -> bool:
 
 
 def flush_output() -> None:
-    """Put what was printed on the screen; user code may have put anything in the place of the streams."""
+    """Flush stdout and stderr, which user code may have replaced with any object."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -67,20 +67,20 @@ if sys.platform == "win32":
     import _winapi
 
     def end_process(code: int) -> NoReturn:
-        """End this process now. `os._exit` would let DLLs clean up first, which may wait for threads that are gone by then."""
+        """Exit immediately. ``os._exit`` runs DLL clean-up first, which may wait for threads that are already gone."""
         _winapi.TerminateProcess(_winapi.GetCurrentProcess(), code)
         os._exit(code)
 
 else:
 
     def end_process(code: int) -> NoReturn:
-        """End this process now."""
+        """Exit immediately, without clean-up."""
         os._exit(code)
 
     def keep_to_oneself(*fds: int) -> None:
-        """Processes that user code starts do not get these.
+        """Keep child processes of user code from inheriting these descriptors.
 
-        The engine hears of a worker's death by the end of its pipe, which does not come before all who have it are gone.
+        The engine detects a worker's death by end of file on its pipe, which requires that no process holds the other end.
         """
 
         def close() -> None:
@@ -94,12 +94,12 @@ else:
 
 
 def ignore_interrupts() -> None:
-    """Ctrl+C belongs to the user's process, which tells its workers."""
+    """Ignore Ctrl+C: the main process handles it and stops its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def queued_ns() -> int:
-    """How long this thread was ready to run and had no core; 0 if the platform does not tell."""
+    """Return how long this thread was runnable but waited for a CPU core; 0 if the platform does not report it."""
     if sys.platform != "linux":
         return 0
     try:
@@ -111,11 +111,11 @@ def queued_ns() -> int:
 
 class MemoryUse(NamedTuple):
     resident_bytes: int = 0
-    private_bytes: int = 0  # of them, those that it shares with nobody
+    private_bytes: int = 0  # part of resident_bytes that is not shared with other processes
 
 
 def memory_use() -> MemoryUse:
-    """How much memory this process has; on macOS, how much it had at most."""
+    """Return the memory use of this process; on macOS, its peak."""
     if sys.platform == "linux":
         try:
             with open("/proc/self/statm") as statm:
@@ -138,14 +138,14 @@ def memory_use() -> MemoryUse:
 
 
 def name_process(name: str) -> None:
-    """A name for ``ps`` and ``top``; fifteen characters are shown."""
+    """Set the process name in ``ps`` and ``top``, which show 15 characters. Linux only."""
     if sys.platform == "linux":
         with suppress(OSError), open("/proc/self/comm", "w") as comm:
             comm.write(name[:15])
 
 
 def open_process(pid: int) -> int | None:
-    """A descriptor that becomes readable when that process ends; ``None`` if the platform has no such thing."""
+    """Return a descriptor that becomes readable when the process exits; ``None`` if the platform has none."""
     if sys.platform == "linux":
         with suppress(OSError):
             return os.pidfd_open(pid)
@@ -153,12 +153,12 @@ def open_process(pid: int) -> int | None:
 
 
 def watch_parent(pid: int, on_gone: Callable[[], object]) -> None:
-    """Call ``on_gone`` when the process that started this one has ended, from a thread of its own.
+    """Call ``on_gone`` from a separate thread when the parent process has exited.
 
-    The end of a pipe tells the same, unless the user's process had forked a child that lives on and holds the other end.
+    End of file on a pipe is not enough: a forked child of the main process may outlive it and hold the other end.
     """
     if sys.platform == "win32":
-        return  # no process inherits what it is not given
+        return  # handles are inherited only explicitly, so end of file on the pipe is enough
     threading.Thread(target=_watchdog, args=(pid, on_gone), name="infeed:watch", daemon=True).start()
 
 
@@ -174,7 +174,7 @@ def _watchdog(pid: int, on_gone: Callable[[], object]) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed by the kernel when the parent process ends, however it ends."""
+    """Ask the kernel to kill this process when the parent exits for any reason. Linux only."""
     if sys.platform == "linux":
         import ctypes
 

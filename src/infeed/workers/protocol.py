@@ -1,7 +1,7 @@
-"""Messages as bytes, for workers in other processes.
+"""The messages between the engine and its workers, and their encoding as bytes for workers in other processes.
 
-Two messages per task are on the hot path and have a fixed form; the rest is pickled. A layout is sent to a worker once and then
-meant by its number, so both ends of a worker's pipe keep a table.
+Two messages per task are on the hot path and have a fixed binary format; all others are pickled. The engine sends a layout to a
+worker once and then refers to it by number, so both ends of the pipe keep a table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infeed.workers.exceptions import Failure
 
 
 class LoadGrains(NamedTuple):
-    """Load rows ``first_row`` and following of a batch of ``row_count`` rows; row r is at ``first_position + r``."""
+    """Load rows of a batch of ``row_count`` rows, from ``first_row`` on; row r is at ``first_position + r``."""
 
     task: TaskId
     epoch: int
@@ -34,15 +34,15 @@ class LoadGrains(NamedTuple):
     row_count: int  # of the batch
     first_row: int  # of this task
     block: Block | None
-    layout: Layout | None  # what is expected; None while unknown
-    is_whole: bool  # this task is the whole batch: the worker is free in the layout
+    layout: Layout | None  # the expected layout; None while unknown
+    is_whole: bool  # this task is the whole batch, so the worker may choose another layout
     indices: Indices | list[Any]  # of this task
-    is_careful: bool = False  # a worker died with it: note each sample
-    rows: list[int] | None = None  # of this task, as first planned; None if no sample of the batch was left out
+    is_careful: bool = False  # a worker died loading this task: record each sample before it is loaded
+    rows: list[int] | None = None  # planned rows of this task; None if no sample of the batch was dropped
 
 
 class LoadNext(NamedTuple):
-    """Load the next ``row_count`` elements of this worker's share of the stream."""
+    """Load the next ``row_count`` elements of this worker's share of the iterable dataset."""
 
     task: TaskId
     epoch: int
@@ -53,19 +53,19 @@ class LoadNext(NamedTuple):
 
 
 class OpenStream(NamedTuple):
-    """Begin an epoch of the stream, or go on in one that an earlier worker, or an earlier run, has begun.
+    """Begin an epoch of an iterable dataset, or continue one that an earlier worker or an earlier run has begun.
 
-    The dataset is put where it was after ``state_rows`` elements by its own ``state``, if there is one, and reads and forgets
-    the next ``skip``.
+    The worker restores the dataset to ``state``, its state after ``state_rows`` elements, if there is one. It then reads and
+    discards the next ``skip`` elements.
     """
 
     epoch: int
     state_rows: int
     skip: int
     state: Any
-    is_alone: bool  # no other worker reads: the dataset is told that it has one worker
-    is_known: bool  # whether that is decided; if not, it is by whether the dataset asks before its first batch is read
-    is_over: bool = False  # this share has ended: the dataset is put where it was, and nothing is read
+    is_alone: bool  # no other worker reads: get_worker_info() reports one worker
+    is_known: bool  # is_alone is decided; if not, the dataset's first batch decides, by a call of get_worker_info()
+    is_over: bool = False  # this share has ended: restore the dataset, but read nothing
 
 
 class PlaceTask(NamedTuple):
@@ -89,7 +89,7 @@ class UnmapSegment(NamedTuple):
 
 
 class TellStack(NamedTuple):
-    """Say where you are; answered also while user code runs, where the platform has no better way."""
+    """Ask for the worker's stack, on platforms without a better way. The worker replies even while user code runs."""
 
 
 ToWorker: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask | MapSegment | UnmapSegment | TellStack
@@ -107,32 +107,32 @@ class StartFailed(NamedTuple):
 
 
 class RowsLoaded(NamedTuple):
-    """Rows are in the slot. ``layout`` is ``None`` where it is the one that was expected."""
+    """The rows are in the slot. ``layout`` is ``None`` if it is the expected one."""
 
     task: TaskId
     elapsed_ns: int
     row_count: int
     layout: Layout | None
     beside: list[list[Any]]
-    shards_itself: bool = False  # of a stream: the dataset asked which worker it is in
-    stream_state: Any = None  # of a stream that can say where it is: after these rows
-    bad: tuple[tuple[int, Failure], ...] = ()  # elements of a stream that were left out before these rows, or among them
+    shards_itself: bool = False  # the iterable dataset called get_worker_info()
+    stream_state: Any = None  # state of the iterable dataset after these rows, if it supports states
+    bad: tuple[tuple[int, Failure], ...] = ()  # elements of the iterable dataset skipped before or among these rows
 
 
 class PackedLoaded(NamedTuple):
-    """A tree of any kind is in the slot."""
+    """A batch of any structure is in the slot."""
 
     task: TaskId
     elapsed_ns: int
     row_count: int
-    packed: Packed | Handed  # handed over by workers of this process
+    packed: Packed | Handed  # Handed: passed by reference, from workers in this process
     shards_itself: bool = False
     stream_state: Any = None
     bad: tuple[tuple[int, Failure], ...] = ()
 
 
 class Unplaced(NamedTuple):
-    """Samples are loaded and held: there is no block, or ``nbytes`` do not fit into it."""
+    """The worker holds the loaded samples: the task has no block, or ``nbytes`` do not fit into it."""
 
     task: TaskId
     nbytes: int
@@ -140,35 +140,35 @@ class Unplaced(NamedTuple):
 
 
 class Mismatched(NamedTuple):
-    """Samples do not fit the layout that the rest of the batch uses."""
+    """The samples do not match the layout of the rest of the batch."""
 
     task: TaskId
 
 
 class Emptied(NamedTuple):
-    """The stream had no element left for this task."""
+    """The iterable dataset had no elements left for this task."""
 
     task: TaskId
     shards_itself: bool = False
     bad: tuple[tuple[int, Failure], ...] = ()
-    stream_state: Any = None  # what the next epoch begins from
+    stream_state: Any = None  # the state from which the next epoch begins
 
 
 class LoadFailed(NamedTuple):
     task: TaskId
     failure: Failure
     shards_itself: bool = False
-    bad: tuple[tuple[int, Failure], ...] = ()  # rows of the batch that cannot be loaded, if they are to be mended
+    bad: tuple[tuple[int, Failure], ...] = ()  # rows that cannot be loaded, if bad samples are handled
 
 
 class Idle(NamedTuple):
-    """A spawned worker has dropped its dataset, as ``RESET`` asks, and waits for another."""
+    """A spawned worker has dropped its dataset after ``RESET`` and waits for another."""
 
-    files: tuple[str, ...]  # of modules that it has imported and that may be the user's own
+    files: tuple[str, ...]  # of imported modules that may be the user's
 
 
 class Stack(NamedTuple):
-    """Where the worker is, as text: the answer to ``TellStack``."""
+    """The worker's stack as text: the answer to ``TellStack``."""
 
     text: str
 
@@ -183,21 +183,22 @@ _DONE: Final = struct.Struct("<B4q")
 _NUMBER: Final = struct.Struct("<q")
 
 _GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK, _PART, _RESET = range(9)
-# Short, because the thread that reads a worker's pipe compares every message with them.
+# One byte each, because the thread that reads a worker's pipe compares every message with them.
 TELL_STACK: Final = bytes([_TELL_STACK])
-# The end of the pipe follows, and the engine lives on. Without this it is gone, as far as a worker can tell.
+# The engine is about to close the pipe, but lives on. If the pipe closes without this message, the worker assumes that the
+# engine is gone.
 PART: Final = bytes([_PART])
-# The loader is done with the worker, which may be sent another dataset.
+# The loader no longer needs the worker. Another loader may send it a dataset.
 RESET: Final = bytes([_RESET])
 _NONE: Final = -1
-# Layouts that are known by number; beyond, the table begins anew. A loader whose every batch has another layout must not
-# grow it without end.
+# The size of the layout table; a full table is cleared. Otherwise a loader with a new layout in every batch would grow it
+# without limit.
 _LAYOUTS_KEPT: Final = 64
 
 
 @final
 class TaskEncoder:
-    """The engine's end of one worker's pipe."""
+    """Encodes messages at the engine's end of one worker's pipe."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -228,7 +229,7 @@ class TaskEncoder:
             frames.append(bytes([_OTHER]) + dumps((_NONE, message)))
 
     def _number(self, layout: Layout | None, frames: list[bytes]) -> int:
-        """The number by which the worker knows the layout; if it does not yet, it is told first."""
+        """Return the number of a layout. Sends the layout first if the worker does not have it yet."""
         if layout is None:
             return _NONE
         number = self._numbers.get(id(layout))
@@ -245,7 +246,7 @@ class TaskEncoder:
 
 
 class DecodeError(Exception):
-    """A task cannot be read: a class of the user's cannot be built in the worker. The cause says why. Internal."""
+    """A task cannot be decoded because the worker cannot rebuild a user object; see ``__cause__``. Internal."""
 
     def __init__(self, task: TaskId) -> None:
         super().__init__(task)
@@ -254,16 +255,16 @@ class DecodeError(Exception):
 
 @final
 class TaskDecoder:
-    """The worker's end."""
+    """Decodes messages at the worker's end of its pipe."""
 
     def __init__(self) -> None:
         self._layouts: dict[int, Layout | Exception] = {}
 
     def decode(self, frame: bytes) -> ToWorker | None:
-        """The message, or ``None`` if it was for this table.
+        """Return the message, or ``None`` if it only updates the layout table.
 
         Raises:
-            DecodeError: something of the user's in it cannot be built here.
+            DecodeError: a user object in the message cannot be rebuilt in this process.
         """
         tag = frame[0]
         if tag in (_GRAINS, _GRAINS_PICKLED):
@@ -279,7 +280,7 @@ class TaskDecoder:
             self._learn(frame)
             return None
         if tag == _TELL_STACK:
-            return None  # nobody asks a worker that is told this way, and it is not busy
+            return None  # the engine does not ask workers without a reader thread, and this worker is not busy
         number, content = pickle.loads(memoryview(frame)[1:])
         message: ToWorker = content
         if isinstance(message, LoadNext | PlaceTask):
@@ -290,7 +291,7 @@ class TaskDecoder:
         (number,) = _NUMBER.unpack_from(frame, 1)
         try:
             self._layouts[number] = pickle.loads(memoryview(frame)[1 + _NUMBER.size :])
-        except Exception as error:  # a class of the user's in it; whoever needs the layout will hear of it
+        except Exception as error:  # from a user class; decoding a task that needs the layout raises it
             self._layouts[number] = error
 
     def _layout(self, task: TaskId, number: int) -> Layout | None:
@@ -303,7 +304,7 @@ class TaskDecoder:
 def _loaded(task: TaskId, body: memoryview) -> Any:
     try:
         return pickle.loads(body)
-    except Exception as error:  # an index of a class of the user's
+    except Exception as error:  # from an index of a user class
         raise DecodeError(task) from error
 
 
@@ -313,13 +314,13 @@ def encode_answer(message: FromWorker) -> bytes:
         if message.layout is None and not message.beside:
             return _DONE.pack(_ROWS, *head)
         return _DONE.pack(_ROWS_PICKLED, *head) + dumps((message.layout, message.beside))
-    # The task stands in the head as well: if the rest cannot be read, it is known whose answer it was.
+    # The header repeats the task, so that the engine can report a body that it cannot decode.
     task = _NONE if isinstance(message, Started | StartFailed | Idle | Stack) else message.task
     return _DONE.pack(_OTHER, task, 0, 0, 0) + dumps(message)
 
 
 def decode_answer(frame: bytes) -> FromWorker:
-    """The message. What the user's objects raise when they are built again is told as a failure of their batch."""
+    """Return the message. If rebuilding a user object raises, return a failure of its batch instead."""
     tag, task, elapsed_ns, row_count, shards_itself = _DONE.unpack_from(frame)
     layout: Layout | None = None
     beside: list[list[Any]] = []
@@ -339,7 +340,7 @@ def decode_answer(frame: bytes) -> FromWorker:
 
 
 def dumps(value: object) -> bytes:
-    """Pickle in a worker: by reference where that works, else by value. In the user's process, for our own types only."""
+    """Pickle by reference, or by value where that fails. In the user's process, only for infeed's types."""
     try:
         return pickle.dumps(value, 5)
     except (pickle.PicklingError, AttributeError, TypeError):

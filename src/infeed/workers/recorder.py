@@ -1,8 +1,10 @@
-"""What a worker did, in numbers that the other side reads when it likes: sums, how long samples took, the latest spans.
+"""Per-worker counters, sample-time histogram and spans in shared memory, written by the worker, read by the engine.
 
-A tape lies behind the worker's cell on the board (see ``board.py``). Only the worker writes, and a worker that is started again
-goes on where its predecessor stopped. It must cost less than a hundredth of the smallest task, so a task is timed with a lap
-counter (one look at the clock for each of load, collate, write), and what is short is put together.
+A recorder follows the worker's cell on the status board (``status.py``). Only the worker writes. A replacement worker continues
+the numbers of its predecessor.
+
+Recording must cost less than 1% of the smallest task. A task is therefore timed in laps, with one clock read each for load,
+collate and write, and short tasks are combined.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 @final
 class NullRecorder:
-    """In place of a tape, where nothing is to be kept."""
+    """A recorder that records nothing."""
 
     is_fine = False
 
@@ -44,17 +46,17 @@ class NullRecorder:
     def note_draw(self) -> None: ...
 
 
-# What a worker keeps of what it does: spans of time and sums, sums alone, or nothing.
+# What a worker records: spans and sums, sums only, or nothing.
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
 
-# Sums, in this order, at the beginning. Of tiny tasks only how many samples they had and what they took, until they are
-# entered: the reader takes that apart by the split of one that was looked at.
+# Sums, in this order, at the beginning. Pending tiny tasks have only a sample count and a busy time; the reader divides that
+# time into load, collate and write in the proportions (split) of a tiny task that was timed in detail.
 _LOAD, _COLLATE, _WRITE, _SAMPLES, _RETRIES, _SPANS, _TINY_ROWS, _TINY_BUSY, _GIL, _DRAW, _SPLIT = range(11)
 _SUMS: Final = 16
-# Two buckets for each doubling of a sample's time, from a quarter of a microsecond to twenty minutes.
+# Two buckets per doubling of the sample time, from 0.25 µs to 20 minutes.
 BUCKETS: Final = 64
 _LEAST_BITS: Final = 9
-# The slowest samples: nanoseconds, epoch, position, index, when it was there.
+# The slowest samples: duration in ns, epoch, position, index, end time in ns.
 Slow: TypeAlias = tuple[int, int, int, int, int]
 SLOWEST: Final = 16
 _SLOW_NUMBERS: Final = 5
@@ -71,20 +73,21 @@ _SPLIT_STRUCT: Final = Struct("3q")
 
 # Kinds of spans.
 LOAD, COLLATE, WRITE, START = 1, 2, 3, 4
-NO_INDEX: Final = -1 << 63  # the first sample has none, or one that is no number
+NO_INDEX: Final = -1 << 63  # the first sample has no index, or one that is not an integer
 
-# A sample that takes longer than this has a span of its own...
+# Samples longer than this get separate spans.
 _LONG_NS: Final = 100_000
-# ...and so have tasks that take longer than this: to look at the parts of one costs some microseconds.
+# Tasks longer than this get separate spans. Timing the parts of a task costs a few microseconds.
 _TINY_NS: Final = 1_000_000
-# What is shorter is put together, up to this, if there is no pause between; and one in so long a time is looked at.
+# Shorter tasks are combined into runs of up to _RUN_NS, without pauses of _PAUSE_NS or more.
 _RUN_NS: Final = 2_000_000
 _PAUSE_NS: Final = 50_000
+# One tiny task in this time is timed in detail.
 _LOOK_NS: Final = 10_000_000
 
 
 def bucket_of(ns: int) -> int:
-    """Which bucket of the histogram a time is in."""
+    """Return the histogram bucket of a duration."""
     bits = ns.bit_length()
     if bits < _LEAST_BITS:
         return 0
@@ -92,14 +95,14 @@ def bucket_of(ns: int) -> int:
 
 
 def bucket_end_ns(bucket: int) -> int:
-    """Times in a bucket are shorter than this."""
+    """Return the exclusive upper bound of a bucket."""
     bits, is_upper = divmod(bucket, 2)
     return 1 << (bits + _LEAST_BITS) if is_upper else 3 << (bits + _LEAST_BITS - 2)
 
 
 @final
 class Recorder:
-    """The worker's side."""
+    """Writes the counters and spans; used by the worker."""
 
     __slots__ = (
         "_began", "_busy", "_ended", "_entered", "_epoch", "_is_spanning", "_is_timed", "_laps", "_last", "_looked", "_numbers",
@@ -109,31 +112,32 @@ class Recorder:
     def __init__(self, numbers: Any = None, *, is_spanning: bool = True) -> None:
         """
         Args:
-            numbers: where to write; by default somewhere that nobody reads.
-            is_spanning: whether spans are kept, and not only sums.
+            numbers: the memory to write to; by default private memory without a reader.
+            is_spanning: whether to record spans in addition to sums.
         """
         self._numbers = memoryview(array("q", bytes(8 * RECORDER_NUMBERS))) if numbers is None else numbers
         numbers = self._numbers
         self._is_spanning = is_spanning
         self._sums: list[int] = list(numbers[: _SPANS + 1])
-        self._split: Sequence[int] = numbers[_SPLIT : _SPLIT + 3].tolist()  # load, collate, write: of the latest tiny one
+        self._split: Sequence[int] = numbers[_SPLIT : _SPLIT + 3].tolist()  # load, collate, write: of the last timed tiny task
         self._busy, self._rows = numbers[_TINY_BUSY], numbers[_TINY_ROWS]  # of tiny tasks that are not in the sums yet
         rows = (tuple(numbers[at : at + _SLOW_NUMBERS]) for at in range(_SLOW_AT, _RING_AT, _SLOW_NUMBERS))
-        self._slow = list(rows)  # a heap, the quickest of the slowest first
+        self._slow = list(rows)  # a min-heap by duration
         heapify(self._slow)
         self._began = self._last = self._ended = 0
         self._epoch = self._position = 0
         self._is_timed = False
-        self._laps: list[tuple[int, int, int, int, int, int]] = []  # spans of this task, if it gets any
-        # Whether laps of this task are wanted. Tiny tasks of samples that are not looked at one by one are put together, and of
-        # one in ten milliseconds laps are taken: what the others did with their time is what that one did with its own.
+        self._laps: list[tuple[int, int, int, int, int, int]] = []  # spans of this task, if it is not tiny
+        # Whether the worker times the laps of this task. Tiny tasks whose samples are not timed one by one are combined. One
+        # tiny task per _LOOK_NS is timed, and its split applies to the others.
         self.is_fine = True
         self._task_split = [0, 0, 0]  # load, collate, write: of this task
-        self._entered = self._looked = 0  # when they were last entered, and when the latest that was looked at ended
+        # When tiny tasks were last added to the sums, and when the latest timed one ended.
+        self._entered = self._looked = 0
         self._run_began = 0
-        # Of the run, those that are in the sums already; less those that are not, and belong to the run before.
+        # Rows of the current run that are in the sums already, minus pending rows that belong to the previous run.
         self._run_rows = 0
-        if self._rows or self._busy:  # of who was here before
+        if self._rows or self._busy:  # left pending by the previous worker
             self._run_rows = -self._rows
             self._enter(0)
             self.is_fine = True
@@ -141,7 +145,7 @@ class Recorder:
     # --- a task
 
     def begin(self, now_ns: int, epoch: int, position: int) -> None:
-        """A task begins."""
+        """Begin a task."""
         self._began = now_ns
         if not self.is_fine:
             if self._is_spanning and now_ns - self._ended >= _PAUSE_NS:
@@ -154,7 +158,7 @@ class Recorder:
         self._laps = []
 
     def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None:
-        """The dataset has given these samples; ``times`` is what each took, if that was looked at."""
+        """Record that the dataset has returned these samples; ``times`` are their durations, if measured."""
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_LOAD] += now - last
@@ -164,7 +168,7 @@ class Recorder:
             self._laps.append((LOAD, last, now, position, _number(indices), len(indices)))
 
     def collated(self) -> None:
-        """Samples have been made a batch."""
+        """Record the end of collation."""
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_COLLATE] += now - last
@@ -172,7 +176,7 @@ class Recorder:
             self._laps.append((COLLATE, last, now, self._position, NO_INDEX, 0))
 
     def written(self) -> None:
-        """Samples are in the slot."""
+        """Record that the samples are in the slot."""
         now = perf_counter_ns()
         last, self._last = self._last, now
         self._task_split[_WRITE] += now - last
@@ -180,12 +184,12 @@ class Recorder:
             self._laps.append((WRITE, last, now, self._position, NO_INDEX, 0))
 
     def retried(self) -> None:
-        """A sample raised and is asked for again."""
+        """Count a retry of a sample that raised."""
         self._sums[_RETRIES] += 1
         self._numbers[_RETRIES] = self._sums[_RETRIES]
 
     def end(self, row_count: int, now_ns: int) -> None:
-        """The task has been done, with so many samples."""
+        """End the task, which loaded ``row_count`` samples."""
         self._ended = now_ns
         if not self.is_fine:
             numbers = self._numbers
@@ -196,7 +200,7 @@ class Recorder:
             return
         load, collate, write = self._task_split
         if row_count and not self._is_timed:
-            # Too short to be looked at one by one: each took what they took on average.
+            # Samples were too short to time one by one, so each counts with the average duration.
             self._numbers[_HISTOGRAM_AT + bucket_of(load // row_count)] += row_count
         is_tiny = now_ns - self._began < _TINY_NS and not self._is_timed
         if not is_tiny:
@@ -205,7 +209,7 @@ class Recorder:
             for lap in self._laps:
                 self._span(*lap)
         self._add(load, collate, write, row_count)
-        # One without samples is none to judge others by: it wrote what another had loaded.
+        # A task without samples only wrote what another task had loaded, so its split does not apply to others.
         if is_tiny and row_count and load + collate + write:
             self.is_fine = False
             self._split = (load, collate, write)
@@ -214,13 +218,13 @@ class Recorder:
             self._entered = self._looked = now_ns
 
     def failed(self, now_ns: int) -> None:
-        """User code raised, so nothing came of the task but what it took."""
+        """End a task in which user code raised: record its duration, but no samples."""
         if self.is_fine:
             self._task_split[_LOAD] += now_ns - self._last
         self.end(0, now_ns)
 
     def flush(self) -> None:
-        """Enter tiny tasks that were put together; the next one is looked at by itself."""
+        """Add pending tiny tasks to the sums; the next task is timed in detail."""
         if not self.is_fine:
             self._enter(self._ended)
             self.is_fine = True
@@ -234,12 +238,12 @@ class Recorder:
         self._add(load, collate, write, rows)
         self._rows = self._busy = self._run_rows = 0
         self._entered = now_ns
-        # Who took longer than they may is not tiny any more.
+        # Tasks longer than _TINY_NS are timed individually again.
         self.is_fine = now_ns - self._looked > _LOOK_NS or now_ns - self._began > _TINY_NS
-        self._ended = 0  # so that the next begins a run
+        self._ended = 0  # makes the next task begin a run
 
     def _begin_run(self, now_ns: int, epoch: int, position: int) -> None:
-        """There was a pause, or the run was long enough."""
+        """Begin a new run, after a pause or when the previous run is long enough."""
         self._end_run()
         self._numbers[_SPANS] = self._sums[_SPANS]
         self._run_began, self._run_rows = now_ns, -self._rows
@@ -256,22 +260,22 @@ class Recorder:
         sums[_COLLATE] += collate_ns
         sums[_WRITE] += write_ns
         sums[_SAMPLES] += row_count
-        _SUM_STRUCT.pack_into(self._numbers, 0, *sums, 0, 0)  # at once, with those of tiny tasks
+        _SUM_STRUCT.pack_into(self._numbers, 0, *sums, 0, 0)  # also resets the pending tiny tasks
 
     def started(self, began_ns: int) -> None:
-        """The worker is ready."""
+        """Record the worker start-up span."""
         self._span(START, began_ns, perf_counter_ns(), 0, NO_INDEX, 0)
         self._numbers[_SPANS] = self._sums[_SPANS]
 
     def note_gil(self, share: float) -> None:
-        """How much of the time user code holds the GIL."""
+        """Record the share of loading time in which user code holds the GIL."""
         self._numbers[_GIL] = 1 + round(share * 1000)
 
     def note_draw(self) -> None:
-        """User code has drawn from a generator that threads would share."""
+        """Record that user code has drawn from a random generator that worker threads would share."""
         self._numbers[_DRAW] = 1
 
-    # --- samples that are long enough to be looked at one by one
+    # --- samples long enough to be timed one by one
 
     def _note_times(self, began_ns: int, position: int, indices: Sequence[Any], times: list[int]) -> None:
         numbers = self._numbers
@@ -283,7 +287,7 @@ class Recorder:
             self._span(LOAD, began_ns, began_ns + took, position, _number(indices), len(times))
             return
         begin = now = began_ns
-        short = 0  # how many have been put together since ``begin``
+        short = 0  # how many short samples were combined since ``begin``
         for row, took in enumerate(times):
             numbers[_HISTOGRAM_AT + bucket_of(took)] += 1
             if took > self._slow[0][0]:
@@ -319,7 +323,7 @@ class Recorder:
 
 
 def _taken_apart(busy_ns: int, split: Sequence[int]) -> tuple[int, int, int]:
-    """Load, collate and write, in the proportions of another task."""
+    """Divide a busy time into load, collate and write in the proportions of ``split``."""
     load, collate, write = split
     whole = max(1, load + collate + write)
     load, collate = busy_ns * load // whole, busy_ns * collate // whole
@@ -327,7 +331,7 @@ def _taken_apart(busy_ns: int, split: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _number(indices: Sequence[Any], row: int = 0) -> int:
-    """An index as a number that fits, if it is one."""
+    """Return the index of a row, or ``NO_INDEX`` if it is not an integer that fits."""
     if row >= len(indices):
         return NO_INDEX
     index = indices[row]
@@ -335,7 +339,7 @@ def _number(indices: Sequence[Any], row: int = 0) -> int:
 
 
 class Sums(NamedTuple):
-    """What a worker has done so far."""
+    """The totals of a worker so far."""
 
     load_ns: int = 0
     collate_ns: int = 0
@@ -343,8 +347,8 @@ class Sums(NamedTuple):
     sample_count: int = 0
     retry_count: int = 0
     span_count: int = 0
-    gil_share: float | None = None  # of loading; None: not known
-    is_drawing: bool = False  # from the global generators
+    gil_share: float | None = None  # share of loading time with the GIL held; None: unknown
+    is_drawing: bool = False  # whether user code draws from the global random generators
 
 
 class RawSpan(NamedTuple):
@@ -359,13 +363,17 @@ class RawSpan(NamedTuple):
 
 @final
 class RecorderReader:
-    """The engine's side. After the board was closed, every method raises ``ValueError``."""
+    """Reads the counters and spans; used by the engine. All methods raise ``ValueError`` once the status board is closed."""
 
     def __init__(self, numbers: Any, begin: int) -> None:
-        """``numbers`` is the whole board, so that nothing else holds on to its memory; this tape begins at ``begin``."""
+        """
+        Args:
+            numbers: the whole status board; a slice would keep a second reference to its memory.
+            begin: where this recorder begins.
+        """
         self._numbers = numbers
         self._begin = begin
-        self._next = 0  # the first span that was not read yet
+        self._next = 0  # the first unread span
 
     def sums(self) -> Sums:
         load, collate, write, samples, retries, spans, rows, busy, gil, draw, *split = self._part(0, _SPLIT + 3)
@@ -382,21 +390,21 @@ class RecorderReader:
         return counts
 
     def slowest(self) -> list[Slow]:
-        """The samples that took longest."""
+        """Return the slowest samples, in no particular order."""
         numbers = self._part(_SLOW_AT, _RING_AT)
         rows = [numbers[at : at + _SLOW_NUMBERS] for at in range(0, len(numbers), _SLOW_NUMBERS)]
         return [(took, epoch, position, index, end) for took, epoch, position, index, end in rows if took]
 
     def copy(self) -> RecorderReader:
-        """Of what is there now, without the spans; it stays as it is, whatever the worker does."""
+        """Return a snapshot without the spans, which later writes of the worker do not change."""
         now = self._numbers[self._begin : self._begin + _RING_AT]
         return RecorderReader(memoryview(now.tobytes()).cast(now.format), 0)
 
     def take_spans(self, *, is_last: bool = False) -> tuple[bytes, int]:
-        """Spans that were not taken yet, as ``spans_of`` reads them, and how many were overwritten before they could be.
+        """Return the unread spans, in the format of ``spans_of``, and how many were overwritten before they were read.
 
         Args:
-            is_last: with the latest one, which may still become longer.
+            is_last: whether to include the latest span, which may still grow.
         """
         stop = self._numbers[self._begin + _SPANS] - (0 if is_last else 1)
         first = max(self._next, stop - _RING + 1)
@@ -404,7 +412,7 @@ class RecorderReader:
             return b"", 0
         begin, end = first % _RING, (stop - 1) % _RING + 1
         raw = self._ring(begin, end) if begin < end else self._ring(begin, _RING) + self._ring(0, end)
-        # While it was copied the worker may have gone on, over the oldest.
+        # During the copy the worker may have overwritten the oldest spans.
         least = min(stop, max(first, self._numbers[self._begin + _SPANS] - _RING + 1))
         lost = least - self._next
         self._next = stop
@@ -420,7 +428,7 @@ class RecorderReader:
 
 
 def spans_of(raw: bytes) -> list[RawSpan]:
-    """Spans that were taken from a tape."""
+    """Decode the spans that ``RecorderReader.take_spans`` returned."""
     return [RawSpan(*numbers) for numbers in _SPAN.iter_unpack(raw)]
 
 

@@ -1,7 +1,8 @@
-"""Setting the generators that user code draws from, before each grain.
+"""Random generators for user code: global generators seeded before each grain, and ``get_rng`` for each sample.
 
-In a process of ours they are set and left. In the user's process (inline) they are lent: set for the grain, then put back as
-they were. In thread workers they are shared with everybody, so they are left alone.
+A grain is a group of samples that share one seed. Worker processes seed the global generators and leave them seeded. With
+``num_workers=0`` the generators are seeded for the grain and then restored. Thread workers never seed them, because all threads
+of the process share them.
 """
 
 from __future__ import annotations
@@ -26,32 +27,35 @@ _SEEDING: Final = ("seed", "setstate", "set_state")
 
 @final
 class LazyModule:
-    """Stands between a module of random functions and the generator that they are methods of."""
+    """Defers seeding of a module-level generator (``random``, ``numpy.random``) until user code first draws from it.
+
+    It replaces the module's functions, which are bound methods of the generator.
+    """
 
     def __init__(self, module: ModuleType, generator: object, seed: Callable[[int], Any]) -> None:
         self._module = module
         self._seed = seed
         self._pending: int | None = None
-        self.draw_count = 0  # grains in which somebody has drawn
-        self.users_seed: Any = None  # what user code has seeded the generator with since ``seed``; a state counts as well
+        self.draw_count = 0  # grains in which user code drew a number
+        self.users_seed: Any = None  # the seed or state that user code has set since ``seed``
         self._functions: dict[str, Any] = {
             name: self.noting(value) if name in _SEEDING else value
             for name, value in vars(module).items()
             if getattr(value, "__self__", None) is generator
         }
         self._traps: dict[str, Any] = {name: self._trap(function) for name, function in self._functions.items()}
-        # A seed of the user's makes ours void; one more draw from ours before it would do no harm either.
+        # User calls to seed() are trapped too: they apply the pending seed first, which is harmless.
         vars(module).update(self._traps)
 
     def seed(self, seed: int) -> None:
-        """Let what is drawn next come from this seed."""
+        """Seed the generator with this value on the next draw."""
         if self._pending is None:
             vars(self._module).update(self._traps)
         self._pending = seed
         self.users_seed = None
 
     def settle(self) -> None:
-        """Seed now, if that is still to be done."""
+        """Apply the pending seed, if there is one."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.draw_count += 1
@@ -59,7 +63,7 @@ class LazyModule:
             self._seed(pending)
 
     def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that seeds the generator, made to note that it was called."""
+        """Wrap a seeding function so that it records the seed that user code passes."""
 
         def seeded(*args: Any, **kwargs: Any) -> Any:
             self.users_seed = (*args, *kwargs.values(), None)[0]
@@ -76,13 +80,13 @@ class LazyModule:
 
 
 def seed_python(seed: int) -> None:
-    """Seed ``random`` at once: the C seeding, without ``random.seed``'s look at the type of its argument."""
+    """Seed ``random`` immediately with the C implementation, which skips the argument type checks of ``random.seed``."""
     super(random.Random, random._inst).seed(seed)
-    random._inst.gauss_next = None  # type: ignore[attr-defined]  # the second of a pair that gauss() made under the old seed
+    random._inst.gauss_next = None  # type: ignore[attr-defined]  # cached second value of a gauss() pair from the old seed
 
 
 def seed_numpy(seed: int) -> None:
-    """Seed the legacy ``numpy.random`` at once."""
+    """Seed the legacy ``numpy.random`` generator immediately."""
     np.random.mtrand._rand.seed(seed & 0xFFFFFFFF)
 
 
@@ -91,7 +95,7 @@ def lazy_python() -> LazyModule:
 
 
 def lazy_numpy() -> LazyModule:
-    """Besides the module's functions, libraries ask for the generator itself: ``numpy.random.mtrand._rand``."""
+    """Defer seeding of ``numpy.random`` and of the generator ``numpy.random.mtrand._rand``, which libraries use directly."""
     original = np.random.mtrand._rand
 
     def seed(value: int) -> None:
@@ -103,43 +107,43 @@ def lazy_numpy() -> LazyModule:
         def __getattribute__(self, name: str) -> Any:
             lazy.settle()
             value = getattr(original, name)
-            return lazy.noting(value) if name in _SEEDING else value  # np.random.seed asks the generator for it
+            return lazy.noting(value) if name in _SEEDING else value  # np.random.seed looks up the method here
 
     np.random.mtrand._rand = LazyRandomState()
     return lazy
 
 
-# Keeps the generator of a sample apart from the seeds of grains, which come from the same numbers.
+# Separates the per-sample generators from the grain seeds, which derive from the same numbers.
 _SALT: Final = 0x52474E
 _COLLATE_SALT: Final = 0x434F4C
 
 
 @final
 class Place:
-    """Where in an epoch a worker is. Belongs to one runner."""
+    """The worker's current position in the epoch, from which ``get_rng`` derives its seed. Each runner has one."""
 
     def __init__(self) -> None:
-        # Key, first position, how many, and an iterator of indices that are still to be loaded; of a stream, in its place, a
-        # list of what has been read. One tuple, because it is set for every few samples and looked at only if somebody asks.
+        # Key, first position, row count, and an iterator over the indices not loaded yet. For an iterable dataset, the last
+        # item is the list of elements read so far. One tuple: it is set often and read only when user code calls get_rng.
         self._where: tuple[int, int, int, Iterator[Any] | list[Any] | None] = (0, 0, 1, None)
-        # Where samples of the batch were left out: the first position, that of the batch, and the rows as first planned. The
-        # generator of a sample belongs to its position in the epoch, whatever was left out before it.
+        # Set if samples of the batch were skipped: first position of the task, first position of the batch, rows as first
+        # planned. A sample's generator depends on its planned position, not on skipped samples before it.
         self.moved: tuple[int, int, list[int]] | None = None
         self._rng: np.random.Generator | None = None
         self._rng_position = -1
 
     def at_rows(self, key: int, first: int, count: int, rest: Iterator[Any] | None) -> None:
-        """The worker loads ``count`` positions from ``first`` on; ``rest`` yields what is still to be loaded."""
+        """Record that the worker loads ``count`` positions from ``first``; ``rest`` yields the indices not loaded yet."""
         self._where = (key, first, count, rest)
         self._rng = None
 
     def at_stream(self, key: int, first: int, done: list[Any]) -> None:
-        """The worker reads elements from ``first`` on and puts them into ``done``."""
+        """Record that the worker reads elements from ``first`` and appends them to ``done``."""
         self._where = (key, first, 0, done)
         self._rng = None
 
     def at_collation(self, key: int, first: int) -> None:
-        """The worker makes a batch of the samples from ``first`` on."""
+        """Record that the worker collates the batch that starts at position ``first``."""
         self.moved = None
         self.at_rows(key ^ _COLLATE_SALT, first, 1, None)
 
@@ -166,18 +170,21 @@ _LOCAL: Final = _Local()
 
 
 def get_rng() -> np.random.Generator:
-    """The random generator of the sample that is being loaded: made from seed, epoch and position, and of nothing else.
+    """Return the random generator of the current sample, seeded only from the seed, the epoch and the position.
 
-    Call it in ``__getitem__`` and draw from what it returns::
+    Call it in ``__getitem__`` and draw from the generator it returns::
 
         def __getitem__(self, index):
             rng = infeed.get_rng()
             return augment(self.images[index], angle=rng.uniform(-10, 10))
 
-    The numbers are the same inline, in threads and in processes, for any number of workers and ranks, any batch size, and after
-    a resume. Within one sample, further calls give the same generator, where it stands. In ``__getitems__`` it belongs to the
-    whole call and in ``collate_fn`` to the batch, so there the numbers depend on the batch size. In a stream it belongs to the
-    element. Outside of a loader it is fresh and unseeded.
+    The numbers are the same with ``num_workers=0``, threads and processes. They do not depend on the number of workers or
+    ranks or on the batch size, and they are the same after a resume. Further calls within one sample return the same generator
+    in its current state.
+
+    In ``__getitems__`` the generator belongs to the whole call, and in ``collate_fn`` to the batch, so there the numbers depend
+    on the batch size. In an iterable dataset it belongs to the element. Outside a loader, each call returns a new, unseeded
+    generator.
     """
     place = _LOCAL.place
     return np.random.default_rng() if place is None else place.rng()
@@ -187,18 +194,18 @@ get_rng.__module__ = "infeed"
 
 
 def swap_place(place: Place | None) -> Place | None:
-    """Let ``get_rng`` in this thread mean this place; gives what it meant before, to be put back."""
+    """Make ``get_rng`` in this thread use ``place``; return the previous one, so that the caller can restore it."""
     before, _LOCAL.place = _LOCAL.place, place
     return before
 
 
-# How often torch's generator is looked at: that takes as long as a tiny task.
+# Check torch's generator at most this often: a check takes as long as a tiny task.
 _TORCH_LOOK_S: Final = 0.01
 
 
 @final
 class _Seeders:
-    """How the generators are seeded in this process: at once, or lazily in a process of ours."""
+    """The seeding functions of this process: immediate, or lazy in a worker process."""
 
     def __init__(self) -> None:
         self.python: Callable[[int], None] = seed_python
@@ -212,11 +219,11 @@ _SEEDERS: Final = _Seeders()
 
 
 def seed_lazily() -> None:
-    """Seed only what is drawn from, from now on. For processes of ours only, before user code is imported."""
+    """Seed generators only on their first draw. For worker processes only; call it before user code is imported."""
     python, numpy = lazy_python(), lazy_numpy()
     _SEEDERS.python, _SEEDERS.numpy = python.seed, numpy.seed
     _SEEDERS.lazy = [python, numpy]
-    # Whoever imports torch only when a sample is loaded is in the middle of a grain, whose seed it must get too.
+    # User code may import torch while it loads a sample: apply the seed of the current grain then.
     when_imported("torch", _seed_torch)
 
 
@@ -226,7 +233,7 @@ def _seed_torch() -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Set ``random``, ``numpy.random`` and, if it is imported, torch's default generator."""
+    """Seed ``random``, ``numpy.random`` and, if torch is imported, its default generator."""
     _SEEDERS.latest = seed
     kept = _SEEDERS.kept
     if "random" not in kept:
@@ -235,20 +242,20 @@ def seed_generators(seed: int) -> None:
         _SEEDERS.numpy(seed)
     torch = sys.modules.get("torch")
     if torch is not None and "torch" not in kept:
-        # torch.manual_seed also looks for every accelerator, at a hundred times the cost.
+        # torch.manual_seed also checks for every accelerator, which takes 100 times as long.
         torch.default_generator.manual_seed(seed)
 
 
 def seed_worker(seed: int) -> None:
-    """Seed a process of ours for one loader, before ``worker_init_fn``. It may have worked for another loader before."""
+    """Seed a worker process for one loader, before ``worker_init_fn``. The process may have served another loader before."""
     _SEEDERS.kept = frozenset()
     seed_generators(seed)
 
 
 def keep_user_seeds(worker_seed: int) -> None:
-    """After ``worker_init_fn``, in a process of ours: leave the generators alone that it has seeded, as torch's loader does.
+    """Stop seeding the generators that ``worker_init_fn`` has seeded, as torch does. Call it after ``worker_init_fn``.
 
-    Seeding one with the worker's own seed asks for nothing that grains do not have.
+    A generator seeded with the worker's own seed is still seeded for each grain.
     """
     python, numpy = _SEEDERS.lazy
     seeds = {"random": python.users_seed, "numpy": numpy.users_seed, "torch": _torch_seed()}
@@ -259,9 +266,9 @@ def keep_user_seeds(worker_seed: int) -> None:
 
 
 def show_worker_seed(seed: int) -> None:
-    """Let ``torch.initial_seed()`` in this process of ours say the worker's seed, as in torch's workers, and not the grain's.
+    """Make ``torch.initial_seed()`` return the worker's seed, as in torch's workers, instead of the grain's.
 
-    Whoever seeds torch themselves is told their own.
+    If user code has seeded torch, it returns that seed. For worker processes only.
     """
 
     def show() -> None:
@@ -278,14 +285,14 @@ def show_worker_seed(seed: int) -> None:
 
 
 def _torch_seed() -> int | None:
-    """What torch's default generator was last seeded with; ``None`` if torch is not imported."""
+    """Return the last seed of torch's default generator; ``None`` if torch is not imported."""
     torch = sys.modules.get("torch")
     return None if torch is None else int(torch.default_generator.initial_seed())
 
 
 @final
 class DrawWatch:
-    """Sees whether user code draws from the global generators. For processes of ours that seed lazily."""
+    """Detects whether user code draws from the global generators. For worker processes that seed lazily."""
 
     def __init__(self) -> None:
         self._has_drawn = False
@@ -293,7 +300,7 @@ class DrawWatch:
         self._next_look = 0.0
 
     def look(self) -> bool:
-        """A task has been loaded: whether it is the first in which somebody drew."""
+        """Return whether the task just loaded is the first in which user code drew a number."""
         if self._has_drawn:
             return False
         self._has_drawn = self._count() > self._before or self._has_drawn_from_torch()
@@ -313,7 +320,7 @@ class DrawWatch:
 
 
 def generator_states() -> dict[str, object]:
-    """Where each of the global generators is, by name, to see whether somebody drew from it."""
+    """Return the state of each global generator by name, to detect draws by comparison."""
     numpy_state: Any = np.random.get_state()
     states: dict[str, object] = {"random": random.getstate(), "numpy.random": (numpy_state[1].tobytes(), *numpy_state[2:])}
     torch: Any = sys.modules.get("torch")
@@ -324,7 +331,7 @@ def generator_states() -> dict[str, object]:
 
 @contextmanager
 def lent_generators() -> Iterator[None]:
-    """Give the user's process its generators back as they were, whatever happens inside."""
+    """Restore the global generators of the main process on exit, also after an exception."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch: Any = sys.modules.get("torch")

@@ -1,12 +1,14 @@
-"""The fork server: a clean process that forks workers on request. This module runs in it; ``forkserver`` talks to it.
+"""The fork server: a clean process that forks workers on request. ``forkserver`` is its client in the user's process.
 
-Clean means: a fresh interpreter, one thread, no user code. It imports modules that are installed, because a fork then has them
-for nothing, and it never holds a dataset. Before each fork it counts its threads; with more than one it refuses, because a
-thread that holds a lock at the moment of the fork would leave it locked in the child for ever.
+The server is a fresh interpreter with one thread and no user code, and it never holds a dataset. It imports installed modules,
+which forked workers then have without importing them again.
 
-Some modules start threads when they are imported. The server then replaces itself by a new interpreter (``exec``), which
-imports what the old one had, without these: workers import them after the fork. It stays the same process, so that its workers
-and the user's process do not notice.
+Before each fork the server counts its threads and refuses to fork if there is more than one. A lock that another thread holds
+during the fork would stay locked in the child forever.
+
+Some modules start threads at import. The server then replaces itself with a new interpreter (``exec``) that imports the same
+modules except those; workers import them after the fork. The process id stays the same, so its workers and the user's process
+are not affected.
 """
 
 from __future__ import annotations
@@ -53,17 +55,17 @@ from infeed.workers.process_tools import (
 from infeed.workers.rng import seed_lazily
 from infeed.workers.transport_pipes import PipeEnd
 
-# With no worker and nothing asked of it for this long, the server ends; the next loader starts another. Shorter would cost
-# notebooks a start with every cell, longer keeps memory for nothing.
+# The server exits after this long without workers and requests; the next loader starts another. A shorter time would cost
+# notebooks a server start per cell; a longer one would waste memory.
 _IDLE_S: Final = 120.0
 _RULE: Final = "a process with threads cannot be forked safely"
 _AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
-# How often the server replaces itself because of modules that start threads. Then it imports nothing more.
+# How often the server replaces itself because of modules that start threads. After that it imports no new modules.
 _MOST_RESTARTS: Final = 6
 
 
 def main(parent_pid: int, fd: int) -> NoReturn:
-    """Serve the process at the other end of socket ``fd``, until it is gone."""
+    """Serve the process at the other end of socket ``fd`` until that process ends."""
     state = _read_state()
     name_process("infeed:server")
     ignore_interrupts()
@@ -74,7 +76,7 @@ def main(parent_pid: int, fd: int) -> NoReturn:
 
 
 def main_bound(parent_pid: int, fd: int) -> NoReturn:
-    """Likewise; the kernel ends this process with its parent, also while a module is being imported."""
+    """Like ``main``, but the kernel kills this process when its parent ends, even during an import."""
     die_with_parent()
     main(parent_pid, fd)
 
@@ -82,22 +84,22 @@ def main_bound(parent_pid: int, fd: int) -> NoReturn:
 @final
 @dataclass
 class _State:
-    """What a server hands to the interpreter that replaces it."""
+    """The state that a server passes to the interpreter that replaces it."""
 
-    environ: dict[str, str]  # in which modules are imported
+    environ: dict[str, str]  # environment for imports
     argv: list[str] = field(default_factory=lambda: ["-c"])
-    clean: list[str] = field(default_factory=list)  # imported, and there was still one thread; in order
+    clean: list[str] = field(default_factory=list)  # imported without starting a thread; in import order
     tried: set[str] = field(default_factory=set)
-    unsafe: set[str] = field(default_factory=set)  # start a thread when they are imported, or import such a module
-    suspect: str | None = None  # one of its imports started a thread: find out which
-    needed: list[str] = field(default_factory=list)  # before the next fork
-    guessed: list[str] = field(default_factory=list)  # while nothing else is to be done
-    is_used: bool = False  # a loader has said what it needs
+    unsafe: set[str] = field(default_factory=set)  # start a thread at import, or import such a module
+    suspect: str | None = None  # importing it started a thread; the next interpreter finds out which module did
+    needed: list[str] = field(default_factory=list)  # to import before the next fork
+    guessed: list[str] = field(default_factory=list)  # to import while the server is idle
+    is_used: bool = False  # a loader has sent the modules that it needs
     children: set[int] = field(default_factory=set)
     restarts: int = 0
 
     def is_unsafe(self, name: str) -> bool:
-        """Whether importing this imports an unsafe module; packages are imported before what is in them."""
+        """Whether importing this module imports an unsafe one. Python imports parent packages first."""
         parts = name.split(".")
         return any(".".join(parts[:count]) in self.unsafe for count in range(1, len(parts) + 1))
 
@@ -113,7 +115,7 @@ def _read_state() -> _State:
 
 @final
 class _EnvironReads(dict[bytes, bytes]):
-    """The data of ``os.environ``, which records what is read."""
+    """Replaces the data of ``os.environ`` and records which variables are read."""
 
     def __init__(self, data: dict[bytes, bytes]) -> None:
         super().__init__(data)
@@ -128,7 +130,7 @@ class _EnvironReads(dict[bytes, bytes]):
 class _Server:
     def __init__(self, sock: socket.socket, parent_pid: int, state: _State) -> None:
         self._sock = sock
-        # Readable when the user's process has ended, also if a forked child of it holds the other end of the socket.
+        # Readable when the user's process has ended, even if a forked child of it holds the other end of the socket.
         self._parent = open_process(parent_pid)
         self._state = state
         self._children = state.children
@@ -141,20 +143,20 @@ class _Server:
         self._reports_read, self._reports_write = os.pipe()
         for fd in (self._wake_read, self._wake_write, self._reports_read, self._reports_write):
             os.set_blocking(fd, False)
-        self._unread = b""  # the beginning of a report
-        # Python needs a handler to be there before it writes to the wake-up descriptor.
+        self._unread = b""  # an incomplete line of an import report
+        # Python writes to the wake-up descriptor only for signals that have a handler.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def serve(self) -> None:
         self._import_again()
-        self._reap()  # who ended while this interpreter started
+        self._reap()  # workers that ended while this interpreter started
         poll = select.poll()
         for fd in (self._sock, self._wake_read, self._reports_read, self._parent):
             if fd is not None:
                 poll.register(fd, select.POLLIN)
         while True:
-            # A new interpreter would not know of descriptors that are held.
+            # An import may restart the interpreter, which would lose held descriptors.
             guessed = [] if self._held else self._state.guessed
             events = poll.poll(0 if guessed else None if self._children else _IDLE_S * 1000)
             if not events and not guessed:
@@ -182,7 +184,7 @@ class _Server:
             case Preload(modules, argv, environ):
                 sys.argv[:] = self._state.argv = argv
                 self._settle(environ, modules)
-                # Not only when a fork is asked for: a new interpreter would not know of it.
+                # Import now, not on the fork request: a restart of the interpreter would lose that request.
                 self._state.needed = [*modules, *self._state.guessed]
                 self._state.guessed.clear()
                 self._import_needed()
@@ -195,16 +197,16 @@ class _Server:
                 held, self._held = self._held, []
                 self._fork([*held, *fds])
             case Kill(pid):
-                if pid in self._children:  # not reaped, so the number is still this worker's
+                if pid in self._children:  # not reaped, so the pid is still this worker's
                     os.kill(pid, signal.SIGKILL)
 
     # --- importing
 
     def _settle(self, environ: dict[str, str], modules: list[str]) -> None:
-        """The first loader has said what it needs: guesses are over.
+        """Stop guessing when the first loader has sent the modules that it needs.
 
-        A program may set variables before it imports what reads them. Where it has done so since this server started, modules
-        that were imported by guess have read the wrong values.
+        A program may set environment variables before it imports the modules that read them. If it did so after this server
+        started, guessed modules have read stale values, and the server restarts its interpreter.
         """
         state = self._state
         if state.is_used:
@@ -213,7 +215,7 @@ class _Server:
         state.guessed.clear()
         _set_environ_data(dict(self._reads))
         read = {os.fsdecode(key) for key in self._reads.keys_read}
-        # A module may have set a variable itself, here as in the user's process.
+        # A module may have set a variable itself, both here and in the user's process.
         is_stale = any(environ.get(name) not in (state.environ.get(name), os.environ.get(name)) for name in read)
         state.environ = environ
         if is_stale:
@@ -221,7 +223,7 @@ class _Server:
             self._restart()
 
     def _import_again(self) -> None:
-        """Import what the interpreter before this one had, and what it was at."""
+        """Import the modules of the previous interpreter, and those that it was about to import."""
         state = self._state
         sys.argv[:] = state.argv
         names, state.clean = state.clean, []
@@ -243,7 +245,7 @@ class _Server:
             return
         state.tried.add(name)
         if not _is_imported(name):
-            return  # the worker that needs it will fail in its own right, and be heard
+            return  # the worker that needs the module raises and reports the import error
         if _thread_count() <= 1:
             state.clean.append(name)
         elif not is_known:
@@ -251,7 +253,7 @@ class _Server:
             self._restart()
 
     def _find_culprit(self, name: str) -> None:
-        """Import a module again, and replace this interpreter as soon as there is a second thread."""
+        """Import a module again, and restart the interpreter as soon as there is a second thread."""
         state = self._state
 
         def executed(module: str, importers: list[str]) -> None:
@@ -267,11 +269,11 @@ class _Server:
             state.clean.append(name)
 
     def _restart(self) -> None:
-        """Replace this interpreter by a new one, in the same process."""
+        """Replace this interpreter with a new one in the same process."""
         state = self._state
         state.restarts += 1
         flush_output()
-        with suppress(OSError):  # then this server cannot fork, and says so
+        with suppress(OSError):  # the threads then remain, and this server refuses to fork
             memory = os.memfd_create("infeed:server", 0)
             with open(memory, "wb", closefd=False) as file:
                 pickle.dump(state, file)
@@ -279,7 +281,7 @@ class _Server:
             os.execve(sys.executable, [*sys.orig_argv[: code + 1], str(memory)], state.environ)
 
     def _read_reports(self) -> None:
-        """Workers say what they have imported after the fork. It is imported here, too, when there is nothing else to do."""
+        """Queue the modules that workers imported after the fork; the server imports them while it is idle."""
         *lines, self._unread = (self._unread + os.read(self._reports_read, 65536)).split(b"\n")
         self._state.guessed += [line.decode() for line in lines]
 
@@ -288,7 +290,7 @@ class _Server:
         is_final = why is not None
         pid = -1
         if why is None:
-            # What was imported is shared with every fork: keep the collector from touching, and so copying, its pages.
+            # Forks share the pages of imported modules; the garbage collector would write to them and so copy them.
             gc.freeze()
             flush_output()
             try:
@@ -306,7 +308,7 @@ class _Server:
         send(self._sock, Forked(pid))
 
     def _why_not(self) -> str | None:
-        """Why it is not safe to fork, if so."""
+        """Return why it is not safe to fork, or ``None`` if it is."""
         count = _thread_count()
         if count == 0:
             return f"without /proc nobody knows which libraries started threads, and {_RULE}"
@@ -347,11 +349,11 @@ class _Server:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
         for pid in self._children:
-            os.waitpid(pid, 0)  # so that none is left as a zombie for whoever inherits them
+            os.waitpid(pid, 0)  # leave no zombies to the process that inherits them
 
 
 def _thread_count() -> int:
-    """How many threads this process has; 0 if that cannot be known."""
+    """Return the number of threads of this process, or 0 if it is unknown."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:  # no /proc
@@ -375,4 +377,4 @@ def _environ_data() -> dict[bytes, bytes]:
 
 def _set_environ_data(data: dict[bytes, bytes]) -> None:
     for environ in (os.environ, os.environb):
-        setattr(environ, "_data", data)  # noqa: B010  # not known to type checkers
+        setattr(environ, "_data", data)  # noqa: B010  # type checkers do not know _data

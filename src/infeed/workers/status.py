@@ -1,8 +1,11 @@
-"""The Python stack of a worker, taken from outside: also of one that is in native code and answers nobody.
+"""The status board and stack dumps: what each worker is doing, visible to the engine while user code runs.
 
-On Linux a worker lets ``faulthandler`` write its stack into an anonymous file when a signal of its own arrives: the handler is
-C and needs no interpreter lock. The engine sends the signal and reads the file through ``/proc``. Elsewhere the thread that
-reads the worker's pipe is asked, which works unless native code holds the interpreter.
+Each worker writes its task, row, memory and CPU time into its cell of the status board in shared memory. The engine reads it
+without asking the worker.
+
+Stack dumps work even if native code holds the GIL, on Linux. There ``faulthandler`` writes the stack into an anonymous file
+when a signal arrives; its handler is C and does not need the GIL. The engine sends the signal and reads the file through
+``/proc``. On other platforms the thread that reads the worker's pipe answers, unless native code holds the GIL.
 """
 
 from __future__ import annotations
@@ -23,35 +26,35 @@ from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.process_tools import MemoryUse
 from infeed.workers.recorder import RECORDER_NUMBERS, NullRecorder, Observe, Recorder, RecorderReader
 
-_NUMBERS: Final = 16  # of a cell: two cache lines
+_NUMBERS: Final = 16  # per cell: two cache lines
 _NUMBER_BYTES: Final = 8
-_PAGE: Final = _NUMBERS + RECORDER_NUMBERS  # what a worker has of the board
+_PAGE: Final = _NUMBERS + RECORDER_NUMBERS  # one worker's part of the status board: its cell and its recorder
 _TASK, _ROW, _SINCE, _RSS, _STACK, _COUNT, _CPU, _QUEUED, _PRIVATE = range(9)
 UNKNOWN: Final = -1
 
 
 class Doing(NamedTuple):
-    """What a worker is at."""
+    """A snapshot of one worker's cell."""
 
-    task: TaskId | None  # None: nothing, or starting
-    row: int  # of the batch; of a stream, the element. UNKNOWN where nobody counts, or outside of loading
-    row_count: int  # how many rows it is at, from there on: more than one where tiny samples are not noted one by one
-    since_ns: int  # on the clock ``time.perf_counter``, which all processes of a machine share; 0: not at all
-    rss_bytes: int  # memory, when it was last looked at; 0: never
-    stack_fd: int  # where its stack is written when it is asked for; UNKNOWN: nowhere
-    cpu_ns: int  # processor time, when it was last looked at
-    queued_ns: int  # how long it was ready to run and waited for a core; 0 where the platform does not tell
-    private_bytes: int  # memory that it shares with nobody, when it was last looked at
+    task: TaskId | None  # None: idle, or starting
+    row: int  # of the batch; the element for an iterable dataset; UNKNOWN if not counted or not loading
+    row_count: int  # number of rows from there; more than one if tiny samples are not recorded individually
+    since_ns: int  # on the ``time.perf_counter`` clock, which all processes of a machine share; 0: idle
+    rss_bytes: int  # resident memory at the last measurement; 0: never measured
+    stack_fd: int  # descriptor of the stack file in the worker; UNKNOWN: none
+    cpu_ns: int  # CPU time at the last measurement
+    queued_ns: int  # time runnable but waiting for a CPU core; 0 if the platform does not report it
+    private_bytes: int  # memory not shared with other processes, at the last measurement
 
     @property
     def exact_row(self) -> int | None:
-        """The row it is at, if it says so."""
+        """The current row, if it is recorded individually."""
         return self.row if self.row >= 0 and self.row_count == 1 else None
 
 
 @final
 class Cell:
-    """The worker's side."""
+    """One worker's cell of the status board. Only the worker writes it while it runs."""
 
     __slots__ = ("_numbers",)
 
@@ -60,7 +63,7 @@ class Cell:
 
     @staticmethod
     def over(memory: Any, worker: int) -> Cell:
-        """The cell of a worker in a board that is mapped here."""
+        """Return the cell of a worker in a status board that this process has mapped."""
         return Cell(memoryview(memory).cast("q")[worker * _PAGE : worker * _PAGE + _NUMBERS])
 
     def start(self, stack_fd: int) -> None:
@@ -71,7 +74,7 @@ class Cell:
         numbers[_SINCE] = perf_counter_ns()
 
     def begin(self, task: TaskId) -> int:
-        """It is at this task, since now, which is returned."""
+        """Record the start of a task; return the time."""
         numbers = self._numbers
         numbers[_ROW] = UNKNOWN
         now = numbers[_SINCE] = perf_counter_ns()
@@ -79,7 +82,7 @@ class Cell:
         return now
 
     def at(self, row: int) -> int:
-        """It is at this row, since now, which is returned."""
+        """Record the start of a row; return the time."""
         numbers = self._numbers
         numbers[_ROW] = row
         numbers[_COUNT] = 1
@@ -87,7 +90,7 @@ class Cell:
         return now
 
     def among(self, row: int, count: int) -> None:
-        """At one of several rows."""
+        """Record that the worker loads one of ``count`` rows from ``row``."""
         numbers = self._numbers
         numbers[_ROW] = row
         numbers[_COUNT] = count
@@ -105,7 +108,7 @@ class Cell:
 
 
 def recorder_over(memory: Any, worker: int, observe: Observe) -> Recorder | NullRecorder:
-    """The tape of a worker in a board that is mapped here."""
+    """Return the recorder of a worker in a status board that this process has mapped."""
     if observe == "off":
         return NullRecorder()
     begin = worker * _PAGE + _NUMBERS
@@ -114,10 +117,10 @@ def recorder_over(memory: Any, worker: int, observe: Observe) -> Recorder | Null
 
 @final
 class StatusBoard:
-    """The engine's side."""
+    """The cells and recorders of all workers. Engine side."""
 
     def __init__(self, workers: Sequence[WorkerId], store: SegmentStore | None) -> None:
-        """In a segment of ``store``, or without one in memory of this process alone."""
+        """Allocate the board in a segment of ``store``; if ``None``, in private memory of this process."""
         size = (max(workers) + 1) * _PAGE * _NUMBER_BYTES
         self.handle: SegmentHandle | None = None
         if store is None:
@@ -143,18 +146,18 @@ class StatusBoard:
         return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns, queued_ns, private)
 
     def close(self) -> None:
-        """Let go of the memory: a mapping has a descriptor of its own, for as long as it is there. Its readers are closed."""
+        """Release the memory, because a mapping holds a file descriptor. This also closes the readers."""
         self._numbers.release()
         if isinstance(self._memory, mmap):
             self._memory.close()
 
     def vacate(self, worker: WorkerId) -> None:
-        """Nobody is there any more."""
+        """Clear the cell of a worker that has ended."""
         for number in range(_NUMBERS):
             self._numbers[worker * _PAGE + number] = 0
 
     def clear(self, worker: WorkerId) -> None:
-        """Before it starts (again): what an earlier one of this number did is no longer of interest."""
+        """Reset the cell before a worker starts or restarts, so that it shows nothing of its predecessor."""
         for number in range(_NUMBERS):
             self._numbers[worker * _PAGE + number] = 0
         self._numbers[worker * _PAGE + _STACK] = UNKNOWN
@@ -162,7 +165,7 @@ class StatusBoard:
         self._numbers[worker * _PAGE + _SINCE] = perf_counter_ns()
 
 
-# Which signal asks for the stack. A real-time one: nobody else has a meaning for it.
+# Signal that requests a stack dump. A real-time signal, because those have no predefined meaning.
 _SIGNAL: Final = 50
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FILE: Final = "infeed-stack"
@@ -174,9 +177,9 @@ _armed: Final[list[int]] = []
 
 
 def arm() -> int | None:
-    """In a worker, when it starts: be ready to be asked. The descriptor of where the stack will be, if there is one."""
+    """Register the stack dump handler at worker start-up. Return the descriptor of the stack file, or ``None``."""
     if _armed:
-        return _armed[0]  # a worker that works for another loader now
+        return _armed[0]  # a reused worker, now with another loader
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     import faulthandler
@@ -184,26 +187,26 @@ def arm() -> int | None:
     try:
         fd = os.memfd_create(_FILE)
         faulthandler.register(_SIGNAL, file=fd, all_threads=False)
-    except (OSError, RuntimeError, ValueError):  # no descriptor left, or a kernel that refuses: then there is no stack
+    except (OSError, RuntimeError, ValueError):  # no descriptor left, or the kernel refuses: no stack dumps
         return None
     _armed.append(fd)
     return fd
 
 
 def take(pid: int, fd: int) -> str | None:
-    """The stack of a worker that is armed; ``None`` if it cannot be had."""
+    """Return the stack of a worker that has called ``arm``; ``None`` if it is not available."""
     if sys.platform != "linux":
         return None
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        # Looked at before the signal is sent: by now the number may be another process's, which the signal would end.
+        # Check before sending the signal: the pid may belong to another process by now, which the signal would kill.
         if _FILE not in os.readlink(path):
             return None
         with open(path, "rb", buffering=0) as file:
             begin = os.fstat(file.fileno()).st_size
             os.kill(pid, _SIGNAL)
             end = _written(file.fileno(), begin)
-            # The writer's own place in the file is another one: opened anew, this begins at 0.
+            # pread, because this descriptor has its own offset, which starts at 0.
             data = os.pread(file.fileno(), min(end - begin, _MOST_BYTES), begin)
     except OSError:
         return None
@@ -211,14 +214,14 @@ def take(pid: int, fd: int) -> str | None:
 
 
 def _theirs(text: str) -> str | None:
-    """Without the frames that are ours and the same every time; all of it if there are no others."""
+    """Return the frames without those of infeed; all frames if there are no others."""
     lines = [line for line in text.splitlines() if line.startswith("  File")]
     theirs = [line for line in lines if f'"{_PACKAGE}' not in line and '"<string>"' not in line]
     return "\n".join(theirs or lines) or None
 
 
 def _written(fd: int, begin: int) -> int:
-    """Where the file ends when the stack is all in it."""
+    """Wait until the stack is completely written; return the end of the file."""
     deadline = time.monotonic() + _TAKE_S
     end, quiet_since = begin, time.monotonic()
     while (now := time.monotonic()) < deadline:
@@ -232,7 +235,7 @@ def _written(fd: int, begin: int) -> int:
 
 
 def thread_stack(ident: int | None) -> str | None:
-    """The stack of a thread of this process."""
+    """Return the stack of a thread of this process."""
     frame = sys._current_frames().get(ident or 0)
     if frame is None:
         return None
@@ -241,5 +244,5 @@ def thread_stack(ident: int | None) -> str | None:
 
 
 def main_stack() -> str | None:
-    """The stack of this process's main thread, for a thread that is asked for it."""
+    """Return the stack of the main thread. The thread that reads the pipe calls it."""
     return thread_stack(threading.main_thread().ident)

@@ -1,4 +1,4 @@
-"""Workers that are threads of the user's process: no copy of the dataset, nothing to send. Good if loading leaves the GIL."""
+"""Workers as threads of the main process: no copy of the dataset, no transfer. Fast if loading releases the GIL."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from infeed.workers.rng import generator_states
 from infeed.workers.status import thread_stack
 
 _LOG: Final = logging.getLogger("infeed")
-# How long close() waits for threads in user code. They cannot be stopped, and they are daemons: longer gains nothing, shorter
-# would let a quick close overtake a worker that is about to end.
+# How long close() waits for threads in user code. A longer wait gains nothing, because they cannot be stopped and are daemons.
+# With a shorter one, close() could return before a worker that is about to end.
 _CLOSE_S: Final = 1.0
 
-# How often a thread notes what it has used of the processor.
+# How often a thread records its CPU time.
 _MEASURE_S: Final = 0.1
 
 _STOP: Final = None
 _Inbox = queue.SimpleQueue[ToWorker | None]
-_News = queue.SimpleQueue[tuple[_Inbox, News] | None]  # with the inbox of who tells it
+_News = queue.SimpleQueue[tuple[_Inbox, News] | None]  # paired with the inbox of the sender
 
 
 @final
@@ -59,7 +59,7 @@ class ThreadPool(WorkerPool):
         inbox: _Inbox = queue.SimpleQueue()
         arguments = (worker, self._make_runner, inbox, self._news)
         thread = threading.Thread(target=_work, args=arguments, name=f"infeed:worker:{worker}", daemon=True)
-        # First: if it is interrupted while it waits for the thread to be there, close() must know of it.
+        # Register the inbox first: if an interrupt hits thread.start(), close() must still stop the thread.
         self._inboxes[worker] = inbox
         try:
             with explaining_limits():
@@ -102,7 +102,7 @@ class ThreadPool(WorkerPool):
         heard = [first]
         while not self._news.empty():
             heard.append(self._news.get())
-        # Not of those that were stopped: another may have their number by now.
+        # Drop messages from stopped workers: a new worker may have the same number by now.
         return [one[1] for one in heard if one is not None and one[0] is self._inboxes.get(one[1][0])]
 
     def add_segment(self, handle: SegmentHandle) -> None:
@@ -131,7 +131,7 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
     try:
         runner = make_runner(worker)
         runner.start()
-    except BaseException as error:  # whatever worker_init_fn raises must be heard of
+    except BaseException as error:  # report whatever worker_init_fn raises
         news.put((inbox, (worker, StartFailed(Failure.of(error, "running worker_init_fn")))))
         return
     news.put((inbox, (worker, Started())))
@@ -158,11 +158,11 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
             runner.forget_segment(message.number)
             continue
         assert not isinstance(message, MapSegment | TellStack)
-        # While the first task is loaded, the user's loop waits for it: whoever draws is the dataset.
+        # The training loop blocks on the first task, so any draw during it comes from the dataset.
         before = generator_states() if is_first and isinstance(message, LoadGrains | LoadNext) else None
         try:
             answer = runner.handle(message)
-        except BaseException as error:  # SystemExit and its like end a plain loop, so they must reach the user's
+        except BaseException as error:  # SystemExit and the like must reach the training loop, as without workers
             if not isinstance(message, LoadGrains | LoadNext | PlaceTask):
                 raise
             answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
@@ -175,7 +175,7 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
         if time.monotonic() - measured > _MEASURE_S:
             measured = time.monotonic()
             runner.note_usage(time.thread_time_ns(), queued_ns())
-        # Nothing may hold on to a batch while this thread waits.
+        # Do not reference a batch while this thread waits.
         del message, answer
     turns.close()
     runner.finish()

@@ -1,10 +1,10 @@
-"""Pipes between the engine and its workers: frames of bytes, and one wait for all of them.
+"""Transport between the engine and its workers: byte frames over one channel per worker, and one poller for all channels.
 
-The engine's end never blocks: what a full pipe does not take is kept and sent when there is room, so that an engine and a
-worker that both have much to say cannot wait for each other. A worker's end blocks.
+The engine's end never blocks. It buffers data that a full pipe does not accept, so that an engine and a worker with large
+messages cannot deadlock. A worker's end blocks.
 
-Two ways with this interface: plain pipes with ``poll`` (``pipes``; Linux and macOS), and the connections of ``multiprocessing``
-(``connections``; Windows, and wherever ``poll`` is missing).
+Two modules implement this interface: ``transport_pipes`` (plain pipes with ``poll``; Linux and macOS) and
+``transport_portable`` (``multiprocessing`` connections; Windows, and platforms without ``poll``).
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ def can_use_poll() -> bool:
 class Link(ABC):
     """The engine's end of one worker's channel.
 
-    Made without anything behind it, so that somebody owns it before there is anything to close.
+    The constructor opens nothing, so that the link has an owner before there is anything to close.
     """
 
     @abstractmethod
     def open(self) -> tuple[int, ...]:
-        """Make the channel; the descriptors (handles, on Windows) that the worker inherits."""
+        """Open the channel; return the descriptors (handles on Windows) that the worker inherits."""
 
     @abstractmethod
     def close_inherited(self) -> None:
-        """Close the worker's ends here, once it has them."""
+        """Close the worker's ends in this process, after the worker has inherited them."""
 
     @abstractmethod
     def send(self, frames: Iterable[bytes]) -> None:
-        """Send frames in order, or keep what does not fit now. A channel that is gone takes nothing and says nothing: its
-        end is heard by ``receive``."""
+        """Send frames in order; buffer the part that does not fit now.
+
+        A closed channel drops frames silently; ``receive`` reports the end.
+        """
 
     @abstractmethod
     def receive(self) -> list[bytes]:
-        """Frames that have arrived; may be none.
+        """Return the frames that have arrived; may be empty.
 
         Raises:
             EOFError: the worker's end is closed and all its frames have been received.
@@ -49,27 +51,27 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close whatever is open of it. Idempotent."""
+        """Close all open ends. Idempotent."""
 
 
 class WorkerEnd(ABC):
-    """A worker's end: blocking."""
+    """The worker's end of its channel. Blocking."""
 
     @abstractmethod
     def send(self, frame: bytes) -> None: ...
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next frame.
+        """Return the next frame.
 
         Raises:
-            EOFError: the engine is gone, or done with this worker.
-            TimeoutError: none came within the time.
+            EOFError: the engine is gone, or has closed this worker's channel.
+            TimeoutError: no frame arrived within ``timeout_s``.
         """
 
 
 class Poller(ABC):
-    """Waits for any of an engine's links, or for a wake-up from another thread."""
+    """Waits for any link of an engine, or for a wake-up from another thread."""
 
     @abstractmethod
     def add(self, link: Any) -> None: ...
@@ -79,11 +81,11 @@ class Poller(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> list[Any]:
-        """Links with something to receive; none after ``timeout_s`` or a wake-up."""
+        """Return the links that are ready to receive; empty after ``timeout_s`` or a wake-up."""
 
     @abstractmethod
     def wake(self) -> None:
-        """End the wait, from any thread."""
+        """Interrupt ``wait``. Callable from any thread."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The channel between engine and workers as a pair of plain pipes, watched by ``poll``. Linux and macOS."""
+"""Transport over a pair of plain pipes per worker, polled with ``poll``. Linux and macOS."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ assert sys.platform != "win32"
 
 _HEAD: Final = struct.Struct("<I")
 _READ_BYTES: Final = 1 << 16
-# What a pipe is made to hold when it is first too small, where the system allows: for a batch of a hundred thousand indices, or
-# of long strings. Not before: there is a limit to what all pipes of a user hold together.
+# Pipe capacity after the first write that does not fit, such as a batch of 100,000 indices or of long strings. Not set earlier,
+# because Linux limits the total pipe capacity of a user.
 _LARGE_BYTES: Final = 1 << 20
 _LONGEST_S: Final = 1e6
 
@@ -34,13 +34,15 @@ def _joined(frames: Iterable[bytes]) -> bytes:
 def _enlarge(fd: int) -> None:
     set_size: int | None = getattr(fcntl, "F_SETPIPE_SZ", None)  # Linux only
     if set_size is not None:
-        with suppress(OSError):  # this user's pipes hold much already, or the system allows less
+        with suppress(OSError):  # the user's total pipe limit is reached, or the system maximum is lower
             fcntl.fcntl(fd, set_size, _LARGE_BYTES)
 
 
 def _close(fds: list[int], *places: int) -> None:
-    """Take descriptors off a list and close them. One call into C: a signal handler that raises leaves each on the list or
-    closed."""
+    """Remove descriptors from a list and close them.
+
+    It is one call into C, so a signal handler that raises finds each descriptor either on the list or closed.
+    """
     deque(map(os.close, map(fds.pop, places)), maxlen=0)
 
 
@@ -49,10 +51,10 @@ def _close_all(fds: list[int]) -> None:
 
 
 class _Frames:
-    """Cuts a stream of bytes into frames."""
+    """Splits a byte stream into length-prefixed frames."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()  # of a frame in progress; appended to, so that a large one is not copied with every piece
+        self._rest = bytearray()  # incomplete frame; appended in place, so that each piece does not copy a large frame
         self._needed = 0
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -77,14 +79,14 @@ class _Frames:
         return frames
 
     def missing(self) -> int:
-        """Bytes that complete the frame in progress, as far as is known."""
+        """Return the number of bytes still needed for the current frame, as far as is known."""
         return self._needed - len(self._rest) if self._rest else 0
 
 
 @final
 class PipeLink(Link):
     def __init__(self) -> None:
-        self._fds: list[int] = []  # all that are open
+        self._fds: list[int] = []  # all open descriptors
         self.write_fd = self.read_fd = -1
         self._frames = _Frames()
         self._outbox = bytearray()
@@ -122,7 +124,7 @@ class PipeLink(Link):
                 self.poller.watch_room(self)
 
     def flush(self) -> None:
-        """Send what was kept, as far as there is room."""
+        """Write as much of the outbox as the pipe accepts."""
         sent = self._write(bytes(self._outbox[:_LARGE_BYTES]))
         del self._outbox[:sent]
         if self._is_broken:
@@ -139,7 +141,7 @@ class PipeLink(Link):
 
     def receive(self) -> list[bytes]:
         try:
-            # A large frame is asked for in one go: a megabyte of objects in pieces of 64 KB would be joined sixteen times.
+            # Read a large frame in one call: 1 MB in pieces of 64 KB would be joined 16 times.
             data = os.read(self.read_fd, max(_READ_BYTES, self._frames.missing()))
         except BlockingIOError:
             return []
@@ -185,7 +187,7 @@ class PipeEnd(WorkerEnd):
 class PipePoller(Poller):
     def __init__(self) -> None:
         self._wake_fds: list[int] = []
-        # For an engine that is interrupted while it is made, and does not own its poller yet.
+        # Covers an interrupt while the engine is constructed, before it owns its poller.
         weakref.finalize(self, _close_all, self._wake_fds)
         self._poll = select.poll()
         self._links: dict[int, PipeLink] = {}
@@ -219,7 +221,7 @@ class PipePoller(Poller):
 
     def wait(self, timeout_s: float | None) -> list[Any]:
         ready = []
-        # Beyond what poll() can count, some days, it is woken in vain; the caller looks at the clock and waits again.
+        # poll() limits the timeout to some days. After an early wake-up, the caller checks the clock and waits again.
         limit_ms = None if timeout_s is None else max(0, ceil(min(timeout_s, _LONGEST_S) * 1000))
         for fd, _ in self._poll.poll(limit_ms):
             if fd == self._wake_read:
@@ -239,7 +241,7 @@ class PipePoller(Poller):
         try:
             os.write(self._wake_write, b"w")
         except (BlockingIOError, OSError):
-            return  # awake already, or closed
+            return  # a wake-up is already pending, or the poller is closed
 
     def close(self) -> None:
         self._wake_read = self._wake_write = -1

@@ -1,7 +1,7 @@
-"""The channel between engine and workers where there is no ``poll``: connections of ``multiprocessing``. Windows uses this.
+"""Transport over ``multiprocessing`` connections, for Windows and platforms without ``poll``.
 
-A connection blocks while the other side does not read. The worker reads in a thread of its own, so that the engine is not held
-up all the same.
+Sending on a connection blocks while the other side does not read. The worker always reads, in a separate thread, so the engine
+is not held up.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Final, final
 
 from infeed.workers.transport import Link, Poller, WorkerEnd
 
-# Windows has a class of its own for it, with the same methods.
+# Windows has a separate class with the same methods.
 if sys.platform == "win32":
     from multiprocessing.connection import PipeConnection as Connection
 else:
     from multiprocessing.connection import Connection
 
 
-# Windows waits for 64 handles at a time, and one of them is for Ctrl+C. More connections are looked at in groups, in turn, each
-# for this long.
+# Windows waits for at most 64 handles at a time, and one of them is for Ctrl+C. More connections are polled in groups, in turn,
+# each for _TURN_S.
 _AT_ONCE: Final = 60
 _TURN_S: Final = 0.002
 
@@ -48,10 +48,10 @@ class ConnectionLink(Link):
     conn: Connection[Any, Any]
 
     def __init__(self) -> None:
-        self._ends: tuple[Connection[Any, Any], ...] = ()  # the engine's, and the worker's until it has it
+        self._ends: tuple[Connection[Any, Any], ...] = ()  # the engine's end, then the worker's
 
     def open(self) -> tuple[int, ...]:
-        # Connections close themselves if nobody keeps them.
+        # Unreferenced connections close themselves, so an interrupt here leaks nothing.
         self._ends = connection.Pipe()
         self.conn, theirs = self._ends
         _make_inheritable(theirs.fileno())
@@ -131,7 +131,7 @@ class ConnectionPoller(Poller):
 
 
 def inherited_end(handle: int) -> ConnectionEnd:
-    """The worker's end, in the worker."""
+    """Return the worker's end of an inherited handle. Called in the worker."""
     return ConnectionEnd(Connection(handle))
 
 
@@ -143,4 +143,4 @@ if sys.platform == "win32":
 else:
 
     def _make_inheritable(handle: int) -> None:
-        del handle  # pass_fds sees to it
+        del handle  # pass_fds makes it inheritable

@@ -1,4 +1,4 @@
-"""From samples to a slot: written as rows, or made one object and packed; held while they have no place."""
+"""Write samples into a slot: row by row, or collated into one object and packed. Samples without a block are held."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from infeed.workers.rng import Place
 from infeed.workers.spec import Making, Source, WorkerSpec
 from infeed.workers.status import Cell
 
-# Writers are kept for slots and layouts that come again; when there are more than this, all are forgotten.
+# Writers are cached by slot and layout; when the cache reaches this size, it is cleared.
 _WRITERS_KEPT: Final = 256
 
 
 class Segments(Protocol):
-    """Where segments are mapped in this process."""
+    """The segments that are mapped in this process."""
 
     def memory(self, segment: int) -> mmap: ...
 
 
 @final
 class Held:
-    """Samples that wait for a place; of arrays that are gathered, their indices."""
+    """Samples that wait for a block from the scheduler; for in-memory arrays, the indices to gather."""
 
     def __init__(
         self, first_row: int, row_count: int, samples: Any, layout: Layout | None, packing: Packing | Handed | None
     ) -> None:
         self.first_row, self.row_count = first_row, row_count
         self.samples, self.layout, self.packing = samples, layout, packing
-        self.elapsed_ns = 0  # what loading took; waiting for a place does not count
+        self.elapsed_ns = 0  # loading time, without the wait for a block
         self.shards_itself = False
         self.stream_state: Any = None
-        self.bad: tuple[tuple[int, Failure], ...] = ()  # elements of a stream that were left out
+        self.bad: tuple[tuple[int, Failure], ...] = ()  # skipped elements of an iterable dataset
 
 
 @final
 class SlotWriter:
-    """Belongs to one runner."""
+    """Writes batches into slots for one runner."""
 
     def __init__(
         self,
@@ -72,26 +72,26 @@ class SlotWriter:
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
         self._layouts_alive: dict[int, Layout] = {}
         self.held: dict[TaskId, Held] = {}
-        self.began_ns = 0  # when the latest task did; its runner says so
+        self.began_ns = 0  # start of the current task, set by the runner
 
     def memory(self, block: Block) -> mmap:
-        """The segment that a block is in."""
+        """Return the mapped segment of a block."""
         return self._segments.memory(block.segment)
 
     def forget_segment(self, number: int) -> None:
-        """Drop every view into a segment that goes away."""
+        """Drop all views of a segment that is about to be unmapped."""
         for key in [key for key in self._writers if key[0] == number]:
             del self._writers[key]
 
     def take_held(self, task: TaskId) -> Held:
-        """What waits for the place that has been found."""
+        """Remove and return the held samples of a task that now has a block."""
         held = self.held.pop(task, None)
         if held is None:
             raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
         return held
 
     def place(self, task: TaskId, held: Held, block: Block, layout: Layout | None, *, is_aside: bool = False) -> FromWorker:
-        """Write what was held into the place it was given; ``is_aside``: while the runner is at something else."""
+        """Write held samples into their block; ``is_aside``: from another thread, while the runner is busy."""
         is_part = held.packing is None and len(held.samples) != held.row_count
         if layout is not None and held.layout != layout and is_part:
             return Mismatched(task)
@@ -100,7 +100,7 @@ class SlotWriter:
             if not is_aside:
                 self._recorder.end(0, perf_counter_ns())
             return answer
-        except Exception as error:  # no memory, or an object of the user's that refuses
+        except Exception as error:  # out of memory, or a user object that raises
             return LoadFailed(task, Failure.of(error, "writing a batch"), held.shards_itself)
 
     def _write_held(self, task: TaskId, held: Held, block: Block, *, is_aside: bool = False) -> FromWorker:
@@ -130,11 +130,11 @@ class SlotWriter:
     # --- rows
 
     def torch_layout(self, samples: list[Sample]) -> Layout | None:
-        """The layout of the batch that torch's ``default_collate`` would make here; ``None``: let that function make it."""
+        """Return the layout of the batch as torch would collate it; ``None`` if ``default_collate`` itself has to run."""
         return torch_layout(samples, keeps_strides=self._keeps_strides)
 
     def writer(self, block: Block | None, layout: Layout | None, row_count: int) -> RowWriter | None:
-        """What writes rows of this layout into this block; ``None`` if either is missing, or the block too small."""
+        """Return a writer for rows of this layout in this block; ``None`` if either is missing or the block is too small."""
         if block is None or layout is None:
             return None
         key = (block.segment, block.offset, row_count, id(layout))
@@ -149,12 +149,12 @@ class SlotWriter:
             memory = self._segments.memory(block.segment)
             writer = RowWriter(layout, memory, block.offset, row_count, keeps_strides=self._keeps_strides)
             self._writers[key] = writer
-            # Its id is in the key, so it must not be given to another object.
+            # The key contains id(layout): keep the layout alive so that Python does not reuse the id.
             self._layouts_alive[id(layout)] = layout
         return writer
 
     def write(self, message: LoadGrains | LoadNext, samples: list[Sample], row_count: int, first_row: int) -> RowsLoaded | None:
-        """Write samples as they are expected, all together; ``None`` if they are not so."""
+        """Write all samples with the expected layout; return ``None`` if they do not fit it."""
         writer = self.writer(message.block, message.layout, row_count)
         if writer is None:
             return None
@@ -176,7 +176,7 @@ class SlotWriter:
         row_count: int,
         first_row: int,
     ) -> FromWorker:
-        """Find a layout for these samples; write them if they may go into this block now, else keep them."""
+        """Infer a layout for these samples; write them if the block is large enough, otherwise hold them."""
         try:
             layout = infer_layout(samples, indices) if self._source.torch_collate is None else self.torch_layout(samples)
         except CollateError as error:
@@ -192,17 +192,17 @@ class SlotWriter:
             return Unplaced(task, nbytes, layout)
         return self._write_held(task, held, block)
 
-    # --- anything else
+    # --- packed batches
 
     def pack(self, message: LoadGrains | LoadNext, samples: Any, row_count: int, indices: list[Any]) -> FromWorker:
-        """Let the user make a batch of these samples, whatever it is; pack it into the block, or keep it.
+        """Call ``collate_fn`` if there is one, and pack the result into the block, or hold it.
 
-        ``samples`` is a list, or whatever ``__getitems__`` of a torch loader's dataset returned.
+        ``samples`` is a list; with a torch loader, it is whatever ``__getitems__`` returned.
         """
         source, task, block = self._source, message.task, message.block
         tree: Any = samples[0] if source.making is Making.SINGLE else samples
         collate = source.collate_fn or source.torch_collate
-        # What goes wrong from here on is the whole batch's, and not the fault of the sample that was loaded last.
+        # From here on, attribute failures to the whole batch and not to the last loaded sample.
         self._cell.begin(task)
         if collate is not None:
             self._place_now.at_collation(self._fetcher.epoch_seed, message.first_position)
@@ -214,10 +214,10 @@ class SlotWriter:
                 if self._recorder.is_fine:
                     self._recorder.collated()
         try:
-            # To torch's users what is made in their own process is handed over as it is, with its graph and its identity.
+            # With a torch loader, deliver a batch made in the main process as is, with its autograd graph and identity.
             is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"
             packing = Handed(tree) if is_handed else Packing(tree)
-        except Exception as error:  # the user's objects may refuse in any way
+        except Exception as error:  # pickling user objects may raise anything
             raise LoadError("sending the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
             held = self.held[task] = Held(0, row_count, samples, None, packing)

@@ -1,4 +1,4 @@
-"""What may be wrong with a program, one small pure function for each: evidence in, a finding or nothing out."""
+"""The doctor's checks: one pure function per problem, which takes evidence and returns a finding or ``None``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ NAMES: Final = tuple(_CHECKS)
 
 
 def examine(run: Run) -> list[Finding]:
-    """All findings, the most costly first: what may lose the whole run, then time, then memory."""
+    """Return all findings, most costly first: risks to the whole run, then time, then memory."""
     found = [finding for loader in run.loaders for check in _CHECKS.values() if (finding := check(run, loader)) is not None]
     return sorted(found, key=lambda finding: (RISKS.index(finding.risk), -finding.cost))

@@ -1,4 +1,4 @@
-"""How many workers would keep up with the loop."""
+"""Estimates the number of workers that keeps up with the training loop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 from infeed.doctor.evidence import LoaderSeen, Run
 
 MOST_WORKERS: Final = 64
-# Some room, because samples are not all alike.
+# Headroom factor, because sample times vary.
 _ROOM: Final = 1.1
-# Where slow samples are what bounds it: the least number of workers that comes so close to the most that would be of use.
+# If slow samples are the bottleneck: take the fewest workers within this factor of the fastest useful count.
 _ALMOST: Final = 1.05
 
 
 def best_workers(run: Run, loader: LoaderSeen) -> int:
-    """How many would load as fast as the loop works, as far as there are cores for what they compute."""
+    """Return how many workers keep up with the training loop, limited by the CPU cores that loading needs."""
     probe = loader.probe
     away = loader.away_s / loader.batch_count
     most = min(MOST_WORKERS, max(1, int(run.core_count / max(loader.cpu_share, 0.05))))
@@ -31,17 +31,17 @@ def best_workers(run: Run, loader: LoaderSeen) -> int:
 
 
 def slowest_s(loader: LoaderSeen, workers: int) -> float:
-    """What lies between two batches at least, on average, because of slow samples.
+    """Return the minimum average time between two batches that slow samples impose.
 
-    No batch comes sooner after it was begun than its slowest sample takes, and no more than one for each worker are begun. What
-    else is ahead of the loop lies behind the slow one, in the queue of the same worker. An epoch begins with nothing ahead.
+    A batch takes at least as long as its slowest sample, and each worker has at most one batch in progress. Other prefetched
+    batches are queued behind the slow one in the same worker. An epoch starts with no batches prefetched.
     """
     probe = loader.probe
     if not probe.slow:
         return 0.0
     slow_s = max(one.seconds for one in probe.slow)
-    if loader.library == "torch":  # where one worker loads the whole batch
+    if loader.library == "torch":  # one worker loads the whole batch
         slow_s += (loader.rows - 1) * probe.median_s
-    apart = probe.sample_count / (len(probe.slow) * loader.rows)  # batches, from one with a slow sample to the next
+    apart = probe.sample_count / (len(probe.slow) * loader.rows)  # batches from one slow sample to the next
     epoch = max((epoch.batch_count for epoch in loader.epochs), default=1)
     return slow_s / max(1.0, apart, min(workers, epoch))

@@ -1,4 +1,4 @@
-"""Workers in each other's way: threads of libraries, more in all than there are cores; and threads that wait for the GIL."""
+"""Contention between workers: library thread pools with more threads than CPU cores, and threads that wait for the GIL."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from infeed.doctor.findings.finding import MOST_OF_IT, Finding, describe, way_s
 from infeed.formatting import format_count, format_seconds
 
 ONE_THREAD: Final = "threads_per_worker=1, which is the default"
-# Of the run. With less, all that is wrong is how it looks.
+# Reporting threshold, as a share of the run: below it the extra threads do no harm.
 _LEAST_COST: Final = 0.02
 
-# Work that uses the processor for less of its time waits. Threads that together use more cores than this leave the GIL. Where
-# loading by hand takes less of the time in which a batch comes, something else takes it; on a busy machine that is not exact.
+# _COMPUTES: loading below this CPU share is I/O-bound. _GIL_CORES: threads that use more cores in total release the GIL.
+# _GIL_LOAD: if loading takes less than this share of the time between batches, something else is the bottleneck; the
+# comparison is inexact on a busy machine.
 _COMPUTES: Final = 0.6
 _GIL_CORES: Final = 1.2
 _GIL_LOAD: Final = 0.3
 
 
 class _Crowd(NamedTuple):
-    pools: dict[str, int]  # threads besides a worker's own, by library
+    pools: dict[str, int]  # threads besides the worker's main thread, by library
     each: int
     total: int
-    lost_s: float  # of what the loop waited, what it would not with one thread in each worker
+    lost_s: float  # the part of the wait that one thread per worker would save
 
     @property
     def cure(self) -> str:
@@ -34,7 +35,7 @@ class _Crowd(NamedTuple):
 
 
 def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Libraries use several threads in each worker, more in all than there are cores."""
+    """Report that libraries use several threads in each worker, more in total than CPU cores."""
     crowd = _find_crowd(run, loader)
     if crowd is None or crowd.lost_s <= _LEAST_COST * run.seconds:
         return None
@@ -59,7 +60,7 @@ def thread_pools(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def waits_for_pools(run: Run, loader: LoaderSeen) -> str:
-    """If that is most of what the loop waits for: what to do about it in torch's workers. Else nothing."""
+    """Return the fix for torch's workers if thread pools are the bottleneck, else an empty string."""
     crowd = _find_crowd(run, loader)
     return crowd.cure if crowd is not None and crowd.lost_s >= MOST_OF_IT * loader.waited_s > 0 else ""
 
@@ -79,7 +80,7 @@ def _find_crowd(run: Run, loader: LoaderSeen) -> _Crowd | None:
 
 
 def _lost_s(run: Run, loader: LoaderSeen, total: int) -> float:
-    """By what samples take by hand, with one thread; if none could be loaded, as if threads beyond the cores were all lost."""
+    """Estimate the lost time from the probe with one thread; without a probe, count threads beyond the cores as lost."""
     if not loader.is_load_known:
         return loader.waited_s * (1 - run.core_count / total)
     could_s = loader.load_s / min(loader.num_workers, run.core_count)
@@ -88,15 +89,15 @@ def _lost_s(run: Run, loader: LoaderSeen, total: int) -> float:
 
 
 def may_hold_gil(run: Run, loader: LoaderSeen) -> bool:
-    """Whether workers are threads that compute: how many can do so at the same time depends on who leaves the GIL."""
+    """Whether workers are CPU-bound threads; they run in parallel only as far as the code releases the GIL."""
     return loader.kind == "thread" and run.has_gil and loader.is_load_known and loader.cpu_share >= _COMPUTES
 
 
 def waits_for_gil(run: Run, loader: LoaderSeen) -> bool:
-    """Whether several threads that compute use no more than one core, though there are others."""
+    """Whether several CPU-bound threads use no more than about one core although more are available."""
     if not may_hold_gil(run, loader) or loader.num_workers < 2 or run.core_count < 2:
         return False
     if "worker='auto'" in loader.asked:
-        return False  # infeed has tried both kinds
+        return False  # infeed has measured both kinds
     comes_s = (loader.waited_s + loader.away_s) / max(1, loader.batch_count)
     return 0 < loader.own_cores < _GIL_CORES and loader.load_s >= _GIL_LOAD * comes_s

@@ -1,4 +1,4 @@
-"""What workers do to memory."""
+"""Memory checks: workers that keep growing, and large objects that every worker copies."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from infeed.doctor.evidence import LoaderSeen, Moment, Run
 from infeed.doctor.findings.finding import Finding, describe
 from infeed.formatting import format_bytes, format_count, format_seconds
 
-# A worker grows while it imports, opens files and fills buffers. What counts is growth after a third of its life that goes on
-# in the last third; below these figures it may still be any of those.
+# A worker grows while it imports modules, opens files and fills buffers. Only growth after the first third of its life that
+# continues in the last third counts; growth below these thresholds may still be start-up.
 _LEAST_MOMENTS: Final = 6
 _LEAST_GROWTH: Final = 16 << 20
 _LEAST_SHARE: Final = 0.1
 _LAST_THIRD: Final = 0.2
 
-# What the workers hold again is worth a word from here on, or from this part of what is free on.
+# Reporting thresholds for copied objects: total bytes, or share of free memory.
 _MUCH_BYTES: Final = 64 << 20
 _MUCH_SHARE: Final = 0.01
 
 
 def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Workers grow, and go on growing."""
+    """Report that the memory of workers keeps growing."""
     if loader.kind != "process":
         return None
     workers = run.workers_of(loader)
@@ -30,7 +30,7 @@ def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     rate = sum(rate for rate, _ in grown) / len(grown)
     total = sum(size for _, size in grown)
-    at_once = rate * min(len(grown), loader.num_workers)  # there are more where workers are started anew
+    at_once = rate * min(len(grown), loader.num_workers)  # restarted workers make `grown` longer than num_workers
     full = run.memory_bytes / at_once
     return Finding(
         name="memory-growth",
@@ -50,7 +50,7 @@ def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def _growth(moments: list[Moment]) -> tuple[float, int] | None:
-    """Bytes a second, and bytes, if a process has grown and still grows."""
+    """Return growth in bytes per second and in bytes, if a process has grown and is still growing."""
     if len(moments) < _LEAST_MOMENTS:
         return None
     begin, end = moments[0].at, moments[-1].at
@@ -66,7 +66,7 @@ def _growth(moments: list[Moment]) -> tuple[float, int] | None:
 
 
 def big_objects(run: Run, loader: LoaderSeen) -> Finding | None:
-    """The dataset holds much that every worker has again."""
+    """Report that the dataset holds large objects that every worker copies."""
     if loader.kind != "process":
         return None
     costs = [(what, _copies(loader, is_array) * size) for what, size, is_array in loader.probe.heavy]
@@ -98,5 +98,5 @@ def _copies(loader: LoaderSeen, is_array: bool) -> int:
 
 
 def _copies_arrays(loader: LoaderSeen) -> bool:
-    """infeed's lie in memory that all workers map, and nobody writes into an array that was forked by reading it."""
+    """Whether workers copy arrays: infeed keeps them in shared memory, and reading a forked array does not copy its pages."""
     return loader.library == "torch" and loader.start_method != "fork"

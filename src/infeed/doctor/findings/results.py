@@ -1,4 +1,4 @@
-"""What makes the samples themselves wrong."""
+"""Checks for wrong samples: repeated random numbers, and iterable datasets read in full by every worker."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from infeed.doctor.findings.finding import Finding, describe
 
 
 def same_random_numbers(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Workers have copies of one generator, and so draw the same numbers; new workers draw them again."""
+    """Report that workers copy one generator and draw the same numbers; restarted workers draw them again."""
     del run
-    # A worker_init_fn may well be there to seed them.
+    # A worker_init_fn may seed the generators.
     if loader.kind != "process" or loader.has_init or not loader.probe.generators:
         return None
     is_repeated = not loader.is_persistent
-    is_several = loader.num_workers > 1 or loader.is_auto  # of which there may be more at any time
+    is_several = loader.num_workers > 1 or loader.is_auto  # "auto" may add workers at any time
     if not is_several and not is_repeated:
         return None
     again = ["in every worker"] * is_several + ["in every epoch"] * is_repeated
@@ -38,9 +38,9 @@ def same_random_numbers(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def same_samples(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Each worker of torch's reads the whole stream; infeed's own class lets one read such a stream."""
+    """Report that each torch worker reads the whole iterable dataset; ``infeed.DataLoader`` uses one worker for it."""
     del run
-    # A worker_init_fn may well be there to give each its share.
+    # A worker_init_fn may shard the dataset.
     if loader.library == "infeed" or loader.num_workers < 2 or loader.has_init or not loader.has_one_reader:
         return None
     return Finding(

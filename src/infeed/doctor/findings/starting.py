@@ -1,4 +1,4 @@
-"""How workers come to be: forked among threads, started again and again, not able to be sent what they need."""
+"""Checks of worker start-up: forks with running threads, restarts per epoch, unpicklable datasets, batches that never come."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from infeed.doctor.evidence import Fork, LoaderSeen, ProcessSeen, Run
 from infeed.doctor.findings.finding import Finding, describe
 from infeed.formatting import format_seconds
 
-# Native threads that a forked process can do without. OpenBLAS ends its threads before a fork and starts others after it.
-# torch tells its workers to use one thread, so that OpenMP's and its own are not asked for there. What CUDA and the memory
-# allocators run in the background is not used by workers.
+# Native threads that a forked process does not need. OpenBLAS stops its threads before a fork and restarts them after it.
+# torch sets one thread in its workers, so OpenMP's pool and its own are unused there. Workers do not use the background
+# threads of CUDA and memory allocators.
 _HARMLESS: Final = ("OpenBLAS", "OpenMP", "MKL", "torch", "nvidia", "libcuda", "jemalloc")
-# Python threads: tqdm's looks at a bar from time to time; torch has its own to feed queues and to pin memory.
+# Harmless Python threads: tqdm's monitor, and torch's threads that feed queues and pin memory.
 _HARMLESS_THREADS: Final = ("tqdm.", "_pin_memory_loop", "QueueFeederThread")
 
 _NEVER_FORKS: Final = "from infeed.torch import DataLoader  # never forks this process"
-# infeed's class leaves to torch's what it cannot serve.
+# infeed.torch falls back to torch's workers for loaders that it does not support.
 _FORKS_FOR_TORCH: Final = (
     "leave out what its warning names, such as multiprocessing_context='fork': then it never forks this process"
 )
 
-# A restart is worth a word from this part of the run on, and from this long; less nobody feels.
+# Reporting thresholds for restarts: share of the run, and seconds per restart.
 _RESTART_SHARE: Final = 0.02
 _RESTART_S: Final = 0.02
-_RESTART_MUCH: Final = 0.1  # of the run, however short it is each time
+_RESTART_MUCH: Final = 0.1  # share of the run that is reported however short each restart is
 
-# Of the time it was watched, how long a program must have waited for one batch; and how many times longer than usual.
+# A program is stuck if it waited for one batch this share of the run, and this many times longer than usual.
 _STUCK_SHARE: Final = 0.8
 _STUCK_TIMES: Final = 20
-# A worker that uses less of a core than this does not compute.
+# A worker that uses less than this share of a CPU core is idle.
 _IDLE: Final = 0.05
 
 
 def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
-    """The loop waited for one batch until time was up."""
+    """Report that the training loop waited for one batch until time was up."""
     if not loader.waiting_s or not run.seconds:
         return None
     usual = _usual_s(loader)
@@ -47,11 +47,11 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
     if shares:
         who = "1, which" if len(shares) == 1 else f"{len(shares)}, of which the busiest"
         evidence["workers"] = f"{who} used {busy:.0%} of a core"
-    if is_forked and busy < _IDLE:  # who waits for a lock does not compute
+    if is_forked and busy < _IDLE:  # a worker that waits for a lock uses no CPU
         evidence["cause"] = "probably a lock: workers were forked while other threads ran, see fork-with-threads"
         cure = {"torch": "multiprocessing_context='forkserver'", "infeed": _without_forks(loader)}
     else:
-        # Nobody ends the loop itself, nor a thread.
+        # infeed can kill a worker process, but not the main process or a thread.
         before = "num_workers=1; then " if loader.kind == "inline" else ""
         after = ", with worker='process'" if loader.kind == "thread" else ""
         infeed = f"{before}hang_warning=10 logs the sample and its stack; sample_timeout=60 ends it{after}"
@@ -68,7 +68,7 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def _shares_while_waiting(run: Run, loader: LoaderSeen) -> list[float]:
-    """Of a core, what each worker used in the time of the wait; those that ended before it do not count."""
+    """Return each worker's CPU share during the wait, without workers that ended before it."""
     workers = run.workers_of(loader)
     began = max((moment.at for worker in workers for moment in worker.moments), default=0.0) - loader.waiting_s
     shares = []
@@ -80,12 +80,12 @@ def _shares_while_waiting(run: Run, loader: LoaderSeen) -> list[float]:
 
 
 def _usual_s(loader: LoaderSeen) -> float:
-    """How long the loop waits for a batch; 0 where no wait but the first was measured."""
+    """Return the average wait for a batch; 0 if no wait after the first was measured."""
     return loader.waited_s / max(1, loader.batch_count)
 
 
 def fork_with_threads(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Workers were forked from a process in which other threads ran."""
+    """Report that workers were forked while other threads were running."""
     del run
     dangers: dict[str, int] = {}
     found = [danger for fork in loader.forks if (danger := _dangers(fork))]
@@ -119,7 +119,7 @@ def _without_forks(loader: LoaderSeen) -> str:
 
 
 def _dangers(fork: Fork) -> dict[str, int]:
-    """Threads that ran then and may hold what a worker needs, by whose they are."""
+    """Return the running threads that may hold a lock a worker needs: their number, by owner."""
     found = {name: count for name, count in fork.libraries.items() if not name.startswith(_HARMLESS)}
     for thread in fork.python_threads:
         if not any(word in thread for word in _HARMLESS_THREADS):
@@ -128,11 +128,11 @@ def _dangers(fork: Fork) -> dict[str, int]:
 
 
 def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Every epoch begins with starting workers."""
+    """Report that every epoch restarts the workers."""
     later = [epoch.start_s for epoch in loader.epochs[1:] if epoch.has_batch]
     if not run.has_own_loop or not later or loader.is_persistent or loader.kind != "process":
         return None
-    usual = max(_usual_s(loader), loader.load_s)  # workers that are there load the first batch as well
+    usual = max(_usual_s(loader), loader.load_s)  # running workers need this time for the first batch too
     lost = sum(max(0.0, start - usual) for start in later)
     share = lost / run.seconds
     if share < _RESTART_SHARE or (share < _RESTART_MUCH and lost / len(later) < _RESTART_S):
@@ -157,7 +157,7 @@ def restarted_workers(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def cannot_be_sent(run: Run, loader: LoaderSeen) -> Finding | None:
-    """The dataset or a function cannot leave the process, so that only forking gets it to workers."""
+    """Report that the dataset or a function cannot be pickled, so workers get it only by forking."""
     probe = loader.probe
     if loader.kind != "process":
         return None

@@ -1,4 +1,4 @@
-"""Where the time goes: whether the loop waits, and for what."""
+"""Time checks: whether the training loop waits for data, the bottleneck, slow storage, slow samples, missing pinning."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from infeed.doctor.findings.crowding import ONE_THREAD, may_hold_gil, waits_for_
 from infeed.doctor.findings.finding import MOST_OF_IT, Finding, collate_text, describe, sample_text
 from infeed.formatting import format_bytes, format_count, format_seconds, format_workers
 
-# The loop should not wait at all. Up to a tenth may be the first batches, or other programs.
+# Report a wait share from this value: up to a tenth may come from the first batches or from other programs.
 _WAIT_SHARE: Final = 0.1
 _LEAST_BATCHES: Final = 4
-# Workers that could bring a batch in less than this part of the time that one takes to come are not what the loop waits for.
+# Workers are not the bottleneck if they could produce a batch in less than this share of the time between batches.
 _IDLING: Final = 0.5
-_LEAST_WAITED_S: Final = 0.25  # in all; of less, chance may be the cause
-# A batch that is loaded in less gains so little from a worker that a busy machine takes it back.
+_LEAST_WAITED_S: Final = 0.25  # in total; less may be noise
+# A batch that loads faster gains so little from a worker that a busy machine cancels the gain.
 LEAST_LOAD_S: Final = 5e-3
-# Loading by hand is quicker than what comes from workers if it takes less than this part of it.
+# Loading in the main process is faster if it takes less than this share of the wait for workers.
 _QUICKER: Final = 0.8
-# Processors are all at work if workers use this part of them; the loop has its own.
+# All CPU cores count as busy if workers use this share of them; the training loop uses some too.
 _BUSY: Final = 0.5
 
-# Of a sample's time, how much it must be off the processor to be called waiting.
+# A sample is I/O-bound from this share of its time off the CPU.
 _OFF_CPU: Final = 0.6
 _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
 
 _SLOW_SHARE: Final = 0.05
-_TIMEOUT_S: Final = 1  # ending a worker and starting another takes too long to be worth it for less
+_TIMEOUT_S: Final = 1  # for shorter samples, restarting a worker costs more than waiting
 
 _INLINE: Final = "itself: there are no workers, so that it loads every sample"
 _USE_INFEED: Final = "from infeed.torch import DataLoader"
@@ -40,15 +40,15 @@ _CHEAPER: Final = "cheaper samples: decode, resize or tokenize once, beforehand"
 _SHARE: Final = "let each worker read its own part in __iter__, by get_worker_info()"
 _BENCH: Final = "infeed bench module:dataset tries settings"
 
-# Below this a copy to the device takes no longer than asking for it.
+# Smaller batches copy to the device in no more time than the call itself takes.
 _LEAST_PINNED: Final = 256 << 10
-# Rough rates into a GPU from memory that is not pinned, and that is.
+# Approximate copy rates to a GPU in bytes/s, from pageable and from pinned memory.
 _PAGEABLE: Final = 6e9
 _PINNED: Final = 24e9
 
 
 def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
-    """The loop, and with it the GPU, waits for batches."""
+    """Report that the training loop, and with it the GPU, waits for batches."""
     if not run.has_own_loop or not waits(loader):
         return None
     who = "The GPU" if run.has_gpu else "The loop"
@@ -62,7 +62,7 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
     workers = run.workers_of(loader) if loader.kind == "process" else []
     if workers:
         evidence["workers"] = f"{sum(one.cpu_share for one in workers) / len(workers):.0%} of a core each"
-    if loader.probe.sample_count and not loader.is_gathered:  # by hand it is another way
+    if loader.probe.sample_count and not loader.is_gathered:  # direct loading differs from gathering rows
         evidence["a sample"] = sample_text(loader.probe)
         if waits_for_collate(loader):
             evidence["collate_fn"] = f"{collate_text(loader.probe)}, for a batch"
@@ -84,18 +84,18 @@ def loop_waits(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def waits(loader: LoaderSeen) -> bool:
-    """Whether the loop waits for enough batches, for long enough, and for enough of its time to say so."""
+    """Whether the training loop waits enough to report: number of batches, total time and share of the time."""
     is_known = loader.batch_count >= _LEAST_BATCHES and loader.waited_s >= _LEAST_WAITED_S
     return is_known and loader.wait_share >= _WAIT_SHARE
 
 
 class _Reason(NamedTuple):
-    """What the loop waits for, and what to do about that, whether or not another finding says more of it."""
+    """The bottleneck and its fix, whether or not another finding gives more detail."""
 
     text: str
     cure: str
-    is_for_bench: bool = True  # all that it tries is workers: not where they are no help
-    in_infeed: str = ""  # the cure there, if it is another
+    is_for_bench: bool = True  # `infeed bench` only varies workers; False if workers do not help
+    in_infeed: str = ""  # the fix in infeed, if different
 
 
 def _reason(run: Run, loader: LoaderSeen) -> _Reason:
@@ -126,7 +126,7 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
     if loader.is_load_known and loader.load_s < _QUICKER * loader.waited_s / loader.batch_count:
         text = "the way from the workers: loading a batch here takes less than its coming over"
         return _Reason(text, _LIGHTER if loader.is_auto else f"num_workers=0; or {_LIGHTER}")
-    if loader.is_load_known and not loader.is_auto:  # of which there were fewer before
+    if loader.is_load_known and not loader.is_auto:  # "auto" had fewer workers earlier in the run
         could_s = loader.load_s / max(1, loader.num_workers)
         comes_s = (loader.waited_s + loader.away_s) / loader.batch_count
         if could_s < _IDLING * comes_s:
@@ -143,7 +143,7 @@ def _reason(run: Run, loader: LoaderSeen) -> _Reason:
 
 
 def _reason_workers(run: Run, loader: LoaderSeen) -> tuple[str, str]:
-    """What is to be said of workers that load as they should, and what to do besides making that cheaper."""
+    """Return the bottleneck text and the fix for workers that perform as expected, besides cheaper samples."""
     if loader.num_workers >= run.core_count and _cores_used(run, loader) >= _BUSY * run.core_count:
         return "processors: all are at work", ""
     less = "workers: they bring less than the loop takes"
@@ -171,12 +171,12 @@ def _reason_inline(run: Run, loader: LoaderSeen) -> _Reason:
 
 
 def waits_for_collate(loader: LoaderSeen) -> bool:
-    """Whether making batches of samples is most of what loading takes."""
+    """Whether collation takes most of the loading time."""
     return loader.collate_share >= MOST_OF_IT
 
 
 def _cores_used(run: Run, loader: LoaderSeen) -> float:
-    """By its workers: as seen, or of threads as samples by hand would have it; as many as there are if nothing is known."""
+    """Return the CPU cores that workers use: measured for processes, else from the probe; one per worker if unknown."""
     workers = run.workers_of(loader) if loader.kind == "process" else []
     if workers:
         return sum(one.cpu_share for one in workers)
@@ -184,7 +184,7 @@ def _cores_used(run: Run, loader: LoaderSeen) -> float:
 
 
 def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Samples spend their time being read, not being computed."""
+    """Report that samples spend most of their time waiting for reads."""
     probe = loader.probe
     read = probe.read_bytes
     if read < _LEAST_READ or probe.sample_s < _LEAST_SAMPLE_S:
@@ -194,7 +194,7 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
     if off < _OFF_CPU or not gives_up(probe.switches):
         return None
     if run.has_own_loop and not waits(loader):
-        return None  # it is read in time
+        return None  # reads are fast enough
     most = min(MOST_WORKERS, max(loader.num_workers + 1, math.ceil(run.core_count / max(on, 0.05))))
     if loader.has_one_reader:
         torch = infeed = f"{_CLOSER}; {_SHARE}, and then more workers than cores"
@@ -220,12 +220,12 @@ def storage_bound(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def _waited_share(run: Run, loader: LoaderSeen) -> float:
-    """Of the run, what the loop waited: no more can be gained by loading faster. Where the doctor iterates, all of it."""
+    """Return the share of the run that faster loading can save: the waiting time, or all of it if the doctor iterates."""
     return loader.waited_s / run.seconds if run.has_own_loop else 1.0
 
 
 def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
-    """A few samples take far longer than the others, and everyone waits for them."""
+    """Report that a few samples take far longer than the others and delay their batches."""
     probe = loader.probe
     if not probe.slow or (run.has_own_loop and not waits(loader)):
         return None
@@ -257,7 +257,7 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def waits_for_slow(loader: LoaderSeen) -> bool:
-    """Whether a few slow samples are why the loop waits: they take most of the loading, or the others would come in time."""
+    """Whether slow samples are the bottleneck: they take most of the loading time, or all others would arrive in time."""
     share = loader.slow_share
     if share < _SLOW_SHARE or not waits(loader):
         return False
@@ -267,7 +267,7 @@ def waits_for_slow(loader: LoaderSeen) -> bool:
 
 
 def no_pinning(run: Run, loader: LoaderSeen) -> Finding | None:
-    """There is a GPU, and batches go to it from memory that it cannot read by itself."""
+    """Report that batches go to a GPU from memory that is not pinned."""
     if not (run.has_own_loop and run.has_gpu) or loader.is_pinned or loader.is_on_device:
         return None
     if loader.batch_bytes < _LEAST_PINNED:

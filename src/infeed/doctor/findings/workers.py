@@ -1,4 +1,4 @@
-"""How many workers there should be."""
+"""The ``num-workers`` check: whether a different number of workers would be faster."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from infeed.doctor.findings.finding import Finding, describe, way_s
 from infeed.doctor.findings.waiting import LEAST_LOAD_S, waits, waits_for_collate, waits_for_slow
 from infeed.formatting import format_seconds
 
-# A change is proposed if it saves at least this part of the time.
+# Propose a change only if it saves at least this share of the time.
 _GAIN: Final = 0.1
 
 
 def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
-    """Another number of workers would do better."""
+    """Report that another number of workers would be faster."""
     if not run.has_own_loop or not loader.is_load_known or not waits(loader):
         return None
     if loader.is_auto or loader.is_gathered or waits_for_pools(run, loader) or waits_for_gil(run, loader):
-        return None  # infeed decides; nobody loads samples; or without so many threads, or with processes, it is another number
+        # infeed chooses the count, no worker loads samples, or fixing thread pools or the GIL changes the best count.
+        return None
     away, wait = loader.away_s / loader.batch_count, loader.waited_s / loader.batch_count
     best = best_workers(run, loader)
-    # Some of the way is the loop's work and some is the workers'. All of it is counted, so that not too much is promised.
+    # Both the training loop and the workers pay for the transfer. Count all of it, so the estimate is conservative.
     way = way_s(loader)
     if best > loader.num_workers and loader.load_s >= max(LEAST_LOAD_S, way):
-        # Where workers now bring less than they should, more of them will too.
+        # If the current workers are slower than expected, scale the estimate for more workers by the same factor.
         should = max(away, loader.load_s / max(1, loader.num_workers), slowest_s(loader, loader.num_workers))
         scale = max(1.0, (away + wait - way) / should) if loader.num_workers else 1.0
         after = max(away, scale * loader.load_s / best, slowest_s(loader, best)) + way
@@ -39,7 +40,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     kind = ", worker='process'  # threads compute one at a time in Python" if best > 1 and may_hold_gil(run, loader) else ""
     mostly = ", mostly in collate_fn" if waits_for_collate(loader) else ""
-    # What slow samples take is theirs: without them fewer workers are needed.
+    # The share of slow samples belongs to the slow-samples finding: without them, fewer workers are needed.
     rest = 1 - loader.slow_share if waits_for_slow(loader) else 1.0
     return Finding(
         name="num-workers",
@@ -62,7 +63,7 @@ def num_workers(run: Run, loader: LoaderSeen) -> Finding | None:
 
 
 def _why(run: Run, loader: LoaderSeen, best: int) -> str:
-    """What speaks for this number."""
+    """Explain the choice of this number."""
     if not best:
         return "loading is cheaper than what workers cost"
     away, bound = loader.away_s / loader.batch_count, slowest_s(loader, best)

@@ -1,4 +1,4 @@
-"""Imported by every Python that starts below ``infeed run``, which puts this folder first in ``PYTHONPATH``."""
+"""Installs infeed in every Python that starts under ``infeed run``, which puts this folder first in ``PYTHONPATH``."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from importlib.util import module_from_spec
 
 def _run_hidden():
     # type: () -> None
-    """Run the sitecustomize module that this one hides, if there is one."""
+    """Run the sitecustomize module that this one shadows, if there is one."""
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != folder]
     spec = PathFinder.find_spec("sitecustomize")
@@ -19,11 +19,11 @@ def _run_hidden():
 
 def _install():
     # type: () -> None
-    if "INFEED_RUN" in os.environ:  # infeed's own workers have the path, and not this
+    if "INFEED_RUN" in os.environ:  # infeed's workers inherit the path, but not this variable
         try:
             from infeed.programs.children import install_when_imported
         except ImportError:
-            return  # another Python, without infeed
+            return  # another Python installation, without infeed
         install_when_imported()
 
 
