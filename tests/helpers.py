@@ -470,21 +470,21 @@ install()
 def always_threads(monkeypatch: Any) -> None:
     """Let ``worker="auto"`` decide for threads after an epoch of processes, whatever is measured, and stay with them."""
     from infeed.autotune.tuner import KindAdvice
-    from infeed.engine.scaling import WorkerChoice
+    from infeed.engine.scaling import WorkerTuning
 
-    reconsider = WorkerChoice.reconsider
+    reconsider = WorkerTuning.reconsider
     monkeypatch.setattr(
         "infeed.engine.scaling.better_kind", lambda *_args, **_options: KindAdvice("thread", "threads: told to")
     )
     monkeypatch.setattr("infeed.engine.scaling._WORSE", 1e9)
     monkeypatch.setattr(
-        WorkerChoice,
+        WorkerTuning,
         "reconsider",
-        lambda worker_choice, work, cores: reconsider(worker_choice, work._replace(gil_share=0.0), cores),
+        lambda worker_tuning, work, cores: reconsider(worker_tuning, work._replace(gil_share=0.0), cores),
     )
 
 
-def worker_choice(engine: Any, count: int) -> None:
+def worker_tuning(engine: Any, count: int) -> None:
     """Let there be so many workers, as the tuner does."""
     with engine._lock:
         if engine.is_usable:

@@ -141,9 +141,9 @@ WorkerKind = Literal["process", "thread", "inline"]
 WorkerChoice = Literal["process", "thread", "inline", "auto"]
 StartMethod = Literal["auto", "forkserver", "spawn"]
 Output = Literal["jax"]
-KindAdvice: TypeAlias = Literal["raise", "skip", "replace"]
+BadSampleAction: TypeAlias = Literal["raise", "skip", "replace"]
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
-OnError: TypeAlias = KindAdvice | Callable[[BaseException, Any], KindAdvice]
+OnError: TypeAlias = BadSampleAction | Callable[[BaseException, Any], BadSampleAction]
 
 # Larger values are typing errors, and would start that many processes before the user can react.
 _MOST_WORKERS: Final = 1024
@@ -329,7 +329,7 @@ class LoaderConfig:
     def _check_failures(self) -> None:
         """Check the options for samples that fail, and those for output and device."""
         if not callable(self.on_error):
-            check_choice("on_error", self.on_error, get_args(KindAdvice))
+            check_choice("on_error", self.on_error, get_args(BadSampleAction))
         check_int("device_prefetch", self.device_prefetch, 0, "0 copies a batch when it is asked for")
         if self.output is not None:
             check_choice("output", self.output, get_args(Output))

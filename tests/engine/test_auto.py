@@ -102,10 +102,10 @@ def test_a_dataset_that_computes_or_draws_keeps_processes(dataset: Any) -> None:
         # On a busy machine it may take several epochs until enough was seen.
         for _ in range(10):
             list(loader)
-            if not loader._session.worker_choice.is_open:
+            if not loader._session.worker_tuning.is_open:
                 break
         assert loader.statistics().kind == "process"
-        assert not loader._session.worker_choice.is_open
+        assert not loader._session.worker_tuning.is_open
 
 
 class DrawsLate(Waiting):
@@ -122,7 +122,7 @@ def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
         for _ in range(3):
             list(loader)
             assert loader.statistics().kind == "process"
-        assert not loader._session.worker_choice.is_open
+        assert not loader._session.worker_tuning.is_open
 
 
 def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from infeed.engine.engine import Engine
 from infeed.engine.scaling import WorkerScaling
 from infeed.metrics.charts import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
-from tests.helpers import Squares, Tree, kill_process, wait_until, worker_choice
+from tests.helpers import Squares, Tree, kill_process, wait_until, worker_tuning
 
 NAP_S = 0.02
 
@@ -274,7 +274,7 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
         next(batches)
         (engine,) = loader._session.engine_cache._out
         if how == "added":
-            worker_choice(engine, 1)
+            worker_tuning(engine, 1)
         before = loader.statistics()
         monkeypatch.setattr(WorkerScaling, "_start", slowly)
         if how == "added":

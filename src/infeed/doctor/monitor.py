@@ -73,7 +73,7 @@ def workers_of(iterator: Any) -> dict[str, Any] | None:
     seen = session.statistics()
     pids = pids_of(iterator)
     # With "auto", report the target count: some workers may still be starting, or may have just died.
-    kind, count = seen.kind, session.worker_choice.count or seen.worker_count
+    kind, count = seen.kind, session.worker_tuning.count or seen.worker_count
     is_gathered = seen.loads_by == "gathering rows"
     if kind == "inline" and session.config.kind != "inline" and not is_gathered:
         # Statistics show no workers: start-up failed, or observe="off" records nothing.

@@ -16,7 +16,7 @@ import numpy as np
 
 from infeed.engine.planning import Plan, PlannedBatch
 from infeed.errors import ConfigError, SampleError
-from infeed.options import KindAdvice, OnError
+from infeed.options import BadSampleAction, OnError
 from infeed.plan.batches import grain_count
 from infeed.plan.order import Indices, plain_indices
 from infeed.plan.seeds import derive
@@ -130,7 +130,7 @@ class ErrorBudget:
         self._of_epoch = []
 
 
-_VERDICTS: Final = get_args(KindAdvice)
+_ACTIONS: Final = get_args(BadSampleAction)
 # Separates the draw of a replacement from other numbers derived from seed, epoch and position.
 _SALT: Final = 0x5245504C
 # Replacements tried per row; each may be bad as well.
@@ -233,7 +233,7 @@ class BadSampleHandler:
             return diagnosis
         return BadSample(epoch, element, f"element {element}", failure.line, "skipped")
 
-    def _judge(self, failure: Failure, place: str, index: Any) -> KindAdvice | BaseException:
+    def _judge(self, failure: Failure, place: str, index: Any) -> BadSampleAction | BaseException:
         """Return the action, or the exception to raise: the failure itself, or the error of the user's ``on_error``."""
         diagnosis = self._on_error
         if callable(diagnosis):
@@ -241,7 +241,7 @@ class BadSampleHandler:
                 diagnosis = diagnosis(failure.exception(place), index)
             except Exception as error:
                 return error
-            if diagnosis not in _VERDICTS:
+            if diagnosis not in _ACTIONS:
                 return ConfigError(f"on_error returned {diagnosis!r}; it must return one of 'raise', 'skip', 'replace'")
         return failure.exception(place) if diagnosis == "raise" else diagnosis
 

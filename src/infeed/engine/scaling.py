@@ -30,7 +30,7 @@ _LEAST_NS: Final = 200_000_000  # minimum work for a comparison
 
 
 @final
-class WorkerChoice:
+class WorkerTuning:
     """Chooses the kind and number of workers of one loader."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from infeed.engine.build import build_engine
 from infeed.engine.engine import Engine
 from infeed.engine.planning import Plan, seed_grain
 from infeed.engine.progress import Lineage, Past, Progress, lineage_of
-from infeed.engine.scaling import WorkerChoice
+from infeed.engine.scaling import WorkerTuning
 from infeed.errors import ConfigError, LoaderClosedError, StateError, WorkerStartError
 from infeed.memory.limits import available_bytes
 from infeed.metrics.collector import Collector
@@ -144,7 +144,7 @@ class Session:
         self._shows: weakref.WeakSet[Show] = weakref.WeakSet()
         self._bad_samples = new_list()
         self.collector = Collector(config.observe)
-        self.worker_choice = WorkerChoice()
+        self.worker_tuning = WorkerTuning()
         self.cores = config.core_limit
         if config.progress:
             check_progress()
@@ -224,7 +224,7 @@ class Session:
         config = self.config
         if not config.is_stream or self.plan.cut.shard.world_size > 1:
             return None
-        if self.worker_choice.kind(config) == "process":
+        if self.worker_tuning.kind(config) == "process":
             # Kept worker processes continue with their copy of the dataset; new ones get a fresh copy.
             return (
                 self._progress.carried
@@ -344,31 +344,31 @@ class Session:
 
     def build(self, config: LoaderConfig) -> Engine:
         """Build an engine with the best known number and kind of workers."""
-        worker_choice = self.worker_choice
-        tuner = worker_choice.tuner(config, self.cores)
+        worker_tuning = self.worker_tuning
+        tuner = worker_tuning.tuner(config, self.cores)
         # Only one of several concurrent engines is tuned; the others use its worker count.
         is_alone = not self.engine_cache.has_engines_out
         build = partial(
             build_engine, config, self.plan, self.collector,
             tuner=tuner if is_alone else None,
             first_count=None if tuner is None else tuner.count,
-            probes=config.is_kind_auto and worker_choice.is_open,
+            probes=config.is_kind_auto and worker_tuning.is_open,
         )  # fmt: skip
         try:
-            return build(kind=worker_choice.kind(config))
+            return build(kind=worker_tuning.kind(config))
         except WorkerStartError as error:
-            if not worker_choice.is_back(config):
+            if not worker_tuning.is_back(config):
                 raise
             # Threads have used the dataset in the meantime and left something in it that cannot be pickled.
             _LOG.info("workers stay threads: %s", error)
-            worker_choice.stay("thread")
+            worker_tuning.stay("thread")
             return build(kind="thread")
 
     def learn(self, engine: Engine) -> None:
         """Evaluate a finished or abandoned epoch: retire its engine if another kind of worker is better."""
-        if not (self.config.is_kind_auto and self.worker_choice.is_open):
+        if not (self.config.is_kind_auto and self.worker_tuning.is_open):
             return
-        if self.worker_choice.reconsider(engine.work(), self.cores):
+        if self.worker_tuning.reconsider(engine.work(), self.cores):
             self.engine_cache.retire(engine)
 
     def statistics(self) -> Statistics:
@@ -376,8 +376,8 @@ class Session:
         return self.collector.statistics(
             epoch=self.epoch,
             is_auto=config.is_auto,
-            is_settled=self.worker_choice.is_settled,
-            bound=self.worker_choice.bound,
+            is_settled=self.worker_tuning.is_settled,
+            bound=self.worker_tuning.bound,
             cpu_limit=None if config.cpu_limit is None else float(config.cpu_limit),
             core_count=self.cores,
             memory_limit=config.memory_limit_bytes or available_bytes() // 2,

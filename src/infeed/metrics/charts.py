@@ -27,8 +27,6 @@ from infeed.metrics.timeline import (
     windows,
 )
 
-__all__ = ["memory_figure", "rate_figure", "sample_time_figure", "thinned", "wait_figure", "worker_figure"]
-
 _MOST_POINTS: Final = 120
 _MOST_MARKS_SHOWN: Final = 100
 _GIB: Final = 2**30
@@ -222,8 +220,6 @@ def _layout(unit: str, points: Sequence[Point], *, showlegend: bool) -> dict[str
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "fixedrange": True},
     }
 
-
-__all__ = ["timeline_chart", "timeline_figure", "timeline_page", "timeline_section"]
 
 _LANE_PX: Final = 34
 _LEAST_LANE_PX: Final = 12

@@ -237,9 +237,9 @@ class Reading:
 
     def watched(self, batches: Iterator[BatchPlan | Exception]) -> Iterator[BatchPlan | Exception]:
         """Return the batches with their positions in the epoch, storing the sampler's state after each."""
-        return map(self._watchdog, batches)  # not a generator, which would end at the first exception
+        return map(self._watch, batches)  # not a generator, which would end at the first exception
 
-    def _watchdog(self, plan: BatchPlan | Exception) -> BatchPlan | Exception:
+    def _watch(self, plan: BatchPlan | Exception) -> BatchPlan | Exception:
         if isinstance(plan, Exception):
             return plan
         indices, first_position, stop, _ = plan

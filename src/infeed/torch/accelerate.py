@@ -13,15 +13,10 @@ import sys
 from typing import Any, Final
 
 from infeed.import_hooks import when_imported
-from infeed.torch.loader import DataLoader
+from infeed.torch.loader import OWN_OPTIONS, DataLoader
 
 _MODULE: Final = "accelerate.data_loader"
 _KEY: Final = "_infeed_source"
-# Options that only infeed's class has.
-_OWN_OPTIONS: Final = (
-    "seed", "worker", "memory_limit", "grain_size", "threads_per_worker",
-    "device", "device_prefetch", "convert", "on_error", "error_budget", "retries", "sample_timeout", "hang_warning",
-)  # fmt: skip
 
 
 def keep_loaders() -> None:
@@ -60,7 +55,7 @@ def _teach() -> None:
 
 def _like(source: DataLoader[Any], dataset: Any, *arguments: Any, **options: Any) -> DataLoader[Any]:
     """Create a loader with the infeed-only options of ``source``."""
-    options.update((name, getattr(source, name)) for name in _OWN_OPTIONS)
+    options.update((name, getattr(source, name)) for name in OWN_OPTIONS)
     made: DataLoader[Any] = DataLoader(dataset, *arguments, **options)
     # Accelerate passes torch's default prefetch_factor as if the user had set it.
     made._infeed_prefetch_factor = source._infeed_prefetch_factor

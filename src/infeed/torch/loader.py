@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Literal, TypeVar
+from inspect import signature
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from torch.utils.data import DataLoader as TorchDataLoader  # before `install` patches it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -281,3 +282,11 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         """Stop the workers now; the next iteration starts new ones."""
         stop_workers(self)
         self._iterator = None
+
+
+# Options that torch's class does not have, with their defaults.
+OWN_OPTIONS: Final[dict[str, Any]] = {
+    name: parameter.default
+    for name, parameter in signature(DataLoader).parameters.items()
+    if name not in signature(TorchDataLoader).parameters and name != "in_order"  # torch's since 2.6
+}

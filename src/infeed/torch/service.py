@@ -41,11 +41,6 @@ _REFUSED: Final = "_infeed_refused"
 _UNPICKLABLE: Final = "_infeed_unpicklable"
 _LEAVE_OUT: Final = "leave it out with __getstate__ and open it in each worker on first use"
 _NEW_CONTEXT: Final = "make it with multiprocessing.get_context('spawn')"
-# Options that only infeed's iterators support, with their defaults.
-_OWN_OPTIONS: Final = {
-    "seed": None, "worker": "process", "memory_limit": None, "grain_size": None, "device": None, "convert": None,
-    "on_error": "raise", "error_budget": None, "retries": 0, "sample_timeout": 0, "progress": False, "on_statistics": None,
-}  # fmt: skip
 
 
 def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
@@ -269,7 +264,9 @@ def refused_reason(loader: TorchDataLoader[Any]) -> str | None:
 
 def _unserved(loader: TorchDataLoader[Any]) -> str:
     """Return a note on the requested options that only infeed's iterators support."""
-    names = [name for name, default in _OWN_OPTIONS.items() if _own_option(loader, name, default) != default]
+    from infeed.torch.loader import OWN_OPTIONS  # which imports this module
+
+    names = [name for name, default in OWN_OPTIONS.items() if _own_option(loader, name, default) != default]
     session = known_session(loader)
     if session is not None and session.next.step:
         names.append("load_state_dict")
