@@ -223,13 +223,13 @@ def test_the_number_of_workers_grows_where_samples_wait() -> None:
     with infeed.DataLoader(Waiting(100_000, 0.004), 8, num_workers="auto") as loader:
         deadline = time.monotonic() + 30
         for _ in loader:
-            if loader.statistics().worker_count > 2:
+            known = loader.statistics()
+            # On a busy machine the training loop waits mostly for workers to start, and the diagnosis says that first.
+            if known.worker_count > 2 and "infeed is still finding out how many workers are best" in known.diagnosis:
                 break
             assert time.monotonic() < deadline
-        known = loader.statistics()
     assert known.is_auto
     assert not known.is_settled
-    assert "infeed is still finding out how many workers are best" in known.diagnosis
 
 
 def test_a_number_is_the_most_with_an_auto_kind() -> None:

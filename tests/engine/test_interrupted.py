@@ -170,13 +170,15 @@ def test_an_iteration_that_is_asked_by_what_it_runs_says_so() -> None:
 STARTS = {
     "forkserver": [
         "subprocess.Popen.__init__", "workers.forkserver.ForkServer.start", "workers.forkserver.ForkServer.preload",
-        "workers.forkserver.ForkServer.fork", "workers.transport_pipes.PipeLink.open", "workers.transport_pipes.PipeLink.close_inherited",
+        "workers.forkserver.ForkServer.fork", "workers.transport_pipes.PipeLink.open",
+        "workers.transport_pipes.PipeLink.close_inherited",
         "workers.process.Starter.start", "workers.process.Birth", "workers.process._Member",
     ],
     "spawn": ["subprocess.Popen.__init__", "workers.transport_pipes.PipeLink.close_inherited", "workers.process.Birth"],
     "portable": [
         "subprocess.Popen.__init__", "workers.transport_portable.ConnectionLink.open",
-        "workers.transport_portable.ConnectionLink.close_inherited", "workers.process.Birth", "workers.idle.IdleWorker.is_usable",
+        "workers.transport_portable.ConnectionLink.close_inherited", "workers.process.Birth",
+        "workers.idle.IdleWorker.is_usable",
     ],
 }  # fmt: skip
 

@@ -87,7 +87,9 @@ def test_endings_that_the_process_survives_leave_nothing(started: Started, kinds
     [
         pytest.param("exit", 5, "", id="sys.exit with a kept iterator"),
         pytest.param("os._exit", 6, "", id="os._exit"),
-        pytest.param("unhandled", 1, "ArithmeticError: the user's own, with Epoch in its frames", id="unhandled exception"),
+        pytest.param(
+            "unhandled", 1, "ArithmeticError: the user's own, with EpochIterator in its frames", id="unhandled exception"
+        ),
     ],
 )
 def test_the_end_does_not_wait_for_native_code(started: Started, ending: str, code: int, last: str) -> None:

@@ -13,16 +13,17 @@ from infeed.torch.loader import OWN_OPTIONS
 pytestmark = [pytest.mark.torch]
 
 OTHERS: dict[str, Any] = {
-    "seed": 7, "worker": "thread", "memory_limit": "1GB", "grain_size": 3, "device": "cpu", "device_prefetch": 5, "convert": list,
-    "on_error": "skip", "error_budget": 9, "retries": 2, "sample_timeout": 11.0, "hang_warning": 12.0, "threads_per_worker": 2,
-    "cpu_limit": 1.0, "observe": "off", "progress": False, "on_statistics": print, "statistics_every": 3.0,
+    "seed": 7, "worker": "process", "memory_limit": "1GB", "grain_size": 3, "device": "cpu", "device_prefetch": 5,
+    "convert": list, "on_error": "skip", "error_budget": 9, "retries": 2, "sample_timeout": 11.0, "hang_warning": 12.0,
+    "threads_per_worker": 2, "cpu_limit": 1.0, "observe": "off", "progress": False, "on_statistics": print,
+    "statistics_every": 3.0,
 }  # fmt: skip
 
 
 def test_a_loader_that_accelerate_rebuilds_keeps_all_options() -> None:
     assert OTHERS.keys() == OWN_OPTIONS.keys()
-    source = DataLoader(list(range(8)), **OTHERS)
-    made = _like(source, source.dataset, batch_size=2)
+    source = DataLoader(list(range(8)), num_workers="auto", **OTHERS)
+    made = _like(source, source.dataset, batch_size=2, num_workers="auto")
     assert {name: getattr(made, name) for name in OWN_OPTIONS} == OTHERS
 
 

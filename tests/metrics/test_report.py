@@ -14,7 +14,7 @@ from infeed.metrics.charts import thinned, timeline_page
 from infeed.metrics.page import page, plotly_source
 from infeed.metrics.report import report_page, write_report
 from infeed.metrics.statistics import Trace
-from tests.observe.traces import CASES, empty_trace, faulty_trace, make_trace, strange_trace, with_statistics
+from tests.metrics.traces import CASES, empty_trace, faulty_trace, make_trace, strange_trace, with_statistics
 
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 HEADINGS = [

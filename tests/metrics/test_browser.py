@@ -11,12 +11,12 @@ from infeed.metrics.page import chart, page
 from infeed.metrics.report import write_report
 from infeed.metrics.statistics import Trace
 from infeed.metrics.timeline import write_timeline
-from tests.observe.traces import CASES, faulty_trace, strange_trace
+from tests.metrics.traces import CASES, faulty_trace, strange_trace
 
 if sys.platform == "win32":
     pytest.skip("the browser is driven through pipes that Windows does not have", allow_module_level=True)
 
-from tests.observe.browser import DESK_PX, NAMES, PHONE_PX, Browser, find_browser
+from tests.metrics.browser import DESK_PX, NAMES, PHONE_PX, Browser, find_browser
 
 pytestmark = [
     pytest.mark.process,

@@ -6,7 +6,7 @@ import pytest
 
 from infeed.metrics import page as pages
 from infeed.metrics.page import bars, chart, code, diagnosis, facts, hint, label, page, paragraph, row, section, table, tiles
-from tests.observe.traces import STRANGE
+from tests.metrics.traces import STRANGE
 from tests.unit.fresh import run_fresh
 
 FIGURE = {"data": [{"type": "bar", "x": [1], "y": [2], "name": STRANGE}], "layout": {}}

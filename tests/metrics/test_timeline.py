@@ -16,7 +16,7 @@ from infeed import ConfigError
 from infeed.metrics.report import write_report
 from infeed.metrics.statistics import LOOP, Mark, Span, Trace
 from infeed.metrics.timeline import write_timeline
-from tests.observe.traces import CASES, MS, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace
+from tests.metrics.traces import CASES, MS, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace
 from tests.unit.fresh import run_fresh
 
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
@@ -233,7 +233,7 @@ def test_a_picture_leaves_matplotlib_as_the_user_has_it(tmp_path: Path) -> None:
             return {{name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}}
         before = settings()
         from infeed.metrics.timeline import write_timeline
-        from tests.observe.traces import make_trace
+        from tests.metrics.traces import make_trace
         write_timeline(make_trace(), {str(tmp_path / "styled.svg")!r})
         print("matplotlib.pyplot" in sys.modules, settings() == before)
         """
@@ -252,7 +252,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
         sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         sys.modules["matplotlib"] = sys.modules["plotly"] = None
         from infeed.metrics.timeline import write_timeline
-        from tests.observe.traces import make_trace
+        from tests.metrics.traces import make_trace
         write_timeline(make_trace(), {str(tmp_path / "run.json")!r})
         for name in ("run.png", "run.html"):
             try:

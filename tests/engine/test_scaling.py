@@ -164,7 +164,7 @@ def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, A
     assert not worker_processes()
 
 
-def test_a_crew_that_cannot_grow_goes_on_as_it_is(
+def test_a_pool_that_cannot_grow_goes_on_as_it_is(
     forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit of the system is no reason to lose what works: the log says why there are no more."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infeed.metrics.statistics import LOOP, Mark, Span, Trace
 from infeed.metrics.table import serial
 from infeed.metrics.timeline import Piece, Window, lane_names, lane_tops, marks_in, pieces, whole, windows
-from tests.observe.traces import MS, empty_trace, faulty_trace, make_trace, with_statistics
+from tests.metrics.traces import MS, empty_trace, faulty_trace, make_trace, with_statistics
 
 
 def run_of(lengths: list[tuple[int, int]]) -> list[Span]:

@@ -28,7 +28,7 @@ from infeed.workers.recorder import (
 MS = 1_000_000
 
 
-def new_tape(*, is_spanning: bool = True) -> tuple[Recorder, RecorderReader, memoryview]:
+def new_recorder(*, is_spanning: bool = True) -> tuple[Recorder, RecorderReader, memoryview]:
     numbers = memoryview(array("q", bytes(8 * RECORDER_NUMBERS)))
     return Recorder(numbers, is_spanning=is_spanning), RecorderReader(numbers, 0), numbers
 
@@ -59,7 +59,7 @@ def test_a_time_is_below_the_end_of_its_bucket_and_not_below_the_end_of_the_one_
 
 
 def test_sums_are_those_of_all_tasks() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     for _ in range(10):
         run_task(recorder, 4, is_written=True)
     recorder.retried()
@@ -75,7 +75,7 @@ def test_sums_are_those_of_all_tasks() -> None:
 
 def test_of_a_task_that_failed_the_time_counts_and_no_samples() -> None:
     for tiny_count in (0, 1, 3):  # looked at by itself, or among tiny ones
-        recorder, reader, _ = new_tape()
+        recorder, reader, _ = new_recorder()
         for _ in range(tiny_count):
             run_task(recorder, 4)
         before = reader.sums()
@@ -89,7 +89,7 @@ def test_of_a_task_that_failed_the_time_counts_and_no_samples() -> None:
 
 
 def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> None:
-    first, reader, numbers = new_tape()
+    first, reader, numbers = new_recorder()
     run_task(first, 3, [2 * MS, 3 * MS, 2 * MS])
     first.flush()
     before = reader.sums()
@@ -102,7 +102,7 @@ def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> Non
 
 
 def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     run_task(recorder, 5, [2 * MS, 1000, 1000, 5 * MS, 1000], position=40)
     spans, lost = take(reader)
     loads = [span for span in spans if span.kind == LOAD]
@@ -119,7 +119,7 @@ def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one
 
 
 def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     for number in range(500):
         run_task(recorder, 2, position=2 * number)
     recorder.flush()
@@ -130,7 +130,7 @@ def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
 
 
 def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     run_task(recorder, 1, [2 * MS])
     run_task(recorder, 1, [3 * MS])
     taken = [span.end_ns - span.begin_ns for span in take(reader, is_last=False)[0]]
@@ -140,7 +140,7 @@ def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
 
 
 def test_spans_that_were_overwritten_are_counted() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     for number in range(5000):
         run_task(recorder, 1, [2 * MS], position=number)
     spans, lost = take(reader)
@@ -150,7 +150,7 @@ def test_spans_that_were_overwritten_are_counted() -> None:
 
 
 def test_without_spans_sums_and_times_are_kept() -> None:
-    recorder, reader, _ = new_tape(is_spanning=False)
+    recorder, reader, _ = new_recorder(is_spanning=False)
     run_task(recorder, 2, [2 * MS, 4 * MS])
     run_task(recorder, 8)
     recorder.flush()
@@ -160,7 +160,7 @@ def test_without_spans_sums_and_times_are_kept() -> None:
 
 
 def test_an_index_that_is_no_number_is_not_kept() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     for index in ("a", True, 1 << 70, (1, 2)):
         recorder.begin(perf_counter_ns(), 0, 0)
         recorder.loaded(0, [index], [2 * MS])
@@ -169,7 +169,7 @@ def test_an_index_that_is_no_number_is_not_kept() -> None:
 
 
 def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     times = [random.Random(1).randrange(1, 1000) * MS for _ in range(300)]
     for number, took in enumerate(times):
         run_task(recorder, 1, [took], position=number)
@@ -179,7 +179,7 @@ def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
 
 
 def test_a_start_is_a_span() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     recorder.started(perf_counter_ns() - 5 * MS)
     (span,) = take(reader)[0]
     assert isinstance(span, RawSpan)
@@ -197,7 +197,7 @@ class Doer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 1_000 * MS
         monkeypatch.setattr("infeed.workers.recorder.perf_counter_ns", lambda: self.now)
-        self.recorder, self.reader, self.numbers = new_tape(**options)
+        self.recorder, self.reader, self.numbers = new_recorder(**options)
         self.count = 0  # tasks
         self.looked_at: list[int] = []
 
@@ -272,7 +272,7 @@ def test_a_task_that_is_long_after_all_is_followed_by_one_that_is_looked_at(monk
 
 
 def test_retries_are_told_at_once() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     run_task(recorder, 4)
     recorder.retried()
     assert reader.sums().retry_count == 1
@@ -328,7 +328,7 @@ def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.Monk
 
 
 def test_the_share_of_the_gil_is_told_once_it_is_known() -> None:
-    recorder, reader, _ = new_tape()
+    recorder, reader, _ = new_recorder()
     assert reader.sums().gil_share is None
     recorder.note_gil(0.25)
     assert reader.sums().gil_share == 0.25
