@@ -65,7 +65,7 @@ def test_a_name_that_does_not_exist_is_noticed() -> None:
 
 def paths_in_prose() -> list[tuple[Path, str]]:
     pattern = re.compile(
-        r"`((?:tests|benchmarks|docs|src|plan|scheduler|memory|batch|workers|delivery|cli|testing)/[\w/.*-]+)`"
+        r"`((?:tests|benchmarks|docs|src|engine|plan|scheduler|autotune|memory|collate|workers|delivery|metrics|torch|doctor|cli|programs|testing)/[\w/.*-]+)`"
     )
     return sorted({(path, match[1]) for path in PROSE for match in pattern.finditer(path.read_text(encoding="utf-8"))})
 

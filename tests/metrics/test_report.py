@@ -134,9 +134,9 @@ def test_a_run_without_workers_says_so() -> None:
 
 
 @pytest.mark.parametrize(("waited_s", "tone"), [(0.1, "good"), (1.0, "fair"), (5.0, "bad"), (0.0, "good")])
-def test_the_verdict_has_the_colour_of_the_wait(waited_s: float, tone: str) -> None:
+def test_the_diagnosis_has_the_colour_of_the_wait(waited_s: float, tone: str) -> None:
     """Of ten seconds, or a little more."""
-    assert f'class="verdict {tone}"' in report_page(with_statistics(make_trace(), waited_s=waited_s, away_s=10.0))
+    assert f'class="diagnosis {tone}"' in report_page(with_statistics(make_trace(), waited_s=waited_s, away_s=10.0))
 
 
 def test_the_slowest_samples_are_named_by_index() -> None:

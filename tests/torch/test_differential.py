@@ -24,7 +24,8 @@ collation = pytest.importorskip("torch.utils.data._utils.collate")
 from tests.helpers import Stream, Tree  # noqa: E402  # after the lines that skip without torch
 from tests.torch.samples import SAMPLES, Opaque, TensorChild  # noqa: E402
 
-pytestmark = pytest.mark.torch
+# torch warns of complex32 once per process, in whichever test comes first.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
 

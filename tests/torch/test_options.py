@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch]
 OTHERS: dict[str, Any] = {
     "seed": 7, "worker": "process", "memory_limit": "1GB", "grain_size": 3, "device": "cpu", "device_prefetch": 5,
     "convert": list, "on_error": "skip", "error_budget": 9, "retries": 2, "sample_timeout": 11.0, "hang_warning": 12.0,
-    "threads_per_worker": 2, "cpu_limit": 1.0, "observe": "off", "progress": False, "on_statistics": print,
+    "threads_per_worker": 2, "cpu_limit": 1.0, "observe": "counters", "progress": False, "on_statistics": print,
     "statistics_every": 3.0,
 }  # fmt: skip
 

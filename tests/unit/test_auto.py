@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed import options as autocount
+from infeed import options
 from infeed.options import MOST_WORKERS, AutoCount, LoaderConfig
 from tests.helpers import Stream
-from tests.unit.test_config import config
+from tests.unit.test_options import config
 
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autocount, "available_cores", lambda: 8.0)
+    monkeypatch.setattr(options, "available_cores", lambda: 8.0)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_the_traceback_of_the_worker_is_the_cause() -> None:
     shown = "".join(traceback.format_exception(again))
 
     assert "raise error" in str(again.__cause__)
-    assert "test_failures.py" in shown
+    assert "test_exceptions.py" in shown
     assert "direct cause" in shown
 
 

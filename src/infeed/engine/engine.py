@@ -466,17 +466,21 @@ class Engine:
         An action may cause further events. They stay queued until the actions of this event are done, so the scheduler
         handles one event at a time and its actions run in order.
         """
-        self._events.append(event)
+        events = self._events
         if self._is_handling:
+            events.append(event)
             return
         self._is_handling = True
         try:
-            while self._events:
-                for action in self._scheduler.handle(self._events.popleft()):
+            for action in self._scheduler.handle(event):
+                self._do(action)
+            while events:
+                for action in self._scheduler.handle(events.popleft()):
                     self._do(action)
         finally:
             self._is_handling = False
-            self._events.clear()
+            if events:
+                events.clear()
 
     def _do(self, action: Action) -> None:
         match action:

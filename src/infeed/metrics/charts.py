@@ -231,7 +231,7 @@ _MOST_MARKS: Final = 200
 def timeline_page(trace: Trace) -> str:
     """Return an HTML page that contains only the timeline."""
     statistics = trace.statistics
-    blocks = [diagnosis(statistics.diagnosis or "No verdict yet.")]
+    blocks = [diagnosis(statistics.diagnosis or "No diagnosis yet.")]
     picture = timeline_chart(trace, most=6000)
     if picture is None:
         blocks.append(paragraph("Nothing was recorded: no batch was asked for, or tracing was off."))

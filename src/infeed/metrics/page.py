@@ -96,7 +96,7 @@ def diagnosis(text: str, tone: Tone = "plain") -> Block:
     """Return the diagnosis: the first line large, the other lines below it."""
     first, _, rest = text.strip().partition("\n")
     lines = "".join(f"<p>{escape(line.strip())}</p>" for line in rest.splitlines() if line.strip())
-    return Block(f'<div class="verdict {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
+    return Block(f'<div class="diagnosis {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
 
 
 def paragraph(text: str) -> Block:

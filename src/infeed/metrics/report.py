@@ -48,7 +48,7 @@ def report_page(trace: Trace) -> str:
 
 def _blocks(trace: Trace) -> Iterator[Block]:
     statistics = trace.statistics
-    yield diagnosis(statistics.diagnosis or "No verdict yet.", _tone(trace))
+    yield diagnosis(statistics.diagnosis or "No diagnosis yet.", _tone(trace))
     if statistics.batch_count:
         yield tiles(_tiles(statistics))
     elif not statistics.ended_count:
