@@ -2,11 +2,13 @@
 
     python dev.py demo  [options]       see infeed work, on pictures that it makes itself
     python dev.py test  [pytest args]   lint, format, types, then the tests: what CI runs
+    python dev.py test --quick [pytest args]
+                                        the tests that start no process and need no torch: about a minute
     python dev.py test --windows [--python 3.13] [pytest args]
                                         the tests on Windows' Python, under Wine: see tools/windows.py
     python dev.py test --libraries [pytest args]
                                         the tests with third-party libraries: see tools/libraries.py
-    python dev.py check                 lint, format and types only
+    python dev.py check                 lint, format, layers and types only
     python dev.py bench [options]       run benchmarks/run.py
 
 The first call makes `.venv` beside this file and installs infeed into it, editable. Later calls install again only when
@@ -38,6 +40,9 @@ STAMP = VENV / "infeed-installed.json"
 EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "bench": "dev"}
 # Tests that have an environment of their own, and need none here.
 TIERS = {"--windows": "tools/windows.py", "--libraries": "tools/libraries.py"}
+# `test --quick`: pure code, loading in the main process and threads.
+QUICK = ["tests/unit", "tests/engine", "tests/metrics"]
+QUICK_MARKERS = "not (long or libraries or process or torch or slow or stress)"
 INTERRUPTED = 130
 
 
@@ -57,6 +62,9 @@ def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
         return [[["-m", "infeed", "demo", *arguments]]]
     if command == "bench":
         return [[["benchmarks/run.py", *arguments]]]
+    if command == "test" and "--quick" in arguments:
+        rest = [word for word in arguments if word != "--quick"]
+        return [[["-m", "pytest", "-n", str(os.cpu_count() or 1), "-m", QUICK_MARKERS, *(rest or QUICK)]]]
     if command == "test":
         # One more than there are cores: tests wait for processes for half of their time.
         tests = ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]

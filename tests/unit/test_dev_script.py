@@ -54,6 +54,14 @@ def test_check_runs_lint_format_layers_and_types_for_three_platforms(dev: Module
     ]
 
 
+def test_quick_runs_tests_that_start_no_process(dev: ModuleType) -> None:
+    [[tests]] = dev.steps("test", ["--quick"])
+    assert tests[-3:] == ["tests/unit", "tests/engine", "tests/metrics"]
+    assert "process" in tests[tests.index("-m", 1) + 1]
+    [[tests]] = dev.steps("test", ["--quick", "tests/unit/test_order.py", "-x"])
+    assert tests[-2:] == ["tests/unit/test_order.py", "-x"]
+
+
 def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType) -> None:
     """Arguments go to pytest only, which comes last."""
     *checks, [tests] = dev.steps("test", ["-k", "demo"])
