@@ -4,7 +4,6 @@ Needs Pillow. The classes are in a separate module, so every kind of worker can 
 line.
 """
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
@@ -12,6 +11,8 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+
+from infeed.workers.rng import get_rng
 
 __all__ = ["CLASSES", "CROP_SIDE", "PICTURE_SIZE", "PictureFolder", "TorchPictures", "make_pictures"]
 
@@ -33,8 +34,8 @@ _OFFSET: Final = _MEAN / _DEVIATION
 class PictureFolder:
     """Dataset of ``(image, label)`` for each ``<class>/<name>.jpg`` below a folder.
 
-    The image is a random crop, flipped half of the time, normalized, channels first. Crop and flip use Python's ``random``,
-    as in most training code; infeed seeds it for each grain.
+    The image is a random crop, flipped half of the time, normalized, channels first. Crop and flip draw from
+    ``infeed.get_rng()``, so they are the same with every kind of worker.
 
     Args:
         root: The folder whose subfolders are the classes; labels follow their sorted order.
@@ -49,12 +50,13 @@ class PictureFolder:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.float32], int]:
+        rng = get_rng()
         with Image.open(self._paths[index]) as picture:
             width, height = picture.size
-            left = random.randint(0, width - CROP_SIDE)
-            top = random.randint(0, height - CROP_SIDE)
+            left = int(rng.integers(width - CROP_SIDE + 1))
+            top = int(rng.integers(height - CROP_SIDE + 1))
             pixels = np.asarray(picture.convert("RGB").crop((left, top, left + CROP_SIDE, top + CROP_SIDE)))
-        if random.random() < 0.5:
+        if rng.random() < 0.5:
             pixels = pixels[:, ::-1]
         # Write into a preallocated array: a plain product would keep the channels-last memory layout.
         image = np.empty((3, CROP_SIDE, CROP_SIDE), dtype=np.float32)
