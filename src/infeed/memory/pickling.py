@@ -14,6 +14,7 @@ import pickle
 import random
 import sys
 import threading
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ def reduce_callable(obj: Any) -> Any:
     if isinstance(obj, functools.cached_property):
         state = {name: value for name, value in vars(obj).items() if name != "lock"}
         return copyreg.__newobj__, (type(obj),), (state, "lock" in vars(obj)), None, None, _set_cached_property  # type: ignore[attr-defined]
+    if isinstance(obj, functools.singledispatchmethod) and "_method_cache" in vars(obj):
+        state = {name: value for name, value in vars(obj).items() if name != "_method_cache"}
+        return copyreg.__newobj__, (type(obj),), state, None, None, _set_generic_method  # type: ignore[attr-defined]
     if isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHER and not _is_importable(obj):
         return _reduce_generic(obj)
     return NotImplemented
@@ -63,6 +67,11 @@ def _set_cached_property(obj: Any, state: tuple[dict[str, Any], bool]) -> None:
     vars(obj).update(attributes)
     if has_lock:  # Python 3.11 has a lock, which cannot be pickled
         obj.lock = threading.RLock()
+
+
+def _set_generic_method(obj: Any, state: dict[str, Any]) -> None:
+    vars(obj).update(state)
+    obj._method_cache = weakref.WeakKeyDictionary()  # since Python 3.13; weak references cannot be pickled
 
 
 def _reduce_generic(obj: Any) -> Any:
