@@ -64,7 +64,8 @@ def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
         return [[["benchmarks/run.py", *arguments]]]
     if command == "test" and "--quick" in arguments:
         rest = [word for word in arguments if word != "--quick"]
-        return [[["-m", "pytest", "-n", str(os.cpu_count() or 1), "-m", QUICK_MARKERS, *(rest or QUICK)]]]
+        chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in rest) else QUICK
+        return [[["-m", "pytest", "-n", str(os.cpu_count() or 1), "-m", QUICK_MARKERS, *chosen, *rest]]]
     if command == "test":
         # One more than there are cores: tests wait for processes for half of their time.
         tests = ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]

@@ -59,7 +59,9 @@ def test_quick_runs_tests_that_start_no_process(dev: ModuleType) -> None:
     assert tests[-3:] == ["tests/unit", "tests/engine", "tests/metrics"]
     assert "process" in tests[tests.index("-m", 1) + 1]
     [[tests]] = dev.steps("test", ["--quick", "tests/unit/test_order.py", "-x"])
-    assert tests[-2:] == ["tests/unit/test_order.py", "-x"]
+    assert tests[-3:] == [dev.QUICK_MARKERS, "tests/unit/test_order.py", "-x"]
+    [[tests]] = dev.steps("test", ["--quick", "-x"])
+    assert tests[-4:] == [*dev.QUICK, "-x"]
 
 
 def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType) -> None:

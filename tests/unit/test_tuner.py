@@ -46,6 +46,7 @@ def works(draw: st.DrawFn) -> Work:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(work=works(), seed=st.integers(0, 1000))
 def test_it_comes_near_the_best_by_few_steps(work: Work, seed: int) -> None:
@@ -57,6 +58,7 @@ def test_it_comes_near_the_best_by_few_steps(work: Work, seed: int) -> None:
     assert all(len(run.changes) <= MOST_CHANGES for run in runs), [run.changes for run in runs]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(work=works())
 def test_once_at_rest_it_stays(work: Work) -> None:
