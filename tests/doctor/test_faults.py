@@ -87,7 +87,7 @@ for batch in DataLoader(Stream(), batch_size=8, num_workers=2): step()
         "there are no workers",
         """
 class Slow(Base):
-    def __getitem__(self, index): return sum(range(400_000))
+    def __getitem__(self, index): return sum(range(1_500_000))
 
 for batch in DataLoader(Slow(), batch_size=8): time.sleep(0.01)
 """,
@@ -96,7 +96,7 @@ for batch in DataLoader(Slow(), batch_size=8): time.sleep(0.01)
         "would be better than 0",
         """
 class Slow(Base):
-    def __getitem__(self, index): return sum(range(400_000))
+    def __getitem__(self, index): return sum(range(1_500_000))
 
 for batch in DataLoader(Slow(), batch_size=8): step()
 """,

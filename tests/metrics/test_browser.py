@@ -113,7 +113,7 @@ def test_strange_text_is_shown_as_it_is(browser: Browser, tmp_path: Path) -> Non
     browser.open(written(strange_trace(), tmp_path, "report"))
 
     assert browser.value("document.querySelectorAll('b').length") == 0
-    assert browser.value("document.querySelector('.verdict').textContent").startswith('</script><b>&amp; "quoted"')
+    assert browser.value("document.querySelector('.diagnosis').textContent").startswith('</script><b>&amp; "quoted"')
 
 
 def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, tmp_path: Path) -> None:
