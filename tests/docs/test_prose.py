@@ -123,9 +123,8 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-RUN_BLOCKS = [
-    (name, block) for name in ("README.md", "docs/failures.md", "docs/sharing.md") for block in python_blocks(ROOT / name)
-]
+RUN_PAGES = ("README.md", "docs/guides/failures.md", "docs/guides/memory.md")
+RUN_BLOCKS = [(name, block) for name in RUN_PAGES for block in python_blocks(ROOT / name)]
 
 
 @pytest.mark.process
@@ -145,7 +144,7 @@ def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
     )
 
     said = done.stderr.splitlines()[:1]
-    assert (done.returncode, said) == (0, ["epoch 0 had 2 bad samples:"] if name == "docs/failures.md" else [])
+    assert (done.returncode, said) == (0, ["epoch 0 had 2 bad samples:"] if name == "docs/guides/failures.md" else [])
 
 
 def test_all_python_blocks_of_prose_are_python() -> None:

@@ -14,7 +14,7 @@ from infeed.doctor.findings import NAMES, examine
 from infeed.doctor.report import findings_page, print_report
 from tests.helpers import ROOT, start_python
 
-TEXT = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "guides" / "doctor.md").read_text(encoding="utf-8")
 
 
 def test_every_finding_is_explained_once() -> None:
