@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infeed.metrics.collector import AllMetrics, EngineMetrics, History
+from infeed.metrics.collector import AllMetrics, EngineMetrics
+from infeed.metrics.history import History
+from infeed.metrics.process_time import Clock
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.status import StatusBoard
 
@@ -12,94 +14,94 @@ MS = 1_000_000
 
 
 @pytest.mark.parametrize(("pause_ms", "epoch_count"), [(0, 50), (50, 50), (5000, 50)])
-def test_looks_are_due_by_the_loops_own_time(monkeypatch: pytest.MonkeyPatch, pause_ms: int, epoch_count: int) -> None:
+def test_looks_are_due_by_the_loops_own_time(pause_ms: int, epoch_count: int) -> None:
     """Epochs of ten milliseconds: loaders that take turns do not pay for each other."""
     now = 10**12
-    monkeypatch.setattr("infeed.metrics.collector.perf_counter_ns", lambda: now)
+    clock = Clock(lambda: now)
     workers = (WorkerId(0),)
-    metrics = EngineMetrics(History(), AllMetrics(), StatusBoard(workers, None), workers, "thread", "counters", 0)
+    metrics = EngineMetrics(History(), AllMetrics(), StatusBoard(workers, None), workers, "thread", "counters", 0, clock)
     for epoch in range(epoch_count):
         metrics.begin_epoch(epoch)
         for _ in range(10):
-            metrics.given(now, now + MS)
+            metrics.delivered(now, now + MS)
             now += MS
-        metrics.end_epoch(now, now)
+        metrics.end_epoch(now)
         now += pause_ms * MS
     assert 4 <= metrics.tick_count <= 6
 
 
-def test_what_goes_on_is_counted_up_to_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_on_is_counted_up_to_now() -> None:
     """A step, then a wait of which 4 ms are noted as blocked already; nothing between epochs."""
     now = 10**12
-    monkeypatch.setattr("infeed.metrics.collector.perf_counter_ns", lambda: now)
+    clock = Clock(lambda: now)
     workers = (WorkerId(0),)
-    metrics = EngineMetrics(History(), AllMetrics(), StatusBoard(workers, None), workers, "inline", "counters", 0)
+    metrics = EngineMetrics(History(), AllMetrics(), StatusBoard(workers, None), workers, "inline", "counters", 0, clock)
 
     def times() -> list[float]:
         return [one / MS for one in metrics.loop_times()]
 
     metrics.begin_epoch(0)
-    metrics.asked_ns = now
+    metrics.asked(now)
     now += 5 * MS
     assert times() == [0, 0, 0, 0]  # the very first start
-    metrics.given(now - 5 * MS, now)
+    metrics.delivered(now - 5 * MS, now)
     now += 20 * MS
     assert times() == [0, 20, 0, 0]
-    metrics.asked_ns, metrics.asked_blocked = now, metrics.blocked_ns
+    metrics.asked(now)
     now += 7 * MS
-    metrics.blocked_ns += 4 * MS
+    metrics.blocked(4 * MS, 0)
     assert times() == [7, 20, 7, 7]
-    metrics.blocked_ns += 2 * MS
-    metrics.given(now - 7 * MS, now)
+    metrics.blocked(2 * MS, 0)
+    metrics.delivered(now - 7 * MS, now)
     assert times() == [7, 20, 6, 0]
-    metrics.end_epoch(now, now)
+    metrics.end_epoch(now)
     now += 50 * MS
     assert times() == [7, 20, 6, 0]
     metrics.begin_epoch(1)
     metrics.changed_over(now - 3 * MS, now)
     assert times() == [10, 20, 9, 0]
-    metrics.asked_ns, metrics.asked_blocked = now, metrics.blocked_ns
+    metrics.asked(now)
     now += MS
     assert times() == [11, 20, 10, 1]
     metrics.stop_waiting()
     assert times() == [11, 20, 9, 0]
 
 
-def test_only_one_loop_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_loop_is_in_a_step() -> None:
     """An iterator that was left lying, or the loop around this one, is not working meanwhile."""
     now = 10**12
-    monkeypatch.setattr("infeed.metrics.collector.perf_counter_ns", lambda: now)
+    clock = Clock(lambda: now)
     workers, all_metrics = (WorkerId(0),), AllMetrics()
-    first, second = (
-        EngineMetrics(History(), all_metrics, StatusBoard(workers, None), workers, "inline", "counters", 0) for _ in range(2)
-    )
+    boards = [StatusBoard(workers, None) for _ in range(2)]
+    first, second = (EngineMetrics(History(), all_metrics, one, workers, "inline", "counters", 0, clock) for one in boards)
     for metrics in (first, second):
         metrics.begin_epoch(0)
-        metrics.given(now, now)
+        metrics.delivered(now, now)
     now += 30 * MS
 
     assert (first.loop_times().away_ns, second.loop_times().away_ns) == (0, 30 * MS)
-    first.given(now, now)
+    first.delivered(now, now)
     now += MS
     assert (first.loop_times().away_ns, second.loop_times().away_ns) == (31 * MS, 30 * MS)  # as far as it was told
-    second.asked_ns = now
+    second.asked(now)
     now += 2 * MS
     assert second.loop_times().waiting_ns == 2 * MS  # who waits does, whoever was last
 
 
-def test_closing_counts_what_goes_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_counts_what_goes_on_once() -> None:
     """A wait up to now, and a step as far as it was told; whatever is heard of the loop later."""
     now = 10**12
-    monkeypatch.setattr("infeed.metrics.collector.perf_counter_ns", lambda: now)
+    clock = Clock(lambda: now)
     workers = (WorkerId(0),)
     for is_waiting in (True, False):
         history = History()
-        metrics = EngineMetrics(history, AllMetrics(), StatusBoard(workers, None), workers, "inline", "counters", 0)
+        metrics = EngineMetrics(history, AllMetrics(), StatusBoard(workers, None), workers, "inline", "counters", 0, clock)
         metrics.begin_epoch(0)
-        metrics.given(now, now)
+        metrics.delivered(now, now)
         now += 5 * MS
         assert metrics.loop_times().away_ns == 5 * MS
-        metrics.asked_ns = now if is_waiting else 0
+        if is_waiting:
+            metrics.asked(now)
         now += 7 * MS
         metrics.close()
         waited = 7 * MS if is_waiting else 0
@@ -107,5 +109,5 @@ def test_closing_counts_what_goes_on_once(monkeypatch: pytest.MonkeyPatch) -> No
         recent = history.past.recent([])
         assert recent is not None
         assert (recent.amounts.waited_ns, recent.amounts.away_ns) == (waited, 5 * MS)
-        metrics.end_epoch(now)
+        metrics.end_epoch()
         assert metrics.loop_times()[:2] == (waited, 5 * MS)

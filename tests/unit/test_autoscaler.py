@@ -20,7 +20,7 @@ class Bench:
     def __init__(self, *, most: int = 64, tuner: Any = None, memory_budget: int | None = None) -> None:
         self.latest: Point | None = None
         self.tick_count = 0
-        self.members = self
+        self.workers = self
         self.active_workers = (0, 1)
         self.window, self.most = 16, most
         self.windows: list[int] = []

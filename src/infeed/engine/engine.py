@@ -24,7 +24,7 @@ from infeed.engine.records import EngineSetup, Gather, Record, Task
 from infeed.engine.scaling import AutoScaler, WorkerScaling
 from infeed.engine.slots import SlotAllocator
 from infeed.errors import LoaderClosedError, WorkerStartError
-from infeed.metrics.collector import Flight, busy_ns
+from infeed.metrics.collector import Flight
 from infeed.scheduler.messages import (
     Action,
     BatchId,
@@ -119,7 +119,7 @@ class Engine:
             setup.memory_budget,
         )  # fmt: skip
         self._next_look = 0.0  # time of the next watchdog check
-        self._left_ns = 0  # when the training loop got its latest batch; 0: none yet
+        self._left_ns = 0  # when `next_batch` last returned a batch; 0: none yet in this epoch
         self._heard_ns = 0  # when worker messages were last read
         self._is_polled = False  # device prefetch asks for batches, and reports itself what the training loop gets
         self._is_closed = False
@@ -128,8 +128,7 @@ class Engine:
         self._driver = 0  # ident of that thread while it is in `next_batch`
         self.owner_pid = os.getpid()
         # Last, when everything is set: another thread may ask for statistics at any time.
-        self._metrics.flight = self._flight
-        self._metrics.bytes_given = lambda: setup.delivery.given_bytes
+        self._metrics.connect(self._flight, lambda: setup.delivery.given_bytes)
         self._scaling.begin()
 
     @property
@@ -151,20 +150,17 @@ class Engine:
 
     def asked(self, asked_ns: int) -> None:
         """Note that the training loop asked for a batch. ``given``, ``ended`` or ``stop_waiting`` follows."""
-        self._metrics.asked_ns, self._metrics.asked_blocked = asked_ns, self._metrics.blocked_ns
+        self._metrics.asked(asked_ns)
 
     def stop_waiting(self) -> None:
         """Note that the training loop gets an exception instead of a batch."""
-        if self._metrics.asked_ns:
-            self._metrics.stop_waiting()
-            if self._left_ns and not self._is_polled:
-                self._left_ns = time.perf_counter_ns()
+        self._metrics.stop_waiting()
 
     def given(self, asked_ns: int, left_ns: int) -> None:
         """Note that device prefetch delivered a batch, with the times of request and delivery."""
         with self._lock:
             if not self._is_closed:
-                self._metrics.given(asked_ns, left_ns)
+                self._metrics.delivered(asked_ns, left_ns)
                 self._autoscaler.consider()
 
     def changed_over(self, began_ns: int) -> None:
@@ -173,21 +169,11 @@ class Engine:
 
     def ended(self, asked_ns: int) -> None:
         """Note that the training loop asked for a batch at this time, and the epoch has no more."""
-        self._metrics.end_epoch(self._left_ns, asked_ns)
+        self._metrics.end_epoch(asked_ns)
 
     def work(self) -> Work:
         """Return what the workers have done and measured so far."""
-        sums = self._metrics.members.sums()
-        queued_ns = sum(self._metrics.members.usage(worker).queued_ns for worker in sums)
-        worked_ns = sum(map(busy_ns, sums.values()))
-        shares = [one.gil_share for one in sums.values() if one.gil_share is not None]
-        return Work(
-            self._metrics.kind,
-            max(0, worked_ns - queued_ns),
-            sum(one.sample_count for one in sums.values()),
-            shares[0] if shares else None,
-            any(one.is_drawing for one in sums.values()),
-        )
+        return self._metrics.work()
 
     # --- driven by the training loop's thread
 
@@ -222,13 +208,13 @@ class Engine:
         self._is_polled = is_polled
         self._metrics.begin_epoch(progress.epoch, progress.start.step)
         self._autoscaler.begin_epoch()
-        self._left_ns = 0  # time between epochs is not time of the training loop
+        self._left_ns = 0
         self._input.begin(progress.start, asked)
 
     def leave_epoch(self) -> None:
         """Abandon the rest of the epoch, so that the next can begin."""
         feed, self._input.feed = self._input.feed, None
-        self._metrics.end_epoch(self._left_ns)
+        self._metrics.end_epoch()
         if feed is not None and not self._is_closed:
             self._input.abandon(feed.epoch)
 
@@ -254,7 +240,7 @@ class Engine:
                 raise
             finally:
                 self._driver = 0
-                if self._metrics.asked_ns and not self._is_polled:
+                if self._metrics.is_waiting and not self._is_polled:
                     self.stop_waiting()
                 if self._is_closed:
                     self._tear_down()
@@ -291,16 +277,9 @@ class Engine:
                 self._hear_all(news)
             batch_input.plan()
             self._pool.flush()
-        left_ns = time.perf_counter_ns()
-        if not self._is_polled:
-            # Same as `EngineMetrics.given`, without a call per batch.
-            metrics = self._metrics
-            metrics.waited_ns, metrics.asked_ns = metrics.waited_ns + left_ns - asked_ns, 0
-            metrics.batch_count += 1
-            if left_ns > metrics.next_ns:
-                metrics.note(self._left_ns, asked_ns, left_ns)
-                self._autoscaler.consider()
-        self._left_ns = left_ns
+        left_ns = self._left_ns = time.perf_counter_ns()
+        if not self._is_polled and self._metrics.delivered(asked_ns, left_ns):
+            self._autoscaler.consider()
         return output.take()
 
     def _gather(self, feed: Feed, gather: Gather) -> bool:
@@ -390,17 +369,10 @@ class Engine:
             timeout_s = watchdog.look_s if timeout_s is None else min(timeout_s, watchdog.look_s)
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # slots become free without notification, so poll
-        worker_count, idle_count = self._metrics.members.count, self._scheduler.idle_count
+        idle_count = self._scheduler.idle_count
         news = self._pool.receive(0 if self._faults.is_storm else timeout_s)
         self._heard_ns = time.perf_counter_ns()
-        took_ns = self._heard_ns - now_ns
-        if worker_count:
-            metrics = self._metrics
-            metrics.blocked_ns += took_ns
-            metrics.manned_ns += worker_count * took_ns
-            metrics.idled_ns += idle_count * took_ns
-        else:
-            self._metrics.waited_for_workers(took_ns)
+        self._metrics.blocked(self._heard_ns - now_ns, idle_count)
         self._take_in(news)
 
     def _look_around(self) -> bool:
@@ -507,13 +479,13 @@ class Engine:
             case Forget(batch):
                 self._records.pop(batch, None)
             case StartWorker(worker):
-                self._metrics.members.restarted(worker)
+                self._metrics.workers.restarted(worker)
                 try:
                     self._scaling.replace(worker, self._input.feed)
                 except WorkerStartError as error:
                     self._lose_workers(error.with_traceback(None))
             case StopWorker(worker):
-                self._metrics.members.ended(worker)
+                self._metrics.workers.ended(worker)
                 self._scaling.stop(worker)
                 self._faults.forget(worker)
             case FailWorkers():
@@ -562,7 +534,7 @@ class Engine:
             case RowsLoaded() | PackedLoaded():
                 self._dispatcher.loaded(worker, message)
             case Started():
-                self._metrics.members.started(worker, self._pool.pids().get(worker))
+                self._metrics.workers.started(worker, self._pool.pids().get(worker))
                 self._scaling.note_started(worker)
                 self._handle(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
@@ -578,10 +550,10 @@ class Engine:
             case StartFailed(failure):
                 # Other workers of this engine would fail the same way. Stop it, so that its exit is not logged as a death.
                 self._pool.stop(worker)
-                self._metrics.members.ended(worker)
+                self._metrics.workers.ended(worker)
                 self._lose_workers(start_error(worker, failure))
             case Death():
-                self._metrics.members.ended(worker)
+                self._metrics.workers.ended(worker)
                 self._faults.died(worker, message)
                 self._metrics.mark("death", worker, self._faults.last_death)
                 self._scaling.note_gone()

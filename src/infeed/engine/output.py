@@ -73,7 +73,7 @@ class BatchOutput:
                 failure = Failure.of(kept(error), "receiving a batch (an object of it cannot be built again in this process)")
                 self.error = failure.exception(place)
                 return
-        self._metrics.sample_count += record.row_count
+        self._metrics.add_samples(record.row_count)
         record.let_go()
         if self._setup.bad_sample_handler.is_active and self.note_bad(record):
             return
@@ -95,8 +95,7 @@ class BatchOutput:
         if self._progress is None:
             return False
         for sample in () if record.bad_rows is None else record.bad_rows.done:
-            self._metrics.outcomes[sample.outcome] += 1
-            self._metrics.mark("bad sample", LOOP, str(sample))
+            self._metrics.add_outcome(sample.outcome, str(sample))
         error = self._progress.note_bad(record, self._setup.epoch_length)
         if error is not None:
             self._note_failed(record)

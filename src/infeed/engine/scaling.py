@@ -256,7 +256,7 @@ class AutoScaler:
             self._widen(before, point)
 
     def _tune(self, tuner: Tuner, point: Point) -> None:
-        usages = [self._metrics.members.usage(worker) for worker in self._scheduler.active_workers]
+        usages = [self._metrics.workers.usage(worker) for worker in self._scheduler.active_workers]
         free_bytes, is_budget = self._free_bytes(tuner, point, sum(one.private_bytes for one in usages))
         bound = tuner.bound
         change = tuner.consider(

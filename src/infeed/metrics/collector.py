@@ -1,7 +1,7 @@
 """Collect the metrics of a loader across all its epochs and engines, and build ``Statistics`` and ``Trace`` from them.
 
-``EngineMetrics`` belongs to one engine; ``Members`` holds its workers and ``OwnTime`` the CPU time of the main process.
-``Collector``, ``AllMetrics`` and ``History`` belong to the loader.
+``EngineMetrics`` belongs to one engine, whose methods it offers report every event once. ``Collector``, ``AllMetrics`` and
+``History`` belong to the loader.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
-from time import perf_counter_ns, process_time_ns
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
-from infeed.autotune.tuner import Bound
+from infeed.autotune.tuner import Bound, Work
 from infeed.metrics.diagnosis import diagnose
-from infeed.metrics.recent import Amounts, LoopTimes, Past, Slice
+from infeed.metrics.history import History
+from infeed.metrics.process_time import Clock, ProcessTime
+from infeed.metrics.recent import Amounts, LoopTimes, Slice
 from infeed.metrics.statistics import (
     LOOP,
     Mark,
@@ -32,10 +33,10 @@ from infeed.metrics.statistics import (
     Trace,
     WorkerStatistics,
 )
+from infeed.metrics.worker_metrics import Reading, WorkerMetrics, busy_ns
 from infeed.scheduler.messages import WorkerId
-from infeed.workers import recorder
-from infeed.workers.process_tools import memory_use, queued_ns
-from infeed.workers.recorder import BUCKETS, NO_INDEX, SLOWEST, Observe, RawSpan, RecorderReader, Slow, Sums, bucket_end_ns
+from infeed.workers.process_tools import memory_use
+from infeed.workers.recorder import BUCKETS, NO_INDEX, SLOWEST, Observe, Slow, bucket_end_ns
 from infeed.workers.status import StatusBoard
 
 
@@ -47,7 +48,7 @@ class AllMetrics:
         self.all: list[EngineMetrics] = []
         # Held while metrics are summed. Reentrant, because a signal handler may request statistics during that.
         self.lock = threading.RLock()
-        self.has_given = False  # whether the training loop ever got a batch
+        self.has_delivered = False  # whether the training loop ever got a batch
         # The engine whose training loop most recently began an epoch or got a batch. Other engines are not within a step.
         self.active: EngineMetrics | None = None
 
@@ -58,369 +59,6 @@ class AllMetrics:
         return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
 
 
-# Reading either clock is a system call, at which a thread may lose its CPU core: for 0.5 ms if there are too few cores.
-# OwnTime reads the clocks at the start and end of an epoch, unless the epoch or the pause before it is shorter than 20 ms.
-# Then it reads them at most every 100 ms, and subtracts the share of the pauses between epochs from the result.
-_SHORT_TIME_NS: Final = 20_000_000
-_SELDOM_NS: Final = 100_000_000
-# The time between two reads is at least 1000 times the duration of a read, but never has to exceed 1 s.
-_READ_SHARE: Final = 1000
-_LONGEST_NS: Final = 1_000_000_000
-
-
-@final
-class OwnTime:
-    """CPU and queued time of the main process during the epochs of one engine.
-
-    Epochs begin and end in the training loop's thread.
-    """
-
-    def __init__(self) -> None:
-        self.counted_ns = 0  # CPU time of the process
-        self.queued_ns = 0  # time in which the training loop's thread was ready to run but had no CPU core
-        self._cpu_from_ns = self._queued_from_ns = 0  # clock values at the last read
-        self._read_ns = 0  # time of the last read; 0: never
-        self._paused_ns = 0  # time between epochs since the last read
-        self._least_ns = 0  # minimum time from the last read to the next
-        self._begun_ns = 0  # when the latest epoch began
-        self._ended_ns = 0  # when that epoch ended; 0: it is in progress
-        self._is_exact = False  # that epoch was long, and was counted to its end
-        self._thread = 0
-
-    def begin(self) -> None:
-        """Begin an epoch; read the clocks unless the pause before it was short."""
-        now_ns, thread = perf_counter_ns(), threading.get_ident()
-        pause_ns, self._begun_ns, self._ended_ns = now_ns - self._ended_ns, now_ns, 0
-        if self._read_ns and pause_ns < _SELDOM_NS and thread == self._thread:
-            is_cheap = now_ns - self._read_ns >= self._least_ns
-            if not (self._is_exact and pause_ns >= _SHORT_TIME_NS and is_cheap):
-                self._paused_ns += pause_ns
-                return
-        self._thread, self._paused_ns = thread, 0
-        self._cpu_from_ns, self._queued_from_ns = process_time_ns(), queued_ns()
-        self._read_ns = perf_counter_ns()
-
-    def end(self) -> bool:
-        """End the epoch. Return whether its time was counted; a short epoch is not, because another may follow at once."""
-        is_long = perf_counter_ns() - self._begun_ns >= _SHORT_TIME_NS
-        is_counted = self._count(0 if is_long else _SELDOM_NS)
-        self._is_exact = is_long and is_counted
-        self._ended_ns = perf_counter_ns()
-        return is_counted
-
-    def count(self) -> bool:
-        """Count up to now, unless the last count is less than 100 ms old. Return whether it counted.
-
-        The kernel keeps queued time per thread, so only a call from the training loop's thread counts it.
-        """
-        return self._count(_SELDOM_NS)
-
-    def _count(self, least_ns: int) -> bool:
-        began_ns = perf_counter_ns()
-        since_ns = began_ns - self._read_ns
-        if not self._read_ns or self._ended_ns or since_ns < self._least_ns or since_ns - self._paused_ns < least_ns:
-            return False
-        before_ns, self._cpu_from_ns = self._cpu_from_ns, process_time_ns()
-        self.counted_ns += self._in_epochs(self._cpu_from_ns - before_ns, began_ns)
-        if threading.get_ident() == self._thread:
-            before_ns, self._queued_from_ns = self._queued_from_ns, queued_ns()
-            self.queued_ns += self._in_epochs(max(0, self._queued_from_ns - before_ns), began_ns)
-        self._paused_ns, self._read_ns = 0, perf_counter_ns()
-        # A read may take long by chance, because other threads had the core, so cap the interval.
-        self._least_ns = min(_LONGEST_NS, _READ_SHARE * (self._read_ns - began_ns))
-        return True
-
-    def _in_epochs(self, used_ns: int, now_ns: int) -> int:
-        """Return the share of ``used_ns``, the time used since the last read, that belongs to epochs."""
-        passed_ns = now_ns - self._read_ns
-        return used_ns * (passed_ns - self._paused_ns) // passed_ns if 0 < self._paused_ns < passed_ns else used_ns
-
-    @property
-    def cpu_ns(self) -> int:
-        """CPU time of the process; up to now if an epoch is in progress."""
-        if not self._read_ns or self._ended_ns:
-            return self.counted_ns
-        return self.counted_ns + self._in_epochs(process_time_ns() - self._cpu_from_ns, perf_counter_ns())
-
-
-# Limits of the history. It keeps the latest spans and marks; when there are too many points, it drops every other one.
-_SPANS_KEPT: Final = 100_000
-_LOOP_SPANS_KEPT: Final = 20_000
-_MARKS_KEPT: Final = 2_000
-_POINTS_KEPT: Final = 1_000
-
-_KINDS: Final[dict[int, SpanKind]] = {
-    recorder.LOAD: "load",
-    recorder.COLLATE: "collate",
-    recorder.WRITE: "write",
-    recorder.START: "start",
-}
-
-
-@final
-class History:
-    """Spans, marks and points of all engines of a loader. Times are those of ``perf_counter_ns``."""
-
-    def __init__(self) -> None:
-        self._loop_spans: deque[Span] = deque(maxlen=_LOOP_SPANS_KEPT)
-        self._recorders: deque[tuple[WorkerId, bytes]] = deque()  # raw spans of workers, decoded only in `spans`
-        self._tape_count = 0
-        self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
-        self.points: list[Point] = []
-        self.past = Past()
-        self.lost_span_count = 0
-        self._stride = 1  # keep one point out of this many
-        self._point_count = 0
-
-    def spans(self) -> list[Span]:
-        # Copied first: the training loop's thread may append meanwhile.
-        recorders, loop = list(self._recorders), list(self._loop_spans)
-        return [*(_worker_span(worker, one) for worker, raw in recorders for one in recorder.spans_of(raw)), *loop]
-
-    def add_spans(self, spans: list[Span]) -> None:
-        """Add spans of the training loop."""
-        self.lost_span_count += max(0, len(self._loop_spans) + len(spans) - _LOOP_SPANS_KEPT)
-        self._loop_spans.extend(spans)
-
-    def add_recorded(self, worker: WorkerId, raw: bytes, lost_count: int) -> None:
-        """Add the raw spans of a worker, and the number of spans that it overwrote before they were read."""
-        self._recorders.append((worker, raw))
-        self._tape_count += recorder.span_count(raw)
-        self.lost_span_count += lost_count
-        while self._tape_count > _SPANS_KEPT:
-            count = recorder.span_count(self._recorders.popleft()[1])
-            self._tape_count -= count
-            self.lost_span_count += count
-
-    def add_point(self, point: Point) -> None:
-        self._point_count += 1
-        if self._point_count % self._stride:
-            return
-        self.points.append(point)
-        if len(self.points) >= _POINTS_KEPT:
-            del self.points[::2]
-            self._stride *= 2
-
-
-def _worker_span(worker: WorkerId, raw: RawSpan) -> Span:
-    index = None if raw.first_index == NO_INDEX else raw.first_index
-    return Span(worker, _KINDS.get(raw.kind, "load"), raw.begin_ns, raw.end_ns, raw.epoch, raw.position, index, raw.size)
-
-
-# `pending_ns` reports a sample in progress only after 20 ms.
-_LONG_SPAN_NS: Final = 20_000_000
-
-
-class Usage(NamedTuple):
-    cpu_ns: int
-    queued_ns: int
-    memory_bytes: int  # now
-    private_bytes: int  # now, without shared memory
-
-
-class Reading(NamedTuple):
-    """The contents of a worker's recorder, without spans."""
-
-    sums: Sums
-    histogram: list[int]
-    slowest: list[Slow]
-
-
-_NO_READING: Final = Reading(Sums(), [0] * recorder.BUCKETS, [])
-
-
-@final
-class Member:
-    """One worker id, across restarts."""
-
-    __slots__ = ("alive_ns", "cpu_ns", "pid", "queued_ns", "restart_count", "since_ns")
-
-    def __init__(self) -> None:
-        self.alive_ns = 0  # of previous incarnations
-        self.cpu_ns = self.queued_ns = 0  # of previous incarnations
-        self.since_ns = 0  # when the current incarnation started; 0: not running
-        self.restart_count = 0
-        self.pid: int | None = None
-
-
-@final
-class Members:
-    """The workers of one engine: their lifetimes, resource usage and recorders."""
-
-    def __init__(self, status_board: StatusBoard, workers: tuple[WorkerId, ...]) -> None:
-        self._status_board = status_board
-        self._members = {worker: Member() for worker in workers}
-        self._readers = {worker: status_board.reader(worker) for worker in workers}
-        self.known: set[WorkerId] = set()  # workers that ever started
-        self.is_closed = False
-        self._count = self._final_count = 0
-        self._last: dict[WorkerId, Reading] = {}  # final readings, taken at close
-        self._idle_ns = 0  # since when no epoch is in progress; 0: one is
-        # Between epochs: snapshots from the end of the last epoch. Work loaded ahead counts only when the next epoch begins.
-        self._still: dict[WorkerId, tuple[RecorderReader, Usage]] = {}
-
-    def __getitem__(self, worker: WorkerId) -> Member:
-        return self._members[worker]
-
-    # --- lifecycle
-
-    def started(self, worker: WorkerId, pid: int | None) -> None:
-        member = self._members[worker]
-        self._count += not member.since_ns
-        member.since_ns, member.pid = perf_counter_ns(), pid
-        self.known.add(worker)
-
-    def ended(self, worker: WorkerId) -> None:
-        """Record that the worker died or was stopped."""
-        member = self._members[worker]
-        if member.since_ns:
-            used = self.usage(worker)
-            member.cpu_ns, member.queued_ns = used.cpu_ns, used.queued_ns
-            member.alive_ns += (self._idle_ns or perf_counter_ns()) - member.since_ns
-            member.since_ns = 0
-            self._count -= 1
-
-    def restarted(self, worker: WorkerId) -> None:
-        self._members[worker].restart_count += 1
-
-    def rest(self, now_ns: int, *, is_still: bool) -> None:
-        """Pause between epochs. With ``is_still``, readings stay frozen while workers load ahead."""
-        self._idle_ns = now_ns
-        if is_still:
-            self._still = {worker: (self._readers[worker].copy(), self.usage(worker)) for worker in self.known}
-
-    def wake(self) -> None:
-        """End the pause between epochs. Of the pause, only the time spent loading ahead counts as alive time."""
-        idle_ns, self._idle_ns = perf_counter_ns() - self._idle_ns, 0
-        still, self._still = self._still, {}
-        for worker, member in self._members.items():
-            if member.since_ns:
-                ahead_ns = busy_ns(self._sums(worker)) - busy_ns(still[worker][0].sums()) if worker in still else 0
-                member.alive_ns -= max(0, idle_ns - ahead_ns)
-
-    def close(self) -> None:
-        """Take final readings. The workers have exited, and the status board is about to close."""
-        self._last = {worker: self.read(worker) for worker in self._members}
-        self._final_count = self.count
-        for worker in self._members:
-            self.ended(worker)
-        self.is_closed = True
-        self._still = {}
-
-    def absorb(self, other: Members) -> None:
-        """Add the workers of another engine; both engines are closed."""
-        self._final_count = other._final_count
-        for worker, member in other._members.items():
-            own = self._members.setdefault(worker, Member())
-            if worker in other.known:
-                self.known.add(worker)
-            own.alive_ns += member.alive_ns
-            own.cpu_ns += member.cpu_ns
-            own.queued_ns += member.queued_ns
-            own.restart_count += member.restart_count
-            own.pid = member.pid
-            self._last[worker] = _added(self._last.get(worker, _NO_READING), other._last.get(worker, _NO_READING))
-
-    # --- readings
-
-    @property
-    def count(self) -> int:
-        """Number of workers now, or when the engine was closed."""
-        return self._final_count if self.is_closed else self._count
-
-    def alive_ns(self, worker: WorkerId) -> int:
-        member = self._members[worker]
-        return member.alive_ns + ((self._idle_ns or perf_counter_ns()) - member.since_ns if member.since_ns else 0)
-
-    def pending_ns(self, worker: WorkerId) -> int:
-        """Return how long the worker has been loading its current sample; 0 below 20 ms.
-
-        That time counts as loading only when the task is done.
-        """
-        if self.is_closed or self._idle_ns or not self._members[worker].since_ns:
-            return 0
-        try:
-            doing = self._status_board.doing(worker)
-        except ValueError:
-            return 0  # another thread has just closed the status board
-        took_ns = perf_counter_ns() - doing.since_ns
-        is_sample = doing.task is not None and doing.exact_row is not None and doing.since_ns
-        return took_ns if is_sample and took_ns >= _LONG_SPAN_NS else 0
-
-    def usage(self, worker: WorkerId) -> Usage:
-        """Return the resource usage of the worker so far, including before restarts."""
-        member = self._members[worker]
-        if member.since_ns and not self.is_closed:
-            try:
-                doing = self._status_board.doing(worker)
-            except ValueError:
-                pass  # another thread has just closed the status board
-            else:
-                cpu_ns, queued_ns = member.cpu_ns + doing.cpu_ns, member.queued_ns + doing.queued_ns
-                still = self._still.get(worker)
-                if still is not None:
-                    cpu_ns, queued_ns, *_ = still[1]
-                return Usage(cpu_ns, queued_ns, doing.rss_bytes, doing.private_bytes)
-        return Usage(member.cpu_ns, member.queued_ns, 0, 0)
-
-    def read(self, worker: WorkerId) -> Reading:
-        """Return the contents of the worker's recorder."""
-        if not self.is_closed:
-            try:
-                reader = self._reader(worker).copy()
-                return Reading(reader.sums(), reader.histogram(), reader.slowest())
-            except ValueError:
-                pass  # another thread has just closed the status board
-        return self._last.get(worker, _NO_READING)
-
-    def _reader(self, worker: WorkerId) -> RecorderReader:
-        still = self._still.get(worker)
-        return self._readers[worker] if still is None else still[0]
-
-    def sums(self) -> dict[WorkerId, Sums]:
-        """Return the recorded sums of all workers that ever started."""
-        return {worker: self._sums(worker) for worker in list(self.known)}
-
-    def _sums(self, worker: WorkerId) -> Sums:
-        if not self.is_closed:
-            try:
-                return self._reader(worker).sums()
-            except ValueError:
-                pass  # another thread has just closed the status board
-        return self._last.get(worker, _NO_READING).sums
-
-    def take_spans(self, *, is_last: bool) -> list[tuple[WorkerId, bytes, int]]:
-        """Return new raw spans for each worker, with the number of spans that were lost."""
-        taken = []
-        for worker in list(self.known):
-            try:
-                raw, lost = self._readers[worker].take_spans(is_last=is_last)
-            except ValueError:
-                break  # another thread has just closed the status board
-            if raw:
-                taken.append((worker, raw, lost))
-        return taken
-
-
-def busy_ns(sums: Sums) -> int:
-    return sums.load_ns + sums.collate_ns + sums.write_ns
-
-
-def _added(one: Reading, other: Reading) -> Reading:
-    sums = Sums(
-        one.sums.load_ns + other.sums.load_ns,
-        one.sums.collate_ns + other.sums.collate_ns,
-        one.sums.write_ns + other.sums.write_ns,
-        one.sums.sample_count + other.sums.sample_count,
-        one.sums.retry_count + other.sums.retry_count,
-        one.sums.span_count + other.sums.span_count,
-        other.sums.gil_share,
-        other.sums.is_drawing,
-    )
-    histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
-    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[: recorder.SLOWEST])
-
-
 # A tick reads the workers' metrics. The next one follows after 100 ms, or 200 times the duration of this one if longer.
 _TICK_NS: Final = 100_000_000
 _TICK_SHARE: Final = 200
@@ -428,8 +66,9 @@ _TICK_SHARE: Final = 200
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 2_000_000
 _NEVER: Final = 1 << 63
-# After epochs shorter than this, `Members` takes no snapshots, so work loaded ahead is not separated exactly.
+# After epochs shorter than this, `WorkerMetrics` takes no snapshots, so work loaded ahead is not separated exactly.
 _SHORT_NS: Final = 20_000_000
+_CLOCK: Final = Clock()
 
 WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
 
@@ -465,14 +104,15 @@ class EngineMetrics:
         kind: WorkerKind,
         observe: Observe,
         memory_limit: int,
+        clock: Clock = _CLOCK,
     ) -> None:
-        self._history, self._all_metrics = history, all_metrics
+        self._history, self._all_metrics, self._clock = history, all_metrics, clock
         self.kind: WorkerKind = kind
         self._is_on = observe != "off"
         self._is_spanning = observe == "timeline"
-        self.members = Members(status_board, workers)
-        self.flight: Callable[[], Flight] = _no_flight  # set by the engine
-        self.bytes_given: Callable[[], int] = _no_bytes
+        self.workers = WorkerMetrics(status_board, workers, clock)
+        self._flight: Callable[[], Flight] = _no_flight
+        self._delivered_bytes: Callable[[], int] = _no_bytes
         self._final_bytes = 0
         self.batch_count = self.sample_count = 0
         self.ended_count = 0  # epochs that ran to their end
@@ -489,28 +129,32 @@ class EngineMetrics:
         self.tick_count = 0
         self.latest: Point | None = None  # from the last tick
         self.outcomes: Counter[str] = Counter()  # of bad samples
-        self.next_ns = 0  # when to call `note` next
-        # Time of the last `note`, and the sums at that time.
+        self._next_ns = 0  # when to call `_note` next
+        # Time of the last `_note`, and the sums at that time.
         self._noted_ns = self._noted_waited = self._noted_count = self._noted_blocked = 0
         # When the training loop asked for the batch it waits for, and `blocked_ns` at that time; 0: it does not wait.
-        self.asked_ns = self.asked_blocked = 0
-        self._left_ns = 0
+        self._asked_ns = self._asked_blocked = 0
+        self._left_ns = 0  # when the training loop got its latest batch; 0: none in this epoch
         self._seen_ns = 0  # end of the current step as last reported by `loop_times`
         self._idle_ns = 0  # since when no epoch is in progress; 0: one is
         self._next_tick = 0
         self._epoch = self._step_offset = 0
         self.is_closed = False
         self._taking = threading.Lock()
-        self._own = OwnTime()
+        self._process = ProcessTime(clock)
         self._begun_ns = 0  # when the epoch began
-        self._told, self._told_ns = Amounts(), perf_counter_ns()  # amounts added to the past so far, and when
+        self._passed, self._passed_ns = Amounts(), clock.now_ns()  # amounts added to the past so far, and when
         self._owner_pid = os.getpid()
+
+    def connect(self, flight: Callable[[], Flight], delivered_bytes: Callable[[], int]) -> None:
+        """Read these when statistics are requested, until ``close``. The engine calls this when it is complete."""
+        self._flight, self._delivered_bytes = flight, delivered_bytes
 
     # --- training loop
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         self._epoch, self._step_offset = epoch, first_step - self.batch_count
-        self._begun_ns = perf_counter_ns()
+        self._begun_ns = self._clock.now_ns()
         self._left_ns = self._noted_ns = self._seen_ns = 0  # time between epochs is not part of the training loop
         self._noted_waited, self._noted_blocked = self.waited_ns, self.blocked_ns
         self._all_metrics.active = self
@@ -518,16 +162,16 @@ class EngineMetrics:
             # Ticks are scheduled by time within epochs, so of several loaders only the active one pays for them.
             self._next_tick += self._begun_ns - self._idle_ns
             self._idle_ns = 0
-            self.members.wake()
-        self.next_ns = 0 if self._is_on else _NEVER
+            self.workers.wake()
+        self._next_ns = 0 if self._is_on else _NEVER
         if self._is_on:
-            self._own.begin()
+            self._process.begin()
         self.mark("epoch", LOOP, f"epoch {epoch} begins")
 
     def changed_over(self, begin_ns: int, end_ns: int) -> None:
         """Record a wait at the begin or end of an epoch, in which workers may start or stop."""
         took_ns = end_ns - begin_ns
-        if not self._all_metrics.has_given:
+        if not self._all_metrics.has_delivered:
             self.outside_ns, self.started_ns = self.outside_ns + took_ns, self.started_ns + took_ns
         else:
             self.outside_ns, self.waited_ns = self.outside_ns + took_ns, self.waited_ns + took_ns
@@ -543,28 +187,59 @@ class EngineMetrics:
     def waited_for_workers(self, took_ns: int) -> None:
         """Record a wait in the middle of an epoch for a worker to start: a replacement or an additional one."""
         self.blocked_ns += took_ns
-        if self.batch_count:  # else the whole wait is for workers, and `note` counts it with the first batch
+        if self.batch_count:  # else the whole wait is for workers, and `_note` counts it with the first batch
             self.changeover_ns += took_ns
             self.added_worker_ns += took_ns
 
-    def given(self, asked_ns: int, left_ns: int) -> None:
-        """Record that the training loop asked for a batch and got it."""
-        self.waited_ns, self.asked_ns = self.waited_ns + left_ns - asked_ns, 0
+    def asked(self, asked_ns: int) -> None:
+        """Record that the training loop asked for a batch. ``delivered``, ``end_epoch`` or ``stop_waiting`` follows."""
+        self._asked_ns, self._asked_blocked = asked_ns, self.blocked_ns
+
+    def delivered(self, asked_ns: int, left_ns: int) -> bool:
+        """Record that the training loop asked for a batch and got it. Return whether there may be a new measurement."""
+        self.waited_ns, self._asked_ns = self.waited_ns + left_ns - asked_ns, 0
         self.batch_count += 1
         before_ns, self._left_ns = self._left_ns, left_ns
-        if left_ns > self.next_ns:
-            self.note(before_ns, asked_ns, left_ns)
+        if left_ns <= self._next_ns:
+            return False
+        self._note(before_ns, asked_ns, left_ns)
+        return True
+
+    def add_samples(self, count: int) -> None:
+        """Count samples of a delivered batch."""
+        self.sample_count += count
+
+    def add_outcome(self, outcome: str, text: str) -> None:
+        """Count a bad sample that was skipped or replaced."""
+        self.outcomes[outcome] += 1
+        self.mark("bad sample", LOOP, text)
+
+    def blocked(self, took_ns: int, idle_count: int) -> None:
+        """Record that the training loop's thread waited for messages of workers, of which ``idle_count`` had no task."""
+        count = self.workers.count
+        if not count:
+            self.waited_for_workers(took_ns)
+            return
+        self.blocked_ns += took_ns
+        self.manned_ns += count * took_ns
+        self.idled_ns += idle_count * took_ns
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the training loop waits for a batch."""
+        return bool(self._asked_ns)
 
     def stop_waiting(self) -> None:
         """End a wait in progress without a batch: the training loop gets an exception, or the engine is closed."""
-        asked_ns, now_ns = self.asked_ns, perf_counter_ns()
+        asked_ns, now_ns = self._asked_ns, self._clock.now_ns()
         if asked_ns:
             # A failed wait before the first batch counts neither as a wait nor as start-up time.
-            took_ns = now_ns - asked_ns if self._all_metrics.has_given else 0
-            self.waited_ns, self.asked_ns = self.waited_ns + took_ns, 0
+            took_ns = now_ns - asked_ns if self._all_metrics.has_delivered else 0
+            self.waited_ns, self._asked_ns = self.waited_ns + took_ns, 0
+            self._left_ns = now_ns if self._left_ns else 0
 
-    def note(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
-        """Record what the training loop did since the last call. The caller has updated ``waited_ns`` and ``batch_count``.
+    def _note(self, before_ns: int, asked_ns: int, left_ns: int) -> None:
+        """Record what the training loop did since the last call.
 
         Args:
             before_ns: When the training loop got the previous batch; 0 for the first batch of an epoch.
@@ -576,51 +251,49 @@ class EngineMetrics:
                 self._record(before_ns, asked_ns, left_ns)
             away_ns += left_ns - self._noted_ns - (self.waited_ns - self._noted_waited)
         else:
-            if self.batch_count == 1 and self._all_metrics.has_given:
+            if self.batch_count == 1 and self._all_metrics.has_delivered:
                 self.changeover_ns += wait_ns
             elif self.batch_count == 1:
                 self.waited_ns, self.started_ns = self.waited_ns - wait_ns, self.started_ns + wait_ns
-            self._all_metrics.has_given = True
+            self._all_metrics.has_delivered = True
             if self._is_spanning:
                 self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
         self.away_ns, self._noted_ns, self._noted_waited = away_ns, left_ns, self.waited_ns
         self._noted_count, self._noted_blocked = self.batch_count, self.blocked_ns
         self._all_metrics.active = self
-        self.next_ns = left_ns + _RUN_NS
+        self._next_ns = left_ns + _RUN_NS
         if left_ns > self._next_tick:
             self._tick(left_ns)
 
-    def end_epoch(self, left_ns: int, asked_ns: int = 0) -> None:
+    def end_epoch(self, asked_ns: int = 0) -> None:
         """Record that the epoch ended or the training loop left it.
 
         Args:
-            left_ns: When the training loop got its last batch; 0 if it got none.
-            asked_ns: When it asked for another batch and there was none; 0 if it left early. Then the length of its last step
-                is unknown, and the step counts up to the time that ``loop_times`` last reported.
+            asked_ns: When the training loop asked for another batch and there was none; 0 if it left early. Then the length of
+                its last step is unknown, and the step counts up to the time that ``loop_times`` last reported.
         """
         if self._idle_ns:
             return
-        now_ns = perf_counter_ns()
-        left_ns = self._left_ns or left_ns
+        now_ns, left_ns = self._clock.now_ns(), self._left_ns
         end_ns = asked_ns or max(left_ns, self._seen_ns)
         away_ns, waited_ns = self._step_ns(end_ns), now_ns - asked_ns if asked_ns else 0
         if self._noted_ns and self._is_spanning:
             self._record_last(left_ns, end_ns)
         away_ns, waited_ns = self.away_ns + away_ns, self.waited_ns + waited_ns
-        self.away_ns, self.waited_ns, self.asked_ns, self._idle_ns = away_ns, waited_ns, 0, now_ns
+        self.away_ns, self.waited_ns, self._asked_ns, self._idle_ns = away_ns, waited_ns, 0, now_ns
         self.ended_count += bool(asked_ns)
         is_live = self._is_on and not self.is_closed
         is_long = now_ns - self._begun_ns >= _SHORT_NS
-        self.members.rest(now_ns, is_still=is_live and is_long and self.kind != "inline")
-        if self._own.end() and is_live:
-            self._tell_past()
+        self.workers.rest(now_ns, is_still=is_live and is_long and self.kind != "inline")
+        if self._process.end() and is_live:
+            self._add_to_past()
 
     def _step_ns(self, end_ns: int) -> int:
-        """Return the time in user code since the last ``note``, if the latest step ended at ``end_ns``."""
+        """Return the time in user code since the last ``_note``, if the latest step ended at ``end_ns``."""
         return max(0, end_ns - self._noted_ns - (self.waited_ns - self._noted_waited)) if self._noted_ns else 0
 
     def _record_last(self, left_ns: int, asked_ns: int) -> None:
-        """Add spans for the batches since the last ``note``, and for the last step."""
+        """Add spans for the batches since the last ``_note``, and for the last step."""
         spans: list[Span] = []
         short_count = self.batch_count - self._noted_count
         if short_count:
@@ -648,7 +321,7 @@ class EngineMetrics:
         self._history.add_spans(spans)
 
     def _short_span(self, end_ns: int, waited_ns: int, count: int) -> Span:
-        """Return one span for the iterations since the last ``note``, with the kind that took most of the time."""
+        """Return one span for the iterations since the last ``_note``, with the kind that took most of the time."""
         kind: SpanKind = "wait" if 2 * waited_ns > end_ns - self._noted_ns else "away"
         return self._span(kind, self._noted_ns, end_ns, self._noted_count, count)
 
@@ -656,21 +329,25 @@ class EngineMetrics:
         return Span(LOOP, kind, begin_ns, end_ns, self._epoch, number + self._step_offset, None, size)
 
     @property
+    def flight(self) -> Flight:
+        return self._flight()
+
+    @property
     def byte_count(self) -> int:
-        return self._final_bytes if self.is_closed else self.bytes_given()
+        return self._final_bytes if self.is_closed else self._delivered_bytes()
 
     def mark(self, kind: MarkKind, lane: int, text: str) -> None:
         if self._is_spanning:
-            self._history.marks.append(Mark(perf_counter_ns(), lane, kind, text))
+            self._history.marks.append(Mark(self._clock.now_ns(), lane, kind, text))
 
     # --- periodic measurement
 
     def point(self, now_ns: int, *, is_own: bool = True) -> Point:
         """Return the current point of this engine. ``is_own`` adds the memory of this process if workers are not processes."""
-        members = self.members
-        usages = [members.usage(worker) for worker in list(members.known)]
+        workers = self.workers
+        usages = [workers.usage(worker) for worker in list(workers.known)]
         own_bytes = memory_use().resident_bytes if is_own and self.kind != "process" else 0
-        flight = self.flight()
+        flight = self._flight()
         return Point(
             at_ns=now_ns,
             batch_count=self.batch_count,
@@ -678,8 +355,8 @@ class EngineMetrics:
             byte_count=self.byte_count,
             waited_ns=self.waited_ns,
             away_ns=self.away_ns,
-            worker_count=0 if self.is_closed else members.count,
-            busy_ns=sum(map(busy_ns, members.sums().values())),
+            worker_count=0 if self.is_closed else workers.count,
+            busy_ns=sum(map(busy_ns, workers.sums().values())),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
             memory_bytes=sum(one.memory_bytes for one in usages) if self.kind == "process" else own_bytes,
@@ -692,20 +369,20 @@ class EngineMetrics:
         self.take_spans()
         self.latest = self.point(now_ns)
         self._history.add_point(self._all_metrics.total(self, self.latest))
-        self._own.count()
-        self._tell_past()
-        done_ns = perf_counter_ns()
+        self._process.count()
+        self._add_to_past()
+        done_ns = self._clock.now_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 
     def loop_times(self) -> LoopTimes:
         """Return the times of the training loop up to now."""
         # Race with the training loop's thread: read the clock first, then all fields with no call in between. So the result
         # never exceeds the true times, and later results are never smaller.
-        is_here, now_ns = os.getpid() == self._owner_pid, perf_counter_ns()
-        waited_ns, away_ns, blocked_ns, asked_ns = self.waited_ns, self.away_ns, self.blocked_ns, self.asked_ns
+        is_here, now_ns = os.getpid() == self._owner_pid, self._clock.now_ns()
+        waited_ns, away_ns, blocked_ns, asked_ns = self.waited_ns, self.away_ns, self.blocked_ns, self._asked_ns
         noted_ns, since_ns, seen_ns = self._noted_ns, waited_ns - self._noted_waited, self._seen_ns
-        is_over, not_own_ns, asked_blocked = self.is_closed or self._idle_ns, blocked_ns + self.outside_ns, self.asked_blocked
-        if not self._all_metrics.has_given:
+        is_over, not_own_ns, asked_blocked = self.is_closed or self._idle_ns, blocked_ns + self.outside_ns, self._asked_blocked
+        if not self._all_metrics.has_delivered:
             return LoopTimes(0, 0, not_own_ns, 0)  # the first worker start-up is in progress
         if is_over or not self._is_on:
             return LoopTimes(waited_ns, away_ns, not_own_ns, 0)
@@ -724,9 +401,9 @@ class EngineMetrics:
     def amounts(self, *, is_exact: bool = True) -> Amounts:
         """Return the amounts of this engine: up to now if ``is_exact``, else up to the latest count."""
         loop = self.loop_times() if is_exact else None
-        members = self.members
-        sums = members.sums()
-        usages = [members.usage(worker) for worker in sums]
+        workers = self.workers
+        sums = workers.sums()
+        usages = [workers.usage(worker) for worker in sums]
         return Amounts(
             batch_count=self.batch_count,
             sample_count=self.sample_count,
@@ -742,28 +419,41 @@ class EngineMetrics:
             load_ns=sum(one.load_ns for one in sums.values()),
             collate_ns=sum(one.collate_ns for one in sums.values()),
             write_ns=sum(one.write_ns for one in sums.values()),
-            alive_ns=sum(members.alive_ns(worker) for worker in sums),
+            alive_ns=sum(workers.alive_ns(worker) for worker in sums),
             cpu_ns=sum(one.cpu_ns for one in usages),
             queued_ns=sum(one.queued_ns for one in usages),
-            own_cpu_ns=self._own.cpu_ns if is_exact else self._own.counted_ns,
-            loop_queued_ns=self._own.queued_ns,
+            own_cpu_ns=self._process.cpu_ns if is_exact else self._process.counted_ns,
+            loop_queued_ns=self._process.queued_ns,
+        )
+
+    def work(self) -> Work:
+        """Return what the workers have done and measured so far, for the choice between threads and processes."""
+        sums = self.workers.sums()
+        queued_ns = sum(self.workers.usage(worker).queued_ns for worker in sums)
+        shares = [one.gil_share for one in sums.values() if one.gil_share is not None]
+        return Work(
+            self.kind,
+            max(0, sum(map(busy_ns, sums.values())) - queued_ns),
+            sum(one.sample_count for one in sums.values()),
+            shares[0] if shares else None,
+            any(one.is_drawing for one in sums.values()),
         )
 
     def latest_slice(self) -> Slice:
         """Return the amounts that are not in the past yet."""
-        return Slice(self.kind, self._told_ns, Amounts() if self.is_closed else self.amounts().minus(self._told))
+        return Slice(self.kind, self._passed_ns, Amounts() if self.is_closed else self.amounts().minus(self._passed))
 
-    def _tell_past(self) -> None:
+    def _add_to_past(self) -> None:
         amounts = self.amounts(is_exact=False)
-        self._history.past.add(Slice(self.kind, self._told_ns, amounts.minus(self._told)))
-        self._told, self._told_ns = amounts, perf_counter_ns()
+        self._history.past.add(Slice(self.kind, self._passed_ns, amounts.minus(self._passed)))
+        self._passed, self._passed_ns = amounts, self._clock.now_ns()
 
     def take_spans(self, *, is_last: bool = False) -> None:
         """Move new spans from the workers' recorders to the history."""
         if not self._is_spanning or self.is_closed or not self._taking.acquire(blocking=False):
             return  # the lock is taken if another thread does it right now
         try:
-            for worker, raw, lost in self.members.take_spans(is_last=is_last):
+            for worker, raw, lost in self.workers.take_spans(is_last=is_last):
                 self._history.add_recorded(worker, raw, lost)
         finally:
             self._taking.release()
@@ -774,13 +464,13 @@ class EngineMetrics:
             return
         self.take_spans(is_last=True)
         if not self._idle_ns:
-            self.away_ns, self._noted_ns = self.away_ns + self._step_ns(self.asked_ns or self._seen_ns), 0
+            self.away_ns, self._noted_ns = self.away_ns + self._step_ns(self._asked_ns or self._seen_ns), 0
         self.stop_waiting()
-        self._tell_past()
-        self._final_bytes = self.bytes_given()
-        self.members.close()
+        self._add_to_past()
+        self._final_bytes = self._delivered_bytes()
+        self.workers.close()
         # Release the references to the engine, so that it can be freed.
-        self.flight, self.bytes_given = _no_flight, _no_bytes
+        self._flight, self._delivered_bytes = _no_flight, _no_bytes
         self.is_closed = True
 
     def absorb(self, other: EngineMetrics) -> None:
@@ -789,7 +479,7 @@ class EngineMetrics:
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes += other.outcomes
-        self.members.absorb(other.members)
+        self.workers.absorb(other.workers)
 
 
 def _no_flight() -> Flight:
@@ -810,10 +500,10 @@ class Collector:
 
     def __init__(self, observe: Observe) -> None:
         self._observe: Observe = observe
-        self._history = History()
+        self.history = History()
         self._all_metrics = AllMetrics()
         self._began = time.time()
-        self._began_ns = time.perf_counter_ns()
+        self._began_ns = _CLOCK.now_ns()
 
     def metrics(
         self, status_board: StatusBoard, workers: tuple[WorkerId, ...], kind: WorkerKind, memory_limit: int
@@ -826,7 +516,7 @@ class Collector:
             for metrics in closed[1:]:
                 closed[0].absorb(metrics)
                 all_metrics.all.remove(metrics)
-            metrics = EngineMetrics(self._history, all_metrics, status_board, workers, kind, self._observe, memory_limit)
+            metrics = EngineMetrics(self.history, all_metrics, status_board, workers, kind, self._observe, memory_limit)
             all_metrics.all.append(metrics)
             return metrics
 
@@ -854,16 +544,16 @@ class Collector:
             if self._observe == "off":
                 all_metrics = []
             latest = all_metrics[-1] if all_metrics else None
-            flight = None if latest is None else latest.flight()
+            flight = None if latest is None else latest.flight
             outcomes: Counter[str] = sum((metrics.outcomes for metrics in all_metrics), Counter())
             # Read each recorder once, so that the figures are consistent: workers keep writing meanwhile.
             recorders = [
-                {worker: metrics.members.read(worker) for worker in list(metrics.members.known)} for metrics in all_metrics
+                {worker: metrics.workers.read(worker) for worker in list(metrics.workers.known)} for metrics in all_metrics
             ]
             readings = [reading for recorder in recorders for reading in recorder.values()]
             histogram = [sum(column) for column in zip(*(one.histogram for one in readings), strict=True)] or [0] * BUCKETS
             slowest = sorted({slow for one in readings for slow in one.slowest}, reverse=True)[:SLOWEST]
-            recent = self._history.past.recent([metrics.latest_slice() for metrics in all_metrics]) if all_metrics else None
+            recent = self.history.past.recent([metrics.latest_slice() for metrics in all_metrics]) if all_metrics else None
             loops = [metrics.loop_times() for metrics in all_metrics]
             waited_ns = sum(one.waited_ns for one in loops)
             started_ns = sum(metrics.started_ns for metrics in all_metrics)
@@ -888,7 +578,7 @@ class Collector:
                 bound=bound,
                 cpu_limit=cpu_limit,
                 prefetch=prefetch,
-                worker_count=0 if latest is None or latest.kind == "inline" else latest.members.count,
+                worker_count=0 if latest is None or latest.kind == "inline" else latest.workers.count,
                 workers=tuple(_workers(all_metrics, recorders)),
                 core_count=core_count,
                 batches_in_flight=0 if flight is None else flight.batch_count,
@@ -910,7 +600,7 @@ class Collector:
         for metrics in list(self._all_metrics.all):
             metrics.take_spans(is_last=True)
         began = self._began_ns
-        history = self._history
+        history = self.history
         spans = [
             Span(*one._replace(begin_ns=max(0, one.begin_ns - began), end_ns=max(0, one.end_ns - began)))
             for one in history.spans()
@@ -931,9 +621,9 @@ def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, Re
     """Yield statistics by worker id. Workers of different engines with the same id count as one worker."""
     for worker in sorted({worker for recorded in recorders for worker in recorded}):
         own = [metrics for metrics, recorded in zip(all_metrics, recorders, strict=True) if worker in recorded]
-        latest = own[-1].members[worker]
+        latest = own[-1].workers[worker]
         sums = [recorded[worker].sums for recorded in recorders if worker in recorded]
-        usages = [metrics.members.usage(worker) for metrics in own]
+        usages = [metrics.workers.usage(worker) for metrics in own]
         busy_ns = sum(one.load_ns + one.collate_ns + one.write_ns for one in sums)
         yield WorkerStatistics(
             worker=worker,
@@ -944,13 +634,13 @@ def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, Re
             collate_s=sum(one.collate_ns for one in sums) / 1e9,
             write_s=sum(one.write_ns for one in sums) / 1e9,
             # A stopped worker may finish its task after its alive time ended.
-            alive_s=max(busy_ns, sum(metrics.members.alive_ns(worker) for metrics in own)) / 1e9,
+            alive_s=max(busy_ns, sum(metrics.workers.alive_ns(worker) for metrics in own)) / 1e9,
             cpu_s=sum(one.cpu_ns for one in usages) / 1e9,
             queued_s=sum(one.queued_ns for one in usages) / 1e9,
             memory_bytes=usages[-1].memory_bytes,
-            restart_count=sum(metrics.members[worker].restart_count for metrics in own),
+            restart_count=sum(metrics.workers[worker].restart_count for metrics in own),
             retry_count=sum(one.retry_count for one in sums),
-            pending_s=max(metrics.members.pending_ns(worker) for metrics in own) / 1e9,
+            pending_s=max(metrics.workers.pending_ns(worker) for metrics in own) / 1e9,
         )
 
 

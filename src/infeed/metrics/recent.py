@@ -117,17 +117,17 @@ class Past:
     """The latest slices of all engines of one loader."""
 
     def __init__(self) -> None:
-        self._slices: deque[Slice] = deque(maxlen=_SLICES_KEPT)
+        self.slices: deque[Slice] = deque(maxlen=_SLICES_KEPT)
         self._elapsed_ns = 0  # of all slices ever added
 
     def add(self, one: Slice) -> None:
-        self._slices.append(one)
+        self.slices.append(one)
         self._elapsed_ns += one.amounts.elapsed_ns
 
     def recent(self, rest: Sequence[Slice]) -> Recent | None:
         """Return the recent part; ``None`` if nothing happened yet. ``rest`` holds the slices since the last measurement."""
         # Copied in one call: the training loop's thread may append meanwhile.
-        slices = [one for one in (*list(self._slices), *rest) if any(one.amounts)]
+        slices = [one for one in (*list(self.slices), *rest) if any(one.amounts)]
         if not slices:
             return None
         total_ns = self._elapsed_ns + sum(one.amounts.elapsed_ns for one in rest)

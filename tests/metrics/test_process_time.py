@@ -6,22 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infeed.metrics import collector as owntime
-from infeed.metrics.collector import OwnTime
+from infeed.metrics.process_time import Clock, ProcessTime
 
 MS = 1_000_000
 
 
 class Clocks:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks that the test moves; a read of the CPU clock takes ``read_ns``."""
+
+    def __init__(self) -> None:
         self.now = self.cpu = self.queued = 1000 * MS
-        self.reads = 0
-        monkeypatch.setattr(owntime, "perf_counter_ns", lambda: self.now)
-        monkeypatch.setattr(owntime, "process_time_ns", self._read)
-        monkeypatch.setattr(owntime, "queued_ns", lambda: self.queued)
+        self.reads = self.read_ns = 0
+        self.clock = Clock(lambda: self.now, self._read, lambda: self.queued)
 
     def _read(self) -> int:
         self.reads += 1
+        self.now += self.read_ns
         return self.cpu
 
     def go(self, ms: int, *, is_idle: bool = False) -> None:
@@ -34,12 +34,12 @@ class Clocks:
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    return Clocks(monkeypatch)
+def clocks() -> Clocks:
+    return Clocks()
 
 
 def test_what_is_used_between_epochs_does_not_count(clocks: Clocks) -> None:
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     for _ in range(2):
         own.begin()
         clocks.go(100)
@@ -50,7 +50,7 @@ def test_what_is_used_between_epochs_does_not_count(clocks: Clocks) -> None:
 
 
 def test_epochs_in_progress_count_up_to_now(clocks: Clocks) -> None:
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     own.begin()
     clocks.go(100)
     assert own.cpu_ns == 50 * MS
@@ -61,7 +61,7 @@ def test_epochs_in_progress_count_up_to_now(clocks: Clocks) -> None:
 
 def test_short_epochs_are_counted_together_and_seldom(clocks: Clocks) -> None:
     """Looking at the clocks would take longer than they do."""
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     for _ in range(1000):
         own.begin()
         clocks.go(1)
@@ -73,7 +73,7 @@ def test_short_epochs_are_counted_together_and_seldom(clocks: Clocks) -> None:
 
 def test_short_pauses_leave_their_share(clocks: Clocks) -> None:
     """Two loaders take turns: for neither do the clocks have to be read in each of its epochs."""
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     for _ in range(100):
         own.begin()
         clocks.go(10)
@@ -87,7 +87,7 @@ def test_short_pauses_leave_their_share(clocks: Clocks) -> None:
 
 def test_a_long_pause_after_a_short_epoch_does_not_count(clocks: Clocks) -> None:
     """Neither while it lasts nor later."""
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     own.begin()
     clocks.go(1)
     assert not own.end()
@@ -102,7 +102,7 @@ def test_a_long_pause_after_a_short_epoch_does_not_count(clocks: Clocks) -> None
 @pytest.mark.parametrize(("epoch_ms", "pause_ms"), [(90, 1000), (50, 90), (30, 95), (20, 20), (500, 10)])
 def test_epochs_that_are_not_short_are_counted_exactly(clocks: Clocks, epoch_ms: int, pause_ms: int) -> None:
     """Whatever the process did in the pauses."""
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     for number in range(50):
         own.begin()
         clocks.go(epoch_ms)
@@ -112,14 +112,9 @@ def test_epochs_that_are_not_short_are_counted_exactly(clocks: Clocks, epoch_ms:
     assert own.cpu_ns == (exact if pause_ms >= 20 else pytest.approx(exact, rel=0.03))
 
 
-def test_clocks_that_are_costly_are_read_seldom(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def costly() -> int:
-        clocks.reads += 1
-        clocks.now += MS // 10
-        return clocks.cpu
-
-    monkeypatch.setattr(owntime, "process_time_ns", costly)
-    own = OwnTime()
+def test_clocks_that_are_costly_are_read_seldom(clocks: Clocks) -> None:
+    clocks.read_ns = MS // 10
+    own = ProcessTime(clocks.clock)
     for _ in range(100):
         own.begin()
         clocks.go(30)
@@ -130,7 +125,7 @@ def test_clocks_that_are_costly_are_read_seldom(clocks: Clocks, monkeypatch: pyt
 
 
 def test_another_thread_that_counts_does_not_take_the_loops_wait_for_its_own(clocks: Clocks) -> None:
-    own = OwnTime()
+    own = ProcessTime(clocks.clock)
     own.begin()
     clocks.go(200)
     with ThreadPoolExecutor(1) as pool:
@@ -141,13 +136,9 @@ def test_another_thread_that_counts_does_not_take_the_loops_wait_for_its_own(clo
     assert (own.cpu_ns, own.queued_ns) == (200 * MS, 40 * MS)
 
 
-def test_a_look_that_took_long_by_chance_does_not_end_the_counting(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow() -> int:
-        clocks.now += 50 * MS  # others had the core
-        return clocks.cpu
-
-    own = OwnTime()
-    monkeypatch.setattr(owntime, "process_time_ns", slow)
+def test_a_look_that_took_long_by_chance_does_not_end_the_counting(clocks: Clocks) -> None:
+    own = ProcessTime(clocks.clock)
+    clocks.read_ns = 50 * MS  # other processes had the core
     own.begin()
     clocks.go(100)
     assert own.end()
