@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from infeed.errors import WorkerStartError as WorkerStartError
     from infeed.loader import DataLoader as DataLoader
     from infeed.memory.sharing import share as share
+    from infeed.metrics.diagnosis import Diagnosis as Diagnosis
     from infeed.metrics.statistics import SlowSample as SlowSample
     from infeed.metrics.statistics import Statistics as Statistics
     from infeed.metrics.statistics import WorkerStatistics as WorkerStatistics
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 _HOMES: Final = {
     "BadSample": "infeed.engine.bad_samples",
     "DataLoader": "infeed.loader",
+    "Diagnosis": "infeed.metrics.diagnosis",
     "Lineage": "infeed.engine.progress",
     "SlowSample": "infeed.metrics.statistics",
     "Statistics": "infeed.metrics.statistics",
@@ -57,6 +59,7 @@ __all__ = [
     "CollateError",
     "ConfigError",
     "DataLoader",
+    "Diagnosis",
     "InfeedError",
     "InternalError",
     "Lineage",

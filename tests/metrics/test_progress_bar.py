@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 import infeed
-from infeed.metrics.progress_bar import Show
+from infeed.metrics.progress_bar import ProgressDisplay
 from tests.helpers import ROOT, Squares
 
 tqdm_auto = pytest.importorskip("tqdm.auto")
@@ -56,7 +56,7 @@ def test_a_bar_counts_what_the_loop_is_done_with(bars: list[Bar]) -> None:
     assert bar.given["total"] == 10
     assert bar.given["desc"] == "epoch 0"
     assert re.search(r", [12] workers?$", bar.texts[-1])  # on a busy machine the second may come too late
-    assert "samples/s, waits " in bar.texts[-1]
+    assert "samples/s, waiting " in bar.texts[-1]
 
 
 def test_a_bar_goes_on_where_the_epoch_does(bars: list[Bar]) -> None:
@@ -77,9 +77,11 @@ def test_the_text_tells_what_statistics_do(bars: list[Bar]) -> None:
     with infeed.DataLoader(Squares(4), 4) as loader:
         nothing = loader.statistics()
     told = [nothing, replace(nothing, sample_count=100, waited_s=1.0, away_s=3.0, started_s=20.0)]
-    show = Show(lambda: told.pop(0), epoch=0, first_step=0, batch_count=4, is_shown=True, on_statistics=None, every_s=1.0)
+    show = ProgressDisplay(
+        lambda: told.pop(0), epoch=0, first_step=0, batch_count=4, is_shown=True, on_statistics=None, every_s=1.0
+    )
     show.step()
-    assert bars[0].texts == ["25 samples/s, waits 25%"]
+    assert bars[0].texts == ["25 samples/s, waiting 25%"]
 
 
 def test_a_loader_that_is_closed_closes_its_bar(bars: list[Bar]) -> None:

@@ -38,7 +38,7 @@ class Napping:
 def test_counts_are_exact(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Napping(), 8, seed=1, **workers) as loader:
         assert loader.statistics().batch_count == 0
-        assert "nothing was loaded" in str(loader.statistics())
+        assert loader.statistics().finding.state == "warming up"
         for _ in range(2):
             for _batch in loader:
                 pass
@@ -76,9 +76,9 @@ def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> Non
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
 def test_epochs_without_a_batch_are_told_from_none(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Squares(0), 8, **workers) as loader:
-        assert str(loader.statistics()) == "nothing was loaded yet"
+        assert loader.statistics().finding.action == "not-started"
         assert [list(loader), list(loader)] == [[], []]
-        assert str(loader.statistics()) == "nothing was loaded: 2 epochs had no batch"
+        assert loader.statistics().finding.action == "no-batch"
 
 
 def test_nested_loops_count_together() -> None:
@@ -208,7 +208,7 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
             loader.timeline("run.json")
         assert not loader._session.collector.history.spans()
     assert (known.batch_count, bool(known.histogram)) == ((0, False) if observe == "off" else (8, True))
-    assert (known.diagnosis == "nothing is kept: observe='off'") == (observe == "off")
+    assert (known.finding is None) == (observe == "off")
 
 
 def test_the_record_cannot_be_changed() -> None:
@@ -244,8 +244,8 @@ def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
         known = loader.statistics()
     first, *rows = str(known).splitlines()
     assert first == known.diagnosis
-    assert first.startswith("input-bound: the loop loaded by itself")
-    assert [row.split()[0] for row in rows] == ["given", "rate", "loop", "workers", "time", "a", "in"]
+    assert (known.finding.state, known.finding.bottleneck) == ("data-bound", "inline")
+    assert [row.split()[0] for row in rows] == ["delivered", "throughput", "training", "workers", "work", "per", "in"]
 
 
 def test_it_can_be_printed_wherever_it_goes() -> None:
@@ -332,7 +332,7 @@ def test_the_verdict_is_about_how_it_goes_now() -> None:
     # The samples of epoch 0 were long ago.
     assert {one.recent_s for one in known.slowest if one.epoch == 0} == {0.0}
     assert known.recent_wait_share < known.wait_share
-    assert "of the last" in known.diagnosis
+    assert known.finding.covered_s is not None
 
 
 def test_who_had_nothing_to_do_while_the_loop_waited_is_counted() -> None:
@@ -368,5 +368,5 @@ def test_one_is_not_several() -> None:
         list(loader)
         known = dataclasses.replace(loader.statistics(), batches_in_flight=1)
     assert "1 batch, 1 sample," in str(known)
-    assert "in flight  1 batch," in str(known)
-    assert known.diagnosis.startswith("too early to tell: 1 batch in")
+    assert "in flight   1 batch," in str(known)
+    assert known.finding.action == "too-early"

@@ -146,9 +146,7 @@ def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
         loop = threading.Thread(target=lambda: list(loader))
         loop.start()
         try:
-            wait_until(
-                lambda: "worker 0 has been at one sample for" in loader.statistics().diagnosis, "the loop to wait for it"
-            )
+            wait_until(lambda: loader.statistics().finding.bottleneck == "pending-sample", "the loop to wait for it")
             known = loader.statistics()
             assert known.waited_s >= known.waiting_s > known.waited_s / 2
             assert known.workers[0].pending_s > known.waited_s / 2

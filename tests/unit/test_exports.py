@@ -14,6 +14,7 @@ PUBLIC = [
     "CollateError",
     "ConfigError",
     "DataLoader",
+    "Diagnosis",
     "InfeedError",
     "InternalError",
     "Lineage",

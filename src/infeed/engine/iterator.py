@@ -15,7 +15,7 @@ from infeed.delivery.prefetch import DevicePrefetch
 from infeed.engine.engine import NOTHING, Engine, EpochEnd
 from infeed.engine.progress import Progress
 from infeed.engine.session import Session
-from infeed.metrics.progress_bar import Show
+from infeed.metrics.progress_bar import ProgressDisplay
 from infeed.workers.exceptions import kept
 from infeed.workers.launcher import Process
 
@@ -49,7 +49,7 @@ class EpochIterator(Iterator[Any]):
         self._engine: Engine | None = None
         self._is_over = False
         self._ahead: DevicePrefetch | None = None
-        self._show: Show | None = None
+        self._show: ProgressDisplay | None = None
         self._has_given = False
         self._is_drained = False  # all batches are in device prefetch
         self._finalizer: weakref.finalize[[Session, Engine, DevicePrefetch | None], EpochIterator] | None = None
@@ -87,7 +87,7 @@ class EpochIterator(Iterator[Any]):
             show = self._show
             self._end()
             if show is not None:
-                show.tell()
+                show.report()
             raise StopIteration from None
         except BaseException:
             if engine.is_between_epochs and self._ahead is None and self._progress is not None:

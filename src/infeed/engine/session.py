@@ -25,7 +25,7 @@ from infeed.errors import ConfigError, LoaderClosedError, StateError, WorkerStar
 from infeed.memory.limits import available_bytes
 from infeed.metrics.collector import Collector
 from infeed.metrics.machine import describe_machine
-from infeed.metrics.progress_bar import Show, check_progress
+from infeed.metrics.progress_bar import ProgressDisplay, check_progress
 from infeed.metrics.statistics import Statistics, Trace
 from infeed.options import LoaderConfig
 from infeed.plan.batches import BatchPlan
@@ -141,7 +141,7 @@ class Session:
         self._made: weakref.ref[object] | None = None
         self._lock = threading.Lock()  # guards the fields above while an epoch begins
         self.engine_cache = EngineCache()
-        self._shows: weakref.WeakSet[Show] = weakref.WeakSet()
+        self._shows: weakref.WeakSet[ProgressDisplay] = weakref.WeakSet()
         self._bad_samples = new_list()
         self.collector = Collector(config.observe)
         self.worker_tuning = WorkerTuning()
@@ -400,7 +400,7 @@ class Session:
         statistics = self.statistics()
         return self.collector.trace(statistics, config.shown(), describe_machine(statistics.core_count))
 
-    def show(self, progress: Progress) -> Show | None:
+    def show(self, progress: Progress) -> ProgressDisplay | None:
         """Return the progress display of an iteration, if one is configured."""
         config = self.config
         if not config.progress and config.on_statistics is None:
@@ -411,7 +411,7 @@ class Session:
             batch_count = self.plan.batch_count()
         except Exception:  # unknown length, or the user's __len__ raises: the bar has no total
             batch_count = None
-        show = Show(
+        show = ProgressDisplay(
             self.statistics,
             epoch=progress.epoch,
             first_step=progress.start.step,

@@ -490,7 +490,7 @@ def _no_bytes() -> int:
     return 0
 
 
-_NOTHING_KEPT: Final = "nothing is kept: observe='off'"
+_NO_DIAGNOSIS: Final = "No diagnosis: observe='off' records nothing."
 _QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -593,7 +593,10 @@ class Collector:
                 most_workers=most_workers,
                 recent=recent,
             )
-        return replace(statistics, diagnosis=_NOTHING_KEPT if self._observe == "off" else diagnose(statistics))
+        if self._observe == "off":
+            return replace(statistics, diagnosis=_NO_DIAGNOSIS)
+        finding = diagnose(statistics)
+        return replace(statistics, finding=finding, diagnosis=str(finding))
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:
         """Return all recorded data, for timeline and report. Times count from the creation of the loader."""

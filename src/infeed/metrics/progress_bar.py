@@ -1,4 +1,4 @@
-"""Show progress during an epoch: a tqdm bar, and a callback that receives statistics."""
+"""ProgressDisplay progress during an epoch: a tqdm bar, and a callback that receives statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT_S: Final = 0.5
 
 
 @final
-class Show:
+class ProgressDisplay:
     """Progress bar and statistics callback of one iteration over a loader."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Show:
             self._next_call = now + self._every_s
             self._on_statistics(self._statistics())
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Call ``on_statistics`` once more at the end of a complete epoch."""
         if self._on_statistics is not None:
             self._on_statistics(self._statistics())
@@ -77,7 +77,7 @@ class Show:
         rate = (now.sample_count - before.sample_count) / elapsed_s if elapsed_s > 0 else 0.0
         share = waited_s / elapsed_s if elapsed_s > 0 else 0.0
         workers = "" if now.kind == "inline" else f", {now.worker_count} worker{'s' if now.worker_count != 1 else ''}"
-        return f"{rate:,.0f} samples/s, waits {share:.0%}{workers}"
+        return f"{rate:,.0f} samples/s, waiting {share:.0%}{workers}"
 
 
 def check_progress() -> None:
@@ -89,7 +89,7 @@ def check_progress() -> None:
     try:
         import tqdm.auto  # noqa: F401
     except ImportError as error:
-        raise ConfigError("progress=True needs tqdm; install infeed[progress], or leave progress out") from error
+        raise ConfigError("progress=True needs tqdm; install it with: pip install infeed[progress]") from error
 
 
 def _open_bar(epoch: int, first_step: int, batch_count: int | None) -> Any:

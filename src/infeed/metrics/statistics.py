@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.autotune.tuner import Bound
 from infeed.formatting import format_bytes, format_count, format_seconds, format_workers
 from infeed.metrics.recent import Recent
+
+if TYPE_CHECKING:
+    from infeed.metrics.diagnosis import Diagnosis
 
 # Spans of a worker: "load" is the dataset's code (`__getitem__`, `__iter__`), "collate" is `collate_fn` or working out how
 # samples stack, "write" is copying into shared memory.
@@ -165,7 +168,8 @@ class Statistics:
     sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty before the first sample
     histogram: tuple[tuple[float, int], ...]  # of sample times: (upper bound in seconds, number of samples)
     slowest: tuple[SlowSample, ...]
-    diagnosis: str
+    diagnosis: str  # `finding` as text
+    finding: Diagnosis | None = None  # the diagnosis as data; None if nothing is measured
     most_workers: int = 0  # maximum that num_workers allows; 0 if unknown
     prefetch: int = 0  # maximum number of batches in flight, if set by the user
     recent: Recent | None = None  # the part of the run that the diagnosis covers; None: all of it
@@ -239,24 +243,25 @@ class Statistics:
         if not self.batch_count:
             return self.diagnosis
         phases = {name: sum(getattr(one, f"{name}_s") for one in self.workers) for name in ("load", "collate", "write")}
-        start = f"; first start {self.started_s:.2f} s" if self.started_s else ""
-        anew = f", {self.changeover_s:.2f} s of it for workers to start and stop" if self.changeover_s >= 0.005 else ""
+        start = f"; worker start-up {self.started_s:.2f} s" if self.started_s else ""
+        changeover = f", {self.changeover_s:.2f} s of it while workers started or stopped" if self.changeover_s >= 0.005 else ""
         rows = {
-            "given": ", ".join(
+            "delivered": ", ".join(
                 [
                     format_count(self.batch_count, "batch", "batches"),
                     format_count(self.sample_count, "sample"),
                     format_bytes(self.byte_count),
                 ]
             ),
-            "rate": f"{self.samples_per_s:,.0f} samples/s",
-            "loop": f"waited {self.waited_s:.2f} s ({self.wait_share:.0%}{anew}), worked {self.away_s:.2f} s{start}",
+            "throughput": f"{self.samples_per_s:,.0f} samples/s",
+            "training": f"waited {self.waited_s:.2f} s for data ({self.wait_share:.0%}{changeover}), "
+            f"computed {self.away_s:.2f} s{start}",
             "workers": self._workers_text() + (f", {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""),
-            "time": ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
+            "work": ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
             + f", deliver {self.deliver_s:.2f} s",
         }
         if self.sample_times:
-            rows["a sample"] = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.sample_times.items())
+            rows["per sample"] = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.sample_times.items())
         rows["in flight"] = ", ".join(
             [
                 format_count(self.batches_in_flight, "batch", "batches"),
@@ -271,11 +276,11 @@ class Statistics:
         }
         if any(faults.values()):
             rows["faults"] = ", ".join(f"{count} {name}" for name, count in faults.items() if count)
-        return "\n".join([self.diagnosis, *(f"  {name:<9}  {text}" for name, text in rows.items())])
+        return "\n".join([self.diagnosis, *(f"  {name:<10}  {text}" for name, text in rows.items())])
 
     def _workers_text(self) -> str:
         if self.kind == "inline":
-            return "none: the loop loads by itself"
+            return "none; loading runs in the main process"
         workers = format_workers(self.worker_count, self.kind)
         return f"{workers}{' (auto)' if self.is_auto else ''}, {self.busy_share:.0%} busy"
 

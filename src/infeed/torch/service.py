@@ -114,7 +114,7 @@ def known_session(loader: TorchDataLoader[Any]) -> Session | None:
 def statistics_of(loader: TorchDataLoader[Any]) -> Statistics:
     statistics = (known_session(loader) or session_of(loader)).statistics()
     unmeasured = _unmeasured(loader)
-    return statistics if unmeasured is None else replace(statistics, diagnosis=unmeasured)
+    return statistics if unmeasured is None else replace(statistics, finding=None, diagnosis=unmeasured)
 
 
 def trace_of(loader: TorchDataLoader[Any]) -> Trace:
@@ -135,7 +135,7 @@ def _unmeasured(loader: TorchDataLoader[Any]) -> str | None:
     if why is None:
         return None
     own = "torch's own workers" if loader.num_workers > 0 else "torch's own iterator"
-    return f"nothing is measured: this loader runs on {own}, because {why}; infeed measures what its own workers do"
+    return f"No measurements: this loader runs on {own}, because {why}; infeed measures only its own workers."
 
 
 def plan_of(session: Session) -> TorchPlan:
