@@ -8,11 +8,15 @@
                                         the tests on Windows' Python, under Wine: see tools/windows.py
     python dev.py test --libraries [pytest args]
                                         the tests with third-party libraries: see tools/libraries.py
+    python dev.py test --python 3.13 [pytest args]
+                                        the tests that need no torch, with another Python (a version or a path)
     python dev.py check                 lint, format, layers and types only
+    python dev.py docs  [serve]         build the documentation into site/; serve: show it, and build it again when it changes
     python dev.py bench [options]       run benchmarks/run.py
 
 The first call makes `.venv` beside this file and installs infeed into it, editable. Later calls install again only when
-the requirements in pyproject.toml changed. The exit code is that of the first step that fails.
+the requirements in pyproject.toml changed. Another Python has an environment of its own, such as `.venv-3.13`. The exit code is
+that of the first step that fails.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,17 +38,20 @@ from pathlib import Path
 MIN_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Inside the environment, so that removing .venv also removes the memory of what was installed there.
-STAMP = VENV / "infeed-installed.json"
+STAMP = "infeed-installed.json"
 
 # Which extra each command needs.
-EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "bench": "dev"}
+EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "docs": "docs", "bench": "dev"}
 # Tests that have an environment of their own, and need none here.
 TIERS = {"--windows": "tools/windows.py", "--libraries": "tools/libraries.py"}
 # `test --quick`: pure code, loading in the main process and threads.
 QUICK = ["tests/unit", "tests/engine", "tests/metrics"]
 QUICK_MARKERS = "not (long or libraries or process or torch or slow or stress)"
+# `test --python`: all tests that need neither torch nor the tools of the `dev` extra.
+OTHER_PYTHON = "--python"
+OTHER_EXTRA = "test"
+OTHER_MARKERS = "not (long or libraries or torch)"
 INTERRUPTED = 130
 
 
@@ -62,20 +71,25 @@ def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
         return [[["-m", "infeed", "demo", *arguments]]]
     if command == "bench":
         return [[["benchmarks/run.py", *arguments]]]
+    if command == "docs":
+        return [[["-m", "mkdocs", *(arguments or ["build", "--strict"])]]]
     if command == "test" and "--quick" in arguments:
         rest = [word for word in arguments if word != "--quick"]
         chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in rest) else QUICK
         return [[["-m", "pytest", "-n", str(os.cpu_count() or 1), "-m", QUICK_MARKERS, *chosen, *rest]]]
     if command == "test":
-        # One more than there are cores: tests wait for processes for half of their time.
-        tests = ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]
-        return [check_steps(), [tests]]
+        return [check_steps(), [pytest_step(arguments)]]
     return [check_steps()]
 
 
+def pytest_step(arguments: list[str]) -> list[str]:
+    # One more than there are cores: tests wait for processes for half of their time.
+    return ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]
+
+
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables for the steps: the user's own, but for the one that has every interpreter compile infeed anew."""
-    return {name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Give the variables for the steps: the user's own, without the one that makes every interpreter compile infeed again."""
+    return {name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"NO_MKDOCS_2_WARNING": "1"}
 
 
 def requirement_hash(pyproject: dict, extra: str) -> str:
@@ -141,30 +155,76 @@ def end_of(process: subprocess.Popen) -> int:
         return code if code >= 0 else 128 - code  # a negative code is a signal; shells say 128 + signal
 
 
-def prepare(extra: str) -> int:
+def python_of(venv: Path) -> Path:
+    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def find_python(wanted: str) -> str | None:
+    """Give the path of the interpreter `wanted`, a version such as 3.13 or a path; None if there is none."""
+    if not re.fullmatch(r"3\.\d+", wanted):
+        return shutil.which(wanted)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    newest = sorted(pyenv.glob(f"{wanted}.*"), key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    for candidate in [f"python{wanted}", *(str(path / "bin" / "python") for path in reversed(newest))]:
+        if (path := shutil.which(candidate)) and version_of([path]) == wanted:  # pyenv's shims exist for all versions
+            return path
+    if (launcher := shutil.which("py")) and version_of([launcher, f"-{wanted}"]) == wanted:
+        found = subprocess.run(
+            [launcher, f"-{wanted}", "-c", "import sys; print(sys.executable)"], stdout=subprocess.PIPE, text=True
+        )
+        return found.stdout.strip()
+    return None
+
+
+def version_of(command: list[str]) -> str | None:
+    """Give the version of an interpreter, such as 3.13; None if it does not run."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    done = subprocess.run([*command, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def test_other_python(arguments: list[str]) -> int:
+    """Run the tests that need no torch with another interpreter; give the exit code."""
+    at = arguments.index(OTHER_PYTHON)
+    rest = arguments[:at] + arguments[at + 2 :]
+    if at + 1 == len(arguments):
+        print(f"dev.py: {OTHER_PYTHON} needs a version such as 3.13, or a path")
+        return 2
+    wanted = arguments[at + 1]
+    python = find_python(wanted)
+    if python is None:
+        print(f"dev.py: {OTHER_PYTHON}={wanted!r} was not found; install that Python, or pass the path of its executable")
+        return 2
+    venv = ROOT / f".venv-{version_of([python])}"
+    if code := prepare(OTHER_EXTRA, venv, python):
+        return code
+    return call([str(python_of(venv)), *pytest_step(["-m", OTHER_MARKERS, *rest])])
+
+
+def prepare(extra: str, venv: Path = VENV, python: str = sys.executable) -> int:
     """Make the environment hold `extra`; give 0, or the exit code of the step that failed."""
     import tomllib  # not at the head: older Pythons lack it, and must get as far as the sentence in main
 
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    stamp = read_stamp(STAMP) if VENV_PYTHON.exists() else {}
+    stamp = read_stamp(venv / STAMP) if python_of(venv).exists() else {}
     if is_installed(stamp, pyproject, extra):
         return 0
     if not stamp:
         absent = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
-        if absent:
+        if absent and python == sys.executable:
             print(
                 f"dev.py: this Python ({sys.executable}) has no {' and no '.join(absent)}, so it cannot make .venv; "
                 "on Debian and Ubuntu install the package python3-venv, elsewhere use a Python from python.org"
             )
             return 2
         # Without --clear: this also repairs an environment whose making was interrupted, and spares one made by hand.
-        if code := call([sys.executable, "-m", "venv", str(VENV)]):
+        if code := call([python, "-m", "venv", str(venv)]):
             return code
-    pip = [str(VENV_PYTHON), "-m", "pip", "--disable-pip-version-check"]
+    pip = [str(python_of(venv)), "-m", "pip", "--disable-pip-version-check"]
     if code := call([*pip, "install", "-e", f".[{extra}]"]):
         return code
     stamp[extra] = requirement_hash(pyproject, extra)
-    STAMP.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    (venv / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -180,6 +240,9 @@ def main(argv: list[str]) -> int:
     if command not in EXTRAS:
         print(f"dev.py: command={command!r} is unknown; use one of {', '.join(EXTRAS)}")
         return 2
+    if command == "docs" and arguments not in ([], ["serve"]):
+        print(f"dev.py: arguments={arguments!r} mean nothing to docs; use `docs` or `docs serve`")
+        return 2
     if command == "check" and arguments:
         print(f"dev.py: arguments={arguments!r} mean nothing to check; use test to pass arguments on to pytest")
         return 2
@@ -187,10 +250,12 @@ def main(argv: list[str]) -> int:
         for option, script in TIERS.items():
             if command == "test" and option in arguments:
                 return call([sys.executable, script, *(word for word in arguments if word != option)])
+        if command == "test" and OTHER_PYTHON in arguments:
+            return test_other_python(arguments)
         if code := prepare(EXTRAS[command]):
             return code
         for together in steps(command, arguments):
-            if code := call_together([[str(VENV_PYTHON), *step] for step in together]):
+            if code := call_together([[str(python_of(VENV)), *step] for step in together]):
                 return code
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -71,6 +71,18 @@ def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType
     assert (tests[:3], tests[-2:]) == (["-m", "pytest", "-n"], ["-k", "demo"])
 
 
+def test_docs_are_built_strict_or_served(dev: ModuleType) -> None:
+    """A broken link fails the build."""
+    assert dev.steps("docs", []) == [[["-m", "mkdocs", "build", "--strict"]]]
+    assert dev.steps("docs", ["serve"]) == [[["-m", "mkdocs", "serve"]]]
+
+
+def test_this_python_is_found_by_version_and_by_path(dev: ModuleType) -> None:
+    """`--python` takes both."""
+    assert dev.version_of([sys.executable]) == "{}.{}".format(*sys.version_info)
+    assert dev.find_python(sys.executable) == sys.executable
+
+
 @pytest.mark.parametrize(
     ("command", "step"),
     [("demo", ["-m", "infeed", "demo", "--epochs", "1"]), ("bench", ["benchmarks/run.py", "--epochs", "1"])],
@@ -98,7 +110,8 @@ def test_commands_run_at_the_same_time_and_speak_in_turn(
 
 def test_what_is_compiled_is_kept(dev: ModuleType) -> None:
     """A variable that forbids it is not handed on: every interpreter of a test would compile infeed anew."""
-    assert dev.environment({"PYTHONDONTWRITEBYTECODE": "1", "HOME": "h"}) == {"HOME": "h"}
+    assert dev.environment({"PYTHONDONTWRITEBYTECODE": "1", "HOME": "h"})["HOME"] == "h"
+    assert "PYTHONDONTWRITEBYTECODE" not in dev.environment({"PYTHONDONTWRITEBYTECODE": "1"})
 
 
 def test_both_extras_stay_installed_side_by_side(dev: ModuleType, pyproject: dict[str, Any]) -> None:
@@ -157,11 +170,14 @@ def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["fly"], "command='fly' is unknown; use one of demo, test, check, bench"),
+        (["fly"], "command='fly' is unknown; use one of demo, test, check, docs, bench"),
         (["check", "-x"], "arguments=['-x'] mean nothing to check; use test to pass arguments on to pytest"),
+        (["docs", "-x"], "arguments=['-x'] mean nothing to docs; use `docs` or `docs serve`"),
+        (["test", "--python"], "--python needs a version such as 3.13, or a path"),
+        (["test", "--python", "3.99"], "--python='3.99' was not found"),
         ([], "python dev.py test"),
     ],
-    ids=["unknown command", "arguments to check", "no command"],
+    ids=["unknown command", "arguments to check", "arguments to docs", "no version", "unknown version", "no command"],
 )
 def test_wrong_use_is_told_before_anything_is_installed(
     dev: ModuleType, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
