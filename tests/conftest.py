@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import re
 import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +47,24 @@ if not os.environ.get("INFEED_FUZZ"):
 for _number in (signal.SIGINT, getattr(signal, "SIGQUIT", signal.SIGINT)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
+
+# Packages that tests may import at the head of a file. `infeed.torch` needs torch too.
+_OPTIONAL = ("torch", "PIL", "plotly", "matplotlib", "jax", "cv2")
+_HEAD_IMPORTS = re.compile(rf"^(?:import|from) (?:infeed\.)?({'|'.join(_OPTIONAL)})\b", re.MULTILINE)
+_MISSING = {name for name in _OPTIONAL if importlib.util.find_spec(name) is None}
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out test files that import a package which is not installed; the header of the run names these packages."""
+    if _MISSING and collection_path.suffix == ".py":
+        needed = set(_HEAD_IMPORTS.findall(collection_path.read_text(encoding="utf-8")))
+        return True if needed & _MISSING else None
+    return None
+
+
+def pytest_report_header() -> str:
+    return f"not installed, so tests that need it are left out: {', '.join(sorted(_MISSING))}" if _MISSING else ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from benchmarks import adapters, cases, measure, report
 
+pytest.importorskip("PIL", reason="the case jpeg needs Pillow")
+
 ROOT = Path(__file__).resolve().parents[2]
 CHILD_TIMEOUT_S = 100.0
 NUMBERS = (*report.COSTS, "left_behind")

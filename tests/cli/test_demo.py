@@ -36,6 +36,7 @@ def assert_no_pictures_left(temp_root: Path) -> None:
 @pytest.mark.slow
 def test_every_loader_has_a_row_and_the_pictures_are_removed(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run ends with a row for each loader, a line that says what ran, and an empty temporary directory."""
+    pytest.importorskip("PIL")
     assert main(SMALL) == 0
 
     out = capsys.readouterr().out
@@ -49,6 +50,7 @@ def test_ctrl_c_leaves_one_line_and_no_pictures(
     temp_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl+C while loading gives exit code 130, no traceback, and an empty temporary directory."""
+    pytest.importorskip("PIL")
     pictures_seen: list[Path] = []
 
     def interrupt(*args: object, **kwargs: object) -> None:

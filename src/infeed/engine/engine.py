@@ -379,11 +379,18 @@ class Engine:
         """Process pending messages without waiting. Return whether there were any."""
         news = self._pool.receive(0)
         self._heard_ns = time.perf_counter_ns()
+        is_any = bool(news)
         self._take_in(news)
-        return bool(news)
+        return is_any
 
     def _take_in(self, news: list[News]) -> None:
+        """Process messages, and empty the list.
+
+        The callers' frames hold the list. From Python 3.12 on, the traceback of a user's exception, which may be in the list,
+        holds those frames.
+        """
         self._hear_all(news)
+        news.clear()
         if self._faults.is_storm and not self._is_closed:
             self._fail_workers()
         # In the main process, plan nothing while a batch is undelivered: the sampler advances only when the training loop asks.

@@ -9,7 +9,7 @@ from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.loop import Runner, Work
 from infeed.workers.pool import News, WorkerPool
-from infeed.workers.protocol import MapSegment, OpenStream, Started, TellStack, ToWorker, UnmapSegment
+from infeed.workers.protocol import FromWorker, MapSegment, OpenStream, Started, TellStack, ToWorker, UnmapSegment
 
 
 @final
@@ -41,14 +41,22 @@ class InlinePool(WorkerPool):
 
     def receive(self, timeout_s: float | None) -> list[News]:
         del timeout_s
-        if self._news:
-            news, self._news = self._news, []
-            return news
-        while self._todo:
-            answer = self._runner.handle(self._todo.popleft())
-            if answer is not None:
-                return [(self._worker, answer)]
-        return []
+        while self._todo and not self._news:
+            self._handle_next()
+        # No frame below user code may hold an answer: from Python 3.12 on, the traceback of an exception holds these frames and
+        # their variables, so an exception in an answer would hold itself.
+        try:
+            return self._news
+        finally:
+            self._news = []
+
+    def _handle_next(self) -> None:
+        message = self._todo.popleft()
+        self._add(self._runner.handle(message))
+
+    def _add(self, answer: FromWorker | None) -> None:
+        if answer is not None:
+            self._news.append((self._worker, answer))
 
     def add_segment(self, handle: SegmentHandle) -> None:
         del handle
