@@ -69,11 +69,12 @@ def open_loader(mode: str, dataset: Any, batch_size: int, workers: int, convert:
         from torch.utils.data import DataLoader as TorchLoader
 
         return TorchLoader(dataset, pin_memory=mode == "torch_pin", **common)
+    from infeed import Device
     from infeed.torch import DataLoader
 
     if mode == "infeed_pin":
         return DataLoader(dataset, pin_memory=True, **common)
-    return DataLoader(dataset, device="cuda:0", convert=convert, **common)
+    return DataLoader(dataset, device=Device("cuda:0", convert=convert), **common)
 
 
 def on_device(mode: str, loader: Any, convert: Callable[[Any], Any] | None) -> Iterator[Any]:

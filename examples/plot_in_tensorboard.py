@@ -35,7 +35,9 @@ def plot(statistics: infeed.Statistics) -> None:
         writer.add_scalar(f"data/{name}", value, statistics.batch_count)
 
 
-loader = DataLoader(Noise(), batch_size=32, shuffle=True, num_workers=2, on_statistics=plot, statistics_every=0.2)
+loader = DataLoader(
+    Noise(), batch_size=32, shuffle=True, num_workers=2, on_statistics=infeed.StatisticsCallback(plot, interval=0.2)
+)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = 0

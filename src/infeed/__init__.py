@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from infeed.metrics.statistics import SlowSample as SlowSample
     from infeed.metrics.statistics import Statistics as Statistics
     from infeed.metrics.statistics import WorkerStatistics as WorkerStatistics
+    from infeed.options import Device as Device
+    from infeed.options import ErrorPolicy as ErrorPolicy
+    from infeed.options import RandomSampler as RandomSampler
+    from infeed.options import StatisticsCallback as StatisticsCallback
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
     from infeed.workers.rng import get_rng as get_rng
@@ -43,10 +47,14 @@ __version__ = "0.1.0"
 _HOMES: Final = {
     "BadSample": "infeed.engine.bad_samples",
     "DataLoader": "infeed.loader",
+    "Device": "infeed.options",
     "Diagnosis": "infeed.metrics.diagnosis",
+    "ErrorPolicy": "infeed.options",
     "Lineage": "infeed.engine.progress",
+    "RandomSampler": "infeed.options",
     "SlowSample": "infeed.metrics.statistics",
     "Statistics": "infeed.metrics.statistics",
+    "StatisticsCallback": "infeed.options",
     "WorkerInfo": "infeed.workers.info",
     "WorkerStatistics": "infeed.metrics.statistics",
     "get_rng": "infeed.workers.rng",
@@ -59,17 +67,21 @@ __all__ = [
     "CollateError",
     "ConfigError",
     "DataLoader",
+    "Device",
     "Diagnosis",
+    "ErrorPolicy",
     "InfeedError",
     "InternalError",
     "Lineage",
     "LoadTimeoutError",
     "LoaderClosedError",
     "MemoryLimitError",
+    "RandomSampler",
     "SampleError",
     "SlowSample",
     "StateError",
     "Statistics",
+    "StatisticsCallback",
     "WorkerDiedError",
     "WorkerError",
     "WorkerInfo",

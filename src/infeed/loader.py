@@ -13,7 +13,7 @@ from infeed.engine.planning import Planner
 from infeed.engine.progress import Lineage
 from infeed.engine.session import Session
 from infeed.metrics.statistics import Statistics
-from infeed.options import LoaderConfig, Observe, OnError, StartMethod, WorkerChoice
+from infeed.options import LoaderConfig, Observe, OnError, OnStatistics, RandomSampler, StartMethod, WorkerChoice
 from infeed.plan.shards import Shard
 from infeed.workers.early_start import start_for_loader
 
@@ -28,74 +28,86 @@ class DataLoader:
     Samples can be nested dicts, lists, tuples, named tuples and dataclasses. Arrays, tensors and numbers are stacked; other
     leaves become lists. A batch stays valid for as long as anything references its memory.
 
-    Args:
-        dataset: a map-style dataset with ``__getitem__`` and ``__len__`` (and ``__getitems__``, if it can load several samples
-            at once), or an iterable dataset with ``__iter__``. NumPy arrays, and tuples and dicts of arrays of equal length,
-            are datasets whose rows are samples.
+    Args: As in torch
+        dataset: map-style or iterable dataset. Map-style has ``__getitem__`` and ``__len__`` (and ``__getitems__``, if it can
+            load several samples at once), iterable has ``__iter__``. NumPy arrays, and tuples and dicts of arrays of equal
+            length, are datasets whose rows are samples.
         batch_size: number of samples per batch; ``None`` yields single samples unchanged.
         shuffle: use a new order in every epoch, derived from ``seed``.
-        sampler: an iterable that yields indices in the order of loading.
-        batch_sampler: an iterable that yields one list of indices per batch.
-        num_workers: number of workers; 0 loads in the main process, on demand. ``"auto"`` starts with few workers and adds
-            workers while they increase throughput. It measures how long the training loop waits, how busy workers are, and the
-            available CPU cores and memory. The number does not affect the batches. With ``"auto"``, an iterable dataset gets
-            one worker, because its order depends on the number of workers.
-        worker: kind of worker. ``"process"``; ``"thread"`` for datasets that release the GIL; ``"inline"`` for the main
-            process; ``"auto"`` starts with processes and switches to threads in the next epoch if measurements show that they
-            are as fast. ``"auto"`` makes ``num_workers`` the maximum. Use it only for datasets that threads can share.
+        sampler: an iterable of indices in the order of loading, or an ``infeed.RandomSampler``.
+        batch_sampler: an iterable of lists of indices, one list per batch.
+        num_workers: number of workers; 0 loads in the main process, ``"auto"`` adds workers while they help. It starts with
+            few, and measures how long the training loop waits, how busy workers are, and the available CPU cores and memory.
+            The number does not affect the batches. With ``"auto"``, an iterable dataset gets one worker, because its order
+            depends on the number of workers.
         collate_fn: function that converts a list of samples into a batch; runs in the worker. By default arrays are stacked.
+        pin_memory: page-lock the memory of batches if torch has an accelerator. The accelerator can then read it directly.
         drop_last: drop the last batch if it is incomplete.
-        seed: seed of the order and of all random numbers in the dataset; ``None`` draws one, which ``repr`` shows.
-        in_order: ``False`` yields batches in the order in which they become ready.
-        prefetch: maximum number of batches in flight. By default enough to keep workers busy, within ``memory_limit``.
-        timeout: seconds to wait for a batch before raising ``LoadTimeoutError``; 0 waits as long as workers are alive.
+        timeout: seconds to wait for a batch before raising ``LoadTimeoutError``; 0 sets no limit.
         worker_init_fn: function that each worker calls with its number at start-up.
-        memory_limit: maximum memory for batches in flight and batches that user code holds, in bytes or as text such as
-            ``"2GiB"``. By default half of the memory that is free when the loader starts. With ``num_workers="auto"``, infeed
-            adds no worker if all workers and batches together would exceed the limit.
+        in_order: ``False`` yields batches in the order in which they become ready.
+
+    Args: Workers
+        worker: kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process) or ``"auto"``. Threads suit
+            datasets that release the GIL. ``"auto"`` starts with processes, and switches to threads in the next epoch if
+            measurements show that they are as fast; ``num_workers`` is then the maximum. Use it only for datasets that threads
+            can share.
+        start_method: how to start worker processes: ``"auto"``, ``"forkserver"`` or ``"spawn"``. ``"forkserver"`` forks them
+            from a clean helper process, ``"spawn"`` starts a new interpreter for each, ``"auto"`` uses ``"forkserver"`` where
+            it is safe.
+        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process. The
+            environment of this process (``OMP_NUM_THREADS``) does not matter. Threads and inline workers use this process's
+            thread pools.
+        cpu_limit: with ``"auto"``, number of CPU cores that workers may use; by default all available cores. If several ranks
+            share the machine, by default the share of this rank. It can be fractional, such as 0.5.
+        prefetch: maximum number of batches in flight; by default enough to keep workers busy. ``memory_limit`` applies as well.
+
+    Args: Reproducibility
+        seed: seed of the order and of all random numbers in the dataset. ``None`` draws one, which ``repr`` shows.
         grain_size: number of samples that share one seed and are loaded by one worker; by default a quarter of a batch. With 1,
             the random numbers of a sample do not depend on the batch size.
-        start_method: how to start worker processes. ``"forkserver"`` forks them from a clean helper process, ``"spawn"`` starts
-            a new interpreter for each, ``"auto"`` uses ``"forkserver"`` where it is safe.
-        shard: ``(rank, world_size)`` if several processes share each epoch; ``"auto"`` reads ``torch.distributed`` and the
-            launcher's environment variables. All ranks need the same seed; the default is 0. ``batch_size`` is per rank.
-        pad: repeat a sample on ranks that would get one row less than others at the end of an epoch, so that all ranks have
-            batches of equal size. With ``False``, each sample is delivered exactly once, and the last batches may differ by one
-            row.
-        replacement: draw each sample from the whole dataset, so that a sample can occur several times in an epoch.
-        weights: one number per sample, proportional to its probability of being drawn, with replacement.
-        num_samples: number of samples per epoch; by default the length of the dataset.
-        pin_memory: page-lock the memory of batches if torch has an accelerator, so that the accelerator can read it directly.
-        output: ``"jax"`` yields JAX arrays, on ``device`` or on JAX's default device.
-        device: target device of batches, such as ``"cuda:0"``. infeed copies batches ahead of the training loop on a separate
-            device stream. Non-numeric leaves stay on the host.
-        device_prefetch: number of batches to copy to the device ahead of the one that the training loop uses; 0 copies on
-            demand.
-        convert: function of a batch on the device, run on the copy stream: for dtype, memory format or scaling.
-        on_error: what to do with a sample that raises or kills its worker. ``"raise"`` raises; ``"skip"`` omits it, so its
-            batch is smaller; ``"replace"`` loads another sample, drawn from the seed and the position. Or pass a function of
-            the exception and the index that returns one of these; it runs in this process. See ``bad_samples``.
-        error_budget: number or fraction of bad samples that an epoch may have before the loader raises an error anyway.
-        retries: number of retries of a sample that raises, before it counts as bad.
-        sample_timeout: seconds that one sample may take. After that, the worker is killed and the sample counts as bad. 0 sets
-            no limit.
-        hang_warning: seconds on one sample after which infeed logs where the worker is. By default 10 s or 30 times the usual
-            time per sample, whichever is longer; 0 disables the warning.
-        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process, regardless of
-            the environment of this process (``OMP_NUM_THREADS``). Thread and inline workers use the thread pools of this
-            process, unchanged.
-        cpu_limit: with ``"auto"``, number of CPU cores that workers may use, such as 2 or 0.5. By default all cores available
-            to this process, or its share of them if several ranks share the machine.
+
+    Args: Several ranks
+        shard: ``(rank, world_size)`` if several processes share each epoch, or ``"auto"``. ``"auto"`` reads
+            ``torch.distributed`` and the launcher's environment variables. All ranks need the same seed; the default is 0.
+            ``batch_size`` is per rank.
+        pad: repeat a sample on ranks that would get one less than others, so that all have equal batches. With ``False``, each
+            sample is delivered exactly once, and the last batches may differ by one row.
+
+    Args: Memory
+        memory_limit: maximum memory for batches in flight and batches that you hold, in bytes or as text such as ``"2GiB"``. By
+            default half of the memory that is free when the loader starts. With ``num_workers="auto"``, infeed adds no worker
+            if all workers and batches together would exceed the limit.
+
+    Args: Faults
+        on_error: ``"raise"``, ``"skip"`` or ``"replace"`` a sample that cannot be loaded; a function, or an
+            ``infeed.ErrorPolicy``. This applies to samples that raise, and to samples that kill their worker. ``"skip"`` makes
+            the batch smaller; ``"replace"`` loads another sample, drawn from the seed and the position. A function gets the
+            exception and the index, runs in this process and returns one of the three. See ``bad_samples``.
+        sample_timeout: seconds that one sample may take before its worker is killed and the sample is bad; 0 sets no limit.
+        hang_warning: seconds at one sample before infeed logs where its worker is; 0 disables the warning. By default 10 s or
+            30 times the usual time per sample, whichever is longer.
+
+    Args: Device
+        device: device on which batches are delivered, such as ``"cuda:0"``, or an ``infeed.Device``. infeed copies batches
+            ahead of the training loop on a separate device stream. Non-numeric leaves stay on the host.
+
+    Args: Observing
         observe: what to record: ``"timeline"`` (counters and timed spans), ``"counters"`` only, or ``"off"``. Recording costs
             at most about 1% of the time of the smallest batches. See ``statistics``, ``timeline`` and ``report``.
-        progress: show a progress bar (tqdm, in a terminal or a notebook) with samples per second, wait time of the training
-            loop and workers.
-        on_statistics: function called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an
-            epoch, in the thread of the training loop. For TensorBoard, Weights & Biases, Prometheus and similar.
-        statistics_every: seconds between calls of ``on_statistics``; 0 calls it with every batch.
+        progress: show a progress bar (tqdm) with the throughput, the wait time of the training loop and the number of workers.
+        on_statistics: function that is called with ``Statistics`` every 10 s, or an ``infeed.StatisticsCallback``. It is also
+            called at the end of an epoch, and runs in the thread of the training loop. For TensorBoard, Weights & Biases,
+            Prometheus and similar.
 
     Raises:
         ConfigError: an argument or a combination of arguments is invalid.
+
+    Example:
+        >>> import infeed
+        >>> with infeed.DataLoader(range(6), batch_size=2, shuffle=True, seed=0, num_workers=2, worker="thread") as loader:
+        ...     [batch.tolist() for batch in loader]
+        [[0, 0], [0, 0], [0, 0]]
     """
 
     __module__ = "infeed"
@@ -106,82 +118,36 @@ class DataLoader:
         batch_size: int | None = 1,
         *,
         shuffle: bool = False,
-        sampler: Iterable[Any] | None = None,
+        sampler: Iterable[Any] | RandomSampler | None = None,
         batch_sampler: Iterable[Iterable[Any]] | None = None,
         num_workers: int | Literal["auto"] = 0,
-        worker: WorkerChoice = "process",
         collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
         drop_last: bool = False,
-        seed: int | None = None,
-        in_order: bool = True,
-        prefetch: int | None = None,
         timeout: float = 0,
         worker_init_fn: Callable[[int], Any] | None = None,
-        memory_limit: int | str | None = None,
-        grain_size: int | None = None,
+        in_order: bool = True,
+        worker: WorkerChoice = "process",
         start_method: StartMethod = "auto",
-        shard: tuple[int, int] | Literal["auto"] | None = None,
-        pad: bool = True,
-        replacement: bool = False,
-        weights: Any = None,
-        num_samples: int | None = None,
-        pin_memory: bool = False,
-        output: Literal["jax"] | None = None,
-        device: Any = None,
-        device_prefetch: int = 2,
-        convert: Callable[[Any], Any] | None = None,
-        on_error: OnError = "raise",
-        error_budget: float | None = None,
-        retries: int = 0,
-        sample_timeout: float = 0,
-        hang_warning: float | None = None,
         threads_per_worker: int = 1,
         cpu_limit: float | None = None,
+        prefetch: int | None = None,
+        seed: int | None = None,
+        grain_size: int | None = None,
+        shard: tuple[int, int] | Literal["auto"] | None = None,
+        pad: bool = True,
+        memory_limit: int | str | None = None,
+        on_error: OnError = "raise",
+        sample_timeout: float = 0,
+        hang_warning: float | None = None,
+        device: Any = None,
         observe: Observe = "timeline",
         progress: bool = False,
-        on_statistics: Callable[[Statistics], object] | None = None,
-        statistics_every: float = 10.0,
+        on_statistics: OnStatistics | None = None,
     ) -> None:
-        config = LoaderConfig(
-            dataset=dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            worker=worker,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-            seed=seed,
-            in_order=in_order,
-            prefetch=prefetch,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            memory_limit=memory_limit,
-            grain_size=grain_size,
-            start_method=start_method,
-            shard=shard,
-            pad=pad,
-            replacement=replacement,
-            weights=weights,
-            num_samples=num_samples,
-            pin_memory=pin_memory,
-            output=output,
-            device=device,
-            device_prefetch=device_prefetch,
-            convert=convert,
-            on_error=on_error,
-            error_budget=error_budget,
-            retries=retries,
-            sample_timeout=sample_timeout,
-            hang_warning=hang_warning,
-            threads_per_worker=threads_per_worker,
-            cpu_limit=cpu_limit,
-            observe=observe,
-            progress=progress,
-            on_statistics=on_statistics,
-            statistics_every=statistics_every,
-        )
+        options = dict(locals())
+        del options["self"]
+        config = LoaderConfig(**options)
         self._session = Session(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
         # Safety net for `close`: references the engine cache, not the loader, and runs at interpreter exit at the latest.
         self._finalizer = weakref.finalize(self, self._session.engine_cache.close_unasked)
@@ -314,14 +280,13 @@ class DataLoader:
 
     def __repr__(self) -> str:
         config = self._session.config
-        dataset = type(config.dataset).__qualname__
-        rank, world_size = self._session.plan.cut.shard
-        shard = "" if world_size == 1 else f", shard=({rank}, {world_size})"
-        worker = "auto" if config.is_kind_auto else config.kind
-        return (
-            f"DataLoader({dataset}, batch_size={config.batch_size}, shuffle={config.shuffle}, "
-            f"num_workers={config.num_workers!r}, worker={worker!r}, seed={self.seed}{shard})"
-        )
+        shown = {
+            "batch_size": str(config.batch_size),
+            "num_workers": repr(config.num_workers),
+            **config.shown(),
+            "seed": str(self.seed),
+        }
+        return f"DataLoader({shown.pop('dataset')}, {', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
 def _drawn_seed(config: LoaderConfig) -> int:

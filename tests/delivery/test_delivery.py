@@ -88,7 +88,7 @@ def test_a_slot_is_not_filled_again_while_the_device_reads_it(fake: FakeBackend,
 def test_batches_on_the_device_are_in_order_and_have_their_own_bits(fake: FakeBackend, workers: int, depth: int) -> None:
     """Whatever is kept and dropped, and however late the device is."""
     rng = random.Random(1)
-    options: dict[str, Any] = {"device": "fake", "device_prefetch": depth, "num_workers": workers}
+    options: dict[str, Any] = {"device": infeed.Device("fake", prefetch=depth), "num_workers": workers}
     with infeed.DataLoader(Tree(400, coded), batch_size=8, **options) as loader:
         for _ in range(2):
             kept: deque[tuple[int, Any]] = deque()
@@ -104,7 +104,7 @@ def test_batches_on_the_device_are_in_order_and_have_their_own_bits(fake: FakeBa
 
 
 def test_as_many_batches_are_on_their_way_as_said(fake: FakeBackend) -> None:
-    options: dict[str, Any] = {"device": "fake", "device_prefetch": 2}
+    options: dict[str, Any] = {"device": "fake"}
     with infeed.DataLoader(Tree(64, lambda index: np.float32(index)), batch_size=8, **options) as loader:
         batches = iter(loader)
         next(batches)
@@ -115,7 +115,7 @@ def test_convert_is_given_the_batch_on_the_device(fake: FakeBackend) -> None:
     def convert(batch: Any) -> Any:
         return {"sizes": batch["x"].shape}
 
-    with infeed.DataLoader(Tree(8, coded), batch_size=4, device="fake", convert=convert) as loader:
+    with infeed.DataLoader(Tree(8, coded), batch_size=4, device=infeed.Device("fake", convert=convert)) as loader:
         assert list(loader) == [{"sizes": (4, 5000)}] * 2
 
 
@@ -142,7 +142,7 @@ def test_an_error_comes_in_its_turn_behind_what_was_loaded_before(fake: FakeBack
             raise ValueError("sample 20 is broken")
         return coded(index)
 
-    with infeed.DataLoader(Tree(32, load), batch_size=8, device="fake", device_prefetch=3, num_workers=2) as loader:
+    with infeed.DataLoader(Tree(32, load), batch_size=8, device=infeed.Device("fake", prefetch=3), num_workers=2) as loader:
         batches = iter(loader)
         _check(next(batches), 0)
         _check(next(batches), 8)
@@ -171,7 +171,9 @@ def test_a_device_that_is_not_there_is_an_error_in_words() -> None:
 
 def test_the_processor_is_a_device_too() -> None:
     torch = pytest.importorskip("torch")
-    with infeed.DataLoader(Tree(8, coded), batch_size=4, device=torch.device("cpu"), convert=lambda batch: batch) as loader:
+    with infeed.DataLoader(
+        Tree(8, coded), batch_size=4, device=infeed.Device(torch.device("cpu"), convert=lambda batch: batch)
+    ) as loader:
         batch = next(iter(loader))
     assert type(batch["x"]) is torch.Tensor
     assert batch["x"].shape == (4, 5000)
@@ -198,14 +200,15 @@ def test_without_an_accelerator_pin_memory_changes_nothing() -> None:
 
 def test_the_arguments_are_checked() -> None:
     for options, words in (
-        ({"device_prefetch": -1, "device": "cpu"}, "device_prefetch=-1 must be at least 0"),
-        ({"output": "tensorflow"}, "output='tensorflow' is not one of 'jax'"),
-        ({"convert": len}, "convert must be a function of a batch on the device; pass device="),
-        ({"convert": 3, "device": "cpu"}, "convert must be a function"),
-        ({"pin_memory": 1}, "pin_memory=1 must be True or False"),
+        ({"prefetch": -1}, "prefetch=-1 must be at least 0"),
+        ({"output": "tensorflow"}, "output='tensorflow' is not supported; use 'jax'"),
+        ({"target": None, "convert": len}, "target=None is only supported with output='jax'"),
+        ({"convert": 3}, "convert=3 must be callable"),
     ):
         with pytest.raises(infeed.ConfigError, match=words):
-            infeed.DataLoader([1, 2], **options)  # type: ignore[arg-type]
+            infeed.Device(**{"target": "cpu", **options})  # type: ignore[arg-type]
+    with pytest.raises(infeed.ConfigError, match="pin_memory=1 must be a bool"):
+        infeed.DataLoader([1, 2], pin_memory=1)  # type: ignore[arg-type]
 
 
 def test_trees_of_any_shape_keep_their_types() -> None:
@@ -255,7 +258,7 @@ def test_what_convert_raises_comes_in_its_turn() -> None:
             raise ValueError("the third")
         return batch
 
-    with infeed.DataLoader(list(range(20)), batch_size=4, device="cpu", convert=convert) as loader:
+    with infeed.DataLoader(list(range(20)), batch_size=4, device=infeed.Device("cpu", convert=convert)) as loader:
         batches = iter(loader)
         assert [next(batches)[0].item() for _ in range(2)] == [0, 4]
         with pytest.raises(ValueError, match="the third"):

@@ -20,7 +20,7 @@ def coded(index: int) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_arrays_of_jax_with_their_own_bits(workers: int) -> None:
     """Also those that are kept while others are loaded: JAX may use the memory they lie in."""
-    with infeed.DataLoader(Tree(200, coded), batch_size=8, num_workers=workers, output="jax") as loader:
+    with infeed.DataLoader(Tree(200, coded), batch_size=8, num_workers=workers, device=infeed.Device(output="jax")) as loader:
         for _ in range(2):
             kept = list(loader)
             for number, batch in enumerate(kept):
@@ -33,8 +33,8 @@ def test_batches_are_arrays_of_jax_with_their_own_bits(workers: int) -> None:
 
 def test_a_device_and_a_conversion_may_be_named() -> None:
     device = jax.devices("cpu")[0]
-    options: dict[str, Any] = {"output": "jax", "device": device}
-    with infeed.DataLoader(Tree(16, coded), batch_size=8, convert=lambda batch: batch["x"] * 2, **options) as loader:
+    delivery = infeed.Device(device, output="jax", convert=lambda batch: batch["x"] * 2)
+    with infeed.DataLoader(Tree(16, coded), batch_size=8, device=delivery) as loader:
         got = list(loader)
     assert [float(batch[1, 0, 0]) for batch in got] == [2.0, 18.0]
     assert got[0].devices() == {device}

@@ -168,7 +168,7 @@ def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatc
         {"worker_init_fn": print},
         {"cpu_limit": 2},
         {"memory_limit": "1GiB"},
-        {"on_error": "skip", "retries": 1, "error_budget": 5},
+        {"on_error": infeed.ErrorPolicy("skip", retries=1, budget=5)},
         {"in_order": False},
         {"prefetch": 3},
         {"grain_size": 1},
@@ -177,7 +177,7 @@ def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatc
         {"device": "cpu"},
         {"observe": "counters"},
         {"hang_warning": 5, "threads_per_worker": 2},
-        {"replacement": True, "num_samples": 80},
+        {"sampler": infeed.RandomSampler(replacement=True, num_samples=80)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -215,7 +215,7 @@ def test_two_loops_at_a_time_do_not_confuse_the_tuner(monkeypatch: pytest.Monkey
 
 def test_auto_needs_counters() -> None:
     for options in ({"num_workers": "auto"}, {"num_workers": 2, "worker": "auto"}):
-        with pytest.raises(infeed.ConfigError, match="leaves nothing to go by"):
+        with pytest.raises(infeed.ConfigError, match="which needs counters"):
             infeed.DataLoader(Waiting(10), observe="off", **options)  # type: ignore[arg-type]
 
 

@@ -250,13 +250,13 @@ def test_a_sample_that_passes_when_tried_again_is_as_if_it_had_never_failed(work
         (tmp_path / name).mkdir()
     with infeed.DataLoader(Flaky(24, 0, tmp_path / "good"), **options) as loader:
         expected = collected(loader)
-    with infeed.DataLoader(Flaky(24, 2, tmp_path / "flaky"), retries=2, **options) as loader:
+    with infeed.DataLoader(Flaky(24, 2, tmp_path / "flaky"), on_error=infeed.ErrorPolicy(retries=2), **options) as loader:
         assert collected(loader) == expected
         assert loader.bad_samples == []
 
 
 def test_a_sample_is_tried_as_often_as_said_and_no_more(tmp_path: Path) -> None:
-    loader = infeed.DataLoader(Flaky(1, 3, tmp_path), retries=2)
+    loader = infeed.DataLoader(Flaky(1, 3, tmp_path), on_error=infeed.ErrorPolicy(retries=2))
     with loader, pytest.raises(OSError, match="the disk was away at 0"):
         next(iter(loader))
     assert (tmp_path / "asked-0").stat().st_size == 3
@@ -284,13 +284,14 @@ def test_a_sample_that_kills_its_worker_again_and_again_is_bad(on_error: Any, tm
 def test_more_bad_samples_than_the_budget_allows_are_an_error(budget: Any, is_enough: bool) -> None:
     """In the turn of the batch that goes beyond it, whatever was loaded ahead."""
     for workers in (0, 2):
-        options: dict[str, Any] = {"batch_size": 2, "on_error": "skip", "num_workers": workers}
-        with infeed.DataLoader(Patchy(12, [1, 5, 10]), error_budget=budget, **options) as loader:
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": workers}
+        policy = infeed.ErrorPolicy("skip", budget=budget)
+        with infeed.DataLoader(Patchy(12, [1, 5, 10]), on_error=policy, **options) as loader:
             if is_enough:
                 assert sum(len(batch) for batch in _indices(loader)) == 9
                 continue
             batches = iter(loader)
-            with pytest.raises(infeed.SampleError, match=rf"error_budget={budget}.* is exceeded; the last was index=\d+ "):
+            with pytest.raises(infeed.SampleError, match=rf"budget={budget}.* is exceeded; the last was index=\d+ "):
                 for _ in batches:
                     pass
 
@@ -306,7 +307,7 @@ def test_the_epoch_ends_with_a_line_about_what_was_left_out(caplog: pytest.LogCa
 
 def test_the_count_is_part_of_the_state() -> None:
     """Whoever goes on from a state has spent as much of the budget."""
-    options: dict[str, Any] = {"batch_size": 2, "on_error": "skip", "error_budget": 2, "seed": 0}
+    options: dict[str, Any] = {"batch_size": 2, "on_error": infeed.ErrorPolicy("skip", budget=2), "seed": 0}
     loader = infeed.DataLoader(Patchy(12, [1, 3, 9]), **options)
     batches = iter(loader)
     got = [next(batches)[0].tolist() for _ in range(3)]
@@ -348,18 +349,23 @@ def test_workers_are_asked_once_more_for_a_bad_batch_and_not_once_for_each_bad_s
 def test_the_arguments_are_checked() -> None:
     data = np.arange(4)
     for options, words in (
-        ({"on_error": "ignore"}, "on_error='ignore' is not one of 'raise', 'skip', 'replace'"),
-        ({"error_budget": -1}, "error_budget=-1 must be a number of samples, or a fraction"),
-        ({"error_budget": 1.5}, "error_budget=1.5 must be"),
-        ({"error_budget": True}, "error_budget=True must be"),
-        ({"retries": -1}, "retries=-1 must be at least 0"),
+        ({"on_error": "ignore"}, "on_error='ignore' is not supported; use 'raise', 'skip' or 'replace'"),
         ({"sample_timeout": -1}, "sample_timeout=-1 must be a number of seconds"),
         ({"hang_warning": "soon"}, "hang_warning='soon' must be a number of seconds"),
-        ({"sample_timeout": 1, "num_workers": 1, "worker": "thread"}, "a thread cannot be stopped"),
+        ({"sample_timeout": 1, "num_workers": 1, "worker": "thread"}, "sample_timeout is not supported with worker='thread'"),
     ):
         with pytest.raises(infeed.ConfigError, match=words):
             infeed.DataLoader(data, **options)  # type: ignore[arg-type]
-    with pytest.raises(infeed.ConfigError, match="on_error='replace' cannot go with a stream"):
+    for policy, words in (
+        ({"action": "ignore"}, "action='ignore' is not supported"),
+        ({"budget": -1}, "budget=-1 must be a number of samples, or a fraction"),
+        ({"budget": 1.5}, "budget=1.5 must be"),
+        ({"budget": True}, "budget=True must be"),
+        ({"retries": -1}, "retries=-1 must be at least 0"),
+    ):
+        with pytest.raises(infeed.ConfigError, match=words):
+            infeed.ErrorPolicy(**policy)  # type: ignore[arg-type]
+    with pytest.raises(infeed.ConfigError, match="on_error='replace' is not supported for iterable datasets"):
         infeed.DataLoader(Restless(3, []), on_error="replace")
 
 
@@ -379,11 +385,11 @@ def test_ranks_that_share_a_stream_go_on_behind_a_bad_element() -> None:
 def test_a_state_after_the_budget_was_exceeded_can_be_loaded_with_a_larger_one() -> None:
     """Also where the batch that exceeded it had nothing else in it."""
     for batch_size, bad in ((4, [1, 5]), (1, [1])):
-        options: dict[str, Any] = {"batch_size": batch_size, "on_error": "skip"}
-        loader = infeed.DataLoader(Patchy(12, bad), error_budget=len(bad) - 1, **options)
+        small, large = (infeed.ErrorPolicy("skip", budget=len(bad) - less) for less in (1, 0))
+        loader = infeed.DataLoader(Patchy(12, bad), batch_size, on_error=small)
         with pytest.raises(infeed.SampleError, match="is exceeded"):
             list(loader)
-        again = infeed.DataLoader(Patchy(12, bad), error_budget=len(bad), **options)
+        again = infeed.DataLoader(Patchy(12, bad), batch_size, on_error=large)
         again.load_state_dict(loader.state_dict())
         assert flat(_indices(again))[-1] == 11
 

@@ -454,4 +454,4 @@ def test_the_loader_tells_what_it_was_given() -> None:
     dataset = Squares(5)
     loader = infeed.DataLoader(dataset, batch_size=2, seed=9, num_workers=3)
     assert (loader.dataset, loader.batch_size, loader.seed) == (dataset, 2, 9)
-    assert repr(loader) == "DataLoader(Squares, batch_size=2, shuffle=False, num_workers=3, worker='process', seed=9)"
+    assert repr(loader) == "DataLoader(Squares, batch_size=2, num_workers=3, seed=9)"

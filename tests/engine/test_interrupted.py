@@ -144,7 +144,9 @@ def test_ctrl_c_on_the_way_to_a_device_ends_the_epoch(workers: int) -> None:
             raise KeyboardInterrupt
         return batch
 
-    with infeed.DataLoader(range(40), 2, num_workers=workers, worker="thread", device="cpu", convert=convert) as loader:
+    with infeed.DataLoader(
+        range(40), 2, num_workers=workers, worker="thread", device=infeed.Device("cpu", convert=convert)
+    ) as loader:
         batches = iter(loader)
         got: list[int] = []
         with pytest.raises(KeyboardInterrupt):

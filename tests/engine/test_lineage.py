@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed import RandomSampler
 from infeed.testing import CrashingDataset, FaultyDataset, RandomDataset
 from infeed.testing.datasets import RandomSource
 from tests.helpers import Pids, Squares, Stream, Tree, assert_same, collected, plain
@@ -39,11 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "drop_last": {"batch_size": 8, "shuffle": True, "drop_last": True},
     "smallest grains": {"batch_size": 8, "shuffle": True, "grain_size": 1},
     "odd grains": {"batch_size": 8, "shuffle": True, "grain_size": 3},
-    "single": {"batch_size": None, "shuffle": True, "num_samples": 12},
+    "single": {"batch_size": None, "sampler": RandomSampler(num_samples=12)},
     "collated": {"batch_size": 8, "shuffle": True, "collate_fn": collate_with_noise},
-    "single, collated": {"batch_size": None, "collate_fn": dict, "num_samples": 6},
-    "replacement": {"batch_size": 8, "replacement": True},
-    "weights": {"batch_size": 8, "weights": np.arange(50)},
+    "single, collated": {"batch_size": None, "collate_fn": dict, "sampler": RandomSampler(num_samples=6)},
+    "replacement": {"batch_size": 8, "sampler": RandomSampler(replacement=True)},
+    "weights": {"batch_size": 8, "sampler": RandomSampler(np.arange(50))},
     "sampler": {"batch_size": 8, "sampler": list(range(49, -1, -1))},
     "batch_sampler": {"batch_sampler": [[1, 2, 3], [4], list(range(10, 20)), [7, 7]]},
     "rank": {"batch_size": 4, "shuffle": True, "shard": (1, 3)},
@@ -136,7 +137,7 @@ TABLES: dict[str, Any] = {
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_batches_of_arrays_can_be_loaded_again(table: Any) -> None:
     """Gathered as before."""
-    for options in ({"shuffle": True}, {"sampler": [5, 4, 3, 2, 1]}, {"weights": np.ones(50)}):
+    for options in ({"shuffle": True}, {"sampler": [5, 4, 3, 2, 1]}, {"sampler": RandomSampler(np.ones(50))}):
         with made(table, batch_size=4, **options) as loader:
             assert_replayed(loader)
             indices = loader.explain(0).indices

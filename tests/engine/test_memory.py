@@ -280,9 +280,7 @@ def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: p
 def test_what_is_on_its_way_to_a_device_is_no_reason_to_run_out_of_memory(limit: int) -> None:
     """Fewer are on their way then: nobody waits for the next one yet, and the loop lets go of its batch with the next step."""
     pytest.importorskip("torch")
-    loader = infeed.DataLoader(
-        megabytes(1, 80), 4, num_workers=2, worker="thread", device="cpu", device_prefetch=2, memory_limit=limit * MIB
-    )
+    loader = infeed.DataLoader(megabytes(1, 80), 4, num_workers=2, worker="thread", device="cpu", memory_limit=limit * MIB)
     with loader:
         count = 0
         for batch in loader:

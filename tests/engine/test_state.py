@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed import RandomSampler
 from infeed.testing import RandomDataset, assert_resumable
 from tests.helpers import Squares, Stream, collected, flat, plain
 
@@ -21,11 +22,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sequential": {"batch_size": 8},
     "shuffled": {"batch_size": 8, "shuffle": True},
     "drop_last": {"batch_size": 8, "shuffle": True, "drop_last": True},
-    "single": {"batch_size": None, "shuffle": True, "num_samples": 12},
+    "single": {"batch_size": None, "sampler": RandomSampler(num_samples=12)},
     "collated": {"batch_size": 8, "shuffle": True, "collate_fn": list},
-    "subset": {"batch_size": 8, "shuffle": True, "num_samples": 30},
-    "replacement": {"batch_size": 8, "replacement": True, "num_samples": 70},
-    "weights": {"batch_size": 8, "weights": np.arange(50)},
+    "subset": {"batch_size": 8, "sampler": RandomSampler(num_samples=30)},
+    "replacement": {"batch_size": 8, "sampler": RandomSampler(replacement=True, num_samples=70)},
+    "weights": {"batch_size": 8, "sampler": RandomSampler(np.arange(50))},
     "sampler": {"batch_size": 8, "sampler": list(range(49, -1, -1))},
     "batch_sampler": {"batch_sampler": [[1, 2, 3], [4], list(range(10, 20)), [7, 7]]},
     "smallest grains": {"batch_size": 8, "shuffle": True, "grain_size": 1},
@@ -293,8 +294,8 @@ def test_a_state_is_under_1500_bytes_also_out_of_order() -> None:
         ({"dataset": RandomDataset(51)}, "length=50, this loader has length=51"),
         ({"shuffle": False}, "order='shuffled', this loader has order='sequential'"),
         ({"seed": 4}, "seed=3, this loader has seed=4"),
-        ({"num_samples": 20}, "num_samples=None, this loader has num_samples=20"),
-        ({"shuffle": False, "weights": np.ones(50)}, "order='shuffled', this loader has order='weighted"),
+        ({"shuffle": False, "sampler": RandomSampler(num_samples=20)}, "num_samples=None, this loader has num_samples=20"),
+        ({"shuffle": False, "sampler": RandomSampler(np.ones(50))}, "order='shuffled', this loader has order='weighted"),
     ],
 )
 def test_a_state_of_another_loader_is_refused_with_both_sides(change: dict[str, Any], words: str) -> None:
@@ -311,7 +312,7 @@ def test_a_state_of_another_loader_is_refused_with_both_sides(change: dict[str, 
 
 def test_other_weights_are_another_order() -> None:
     """A state of one would go on among other samples."""
-    loader, other = made(batch_size=8, weights=np.ones(50)), made(batch_size=8, weights=np.arange(50))
+    loader, other = (made(batch_size=8, sampler=RandomSampler(weights)) for weights in (np.ones(50), np.arange(50)))
     with pytest.raises(infeed.StateError, match=r"order='weighted .*order='weighted "):
         other.load_state_dict(loader.state_dict())
 

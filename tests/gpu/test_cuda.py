@@ -114,7 +114,7 @@ def test_convert_runs_on_the_device() -> None:
     def convert(batch: Any) -> Any:
         return {**batch, "x": batch["x"].to(torch.bfloat16)}
 
-    loader = DataLoader(Coded(64), batch_size=8, num_workers=2, device=torch.device("cuda", 0), convert=convert)
+    loader = DataLoader(Coded(64), batch_size=8, num_workers=2, device=infeed.Device(torch.device("cuda", 0), convert=convert))
     assert {batch["x"].dtype for batch in loader} == {torch.bfloat16}
 
 

@@ -110,7 +110,9 @@ def test_a_stream_has_a_bar_without_an_end(bars: list[Bar]) -> None:
 
 def test_statistics_are_given_as_often_as_asked_and_at_the_end() -> None:
     heard: list[int] = []
-    loader = infeed.DataLoader(Squares(40), 4, on_statistics=lambda known: heard.append(known.batch_count), statistics_every=0)
+    loader = infeed.DataLoader(
+        Squares(40), 4, on_statistics=infeed.StatisticsCallback(lambda known: heard.append(known.batch_count), interval=0)
+    )
     with loader:
         list(loader)
         assert heard == [*range(1, 11), 10]
@@ -125,7 +127,7 @@ def test_what_a_listener_raises_is_raised_in_the_loop_and_no_batch_is_lost() -> 
         if known.batch_count == 2:
             raise RuntimeError("the disk of the log is full")
 
-    with infeed.DataLoader(Squares(12), 4, on_statistics=refuse, statistics_every=0, seed=1) as loader:
+    with infeed.DataLoader(Squares(12), 4, on_statistics=infeed.StatisticsCallback(refuse, interval=0), seed=1) as loader:
         batches = iter(loader)
         next(batches)
         next(batches)
@@ -161,13 +163,17 @@ except infeed.ConfigError as error:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"observe": "everything"}, "observe='everything' is not one of"),
-        ({"progress": 1}, "progress=1 must be True or False"),
+        ({"observe": "everything"}, "observe='everything' is not supported"),
+        ({"progress": 1}, "progress=1 must be a bool"),
         ({"on_statistics": 3}, "on_statistics=3 must be callable"),
-        ({"statistics_every": -1}, "statistics_every=-1 must be a number of seconds"),
-        ({"observe": "off", "progress": True}, "observe='off' leaves nothing to show"),
+        ({"observe": "off", "progress": True}, "observe='off' is not supported with progress"),
     ],
 )
 def test_wrong_options_are_told_at_once(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(infeed.ConfigError, match=said):
         infeed.DataLoader(Squares(4), **wrong)
+
+
+def test_the_interval_of_a_callback_is_checked() -> None:
+    with pytest.raises(infeed.ConfigError, match="interval=-1 must be a number of seconds"):
+        infeed.StatisticsCallback(print, interval=-1)

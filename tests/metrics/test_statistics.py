@@ -113,7 +113,7 @@ def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
 def test_bad_samples_and_retries_are_counted(workers: dict[str, Any]) -> None:
-    with infeed.DataLoader(FaultyDataset(40, [3, 21]), 8, on_error="skip", retries=2, **workers) as loader:
+    with infeed.DataLoader(FaultyDataset(40, [3, 21]), 8, on_error=infeed.ErrorPolicy("skip", retries=2), **workers) as loader:
         list(loader)
         known = loader.statistics()
     assert known.skipped_count == 2
@@ -257,7 +257,7 @@ def test_it_can_be_printed_wherever_it_goes() -> None:
 
 def test_batches_that_go_to_a_device_are_counted_when_the_loop_has_them() -> None:
     pytest.importorskip("torch")
-    with infeed.DataLoader(Squares(64), 4, num_workers=1, device="cpu", device_prefetch=3) as loader:
+    with infeed.DataLoader(Squares(64), 4, num_workers=1, device=infeed.Device("cpu", prefetch=3)) as loader:
         batches = iter(loader)
         next(batches)
         next(batches)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import infeed
+from infeed import Device
 from infeed.torch import DataLoader, ImageConvert
 
 
@@ -22,7 +23,7 @@ class Pictures(torch.utils.data.Dataset[Any]):
 def test_pictures_are_scaled_and_normalised_and_nothing_else_is_touched() -> None:
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
     convert = ImageConvert(torch.float32, channels_last=True, mean=mean, std=std)
-    (batch,) = DataLoader(Pictures(), batch_size=8, device="cpu", convert=convert)
+    (batch,) = DataLoader(Pictures(), batch_size=8, device=Device("cpu", convert=convert))
     plain = torch.arange(8, dtype=torch.float32).mul(10)[:, None, None, None].expand(8, 3, 4, 5) / 255
     expected = (plain - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
     torch.testing.assert_close(batch["image"], expected)
@@ -32,7 +33,7 @@ def test_pictures_are_scaled_and_normalised_and_nothing_else_is_touched() -> Non
 
 
 def test_without_scaling_numbers_stay_what_they_are() -> None:
-    (batch,) = DataLoader(Pictures(), batch_size=8, device="cpu", convert=ImageConvert(torch.float64, scale=False))
+    (batch,) = DataLoader(Pictures(), batch_size=8, device=Device("cpu", convert=ImageConvert(torch.float64, scale=False)))
     assert batch["image"].dtype is torch.float64
     assert batch["image"].amax().item() == 70
 
@@ -47,4 +48,4 @@ def test_the_arguments_are_checked() -> None:
             ImageConvert(**options)  # type: ignore[arg-type]
     convert = ImageConvert(mean=(0.5, 0.5))
     with pytest.raises(infeed.ConfigError, match="have 2 numbers, the pictures have 3 channels"):
-        list(DataLoader(Pictures(), batch_size=8, device="cpu", convert=convert))
+        list(DataLoader(Pictures(), batch_size=8, device=Device("cpu", convert=convert)))

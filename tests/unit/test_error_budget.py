@@ -39,7 +39,7 @@ def test_an_epoch_that_goes_on_counts_what_was_bad_before() -> None:
     error_budget.begin_epoch(4, 2)
     assert error_budget.excess(10) is None
     error_budget.note([_bad(7)], 3)
-    assert "3 samples of epoch 4 were bad, and error_budget=2 is exceeded; the last was index=7" in str(error_budget.excess(10))
+    assert "3 samples of epoch 4 were bad, and budget=2 is exceeded; the last was index=7" in str(error_budget.excess(10))
 
 
 def test_only_the_latest_are_listed() -> None:

@@ -1,4 +1,4 @@
-"""Batches as JAX arrays, on JAX's default device or on a given one. Imported only if ``output="jax"``."""
+"""Batches as JAX arrays, on JAX's default device or on a given one. Imported only for ``infeed.Device(output="jax")``."""
 
 from __future__ import annotations
 

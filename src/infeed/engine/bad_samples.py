@@ -16,7 +16,7 @@ import numpy as np
 
 from infeed.engine.planning import Plan, PlannedBatch
 from infeed.errors import ConfigError, SampleError
-from infeed.options import BadSampleAction, OnError
+from infeed.options import BadSampleAction, BadSampleFunction
 from infeed.plan.batches import grain_count
 from infeed.plan.order import Indices, plain_indices
 from infeed.plan.seeds import derive
@@ -58,7 +58,7 @@ def new_list() -> deque[BadSample]:
 
 @final
 class ErrorBudget:
-    """Counts the bad samples of one iteration and compares them with ``error_budget``."""
+    """Counts the bad samples of one iteration and compares them with the ``budget`` of ``ErrorPolicy``."""
 
     def __init__(self, budget: int | float | None = None, listed: deque[BadSample] | None = None) -> None:
         """Create a budget. ``listed`` is the loader's list of bad samples, shared by all its epochs."""
@@ -97,16 +97,16 @@ class ErrorBudget:
             return None
         if isinstance(budget, float):
             allowed = int(budget * (max(self._seen_count, _LEAST_SEEN) if length is None else length) + _ROUNDING)
-            shown = f"error_budget={budget}, which is {allowed} samples here,"
+            shown = f"budget={budget}, which is {allowed} samples here,"
         else:
             allowed = budget
-            shown = f"error_budget={budget}"
+            shown = f"budget={budget}"
         if self._bad_count <= allowed:
             return None
         last = "" if self._last is None else f"; the last was {self._last}"
         return SampleError(
-            f"{self._bad_count} samples of epoch {self._epoch} were bad, and {shown} is exceeded{last}; mend the dataset, or "
-            "raise error_budget"
+            f"{self._bad_count} samples of epoch {self._epoch} were bad, and {shown} is exceeded{last}; fix the dataset, or "
+            "raise the budget of ErrorPolicy"
         )
 
     def emptiness(self) -> SampleError | None:
@@ -192,7 +192,7 @@ class BadRows:
 class BadSampleHandler:
     """Applies ``on_error`` to the bad samples of one engine."""
 
-    def __init__(self, on_error: OnError, plan: Plan) -> None:
+    def __init__(self, on_error: BadSampleAction | BadSampleFunction, plan: Plan) -> None:
         self._on_error = on_error
         self._plan = plan
 

@@ -106,8 +106,8 @@ def build_engine(
             kind=kind,
             torch_seed=plan.torch_seed,
             tells_epochs=plan.tells_epochs,
-            retries=config.retries,
-            handles_bad_samples=config.on_error != "raise",
+            retries=config.error_policy.retries,
+            handles_bad_samples=config.error_policy.action != "raise",
             is_watched=config.sample_timeout > 0,
             observe=config.observe,
             probes=probes and kind == "process",
@@ -152,10 +152,12 @@ def build_engine(
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
             # To skip or replace bad indices, use tasks: they report each bad sample.
-            gather=pool.gather if isinstance(pool, InlinePool) and table is not None and config.on_error == "raise" else None,
+            gather=pool.gather
+            if isinstance(pool, InlinePool) and table is not None and config.error_policy.action == "raise"
+            else None,
             table_layout=None if table is None else table.layout,
             delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged),
-            bad_sample_handler=BadSampleHandler(config.on_error, plan),
+            bad_sample_handler=BadSampleHandler(config.error_policy.action, plan),
             status_board=status_board,
             metrics=collector.metrics(status_board, workers, kind, limit),
             memory_budget=config.memory_limit_bytes,
@@ -273,4 +275,5 @@ def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
 
 def _is_pinned(config: LoaderConfig) -> bool:
     """Whether batches need pinned memory, so that a torch accelerator can read them directly."""
-    return config.pin_memory or (config.output is None and is_gpu(config.device))
+    delivery = config.delivery
+    return config.pin_memory or (delivery is not None and delivery.output is None and is_gpu(delivery.target))

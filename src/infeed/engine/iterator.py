@@ -150,7 +150,8 @@ class EpochIterator(Iterator[Any]):
         asked_ns = perf_counter_ns()
         session, config = self._session, self._config
         engine_cache = session.engine_cache
-        stage = open_stage(config.output, config.device, config.convert) if config.is_staged else None
+        delivery = config.delivery
+        stage = None if delivery is None else open_stage(delivery.output, delivery.target, delivery.convert)
         engine = engine_cache.take(partial(session.build, config))
         progress = session.begin(self._offered)
         try:
@@ -163,9 +164,9 @@ class EpochIterator(Iterator[Any]):
             raise
         self._progress = progress
         self._show = show
-        if stage is not None:
+        if stage is not None and delivery is not None:
             progress.show(progress.start)
-            self._ahead = DevicePrefetch(stage, config.device_prefetch)
+            self._ahead = DevicePrefetch(stage, delivery.prefetch)
         self._engine = engine
         # A training loop left by `break`, `return` or an exception drops this object, which releases the engine.
         self._finalizer = weakref.finalize(self, _leave, session, engine, self._ahead)

@@ -113,7 +113,9 @@ class Planner(Plan):
         self.seed = seed
         self._table = _table_for(config)
         self.cut = Cut(config.batch_size or 1, config.drop_last, config.shard, config.pad)
-        self._ladder = None if config.weights is None else weight_ladder(config.weights)
+        self._drawn = config.random_sampler
+        weights = None if self._drawn is None else self._drawn.weights
+        self._ladder = None if weights is None else weight_ladder(weights)
         self._order_name = self._named_order()
         self._length: int | None = None
         self._readings = Readings()
@@ -126,7 +128,7 @@ class Planner(Plan):
     @property
     def is_given(self) -> bool:
         config = self._config
-        return config.is_stream or config.sampler is not None or config.batch_sampler is not None
+        return config.is_stream or self._sampler() is not None
 
     @property
     def is_foreseeable(self) -> bool:
@@ -164,10 +166,8 @@ class Planner(Plan):
         config = self._config
         if config.batch_sampler is not None:
             return -(-_length(config.batch_sampler, "batch_sampler") // self.cut.shard.world_size)
-        if config.sampler is not None:
-            length = _length(config.sampler, "sampler")
-        else:
-            length = config.num_samples or self._dataset_length()
+        sampler = config.index_sampler
+        length = self._epoch_length() if sampler is None else _length(sampler, "sampler")
         steps = Steps(0, length, self.cut)
         return steps.count - steps.is_last_empty
 
@@ -178,7 +178,7 @@ class Planner(Plan):
         return Identity(
             order=self._order_name,
             length=self._length,
-            num_samples=config.num_samples,
+            num_samples=None if self._drawn is None else self._drawn.num_samples,
             seed=self.seed,
             is_seed_given=config.seed is not None,
             batch_size=config.batch_size,
@@ -198,19 +198,22 @@ class Planner(Plan):
 
     def _sampler(self) -> Any:
         config = self._config
-        return config.sampler if config.batch_sampler is None else config.batch_sampler
+        return config.index_sampler if config.batch_sampler is None else config.batch_sampler
 
     def _order(self, epoch: int) -> Order:
-        config = self._config
         length = self._length = self._dataset_length()
-        count = config.num_samples or length
+        drawn = self._drawn
+        if drawn is None:
+            return SequentialOrder(length)
+        count = drawn.num_samples or length
         if self._ladder is not None:
             return WeightedOrder(self._ladder, count, seed=self.seed, epoch=epoch)
-        if config.replacement:
+        if drawn.replacement:
             return RepeatingOrder(length, count, seed=self.seed, epoch=epoch)
-        if config.shuffle:
-            return ShuffledOrder(length, seed=self.seed, epoch=epoch, count=count)
-        return SequentialOrder(count)
+        return ShuffledOrder(length, seed=self.seed, epoch=epoch, count=count)
+
+    def _epoch_length(self) -> int:
+        return (self._drawn and self._drawn.num_samples) or self._dataset_length()
 
     def _dataset_length(self) -> int:
         if self.table is not None:
@@ -223,30 +226,32 @@ class Planner(Plan):
             return "stream"
         if config.batch_sampler is not None:
             return "batch_sampler"
-        if config.sampler is not None:
+        if config.index_sampler is not None:
             return "sampler"
+        if self._drawn is None:
+            return "sequential"
         if self._ladder is not None:
             return f"weighted {zlib.crc32(self._ladder.tobytes()):08x}"
-        if config.replacement:
-            return "replacement"
-        return "shuffled" if config.shuffle else "sequential"
+        return "replacement" if self._drawn.replacement else "shuffled"
 
     def _check_lengths(self) -> None:
         """Check the options that depend on the number of samples."""
-        config = self._config
-        if config.weights is not None and len(config.weights) != self._dataset_length():
+        drawn = self._drawn
+        if drawn is None:
+            return
+        if drawn.weights is not None and len(drawn.weights) != self._dataset_length():
             raise ConfigError(
-                f"weights has {len(config.weights)} numbers for {self._dataset_length()} samples; give one for each sample"
+                f"weights has {len(drawn.weights)} numbers for {self._dataset_length()} samples; pass one number per sample"
             )
-        count = config.num_samples
+        count = drawn.num_samples
         if count is None:
             return
         if count >> 62:
-            raise ConfigError("num_samples must be below 2**62; use a smaller number of samples for an epoch")
+            raise ConfigError("num_samples must be below 2**62; use a smaller number")
         length = self._dataset_length()
-        if config.replacement and not length:
-            raise ConfigError(f"num_samples={count} cannot be drawn from an empty dataset; leave it out, or fill the dataset")
-        if count > length and not config.replacement and config.weights is None:
+        if drawn.replacement and not length:
+            raise ConfigError(f"num_samples={count} cannot be drawn from an empty dataset; omit num_samples or add samples")
+        if count > length and not drawn.replacement and drawn.weights is None:
             raise ConfigError(
                 f"num_samples={count} must be at most {length}, the length of the dataset; use replacement=True to draw more"
             )

@@ -403,7 +403,8 @@ class Session:
     def show(self, progress: Progress) -> ProgressDisplay | None:
         """Return the progress display of an iteration, if one is configured."""
         config = self.config
-        if not config.progress and config.on_statistics is None:
+        callback = config.statistics_callback
+        if not config.progress and callback is None:
             return None
         if config.progress:
             check_progress()
@@ -417,8 +418,8 @@ class Session:
             first_step=progress.start.step,
             batch_count=batch_count,
             is_shown=config.progress,
-            on_statistics=config.on_statistics,
-            every_s=config.statistics_every,
+            on_statistics=None if callback is None else callback.function,
+            every_s=0 if callback is None else callback.interval,
         )
         self._shows.add(show)
         return show
@@ -430,7 +431,7 @@ class Session:
             show.close()
 
     def _error_budget(self) -> ErrorBudget:
-        return ErrorBudget(self.config.error_budget, self._bad_samples)
+        return ErrorBudget(self.config.error_policy.budget, self._bad_samples)
 
     def take_back(self, progress: Progress) -> None:
         """Undo ``begin`` after a failure: the epoch is the next one again."""

@@ -13,7 +13,8 @@ import sys
 from typing import Any, Final
 
 from infeed.import_hooks import when_imported
-from infeed.torch.loader import OWN_OPTIONS, DataLoader
+from infeed.torch.loader import DataLoader
+from infeed.torch.service import own_options
 
 _MODULE: Final = "accelerate.data_loader"
 _KEY: Final = "_infeed_source"
@@ -34,7 +35,7 @@ def _teach() -> None:
 
     def make(dataset: Any, *arguments: Any, **options: Any) -> Any:
         source = options.pop(_KEY, None)
-        return plain(dataset, *arguments, **options) if source is None else _like(source, dataset, *arguments, **options)
+        return plain(dataset, *arguments, **options) if source is None else rebuilt(source, dataset, *arguments, **options)
 
     @functools.wraps(init)
     def adapt(
@@ -45,7 +46,7 @@ def _teach() -> None:
             init(self, dataset, use_stateful_dataloader, batch_sampler, **options)
             return
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.base_dataloader = _like(source, dataset, batch_sampler=batch_sampler, **options)
+        self.base_dataloader = rebuilt(source, dataset, batch_sampler=batch_sampler, **options)
         self.dl_state_dict = self.base_dataloader.state_dict()
 
     table[_KEY] = None
@@ -53,9 +54,9 @@ def _teach() -> None:
     accelerate.DataLoaderAdapter.__init__ = adapt
 
 
-def _like(source: DataLoader[Any], dataset: Any, *arguments: Any, **options: Any) -> DataLoader[Any]:
+def rebuilt(source: DataLoader[Any], dataset: Any, *arguments: Any, **options: Any) -> DataLoader[Any]:
     """Create a loader with the infeed-only options of ``source``."""
-    options.update((name, getattr(source, name)) for name in OWN_OPTIONS)
+    options.update(own_options(source))
     made: DataLoader[Any] = DataLoader(dataset, *arguments, **options)
     # Accelerate passes torch's default prefetch_factor as if the user had set it.
     made._infeed_prefetch_factor = source._infeed_prefetch_factor

@@ -15,7 +15,17 @@ from infeed.engine.bad_samples import BadSample
 from infeed.engine.progress import Lineage
 from infeed.errors import ConfigError
 from infeed.metrics.statistics import Statistics
-from infeed.options import MOST_WORKERS, AutoCount, Observe, OnError, WorkerChoice, check_cpu_limit
+from infeed.options import (
+    MOST_WORKERS,
+    TORCH_OPTIONS,
+    AutoCount,
+    Observe,
+    OnError,
+    OnStatistics,
+    RandomSampler,
+    WorkerChoice,
+    check_cpu_limit,
+)
 from infeed.torch.plan import is_gathered
 from infeed.torch.service import (
     config_of,
@@ -32,6 +42,7 @@ from infeed.torch.service import (
 from infeed.workers.early_start import start_for_loader
 
 _T = TypeVar("_T", covariant=True)
+_TORCH_ARGUMENTS: Final = tuple(signature(TorchDataLoader).parameters)
 
 
 class DataLoader(TorchDataLoader[_T], Generic[_T]):
@@ -40,40 +51,64 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
     You need no ``if __name__ == "__main__"``. infeed never forks your process, and it sends lambdas and classes of a script or
     notebook to workers. The migration page of the documentation lists the differences.
 
-    Args:
-        seed: makes the order (of a plain ``shuffle=True``) and random numbers in the dataset depend only on seed and epoch,
-            also with ``num_workers=0``. Without it both come from torch's generators, as with torch.
-        num_workers: also ``"auto"``: starts with few workers and adds workers while they help. It measures how long the
-            training loop waits, how busy workers are, and the available cores and memory. Batches do not depend on the number.
-            An iterable dataset gets one worker, because its order depends on the number. The attribute holds the maximum.
-        worker: ``"process"``, or ``"thread"`` for datasets that release the GIL. ``"auto"`` starts with processes and switches
-            to threads from the next epoch if they measure as fast; ``num_workers`` is then the maximum.
-        cpu_limit: CPU cores that workers may use with ``"auto"``; by default all cores of this process, or its share if several
-            ranks share the machine.
-        memory_limit: bytes, or text such as ``"2GiB"``: the limit for batches in flight and batches that you hold together;
-            with ``num_workers="auto"`` it includes the workers' own memory.
-        grain_size: number of samples that share one seed and are loaded by one worker; 1 gives each sample its own seed.
-        device: where batches are delivered, such as ``"cuda:0"``. infeed copies them on a separate stream, ahead of the
-            training loop; non-numeric leaves stay on the host.
-        device_prefetch: number of batches in transfer to the device, besides the one that the training loop holds.
-        convert: a function of a batch on the device, run on the copy stream: for dtype, memory format, scaling.
-        on_error: action for a sample that raises or kills its worker. ``"raise"`` raises the error, ``"skip"`` omits the sample
-            so its batch is smaller, and ``"replace"`` uses another sample, drawn from seed and position. Or a function of the
-            exception and the index that returns one of these, called in this process. See ``bad_samples``.
-        error_budget: number or fraction of bad samples that an epoch may have; more raise an error despite ``on_error``.
-        retries: how often a sample that raises is retried before it counts as bad.
-        sample_timeout: seconds that one sample may take; then its worker is killed and the sample is bad. 0 sets no limit.
-        hang_warning: seconds at one sample after which a log line reports where its worker is; by default 10, or 30 times the
-            usual sample time. 0 disables the warning.
-        threads_per_worker: threads that torch, NumPy, OpenCV and others may use in each worker process; torch's loader: 1.
-        observe: what to record: ``"timeline"`` (counters and spans of each worker), ``"counters"`` only, or ``"off"``. The
-            timeline costs about 1% of the time of the smallest batches, or less. See ``statistics``, ``timeline``, ``report``.
-        progress: show a progress bar (tqdm, in a terminal or a notebook) with samples per second, wait share and workers.
-        on_statistics: called with the loader's ``Statistics`` every ``statistics_every`` seconds and at the end of an epoch, in
-            the thread of the training loop; for example for TensorBoard, Weights & Biases or Prometheus.
+    Args: Workers
+        num_workers: number of workers; 0 loads in the main process, ``"auto"`` adds workers while they help. It starts with
+            few, and measures how long the training loop waits, how busy workers are, and the available CPU cores and memory.
+            The attribute of the loader holds the maximum.
+        worker: kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process) or ``"auto"``. Threads suit
+            datasets that release the GIL. ``"auto"`` measures whether threads are as fast; ``num_workers`` is then the maximum.
+        threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process.
+        cpu_limit: with ``"auto"``, number of CPU cores that workers may use; by default all available cores.
 
-    The other arguments are torch's.
+    Args: Reproducibility
+        seed: seed of the order and of all random numbers in the dataset. With it, the order (of a plain ``shuffle=True``) and
+            the random numbers depend only on seed and epoch, also with ``num_workers=0``. Without it, both come from torch's
+            generators, as with torch.
+        grain_size: number of samples that share one seed and are loaded by one worker; by default a quarter of a batch.
+
+    Args: Memory
+        memory_limit: maximum memory for batches in flight and batches that you hold, in bytes or as text such as ``"2GiB"``.
+            With ``num_workers="auto"``, this includes the workers' own memory.
+
+    Args: Faults
+        on_error: ``"raise"``, ``"skip"`` or ``"replace"`` a sample that cannot be loaded; a function, or an
+            ``infeed.ErrorPolicy``. See ``bad_samples``.
+        sample_timeout: seconds that one sample may take before its worker is killed and the sample is bad; 0 sets no limit.
+        hang_warning: seconds at one sample before infeed logs where its worker is; 0 disables the warning.
+
+    Args: Device
+        device: device on which batches are delivered, such as ``"cuda:0"``, or an ``infeed.Device``. infeed copies batches
+            ahead of the training loop on a separate stream. Non-numeric leaves stay on the host.
+
+    Args: Observing
+        observe: what to record: ``"timeline"`` (counters and timed spans), ``"counters"`` only, or ``"off"``.
+        progress: show a progress bar (tqdm) with the throughput, the wait time of the training loop and the number of workers.
+        on_statistics: function that is called with ``Statistics`` every 10 s, or an ``infeed.StatisticsCallback``.
+
+    The other arguments are torch's. ``infeed.DataLoader`` documents infeed's own in more detail.
+
+    Example:
+        >>> import torch
+        >>> from infeed.torch import DataLoader
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(4))
+        >>> [batch for (batch,) in DataLoader(dataset, batch_size=2)]
+        [tensor([0, 1]), tensor([2, 3])]
     """
+
+    # Attributes with the arguments as given: frameworks re-create a loader from its attributes.
+    worker: WorkerChoice
+    threads_per_worker: int
+    cpu_limit: float | None
+    seed: int | None
+    grain_size: int | None
+    memory_limit: int | str | None
+    on_error: OnError
+    sample_timeout: float
+    hang_warning: float | None
+    device: Any
+    observe: Observe
+    progress: bool
+    on_statistics: OnStatistics | None
 
     def __init__(
         self,
@@ -95,66 +130,30 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        seed: int | None = None,
         worker: WorkerChoice = "process",
-        memory_limit: int | str | None = None,
-        grain_size: int | None = None,
-        device: Any = None,
-        device_prefetch: int = 2,
-        convert: Callable[[Any], Any] | None = None,
-        on_error: OnError = "raise",
-        error_budget: float | None = None,
-        retries: int = 0,
-        sample_timeout: float = 0,
-        hang_warning: float | None = None,
         threads_per_worker: int = 1,
         cpu_limit: float | None = None,
+        seed: int | None = None,
+        grain_size: int | None = None,
+        memory_limit: int | str | None = None,
+        on_error: OnError = "raise",
+        sample_timeout: float = 0,
+        hang_warning: float | None = None,
+        device: Any = None,
         observe: Observe = "timeline",
         progress: bool = False,
-        on_statistics: Callable[[Statistics], object] | None = None,
-        statistics_every: float = 10.0,
+        on_statistics: OnStatistics | None = None,
     ) -> None:
-        count = self._counted(num_workers, cpu_limit)
-        newer = {} if in_order else {"in_order": in_order}  # since torch 2.6
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            count,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            **newer,
-        )
-        self.in_order = in_order
-        # Store the arguments unchanged under their names: frameworks re-create a loader from its attributes.
-        self.seed = seed
-        self.worker = worker
-        self.memory_limit = memory_limit
-        self.grain_size = grain_size
-        self.device = device
-        self.device_prefetch = device_prefetch
-        self.convert = convert
-        self.on_error = on_error
-        self.error_budget = error_budget
-        self.retries = retries
-        self.sample_timeout = sample_timeout
-        self.hang_warning = hang_warning
-        self.threads_per_worker = threads_per_worker
-        self.cpu_limit = cpu_limit
-        self.observe = observe
-        self.progress = progress
-        self.on_statistics = on_statistics
-        self.statistics_every = statistics_every
+        given = dict(locals())
+        if isinstance(sampler, RandomSampler):
+            raise ConfigError(
+                "sampler=infeed.RandomSampler is not supported by infeed.torch; use a sampler of torch.utils.data"
+            )
+        given["num_workers"] = self._counted(num_workers, cpu_limit)
+        super().__init__(**{name: given[name] for name in _TORCH_ARGUMENTS})
+        self.in_order = in_order  # before torch 2.6, torch's class does not have it
+        for name in TORCH_OPTIONS:
+            setattr(self, name, given[name])
         self._infeed_prefetch_factor = prefetch_factor  # None if not set; torch's attribute already has torch's default
         config = config_of(self)  # raises for invalid arguments
         if config.kind == "process" and not is_gathered(config) and why_not(self) is None:
@@ -166,8 +165,8 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         if isinstance(num_workers, int):
             return num_workers
         if num_workers != "auto":
-            raise ConfigError(f"num_workers={num_workers!r} must be 'auto' or a whole number; use 0 to load in this process")
-        check_cpu_limit(cpu_limit)
+            raise ConfigError(f"num_workers={num_workers!r} must be an int or 'auto'; use 0 to load in the main process")
+        check_cpu_limit("cpu_limit", cpu_limit)
         return AutoCount(MOST_WORKERS)
 
     def check_worker_number_rationality(self) -> None:
@@ -282,11 +281,3 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         """Stop the workers now; the next iteration starts new ones."""
         stop_workers(self)
         self._iterator = None
-
-
-# Options that torch's class does not have, with their defaults.
-OWN_OPTIONS: Final[dict[str, Any]] = {
-    name: parameter.default
-    for name, parameter in signature(DataLoader).parameters.items()
-    if name not in signature(TorchDataLoader).parameters and name != "in_order"  # torch's since 2.6
-}

@@ -335,7 +335,9 @@ class TorchPlan(Plan):
         """Return the generators that the loader draws from, by their names in a state."""
         config, generator = self._config, self._generator
         found: dict[str, torch.Generator] = {}
-        is_seeding = config.seed is None and self.table is None and (config.most_workers > 0 or config.on_error != "raise")
+        is_seeding = (
+            config.seed is None and self.table is None and (config.most_workers > 0 or config.error_policy.action != "raise")
+        )
         is_ordering = not config.is_stream and not self._is_ours()
         own = self._order_generator() if is_ordering else None
         if generator is not None and (is_seeding or own is generator):

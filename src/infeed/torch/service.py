@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from infeed.engine.session import Session
 from infeed.errors import ConfigError, WorkerStartError
 from infeed.metrics.statistics import Statistics, Trace
-from infeed.options import AutoCount, LoaderConfig, core_limit
+from infeed.options import TORCH_OPTIONS, AutoCount, LoaderConfig, core_limit
 from infeed.torch.iterator import EngineIter, InlineIter, WorkersIter
 from infeed.torch.plan import TorchPlan
 from infeed.torch.summary import TALLY
@@ -155,49 +154,30 @@ def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
     Raises:
         ConfigError: an infeed-only option is invalid; torch has checked the others.
     """
-    own = partial(_own_option, loader)
     has_own_batches = loader.batch_sampler is not None and loader.batch_size is None
     return LoaderConfig(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
-        shuffle=False,
-        sampler=None,
         batch_sampler=loader.batch_sampler if has_own_batches else None,
         num_workers=loader.num_workers,
-        worker=own("worker", "process"),
         collate_fn=_collate_fn(loader),
+        pin_memory=bool(loader.pin_memory),
         drop_last=loader.drop_last,
-        seed=own("seed", None),
-        in_order=getattr(loader, "in_order", True),
-        prefetch=None,
-        prefetch_factor=own("_infeed_prefetch_factor", None) if loader.num_workers > 0 else None,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        memory_limit=own("memory_limit", None),
-        grain_size=own("grain_size", None),
-        threads_per_worker=own("threads_per_worker", 1),
-        cpu_limit=own("cpu_limit", None),
+        in_order=getattr(loader, "in_order", True),
         start_method=_start_method(loader),
-        pin_memory=bool(loader.pin_memory),
-        device=own("device", None),
-        device_prefetch=own("device_prefetch", 2),
-        convert=own("convert", None),
-        on_error=own("on_error", "raise"),
-        error_budget=own("error_budget", None),
-        retries=own("retries", 0),
-        sample_timeout=own("sample_timeout", 0),
-        hang_warning=own("hang_warning", None),
-        observe=own("observe", "timeline"),
-        progress=own("progress", False),
-        on_statistics=own("on_statistics", None),
-        statistics_every=own("statistics_every", 10.0),
+        prefetch_factor=getattr(loader, "_infeed_prefetch_factor", None) if loader.num_workers > 0 else None,
         is_torch=True,
+        **own_options(loader),
     )
 
 
-def _own_option(loader: TorchDataLoader[Any], name: str, default: Any) -> Any:
-    """Return an option of infeed's class, else the default: torch subclasses may use the same name for something else."""
-    return getattr(loader, name, default) if hasattr(type(loader), "_infeed_source") else default
+def own_options(loader: TorchDataLoader[Any]) -> dict[str, Any]:
+    """Return the options that infeed's class adds to torch's, with their defaults for a loader of torch's class."""
+    # Subclasses of torch's class may use the same names for something else.
+    is_ours = hasattr(type(loader), "_infeed_source")
+    return {name: getattr(loader, name, usual) if is_ours else usual for name, usual in TORCH_OPTIONS.items()}
 
 
 def why_not(loader: TorchDataLoader[Any]) -> str | None:
@@ -238,7 +218,7 @@ def _refuse(loader: TorchDataLoader[Any], why: str, cure: str = "") -> _BaseData
             _LOG.info("a loader runs on torch's own iterator, because %s", why)
     if isinstance(loader.num_workers, AutoCount):
         # torch starts num_workers processes, and for "auto" that number is the maximum.
-        loader.num_workers = max(1, int(core_limit(_own_option(loader, "cpu_limit", None))))
+        loader.num_workers = max(1, int(core_limit(own_options(loader)["cpu_limit"])))
     return _torch_iterator(loader)
 
 
@@ -264,9 +244,7 @@ def refused_reason(loader: TorchDataLoader[Any]) -> str | None:
 
 def _unserved(loader: TorchDataLoader[Any]) -> str:
     """Return a note on the requested options that only infeed's iterators support."""
-    from infeed.torch.loader import OWN_OPTIONS  # which imports this module
-
-    names = [name for name, default in OWN_OPTIONS.items() if _own_option(loader, name, default) != default]
+    names = [name for name, value in own_options(loader).items() if value != TORCH_OPTIONS[name]]
     session = known_session(loader)
     if session is not None and session.next.step:
         names.append("load_state_dict")
