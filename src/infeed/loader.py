@@ -107,7 +107,7 @@ class DataLoader:
         >>> import infeed
         >>> with infeed.DataLoader(range(6), batch_size=2, shuffle=True, seed=0, num_workers=2, worker="thread") as loader:
         ...     [batch.tolist() for batch in loader]
-        [[0, 0], [0, 0], [0, 0]]
+        [[0, 1], [3, 5], [4, 2]]
     """
 
     __module__ = "infeed"
