@@ -97,7 +97,7 @@ def leak_guard() -> Iterator[None]:
     """Whatever a test does, afterwards there is no thread, process, descriptor or shared memory more than before."""
     before = possessions()
     yield
-    idle = sys.modules.get("infeed.workers.idle")
+    idle = sys.modules.get("infeed.workers.launcher")
     if idle is not None:
         idle.IDLE_WORKERS.clear()  # they would wait for the next loader for a minute
     deadline = time.monotonic() + _VANISH_S

@@ -15,7 +15,7 @@ from infeed.engine.session import Session
 from infeed.metrics.statistics import Statistics
 from infeed.options import LoaderConfig, Observe, OnError, OnStatistics, RandomSampler, StartMethod, WorkerChoice
 from infeed.plan.shards import Shard
-from infeed.workers.early_start import start_for_loader
+from infeed.workers.preload import start_for_loader
 
 
 @final

@@ -13,7 +13,7 @@ import pytest
 
 import infeed
 from infeed.testing import SlowDataset
-from infeed.workers.idle import IDLE_WORKERS
+from infeed.workers.launcher import IDLE_WORKERS
 from tests.helpers import Blocking, Tree, assert_faster_than, collected, plain, wait_until, worker_processes
 
 # close() lets workers finish for half a second, threads for one; the rest is for a busy machine.

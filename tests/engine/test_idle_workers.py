@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import infeed
-from infeed.workers.idle import IDLE_WORKERS
+from infeed.workers.launcher import IDLE_WORKERS
 from tests.conftest import engine_params
 from tests.helpers import Journal, Tree, assert_clean, flat, kill_process, plain, run_script, wait_until, worker_processes
 

@@ -180,7 +180,7 @@ STARTS = {
     "portable": [
         "subprocess.Popen.__init__", "workers.transport_portable.ConnectionLink.open",
         "workers.transport_portable.ConnectionLink.close_inherited", "workers.process.Birth",
-        "workers.idle.IdleWorker.is_usable",
+        "workers.launcher.IdleWorker.is_usable",
     ],
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_ctrl_c_while_a_worker_starts_leaves_no_process_and_no_descriptor(
     path = point if point.startswith("subprocess") else f"infeed.{point}"
     real = pkgutil.resolve_name(path)
     options = {**process_engine, "num_workers": 1}
-    if "idle" in point:
+    if "Idle" in point:
         collected(infeed.DataLoader(range(20), 2, **options))  # its worker waits for the next loader
     calls: list[object] = []
 

@@ -18,7 +18,7 @@ import pytest
 import infeed
 from infeed.memory.dataset import send
 from infeed.memory.segments import open_store
-from infeed.workers.idle import IDLE_WORKERS
+from infeed.workers.launcher import IDLE_WORKERS
 from tests.helpers import (
     DEADLINE_S,
     PORTABLE,

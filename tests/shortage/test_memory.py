@@ -15,7 +15,7 @@ import pytest
 import infeed
 from infeed.memory import limits as budget
 from infeed.memory.limits import available_bytes
-from infeed.workers.idle import IDLE_WORKERS
+from infeed.workers.launcher import IDLE_WORKERS
 from tests.helpers import Tree, wait_until, worker_processes
 
 MIB = 1 << 20

@@ -29,7 +29,7 @@ if KIND == "portable":
 import numpy as np  # noqa: E402
 
 import infeed  # noqa: E402
-from infeed.workers.idle import IDLE_WORKERS  # noqa: E402
+from infeed.workers.launcher import IDLE_WORKERS  # noqa: E402
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "forkserver": {"num_workers": 2, "start_method": "forkserver"},

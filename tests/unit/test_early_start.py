@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from infeed.workers.early_start import likely_imports
+from infeed.workers.preload import likely_imports
 
 
 def imports_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, **own: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from infeed.programs.children import carry_into_commands, install_when_imported
 from infeed.programs.script import exit_code_of, run_module, run_script, show_error
-from infeed.workers.early_start import start_for_module, start_for_program
+from infeed.workers.preload import start_for_module, start_for_program
 
 __all__ = ["add_parser", "run"]
 

@@ -37,7 +37,7 @@ from infeed.workers.loop import Runner
 from infeed.workers.pool import WorkerPool
 from infeed.workers.process import ProcessPool
 from infeed.workers.process_tools import is_importing
-from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
+from infeed.workers.protocol import Making, Seeding, Source, WorkerSpec
 from infeed.workers.status import StatusBoard
 from infeed.workers.thread import ThreadPool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infeed.workers.early_start import start_for_main
+from infeed.workers.preload import start_for_main
 
 start_for_main()  # before the imports below, which import torch unless the program already has
 

@@ -39,7 +39,7 @@ from infeed.torch.service import (
     trace_of,
     why_not,
 )
-from infeed.workers.early_start import start_for_loader
+from infeed.workers.preload import start_for_loader
 
 _T = TypeVar("_T", covariant=True)
 _TORCH_ARGUMENTS: Final = tuple(signature(TorchDataLoader).parameters)

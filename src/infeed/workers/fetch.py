@@ -7,9 +7,8 @@ The result is bit for bit the same as without the failure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from operator import getitem, length_hint
 from time import perf_counter_ns
 from types import FunctionType, MethodType
@@ -19,13 +18,11 @@ from infeed.collate.tree import Sample
 from infeed.errors import InternalError
 from infeed.plan.batches import GivenIndices
 from infeed.plan.order import plain_indices
-from infeed.plan.seeds import derive, mix
+from infeed.plan.seeds import mix
 from infeed.workers.exceptions import Failure
-from infeed.workers.iterable_share import STREAM_FAILURES, StreamShare
-from infeed.workers.protocol import LoadGrains
+from infeed.workers.protocol import LoadGrains, Making, Seeding, Source, WorkerSpec
 from infeed.workers.recorder import NullRecorder, Recorder
 from infeed.workers.rng import Place, seed_generators
-from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
 from infeed.workers.status import Cell
 
 # Samples slower than this are recorded individually. Recording costs 0.2 µs, which is significant for tiny samples.
@@ -69,12 +66,25 @@ class Fetcher:
         # The sample time is unknown before the first task, so record its samples individually.
         self._row_ns = _NOTED_NS + 1
         self._is_noting = True
-        self.bad_elements: list[tuple[int, Failure]] = []  # of an iterable dataset, since the last take_bad_elements
 
     def seed(self, place: int) -> None:
         """Seed the grain that starts at ``place`` with ``derive(seed, epoch, place)``; ``epoch_seed`` caches the epoch part."""
         if self._spec.seeding is not Seeding.LEAVE:
             seed_generators(mix(self.epoch_seed ^ place))
+
+    def at_stream(self, key: int, position: int, samples: list[Sample]) -> Callable[[int], int] | None:
+        """Begin to read elements of an iterable dataset from ``position`` on, which the caller appends to ``samples``.
+
+        Returns:
+            A function to call before each element with its position; it returns the time. ``None`` if samples are tiny.
+        """
+        self._place.at_stream(key, position, samples)
+        return self._cell.at if self._spec.is_watched or self._row_ns > _NOTED_NS else None
+
+    def record(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None:
+        """Record that the dataset has returned these samples."""
+        if self._recorder.is_fine:
+            self._recorder.loaded(position, indices, times)
 
     def learn(self, elapsed_ns: int, row_count: int) -> None:
         """Update the time per sample from a finished task."""
@@ -224,57 +234,6 @@ class Fetcher:
             self._fetch_together([index], position)
         except LoadError as error:
             raise LoadError("loading sample", index, position) from error.__cause__
-
-    # --- iterable datasets
-
-    def read(self, share: StreamShare, position: int, count: int, samples: list[Sample]) -> None:
-        """Append elements to ``samples``, each grain with its own seed, until there are ``count`` or the iterator ends."""
-        number = self._spec.share
-        self._place.at_stream(derive(self.epoch_seed, number), position, samples)
-        is_noting = self._spec.is_watched or self._row_ns > _NOTED_NS
-        note = self._cell.at if is_noting else None
-        times: list[int] = []
-        before = 0 if note is None else note(position)
-        while len(samples) < count:
-            wanted = min(len(samples) + self._spec.grain_size, count)
-            self.seed(derive(position + len(samples), number))
-            if self._spec.handles_bad_samples:
-                self._read_forgiving(share, position, wanted, samples)
-            else:
-                # Not extend(): elements read before an exception must be counted.
-                for sample in islice(share.elements, wanted - len(samples)):
-                    samples.append(sample)
-                    if note is not None:
-                        now = note(position + len(samples))
-                        times.append(now - before)
-                        before = now
-            if len(samples) < wanted:
-                share.end()
-                break
-        if self._recorder.is_fine:
-            self._recorder.loaded(position, range(position, position + len(samples)), times)
-
-    def _read_forgiving(self, share: StreamShare, position: int, wanted: int, samples: list[Sample]) -> None:
-        in_a_row = 0
-        while len(samples) < wanted:
-            try:
-                samples.append(next(share.elements))
-                in_a_row = 0
-            except StopIteration:
-                return
-            except Exception as error:
-                in_a_row += 1
-                if in_a_row > STREAM_FAILURES:
-                    raise
-                self.note_bad(position + len(samples), error)
-
-    def note_bad(self, element: int, error: Exception) -> None:
-        failure = Failure.of(error, "reading the stream", index=f"element {element}", position=element)
-        self.bad_elements.append((element, failure))
-
-    def take_bad_elements(self) -> tuple[tuple[int, Failure], ...]:
-        bad, self.bad_elements = tuple(self.bad_elements), []
-        return bad
 
 
 def _getter(dataset: Any) -> Callable[[Any], Sample]:

@@ -21,9 +21,19 @@ from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import TaskId
 from infeed.workers.exceptions import Failure
 from infeed.workers.fetch import Fetcher
-from infeed.workers.protocol import FromWorker, LoadFailed, LoadGrains, Mismatched, RowsLoaded, Unplaced
+from infeed.workers.protocol import (
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    Making,
+    Mismatched,
+    RowsLoaded,
+    Seeding,
+    Source,
+    Unplaced,
+    WorkerSpec,
+)
 from infeed.workers.recorder import NullRecorder, Recorder
-from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
 from infeed.workers.write import Held, SlotWriter
 
 

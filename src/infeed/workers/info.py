@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from infeed.import_hooks import when_imported
 
 if TYPE_CHECKING:
-    from infeed.workers.spec import WorkerSpec  # needs NumPy
+    from infeed.workers.protocol import WorkerSpec  # needs NumPy
 
 
 @final

@@ -22,7 +22,7 @@ from infeed.workers.fetch import Fetcher, LoadError
 from infeed.workers.gil import Probe
 from infeed.workers.indexed import IndexedLoader
 from infeed.workers.info import introduce
-from infeed.workers.iterable import StreamLoader
+from infeed.workers.iterable import IterableLoader
 from infeed.workers.process_tools import MemoryUse
 from infeed.workers.protocol import (
     DropTask,
@@ -30,16 +30,19 @@ from infeed.workers.protocol import (
     LoadFailed,
     LoadGrains,
     LoadNext,
+    Making,
     MapSegment,
     OpenStream,
     PackedLoaded,
     PlaceTask,
     RowsLoaded,
+    Seeding,
+    Source,
     Unplaced,
+    WorkerSpec,
 )
 from infeed.workers.recorder import NullRecorder, Recorder
 from infeed.workers.rng import Place, keep_user_seeds, lent_generators, seed_worker, show_worker_seed, swap_place
-from infeed.workers.spec import Making, Seeding, Source, WorkerSpec
 from infeed.workers.status import Cell
 from infeed.workers.write import Segments, SlotWriter
 
@@ -190,7 +193,7 @@ class Runner:
         self._fetcher = Fetcher(spec, source, self._place_now, cell, recorder)
         self._slot_writer = SlotWriter(spec, source, segments, cell, recorder, self._place_now, self._fetcher)
         self._indexed = IndexedLoader(spec, source, recorder, self._fetcher, self._slot_writer)
-        self._streamed = StreamLoader(spec, source, self._fetcher, self._slot_writer)
+        self._streamed = IterableLoader(spec, source, self._fetcher, self._slot_writer)
         self._probe = Probe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
         self._recalls = recalls or Recalls()

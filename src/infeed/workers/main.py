@@ -12,16 +12,15 @@ import pickle
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from mmap import mmap
 from time import perf_counter_ns, process_time_ns
-from typing import Final, NamedTuple, NoReturn, final
+from typing import Final, NoReturn, final
 
-from infeed.memory.dataset import SerializedDataset, receive
+from infeed.memory.dataset import receive
 from infeed.memory.inheriting import take_handed, use_tracker
 from infeed.memory.segments import (
-    Address,
     SegmentHandle,
     SegmentReader,
     forget_attached_names,
@@ -31,10 +30,8 @@ from infeed.memory.segments import (
     remove_attached_names,
 )
 from infeed.workers.exceptions import BUILDING, Failure
-from infeed.workers.heap import keep_freed_memory
 from infeed.workers.loop import Placing, Runner, Turns
 from infeed.workers.native_threads import limit_pools
-from infeed.workers.preload import ImportReports
 from infeed.workers.process_tools import (
     adopt_environment,
     die_with_parent,
@@ -42,15 +39,19 @@ from infeed.workers.process_tools import (
     flush_output,
     ignore_interrupts,
     importing,
+    keep_freed_memory,
     memory_use,
     name_process,
     queued_ns,
     watch_parent,
 )
 from infeed.workers.protocol import (
+    END_S,
+    IDLE_S,
     PART,
     RESET,
     TELL_STACK,
+    Birth,
     DecodeError,
     Emptied,
     FromWorker,
@@ -62,6 +63,7 @@ from infeed.workers.protocol import (
     PackedLoaded,
     PlaceTask,
     RowsLoaded,
+    Source,
     Stack,
     Started,
     StartFailed,
@@ -72,36 +74,15 @@ from infeed.workers.protocol import (
     encode_answer,
 )
 from infeed.workers.rng import seed_lazily
-from infeed.workers.spec import Source, WorkerSpec
 from infeed.workers.status import UNKNOWN, Cell, arm, main_stack, recorder_over
 from infeed.workers.transport import WorkerEnd
 
 # How often a worker records its memory use, which helps explain why it was killed.
 _MEASURE_NS: Final = 100_000_000
-# How long a worker has to exit before it is killed. An idle worker needs 1 ms. User code may never return, and Ctrl+C must
-# stay responsive.
-END_S: Final = 0.5
-# How long an idle worker waits for another loader before it exits.
-IDLE_S: Final = 60.0
 # The share of END_S for flushing the multiprocessing queues of user code. A queue without a reader may never drain.
 _QUEUES_S: Final = 0.8 * END_S
 # How long the reader thread has to reach the end of the pipe after a send has failed.
 _READER_S: Final = 5.0
-
-
-class Birth(NamedTuple):
-    """The first message that a loader sends to its worker."""
-
-    spec: WorkerSpec
-    serialized: SerializedDataset
-    segments: list[SegmentHandle]
-    sys_path: list[str]
-    sys_argv: list[str]  # user modules may read it at import time
-    directory: str | None
-    environ: dict[str, str]
-    status_board: SegmentHandle
-    threads: int  # per native thread pool
-    memory: Address | None = None  # of the segment store, if the process was started for another loader
 
 
 @final
@@ -132,12 +113,12 @@ class _ResetError(Exception):
     """The loader has sent ``RESET``: it no longer needs this worker."""
 
 
-def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None = None) -> None:
+def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], None] | None = None) -> None:
     """Serve one loader after another until the pipe is closed.
 
     Args:
         fds: inherited descriptors: that of the shared memory, if it has one, then those that the dataset needs.
-        reports: reports imports to the fork server, if this worker was forked.
+        report_imports: called before each answer: reports imports to the fork server, if this worker was forked.
     """
     before = threading.active_count()
     timeout_s: float | None = None
@@ -155,7 +136,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], reports: ImportReports | None
             memory_fd = memory_fds[0] if memory_fds else open_descriptor(birth.memory)
         except OSError:
             return  # the loader is gone already
-        if not _work_for(birth, end, memory_fd, reports):
+        if not _work_for(birth, end, memory_fd, report_imports):
             return
         if memory_fd is not None:
             os.close(memory_fd)
@@ -186,7 +167,7 @@ def _own_files() -> tuple[str, ...]:
     )
 
 
-def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: ImportReports | None) -> bool:
+def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_imports: Callable[[], None] | None) -> bool:
     """Serve one loader. Return True if the loader asked for a reset, which is then complete."""
     reader = open_reader(memory_fd)
     segments = _MappedSegments(reader)
@@ -225,7 +206,7 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: Impo
     cell.rest()
     try:
         end.send(_encoded(Started()))
-        _serve(end, runner, segments, cell, reports)
+        _serve(end, runner, segments, cell, report_imports)
     except (EOFError, BrokenPipeError):
         runner.finish()
         return False
@@ -237,7 +218,9 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, reports: Impo
     return True
 
 
-def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell, reports: ImportReports | None) -> None:
+def _serve(
+    end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell, report_imports: Callable[[], None] | None
+) -> None:
     decoder = TaskDecoder()
 
     def receive(timeout_s: float | None) -> ToWorker:
@@ -264,8 +247,8 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
     measured = 0
     # CPU time of imports and of building the dataset does not count as loading.
     cpu_before, queued_before = process_time_ns(), queued_ns()
-    if reports is not None:
-        reports.look()
+    if report_imports is not None:
+        report_imports()
     while True:
         answer: FromWorker | None
         try:
@@ -282,8 +265,8 @@ def _serve(end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell
             cell.begin(answer.task)  # pickling user objects may take any time, so the status board shows the task
             frame = _encoded(answer)
             cell.rest()
-            if reports is not None:
-                reports.look()
+            if report_imports is not None:
+                report_imports()
             end.send(frame)  # not batched with later answers: the next message may take any time
             now = perf_counter_ns()
             if now - measured > _MEASURE_NS:

@@ -95,5 +95,5 @@ class WorkerPool(ABC):
         """Stop all workers and wait until they have exited. See NOTE [close order] in ``engine/engine.py``.
 
         Args:
-            keeps_workers: Whether processes with a slow start-up may stay idle for another loader. See ``idle.py``.
+            keeps_workers: Whether processes with a slow start-up may stay idle for another loader. See ``launcher.py``.
         """

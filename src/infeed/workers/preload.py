@@ -1,26 +1,40 @@
-"""Selects the modules that the fork server imports before it forks, and reports imports of workers to the server.
+"""Selects the modules that the fork server imports before it forks, and starts the server before the first loader exists.
 
 The server imports only installed modules: the standard library and ``site-packages``. User modules may do anything at import,
 and no user code may run in the server. Each worker imports them, which is fast once the libraries that they use are imported.
+
+Without an early start, the first batch would wait for the server to import the libraries that the program has just imported,
+which can take seconds. The server starts when `infeed run` starts the program, or when the program imports `infeed.torch`, if
+the program mentions workers and the machine has at least two CPU cores. It guesses its imports from the program's source. The
+first loader sends the modules that it needs: the server then imports missing ones, and a server that guessed wrong is replaced.
+
+This module must not import anything slow.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Final, final
+from typing import TYPE_CHECKING, Any, Final
+
+from infeed.memory.limits import available_cores
+from infeed.workers.info import is_in_worker
+from infeed.workers.process_tools import is_importing
+
+if TYPE_CHECKING:
+    from infeed.workers.interpreter import StartMethod
 
 # Folders of packages outside this Python's installation: environment modules on clusters add such folders to PYTHONPATH.
 _INSTALL_FOLDERS: Final = {"site-packages", "dist-packages"}
-# The size up to which a write to a pipe is atomic (PIPE_BUF).
-_CHUNK: Final = 4096
 
 
 def preloadable(names: Iterable[str]) -> list[str]:
@@ -34,7 +48,7 @@ def preloadable(names: Iterable[str]) -> list[str]:
         if name in seen or name == "__main__" or module is None:
             continue
         seen.add(name)
-        if _is_installed(module):
+        if is_installed(module):
             found.add(name)
         elif name.partition(".")[0] != "infeed":
             todo.extend(_imported_by(module))
@@ -48,7 +62,7 @@ def is_right_guess(guessed: Iterable[str], needed: Iterable[str]) -> bool:
     memory, and time for every sample.
     """
     roots = {name.partition(".")[0] for name in guessed}
-    own = [module for root in roots if (module := sys.modules.get(root)) is not None and not _is_installed(module)]
+    own = [module for root in roots if (module := sys.modules.get(root)) is not None and not is_installed(module)]
     return not own and ("torch" not in roots or _lead_to_torch(needed))
 
 
@@ -76,7 +90,7 @@ def _imported_by(module: ModuleType) -> set[str]:
     return names
 
 
-def _is_installed(module: ModuleType) -> bool:
+def is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     # Modules without a file are built in or created at run time: importing them early saves nothing or is impossible.
     return isinstance(file, str) and is_installed_file(file)
@@ -98,49 +112,143 @@ def _installed_roots() -> tuple[Path, ...]:
     return tuple(Path(root) for root in roots)
 
 
-@final
-class ImportReports:
-    """Reports to the fork server the installed modules that this worker imported since the fork: later workers need them too.
+# --- early start of the fork server
 
-    For a new package, only the package name is reported. Importing it imports most of its submodules; later workers, which find
-    the package already imported, report the rest.
+# Libraries that datasets use, with slow imports that have no side effects. Other libraries may open devices or connections,
+# which only a program that needs them should do.
+_LIBRARIES: Final = frozenset({
+    "albumentations", "cv2", "datasets", "h5py", "kornia", "librosa", "lightning", "monai", "nibabel", "numpy", "pandas", "PIL",
+    "pyarrow", "pytorch_lightning", "scipy", "skimage", "sklearn", "skorch", "timm", "tokenizers", "torch", "torch_geometric",
+    "torchaudio", "torchdata", "torchvision", "transformers", "webdataset",
+})  # fmt: skip
+# Import statements at the beginning of a line. False matches inside strings do no harm.
+_IMPORT: Final = re.compile(r"^(?:import[ \t]+([^#;\n]+)|from[ \t]+([\w.]+)[ \t]+import[ \t]+([^#;\n]+))", re.MULTILINE)
+# A program without this word in its source is unlikely to create loaders with workers.
+_HINT: Final = "workers"
+# Limits on how much of the program's source is read.
+_MOST_FILES: Final = 64
+_MOST_CHARACTERS: Final = 1_000_000
+
+
+def start_for_program(script: str) -> None:
+    """Start the server for a script, once ``sys.argv`` and ``sys.path`` are set. Does nothing if no libraries are guessed.
+
+    Never raises: the first loader that needs the server reports the error.
     """
-
-    def __init__(self, fd: int) -> None:
-        """
-        Args:
-            fd: a non-blocking pipe; if the server does not read, reports are lost.
-        """
-        self._fd = fd
-        self._known = set(sys.modules)
-        self._count = len(sys.modules)
-
-    def look(self) -> None:
-        if len(sys.modules) != self._count:
-            self._report()
-
-    def _report(self) -> None:
-        modules = dict(sys.modules)
-        self._count = len(modules)
-        new = modules.keys() - self._known
-        self._known |= new
-        data = b""
-        for name in modules:  # in import order
-            if name in new and name.rpartition(".")[0] not in new and _is_reported(name, modules[name]):
-                line = f"{name}\n".encode()
-                if len(data) + len(line) > _CHUNK:
-                    self._write(data)
-                    data = b""
-                data += line
-        self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        with suppress(OSError):
-            os.write(self._fd, data)
+    with suppress(Exception):
+        if _is_to_start() and not is_installed_file(script):
+            _start("auto", likely_imports(script))
 
 
-def _is_reported(name: str, module: ModuleType) -> bool:
-    try:
-        return name.partition(".")[0] != "infeed" and _is_installed(module)
-    except Exception:  # user code may put any object there
-        return False
+def start_for_module(name: str) -> None:
+    """Like ``start_for_program``, for a program that is run as a module (``python -m``)."""
+    with suppress(Exception):
+        files = [spec.origin for spec in _specs(name) if spec.origin is not None]
+        start_for_program(files[-1])
+
+
+def start_for_main() -> None:
+    """Like ``start_for_program``, for a program that has imported ``infeed.torch``."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if isinstance(script, str):
+        start_for_program(script)
+
+
+def start_for_loader(start_method: StartMethod, *given: Any) -> None:
+    """Start the server for a new loader with process workers, so that it imports modules before the first batch.
+
+    Workers need the modules of the ``given`` objects. Never raises, like ``start_for_program``.
+    """
+    if is_importing() or is_in_worker():
+        return  # workers rarely iterate over the loaders that they create
+    with suppress(Exception):
+        classes = [cls for one in given for cls in type(one).__mro__]
+        named = [one for one in given if isinstance(getattr(one, "__module__", None), str)]
+        _start(start_method, preloadable({one.__module__ for one in [*classes, *named]}), is_always=True)
+
+
+def _start(start_method: StartMethod, modules: list[str], *, is_always: bool = False) -> None:
+    from infeed.workers.interpreter import uses_fork  # not above: the server also imports this module
+
+    if sys.platform == "linux" and (modules or is_always) and uses_fork(start_method):
+        from infeed.workers.forkserver import fork_server
+
+        fork_server().guess(modules)
+
+
+def _is_to_start() -> bool:
+    """Whether this is the first call in this process and there is a CPU core for the server.
+
+    False in ``multiprocessing`` children: they import the program again for any purpose, and there may be many of them.
+    """
+    is_first = os.getpid() not in _ASKED
+    _ASKED.add(os.getpid())
+    process: Any = sys.modules.get("multiprocessing.process")
+    is_child = process is not None and process.parent_process() is not None
+    return is_first and not is_child and available_cores() >= 2
+
+
+_ASKED: Final[set[int]] = set()  # pids, because a forked child inherits its parent's set
+
+
+def likely_imports(script: str) -> list[str]:
+    """Return the libraries that a script and its user modules import, in order.
+
+    Reads the source and imports nothing. Returns an empty list if the source does not mention workers.
+    """
+    found: dict[str, None] = {}
+    todo: list[tuple[str, str]] = [(script, "")]  # (file, package that contains it)
+    seen = {script}
+    read = 0
+    is_hinted = False
+    while todo and len(seen) <= _MOST_FILES and read < _MOST_CHARACTERS:
+        file, package = todo.pop(0)
+        source = Path(file).read_text(encoding="utf-8", errors="replace")
+        read += len(source)
+        is_hinted |= _HINT in source
+        for name in _imported_names(source, package):
+            specs = _specs(name)
+            if not specs or specs[0].origin is None:
+                continue
+            if is_installed_file(specs[0].origin):
+                if name.partition(".")[0] in _LIBRARIES:
+                    found[name] = None
+                continue
+            for spec in specs:
+                if spec.origin is not None and spec.origin.endswith(".py") and spec.origin not in seen:
+                    seen.add(spec.origin)
+                    todo.append((spec.origin, spec.name if spec.submodule_search_locations is not None else spec.parent or ""))
+    return list(found) if is_hinted else []
+
+
+def _imported_names(source: str, package: str) -> Iterator[str]:
+    for plain, origin, members in _IMPORT.findall(source):
+        if plain:
+            yield from (part.split()[0] for part in plain.split(",") if part.split())
+            continue
+        name = origin.lstrip(".")
+        level = len(origin) - len(name)
+        if level:
+            parents = package.split(".")[: max(0, len(package.split(".")) - level + 1)]
+            name = ".".join(part for part in (*parents, name) if part)
+        yield name
+        if name.partition(".")[0] not in _LIBRARIES:  # members of libraries are rarely modules with slow imports
+            yield from (f"{name}.{part.split()[0]}" for part in members.strip(" \t()\\").split(",") if part.split())
+
+
+def _specs(name: str) -> list[ModuleSpec]:
+    """Return the specs of a module's parent packages and of the module, as far as ``sys.path`` has them. Imports nothing."""
+    specs: list[ModuleSpec] = []
+    path: list[str] | None = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:count]), path)
+        if found is None:
+            return specs
+        specs.append(found)
+        if found.submodule_search_locations is None:
+            return specs
+        path = list(found.submodule_search_locations)
+        if count == 1 and found.origin is not None and is_installed_file(found.origin):
+            return specs  # its submodules are installed as well
+    return specs

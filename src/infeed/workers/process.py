@@ -13,15 +13,15 @@ from infeed.memory.dataset import SerializedDataset
 from infeed.memory.limits import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import WorkerId
-from infeed.workers.idle import IDLE_WORKERS, IdleWorker, are_unchanged
 from infeed.workers.interpreter import StartMethod, command_line, explaining_limits, search_path
-from infeed.workers.launcher import Launch, Process, SpawnedProcess, Starter
-from infeed.workers.main import END_S, Birth
+from infeed.workers.launcher import IDLE_WORKERS, IdleWorker, Launch, Process, SpawnedProcess, Starter, are_unchanged
 from infeed.workers.pool import Death, News, WorkerPool
 from infeed.workers.process_tools import child_environment, current_directory
 from infeed.workers.protocol import (
+    END_S,
     PART,
     RESET,
+    Birth,
     FromWorker,
     Idle,
     MapSegment,
@@ -31,9 +31,9 @@ from infeed.workers.protocol import (
     TellStack,
     ToWorker,
     UnmapSegment,
+    WorkerSpec,
     decode_answer,
 )
-from infeed.workers.spec import WorkerSpec
 from infeed.workers.status import StatusBoard
 from infeed.workers.status import take as take_stack
 from infeed.workers.transport import Link, open_poller

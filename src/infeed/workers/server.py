@@ -23,6 +23,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Final, NoReturn, final
 
 assert sys.platform == "linux"
@@ -42,7 +43,7 @@ from infeed.workers.forkserver_protocol import (
     send,
 )
 from infeed.workers.main import leave, run_worker
-from infeed.workers.preload import ImportReports
+from infeed.workers.preload import is_installed
 from infeed.workers.process_tools import (
     die_with_parent,
     flush_output,
@@ -60,6 +61,8 @@ from infeed.workers.transport_pipes import PipeEnd
 _IDLE_S: Final = 120.0
 _RULE: Final = "a process with threads cannot be forked safely"
 _AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
+# The size up to which a write to a pipe is atomic (PIPE_BUF).
+_CHUNK: Final = 4096
 # How often the server replaces itself because of modules that start threads. After that it imports no new modules.
 _MOST_RESTARTS: Final = 6
 
@@ -331,7 +334,7 @@ class _Server:
                 os.close(self._parent)
             read_fd, write_fd, *rest = fds
             keep_to_oneself(read_fd, write_fd, self._reports_write)
-            run_worker(PipeEnd(read_fd, write_fd), rest, ImportReports(self._reports_write))
+            run_worker(PipeEnd(read_fd, write_fd), rest, _ImportReports(self._reports_write).look)
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -350,6 +353,54 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
         for pid in self._children:
             os.waitpid(pid, 0)  # leave no zombies to the process that inherits them
+
+
+@final
+class _ImportReports:
+    """Reports to the fork server the installed modules that this worker imported since the fork: later workers need them too.
+
+    For a new package, only the package name is reported. Importing it imports most of its submodules; later workers, which find
+    the package already imported, report the rest.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """
+        Args:
+            fd: a non-blocking pipe; if the server does not read, reports are lost.
+        """
+        self._fd = fd
+        self._known = set(sys.modules)
+        self._count = len(sys.modules)
+
+    def look(self) -> None:
+        if len(sys.modules) != self._count:
+            self._report()
+
+    def _report(self) -> None:
+        modules = dict(sys.modules)
+        self._count = len(modules)
+        new = modules.keys() - self._known
+        self._known |= new
+        data = b""
+        for name in modules:  # in import order
+            if name in new and name.rpartition(".")[0] not in new and _is_reported(name, modules[name]):
+                line = f"{name}\n".encode()
+                if len(data) + len(line) > _CHUNK:
+                    self._write(data)
+                    data = b""
+                data += line
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):
+            os.write(self._fd, data)
+
+
+def _is_reported(name: str, module: ModuleType) -> bool:
+    try:
+        return name.partition(".")[0] != "infeed" and is_installed(module)
+    except Exception:  # user code may put any object there
+        return False
 
 
 def _thread_count() -> int:

@@ -16,10 +16,21 @@ from infeed.memory.arena import Block
 from infeed.scheduler.messages import TaskId
 from infeed.workers.exceptions import Failure
 from infeed.workers.fetch import Fetcher, LoadError
-from infeed.workers.protocol import FromWorker, LoadFailed, LoadGrains, LoadNext, Mismatched, PackedLoaded, RowsLoaded, Unplaced
+from infeed.workers.protocol import (
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    Making,
+    Mismatched,
+    PackedLoaded,
+    RowsLoaded,
+    Source,
+    Unplaced,
+    WorkerSpec,
+)
 from infeed.workers.recorder import NullRecorder, Recorder
 from infeed.workers.rng import Place
-from infeed.workers.spec import Making, Source, WorkerSpec
 from infeed.workers.status import Cell
 
 # Writers are cached by slot and layout; when the cache reaches this size, it is cleared.
