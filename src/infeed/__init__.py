@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from infeed.data.opening import open as open
     from infeed.engine.bad_samples import BadSample as BadSample
     from infeed.engine.progress import Lineage as Lineage
     from infeed.errors import CollateError as CollateError
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from infeed.errors import LoadTimeoutError as LoadTimeoutError
     from infeed.errors import MemoryLimitError as MemoryLimitError
     from infeed.errors import SampleError as SampleError
+    from infeed.errors import ShardError as ShardError
     from infeed.errors import StateError as StateError
+    from infeed.errors import StorageError as StorageError
     from infeed.errors import WorkerDiedError as WorkerDiedError
     from infeed.errors import WorkerError as WorkerError
     from infeed.errors import WorkerStartError as WorkerStartError
@@ -59,6 +62,7 @@ _HOMES: Final = {
     "WorkerStatistics": "infeed.metrics.statistics",
     "get_rng": "infeed.workers.rng",
     "get_worker_info": "infeed.workers.info",
+    "open": "infeed.data.opening",
     "share": "infeed.memory.sharing",
 }
 
@@ -78,10 +82,12 @@ __all__ = [
     "MemoryLimitError",
     "RandomSampler",
     "SampleError",
+    "ShardError",
     "SlowSample",
     "StateError",
     "Statistics",
     "StatisticsCallback",
+    "StorageError",
     "WorkerDiedError",
     "WorkerError",
     "WorkerInfo",
@@ -91,15 +97,17 @@ __all__ = [
     "get_worker_info",
     "share",
 ]
+# Not in __all__: `from infeed import *` would replace the built-in function.
+_PUBLIC: Final = (*__all__, "open")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'infeed' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'infeed' has no attribute {name!r}; its public names are {', '.join(_PUBLIC)}")
     value = getattr(import_module(_HOMES.get(name, "infeed.errors")), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_PUBLIC})

@@ -78,6 +78,18 @@ class MemoryLimitError(InfeedError, MemoryError):
     __module__ = "infeed"
 
 
+class StorageError(InfeedError, OSError):
+    """A shard could not be read from disk or object storage. The message names the shard, the offset and the cause."""
+
+    __module__ = "infeed"
+
+
+class ShardError(InfeedError, ValueError):
+    """The content of a shard is not as expected: it is compressed, damaged, has changed, or a sample lacks a column."""
+
+    __module__ = "infeed"
+
+
 class InternalError(InfeedError, RuntimeError):
     """A bug in infeed. The message asks the user to report it."""
 

@@ -1,0 +1,152 @@
+"""What tar and Parquet datasets have in common: columns, decoding, access by index, blocks for the shuffle."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from operator import index as as_index
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from infeed.data.cache import PieceCache
+from infeed.data.index import Index
+from infeed.data.patterns import scheme_of
+from infeed.data.storage import Range, Storage
+from infeed.errors import ConfigError
+
+Decode: TypeAlias = Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any]
+Integers = npt.NDArray[np.int64]
+
+# Columns that every tar sample has, as in WebDataset.
+KEY: Final = "__key__"
+URL: Final = "__url__"
+
+
+@final
+class ShardReader:
+    """Reads ranges of the shards of one dataset, through the local cache if there is one."""
+
+    def __init__(self, index: Index, storage: Storage, cache: PieceCache | None) -> None:
+        self._storage, self._cache = storage, cache
+        self._stats = dict(zip(index.urls, index.stats, strict=True))
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        if self._cache is not None:
+            return self._cache.read(ranges, self._stats, self._storage)
+        return self._storage.read(ranges, self._version)
+
+    def _version(self, url: str) -> str:
+        return self._stats[url].version
+
+    def size(self, url: str) -> int:
+        return self._stats[url].size
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+class ShardDataset(ABC):
+    """A map-style dataset over shards. Samples are dicts, or what ``decode`` returns.
+
+    Reading is safe from several threads. A pickled copy has no open files and no connections.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        reader: ShardReader,
+        stops: Integers,
+        columns: Sequence[str] | None,
+        decode: Decode | None,
+        known: Sequence[str],
+    ) -> None:
+        """Create the dataset.
+
+        Args:
+            stops: Number of samples up to the end of each shard.
+            known: Columns that occur in the shards.
+        """
+        self._urls, self._reader, self._stops = index.urls, reader, stops
+        self._length = int(stops[-1])
+        self._columns = _checked_columns(columns, known)
+        self._decode_sample = decode if callable(decode) else None
+        self._decoders = _checked_decoders(decode, self._columns, known)
+        self._byte_count = sum(stat.size for stat in index.stats)
+        self.columns: tuple[str, ...] = tuple(known) if self._columns is None else self._columns
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples, read together: ranges that lie close together are merged, requests run concurrently."""
+        rows = np.array([as_index(index) for index in indices], dtype=np.int64)
+        rows[rows < 0] += self._length
+        wrong = (rows < 0) | (rows >= self._length)
+        if wrong.any():
+            raise IndexError(f"index {indices[int(np.flatnonzero(wrong)[0])]} is out of range for {self._length} samples")
+        samples = self._load(rows)
+        decode = self._decode_sample
+        return samples if decode is None else [decode(sample) for sample in samples]
+
+    @abstractmethod
+    def _load(self, rows: Integers) -> list[dict[str, Any]]:
+        """Return the samples with their columns decoded."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The shards, in the order of the indices."""
+        return list(self._urls)
+
+    @property
+    def is_remote(self) -> bool:
+        return scheme_of(self._urls[0]) != ""
+
+    def close(self) -> None:
+        """Close open files. Later reads open them again."""
+        self._reader.close()
+
+    def __repr__(self) -> str:
+        shards = f"{len(self._urls)} shard{'s' if len(self._urls) > 1 else ''}"
+        return f"<{type(self).__name__}: {self._length:,} samples in {shards}, columns {', '.join(self.columns)}>"
+
+
+def _checked_columns(columns: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...] | None:
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns) or not columns:
+        raise ConfigError(f"columns={columns!r} must be a list of names; the shards have {', '.join(known)}")
+    for name in columns:
+        if name not in known and name not in (KEY, URL):
+            raise ConfigError(f"columns has {name!r}, which is in no shard; the shards have {', '.join(known)}")
+    return tuple(columns)
+
+
+def _checked_decoders(
+    decode: Decode | None, columns: tuple[str, ...] | None, known: Sequence[str]
+) -> dict[str, Callable[[Any], Any]]:
+    if decode is None or callable(decode):
+        return {}
+    if not isinstance(decode, Mapping):
+        raise ConfigError(f"decode={decode!r} must be a dict of column to function, or a function of a sample")
+    for name, function in decode.items():
+        if not callable(function):
+            raise ConfigError(f"decode[{name!r}]={function!r} must be a function of the value")
+        if name not in known:
+            raise ConfigError(f"decode has {name!r}, which is in no shard; the shards have {', '.join(known)}")
+        if columns is not None and name not in columns:
+            raise ConfigError(f"decode has {name!r}, which is not among columns={list(columns)}; add it there")
+    return dict(decode)
+
+
+def decoded(function: Callable[[Any], Any], value: Any, column: str, sample: str) -> Any:
+    """Return ``function(value)``; an exception gets a note that names the sample."""
+    try:
+        return function(value)
+    except Exception as error:
+        error.add_note(f"infeed: raised by decode[{column!r}] for {sample}")
+        raise

@@ -1,0 +1,62 @@
+"""Locks between processes that the operating system releases when their holder dies, also by ``kill -9``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+# Windows: msvcrt.locking gives up after 10 attempts, one per second.
+_LOCK_BYTES: Final = 1
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, which is created if needed and not removed.
+
+    Raises:
+        OSError: The file cannot be created, or its file system has no locks.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Every holder opens the file itself: locks of one open file do not exclude threads of the same process.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            while True:
+                try:
+                    msvcrt.locking(descriptor, msvcrt.LK_LOCK, _LOCK_BYTES)
+                    break
+                except OSError as error:
+                    if error.errno != 36:  # EDEADLOCK: still locked after 10 s
+                        raise
+            try:
+                yield
+            finally:
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                msvcrt.locking(descriptor, msvcrt.LK_UNLCK, _LOCK_BYTES)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def cache_folder() -> Path:
+    """Return the folder for infeed's files of this user: ``INFEED_CACHE_DIR``, or the platform's cache folder."""
+    given = os.environ.get("INFEED_CACHE_DIR")
+    if given:
+        return Path(given)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = str(Path.home() / "Library" / "Caches")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "infeed"

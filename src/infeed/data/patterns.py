@@ -1,0 +1,133 @@
+"""Expand patterns that name shards: braces, globs, folders and lists."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Final
+
+from infeed.errors import ConfigError
+
+_MOST_SHARDS: Final = 1_000_000
+_SCHEME: Final = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_RANGE: Final = re.compile(r"^(\d+)\.\.(\d+)$")
+_WILDCARD: Final = re.compile(r"[*?\[]")
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL in lower case, or ``""`` for a local path.
+
+    >>> scheme_of("s3://bucket/a.tar"), scheme_of("C:\\\\data\\\\a.tar"), scheme_of("data/a.tar")
+    ('s3', '', '')
+    """
+    match = _SCHEME.match(url)
+    return match[1].lower() if match else ""
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand numeric ranges and alternatives in braces.
+
+    >>> expand_braces("{train,val}-{08..10}.tar")
+    ['train-08.tar', 'train-09.tar', 'train-10.tar', 'val-08.tar', 'val-09.tar', 'val-10.tar']
+    """
+    begin = pattern.find("{")
+    if begin < 0:
+        return [pattern]
+    depth = 0
+    commas = []
+    for end in range(begin, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[end], 0)
+        if depth == 1 and pattern[end] == ",":
+            commas.append(end)
+        if depth == 0:
+            break
+    else:
+        raise ConfigError(f"pattern={pattern!r} has an opening brace without a closing one; close it")
+    cuts = [begin, *commas, end]
+    parts = [pattern[left + 1 : right] for left, right in pairwise(cuts)]
+    if len(parts) == 1:
+        parts = _numbers(parts[0], pattern)
+    inner = [one for part in parts for one in expand_braces(part)]
+    return [pattern[:begin] + one + rest for one in inner for rest in expand_braces(pattern[end + 1 :])]
+
+
+def _numbers(text: str, pattern: str) -> list[str]:
+    match = _RANGE.match(text)
+    if match is None:
+        raise ConfigError(f"pattern={pattern!r} has braces that are neither a range {{000..127}} nor a list {{a,b}}")
+    first, last = int(match[1]), int(match[2])
+    if not 0 <= last - first < _MOST_SHARDS:
+        raise ConfigError(f"pattern={pattern!r} has a range {text} of {last - first + 1} shards; write {{first..last}}")
+    return [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+
+
+def expand(
+    patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], list_urls: Callable[[str], list[str]]
+) -> list[str]:
+    """Return the URLs and absolute paths of all shards: in the given order, and sorted where a glob or folder names several.
+
+    Args:
+        list_urls: Function that returns the URLs of all objects below a prefix.
+
+    Raises:
+        ConfigError: A pattern is invalid or matches nothing.
+    """
+    if isinstance(patterns, str | os.PathLike):
+        patterns = [patterns]
+    found: list[str] = []
+    for given in patterns:
+        if not isinstance(given, str | os.PathLike):
+            raise ConfigError(f"pattern={given!r} must be a path, a URL, or a list of them")
+        pattern = os.fspath(given)
+        if scheme_of(pattern) == "file":
+            pattern = pattern[len("file://") :]
+        # A literal path may contain braces.
+        alternatives = [pattern] if not scheme_of(pattern) and os.path.exists(pattern) else expand_braces(pattern)
+        matched = [url for one in alternatives for url in (_remote(one, list_urls) if scheme_of(one) else _local(one))]
+        if not matched:
+            raise ConfigError(f"pattern={pattern!r} matches no shards; check the path")
+        found += matched
+    if not found:
+        raise ConfigError("pattern=[] names no shards; pass at least one")
+    if len(set(found)) != len(found):
+        twice = next(url for number, url in enumerate(found) if url in found[:number])
+        raise ConfigError(f"pattern names {twice!r} twice; list each shard once")
+    return found
+
+
+def _local(pattern: str) -> list[str]:
+    path = os.path.abspath(pattern)
+    if os.path.isdir(path):
+        return sorted(os.path.join(path, name) for name in os.listdir(path) if is_shard(name))
+    if _WILDCARD.search(path) and not os.path.exists(path):
+        return sorted(found for found in glob.glob(path, recursive=True) if os.path.isfile(found))
+    return [path]
+
+
+def _remote(url: str, list_urls: Callable[[str], list[str]]) -> list[str]:
+    wildcard = _WILDCARD.search(url)
+    if url.endswith("/"):
+        return sorted(found for found in list_urls(url) if is_shard(found))
+    if wildcard is None or scheme_of(url) in ("http", "https"):  # "?" begins the query of a URL
+        return [url]
+    prefix = url[: url.rindex("/", 0, wildcard.start()) + 1]
+    matches = re.compile(_translated(url)).fullmatch
+    return sorted(found for found in list_urls(prefix) if matches(found))
+
+
+def _translated(pattern: str) -> str:
+    """Translate a glob to a regular expression, in which ``*`` does not match ``/`` and ``**`` does."""
+    parts = re.split(r"(\*\*/?|\*|\?|\[[^\]]*\])", pattern)
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        known[part] if part in known else part.replace("[!", "[^") if part[:1] == "[" and number % 2 else re.escape(part)
+        for number, part in enumerate(parts)
+    )
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file in a folder is a shard, by its extension."""
+    return name.lower().endswith((".tar", ".parquet", ".pq"))

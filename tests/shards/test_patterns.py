@@ -1,0 +1,91 @@
+"""Patterns that name shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infeed
+from infeed.data.patterns import expand, expand_braces
+from infeed.data.storage import common_prefix
+
+OBJECTS = [f"s3://b/{name}" for name in ("x/0.tar", "x/1.tar", "x/y/2.tar", "x/readme", "z/3.tar")]
+
+
+def list_urls(prefix: str) -> list[str]:
+    return [url for url in reversed(OBJECTS) if url.startswith(prefix)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expanded"),
+    [
+        ("a", ["a"]),
+        ("{8..10}", ["8", "9", "10"]),
+        ("{08..10}-{a,b}", ["08-a", "08-b", "09-a", "09-b", "10-a", "10-b"]),
+        ("x{a,{0..1}c}", ["xa", "x0c", "x1c"]),
+        ("{,x}y", ["y", "xy"]),
+    ],
+)
+def test_braces_expand_as_in_a_shell(pattern: str, expanded: list[str]) -> None:
+    assert expand_braces(pattern) == expanded
+
+
+@pytest.mark.parametrize("pattern", ["{0..", "{abc}", "{3..1}", "{0..99999999}"])
+def test_wrong_braces_are_refused(pattern: str) -> None:
+    with pytest.raises(infeed.ConfigError, match="pattern="):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("s3://b/x/{0..1}.tar", ["x/0.tar", "x/1.tar"]),
+        ("s3://b/x/*.tar", ["x/0.tar", "x/1.tar"]),
+        ("s3://b/x/", ["x/0.tar", "x/1.tar", "x/y/2.tar"]),
+        ("s3://b/**/*.tar", ["x/0.tar", "x/1.tar", "x/y/2.tar", "z/3.tar"]),
+        ("s3://b/x/[!0].tar", ["x/1.tar"]),
+        ("s3://b/?/3.tar", ["z/3.tar"]),
+        (["s3://b/z/3.tar", "s3://b/x/*.tar"], ["z/3.tar", "x/0.tar", "x/1.tar"]),
+    ],
+)
+def test_globs_match_objects(pattern: Any, names: list[str]) -> None:
+    assert expand(pattern, list_urls) == [f"s3://b/{name}" for name in names]
+
+
+def test_globs_and_folders_match_local_files(tmp_path: Path) -> None:
+    for name in ("b.tar", "a.tar", "c.txt"):
+        (tmp_path / name).touch()
+    both = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
+
+    assert expand(str(tmp_path / "*.tar"), list_urls) == both
+    assert expand(tmp_path, list_urls) == both
+    assert expand(f"file://{tmp_path}/a.tar", list_urls) == both[:1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("s3://b/q/*.tar", "matches no shards"),
+        ([], "names no shards"),
+        ([3], "must be a path"),
+        (["s3://b/z/3.tar", "s3://b/z/*"], "names 's3://b/z/3.tar' twice"),
+    ],
+)
+def test_a_pattern_without_shards_is_refused(pattern: Any, message: str) -> None:
+    with pytest.raises(infeed.ConfigError, match=message):
+        expand(pattern, list_urls)
+
+
+@pytest.mark.parametrize(
+    ("urls", "prefix"),
+    [
+        (["s3://b/t-00.tar", "s3://b/t-01.tar"], "s3://b/"),
+        (["/x/a/1.tar"], "/x/a/"),
+        (["/x/a/1.tar", "/x/ab/1.tar"], "/x/"),
+        (["s3://b/a/1.tar", "s3://b/a/b/1.tar"], "s3://b/a/"),
+    ],
+)
+def test_the_common_folder_ends_with_a_slash(urls: list[str], prefix: str) -> None:
+    assert common_prefix(urls) == prefix
