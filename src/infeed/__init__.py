@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from infeed.errors import WorkerError as WorkerError
     from infeed.errors import WorkerStartError as WorkerStartError
     from infeed.loader import DataLoader as DataLoader
-    from infeed.memory.sharing import share as share
+    from infeed.memory.share import share as share
     from infeed.metrics.diagnosis import Diagnosis as Diagnosis
     from infeed.metrics.statistics import SlowSample as SlowSample
     from infeed.metrics.statistics import Statistics as Statistics
@@ -63,7 +63,7 @@ _HOMES: Final = {
     "get_rng": "infeed.workers.rng",
     "get_worker_info": "infeed.workers.info",
     "open": "infeed.data.opening",
-    "share": "infeed.memory.sharing",
+    "share": "infeed.memory.share",
 }
 
 __all__ = [

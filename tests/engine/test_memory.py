@@ -118,7 +118,7 @@ def test_whoever_hoards_is_told_and_goes_on_after_letting_go(engine: dict[str, A
                 break
             except infeed.MemoryLimitError as error:
                 errors += 1
-                told.add("let go of batches that you keep" in str(error) and "are still looked into" in str(error))
+                told.add("release batches that you keep" in str(error) and "are still looked into" in str(error))
                 assert [int(batch[0, 0]) for batch in kept] == seen[-len(kept) :]
                 assert all((batch[1] == batch[0, 0] + 1).all() for batch in kept)
                 kept.clear()

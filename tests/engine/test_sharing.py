@@ -117,7 +117,7 @@ def test_an_object_that_is_gone_is_an_error_with_a_cure(forkserver: dict[str, An
 
     with (
         infeed.DataLoader(Dangling(), **forkserver) as loader,
-        pytest.raises(infeed.InfeedError, match=rf"a shared object of process {os.getpid()} cannot be opened"),
+        pytest.raises(infeed.InfeedError, match=rf"cannot open a shared object of process {os.getpid()}"),
     ):
         list(loader)
 
@@ -222,7 +222,7 @@ def test_it_outlives_its_owner_where_it_was_opened_and_is_gone_elsewhere(is_port
         from infeed.memory.segments import remove_attached_names
 
         remove_attached_names()  # as a worker does when it ends
-    with pytest.raises(infeed.InfeedError, match=rf"a shared object of process {script.pid} cannot be opened"):
+    with pytest.raises(infeed.InfeedError, match=rf"cannot open a shared object of process {script.pid}"):
         pickle.loads(reference)
 
 

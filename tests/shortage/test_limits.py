@@ -184,13 +184,15 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
     for batch, dataset, worker, file in (told[:4], told[4:]):
         assert "MemoryError" in batch or "MemoryLimitError" in batch, batch
         assert "MiB" in batch, batch
-        assert dataset.startswith("MemoryLimitError | asked for 300.0 MiB of shared memory, but a process may have "), dataset
+        assert dataset.startswith(
+            "MemoryLimitError | cannot allocate 300.0 MiB of shared memory: address space is limited to "
+        ), dataset
         assert dataset.endswith("(workers are sent all of it), or use worker='thread'"), dataset
         assert worker.startswith("WorkerStartError | worker 0 could not build the dataset: "), worker
         assert "Unable to allocate 1.00 GiB" in worker, worker
         assert worker.endswith("use fewer workers, let it map its files, or use worker='thread'"), worker
         assert file.startswith(
-            "MemoryLimitError | asked for 4.0 MiB of shared memory, but a file may have 2.0 MiB (ulimit -f), and so may memory;"
+            "MemoryLimitError | cannot allocate 4.0 MiB of shared memory: files, and so shared memory, are limited to 2.0 MiB "
         ), file
 
 
@@ -256,9 +258,9 @@ def test_a_small_shared_memory_folder_is_told_where_memory_has_names(tmp_path: P
     fits, batch, arrays, dataset, left = lines(result)
     assert fits == arrays == "works"
     free = r"6[34]\.\d MiB of 64\.0 MiB is free in /dev/shm; "  # but for what workers note down for us
-    assert re.match(rf"MemoryLimitError \| asked for 80\.0 MiB of shared memory, {free}", batch), batch
-    assert "make that larger (docker run --shm-size), or lower batch_size or prefetch" in batch
-    assert re.match(rf"MemoryLimitError \| asked for 100\.0 MiB of shared memory, {free}", dataset), dataset
+    assert re.match(rf"MemoryLimitError \| cannot allocate 80\.0 MiB of shared memory: {free}", batch), batch
+    assert "enlarge it (docker run --shm-size), or lower batch_size or prefetch" in batch
+    assert re.match(rf"MemoryLimitError \| cannot allocate 100\.0 MiB of shared memory: {free}", dataset), dataset
     assert left == "[]"
 
 
@@ -272,8 +274,8 @@ def test_no_shared_memory_folder_is_told_where_memory_has_names(tmp_path: Path) 
     result = run_with_mounts(tmp_path, mounts, f"import multiprocessing.connection\n{PORTABLE}{HEAD}{dedent(code)}")
     refused, works = lines(result)
     assert re.fullmatch(
-        r"MemoryLimitError \| asked for [\d.]+ KiB of shared memory, but the system refused: Read-only file system; "
-        "let /dev/shm be there and writable, or use worker='thread'",
+        r"MemoryLimitError \| cannot allocate [\d.]+ KiB of shared memory: Read-only file system; "
+        "make /dev/shm writable, or use worker='thread'",
         refused,
     ), refused
     assert works == "works"

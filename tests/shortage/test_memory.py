@@ -78,7 +78,7 @@ def test_a_container_too_small_for_a_batch_is_told(groups: Any, light_engine: di
     with (
         infeed.DataLoader(Tree(4, lambda i: np.zeros(8 * MIB, np.uint8)), memory_limit="1GiB", **light_engine) as loader,
         pytest.raises(
-            infeed.MemoryLimitError, match=r"asked for 8\.0 MiB of shared memory, 4\.0 MiB is available; lower batch_size"
+            infeed.MemoryLimitError, match=r"cannot allocate 8\.0 MiB of shared memory: 4\.0 MiB is available; lower batch_size"
         ),
     ):
         next(iter(loader))

@@ -126,8 +126,8 @@ def test_the_limit_is_an_error_with_numbers_and_a_cure() -> None:
     arena = Arena(PaperStore(), limit_bytes=10 * MIB)
     arena.add_slot(8 * MIB)
     text = (
-        "memory_limit=10.0 MiB is reached: 8.0 MiB are in use and one more batch takes 3.0 MiB; raise memory_limit, lower "
-        "batch_size or prefetch, or let go of batches that you keep (copy what you need of them)"
+        "memory_limit=10.0 MiB reached: 8.0 MiB is in use, and one more batch takes 3.0 MiB; raise memory_limit, lower "
+        "batch_size or prefetch, or release batches that you keep (copy the parts that you need)"
     )
 
     with pytest.raises(MemoryLimitError, match=re.escape(text)):

@@ -172,8 +172,8 @@ def test_shortage_says_how_much_was_asked_for_and_how_much_there_is(store: Segme
     """More than the machine has is refused before it is tried."""
     with pytest.raises(
         MemoryLimitError,
-        match=r"^asked for 1024\.0 TiB of shared memory, [\d.]+ [KMGT]?i?B is available; "
-        r"lower batch_size or prefetch, set memory_limit, or let go of batches that you keep$",
+        match=r"^cannot allocate 1024\.0 TiB of shared memory: [\d.]+ [KMGT]?i?B is available; "
+        r"lower batch_size or prefetch, set memory_limit, or release batches that you keep$",
     ):
         store.create(1 << 50)
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 import infeed
 from infeed.errors import MemoryLimitError
-from infeed.memory import holding
-from infeed.memory.lookup import stable_hash
+from infeed.memory.share import stable_hash
 
 Point = namedtuple("Point", "x y")
 
@@ -264,7 +263,7 @@ def test_hashes_are_the_same_in_another_process() -> None:
     from tests.unit.fresh import run_fresh
 
     keys = ["text", b"bytes", 5, 2.5, None, ("a", 1), frozenset(["a", "b"])]
-    code = f"from infeed.memory.lookup import stable_hash\nprint([stable_hash(key) for key in {keys!r}])"
+    code = f"from infeed.memory.share import stable_hash\nprint([stable_hash(key) for key in {keys!r}])"
 
     assert run_fresh(code) == str([stable_hash(key) for key in keys])
 
@@ -302,8 +301,7 @@ def test_a_list_cannot_be_changed(name: str) -> None:
 
     with pytest.raises(
         TypeError,
-        match=rf"^{name}: <shared list of 2 int, 64 B> is shared and cannot be changed; change the list before it is shared, "
-        r"or change a copy, list\(\.\.\.\)$",
+        match=rf"^{name}: <shared list of 2 int, 64 B> is read-only; change the original before share\(\), or a copy: list\(",
     ):
         LIST_WRITES[name](shared)
     assert shared == [1, 2]
@@ -316,8 +314,7 @@ def test_a_dict_cannot_be_changed(name: str) -> None:
 
     with pytest.raises(
         TypeError,
-        match=rf"^{name}: <shared dict of 1 items, .*> is shared and cannot be changed; change the dict before it is shared, "
-        r"or change a copy, dict\(\.\.\.\)$",
+        match=rf"^{name}: <shared dict of 1 items, .*> is read-only; change the original before share\(\), or a copy: dict\(",
     ):
         DICT_WRITES[name](shared)
     assert shared == {1: 2}
@@ -325,7 +322,7 @@ def test_a_dict_cannot_be_changed(name: str) -> None:
 
 def test_a_tuple_cannot_be_changed() -> None:
     """TypeError, as of any tuple."""
-    with pytest.raises(TypeError, match=r"cannot be changed; make another, tuple\(\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"is read-only; .* a copy: tuple\("):
         infeed.share((1, 2))[0] = 3
 
 
@@ -437,17 +434,17 @@ class Reader:
 @pytest.mark.parametrize(
     ("obj", "text"),
     [
-        ("text", "not str; share the large lists and arrays in it, each by itself"),
+        ("text", "not str; share the large lists and arrays"),
         ({1, 2}, "not set; share the large lists"),
-        (OrderedDict(a=1), "not collections.OrderedDict; a shared object has the plain type, so share(dict(...)) if that"),
-        (Point(1, 2), "Point; a shared object has the plain type, so share(tuple(...)) if that is what you want"),
-        (np.array([None]), "not an array of objects; share(array.tolist()) holds them as a list"),
+        (OrderedDict(a=1), "not collections.OrderedDict; the copy would lose the type, so pass dict(...)"),
+        (Point(1, 2), "Point; the copy would lose the type, so pass tuple(...)"),
+        (np.array([None]), "not an array of objects; pass array.tolist()"),
     ],
     ids=["str", "set", "OrderedDict", "named tuple", "object array"],
 )
 def test_what_cannot_be_shared_is_refused_with_a_cure(obj: Any, text: str) -> None:
     """The rule first, then what was given, then what to do."""
-    rule = "share() takes a list, tuple, dict, NumPy array or torch tensor of the CPU, "
+    rule = "share() accepts a list, tuple, dict, NumPy array or CPU tensor, "
 
     with pytest.raises(TypeError, match="^" + re.escape(rule) + ".*" + re.escape(text)):
         infeed.share(obj)
@@ -462,11 +459,9 @@ def test_an_element_that_does_not_pickle_is_an_error_at_once() -> None:
 def test_shortage_of_memory_says_how_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And speaks of sharing, not of batches."""
     monkeypatch.setattr("infeed.memory.segments.available_bytes", lambda: 1000)
-    monkeypatch.setattr(holding, "available_bytes", lambda: 1000)
 
     with pytest.raises(
         MemoryLimitError,
-        match=r"^share\(\) asked for 7\.6 MiB of shared memory, 1000 B is available; let go of what you do not need, share "
-        "parts of it, or keep it in files$",
+        match=r"^cannot allocate 7\.6 MiB of shared memory: 1000 B is available; release objects that you no longer need",
     ):
         infeed.share(np.zeros(1_000_000))

@@ -11,9 +11,9 @@ import pytest
 import infeed
 from infeed.collate.arrays import table_of
 from infeed.memory.dataset import receive, send
-from infeed.memory.holding import find_held, pointer_of
 from infeed.memory.pickling import dump_by_value
 from infeed.memory.segments import open_reader, open_store
+from infeed.memory.shared_arrays import BINS, pointer_of
 
 ARRAYS = {
     "floats": np.arange(12.0).reshape(3, 4),
@@ -86,7 +86,7 @@ def test_results_that_lie_elsewhere_are_pickled_by_value() -> None:
     """What NumPy makes of a shared array and leaves its class is an array like any other."""
     made = infeed.share(np.arange(3)).astype(np.float32)
 
-    assert find_held(pointer_of(made)) is None
+    assert BINS.locate(pointer_of(made)) is None
     assert pickle.loads(pickle.dumps(made)).tolist() == [0.0, 1.0, 2.0]
     made[0] = 9
     assert copy.deepcopy(made).tolist() == [9.0, 1.0, 2.0]
@@ -214,7 +214,5 @@ def test_tensors_in_lists_and_datasets(torch: ModuleType, tensor: Any) -> None:
 def test_what_is_no_plain_tensor_is_refused(torch: ModuleType) -> None:
     """With a gradient, sparse, or a parameter."""
     for tensor in (torch.zeros(2, requires_grad=True), torch.zeros(2, 2).to_sparse(), torch.nn.Parameter(torch.zeros(2))):
-        with pytest.raises(
-            TypeError, match=r"^share\(\) takes a list, tuple, dict, NumPy array or torch tensor of the CPU, not"
-        ):
+        with pytest.raises(TypeError, match=r"^share\(\) accepts a list, tuple, dict, NumPy array or CPU tensor, not"):
             infeed.share(tensor)

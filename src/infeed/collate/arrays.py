@@ -17,7 +17,7 @@ import numpy as np
 from infeed.collate.layout import Layout
 from infeed.collate.leaves import Kind, Leaf
 from infeed.collate.tree import LeafNode, MappingNode, Node, SequenceNode
-from infeed.memory.sharedarrays import SharedArray, is_shared_tensor
+from infeed.memory.shared_arrays import SharedArray, is_shared_tensor
 from infeed.plan.order import Indices
 
 _TABLE_DTYPES: Final = "biufcmMSUV?"

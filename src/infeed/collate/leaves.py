@@ -20,8 +20,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from infeed.collate.tree import Column
-from infeed.memory.holding import Held
-from infeed.memory.sharedarrays import SharedArray
+from infeed.memory.shared_arrays import Shared, SharedArray
 
 
 class Kind(enum.Enum):
@@ -140,7 +139,7 @@ def _tensor_leaf(torch: Any, column: Column) -> Leaf:
         dtype = torch.promote_types(dtype, tensor.dtype)
     classes = {type(tensor) for tensor in column}
     cls = classes.pop() if len(classes) == 1 else torch.Tensor
-    if cls is torch.nn.Parameter or issubclass(cls, Held):
+    if cls is torch.nn.Parameter or issubclass(cls, Shared):
         cls = torch.Tensor
     shape = tuple(column[0].shape)
     row_bytes = dtype.itemsize * math.prod(shape)

@@ -113,7 +113,7 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-_CURE: Final = "let the dataset map its files instead of holding them (workers are sent all of it), or use worker='thread'"
+_FIX: Final = "let the dataset map its files instead of holding them (workers are sent all of it), or use worker='thread'"
 
 
 @final
@@ -149,7 +149,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedD
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]
     offsets, total = spans(sizes)
-    segment = store.create(total, cure=_CURE)
+    segment = store.create(total, fix=_FIX)
     with memoryview(segment.memory) as view:
         for chunk, offset, size in zip(chunks, offsets, sizes, strict=True):
             view[offset : offset + size] = memoryview(chunk).cast("B") if size else b""

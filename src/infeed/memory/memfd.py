@@ -11,7 +11,7 @@ import weakref
 from typing import Final, final
 
 from infeed.memory.segments import (
-    CURE,
+    FIX,
     Address,
     Segment,
     SegmentHandle,
@@ -39,16 +39,16 @@ class MemfdStore(SegmentStore):
         self._count = 0
         self._closer = weakref.finalize(self, os.close, self._fd)
 
-    def create(self, size: int, *, cure: str = CURE) -> Segment:
+    def create(self, size: int, *, fix: str = FIX) -> Segment:
         size = round_up(max(size, 1))
-        check_available(size, cure)
+        check_available(size, fix)
         offset = self._end
         try:
             os.posix_fallocate(self._fd, offset, size)
             memory = mmap.mmap(self._fd, size, offset=offset)
         except OSError as error:
             self._punch(offset, size)
-            raise refused(size, error, cure) from error
+            raise refused(size, error, fix) from error
         self._end += size
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size, offset), memory)

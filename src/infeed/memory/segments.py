@@ -33,7 +33,7 @@ from infeed.formatting import format_bytes
 from infeed.memory.limits import available_bytes, process_limit
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
-CURE: Final = "lower batch_size or prefetch, set memory_limit, or let go of batches that you keep"
+FIX: Final = "lower batch_size or prefetch, set memory_limit, or release batches that you keep"
 # On systems where shared memory names are files, the size of this folder is the limit.
 _SHM: Final = "/dev/shm"
 
@@ -70,8 +70,8 @@ class SegmentStore(ABC):
     """Creates segments; owned by one engine in the main process."""
 
     @abstractmethod
-    def create(self, size: int, *, cure: str = CURE) -> Segment:
-        """Create a fully allocated segment of at least ``size`` bytes. ``cure`` is the fix that the error message suggests.
+    def create(self, size: int, *, fix: str = FIX) -> Segment:
+        """Create a fully allocated segment of at least ``size`` bytes. ``fix`` is the fix that the error message suggests.
 
         Raises:
             MemoryLimitError: Not enough memory is available.
@@ -143,10 +143,10 @@ def open_reader(descriptor: int | None) -> SegmentReader:
     return NamedReader()
 
 
-def make_findable(size: int) -> tuple[Segment, SegmentStore, str]:
+def make_findable(size: int, *, fix: str) -> tuple[Segment, SegmentStore, str]:
     """Create a segment in a separate store; return both and the name with which ``find_segment`` verifies it."""
     store = open_store(holds_segments=False)
-    segment = store.create(size)
+    segment = store.create(size, fix=fix)
     name = segment.handle.name
     if sys.platform == "linux" and name is None:
         from infeed.memory.memfd import MemfdStore
@@ -191,36 +191,33 @@ def round_up(size: int, unit: int = PAGE_BYTES) -> int:
     return -(-size // unit) * unit
 
 
-def check_available(size: int, cure: str) -> None:
+def check_available(size: int, fix: str) -> None:
     """Raise ``MemoryLimitError`` if less than ``size`` bytes of memory is available."""
     available = available_bytes()
     if size > available:
-        raise MemoryLimitError(_shortage(size, f"{format_bytes(available)} is available; {cure}"))
+        raise MemoryLimitError(_shortage(size, f"{format_bytes(available)} is available; {fix}"))
 
 
 def _shortage(size: int, found: str) -> str:
-    return f"asked for {format_bytes(size)} of shared memory, {found}"
+    return f"cannot allocate {format_bytes(size)} of shared memory: {found}"
 
 
-def refused(size: int, error: OSError, cure: str = CURE, *, is_named: bool = False) -> MemoryLimitError:
+def refused(size: int, error: OSError, fix: str = FIX, *, is_named: bool = False) -> MemoryLimitError:
     """Return an error for a failed allocation: which limit was reached, how large it is, and how to fix it."""
     space, longest, files = process_limit("AS"), process_limit("FSIZE"), process_limit("NOFILE")
     if error.errno == errno.ENOMEM and space is not None:
-        found = f"but a process may have {format_bytes(space)} of address space (ulimit -v); raise that limit, or {cure}"
+        found = f"address space is limited to {format_bytes(space)} (ulimit -v); raise that limit, or {fix}"
     elif error.errno == errno.EFBIG and longest is not None:
-        found = f"but a file may have {format_bytes(longest)} (ulimit -f), and so may memory; raise that limit, or {cure}"
+        found = f"files, and so shared memory, are limited to {format_bytes(longest)} (ulimit -f); raise that limit, or {fix}"
     elif error.errno == errno.EMFILE:
-        found = f"but this process has all the {files} files open that it may (ulimit -n); raise that limit, or close some"
+        found = f"this process has reached its limit of {files} open files (ulimit -n); raise that limit, or close files"
     elif error.errno == errno.ENOSPC and is_named and os.path.isdir(_SHM):
         space, free = _folder_bytes(_SHM)
-        found = (
-            f"{format_bytes(free)} of {format_bytes(space)} is free in {_SHM}; make that larger (docker run --shm-size), "
-            f"or {cure}"
-        )
+        found = f"{format_bytes(free)} of {format_bytes(space)} is free in {_SHM}; enlarge it (docker run --shm-size), or {fix}"
     elif error.errno in (errno.ENOSPC, errno.ENOMEM):
-        found = f"{format_bytes(available_bytes())} is available; {cure}"
+        found = f"{format_bytes(available_bytes())} is available; {fix}"
     else:
-        found = f"but the system refused: {error.strerror}; let {_SHM} be there and writable, or use worker='thread'"
+        found = f"{error.strerror}; make {_SHM} writable, or use worker='thread'"
     return MemoryLimitError(_shortage(size, found))
 
 
@@ -231,13 +228,13 @@ class PrivateStore(SegmentStore):
     def __init__(self) -> None:
         self._count = 0
 
-    def create(self, size: int, *, cure: str = CURE) -> Segment:
+    def create(self, size: int, *, fix: str = FIX) -> Segment:
         size = round_up(max(size, 1))
-        check_available(size, cure)
+        check_available(size, fix)
         try:
             memory = _map_private(size)
         except OSError as error:
-            raise refused(size, error, cure) from error
+            raise refused(size, error, fix) from error
         self._count += 1
         return Segment(SegmentHandle(self._count - 1, size), memory)
 
@@ -267,16 +264,16 @@ class NamedStore(SegmentStore):
         self._count = 0
         self._closer = weakref.finalize(self, _unlink_own, self._names, os.getpid())
 
-    def create(self, size: int, *, cure: str = CURE) -> Segment:
+    def create(self, size: int, *, fix: str = FIX) -> Segment:
         size = round_up(max(size, 1))
-        check_available(size, cure)
+        check_available(size, fix)
         name = f"{self._prefix}.{self._count}"
         try:
             memory = _map_named(name, size, create=True)
         except OSError as error:
             with suppress(OSError):  # it may fail for the same reason as the mapping
                 _unlink(name)
-            raise refused(size, error, cure, is_named=True) from error
+            raise refused(size, error, fix, is_named=True) from error
         self._names.add(name)
         if self._held is not None:
             self._held[name] = memory

@@ -13,8 +13,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from infeed.memory.holding import Held, find_held, pointer_of
 from infeed.memory.limits import available_bytes
+from infeed.memory.shared_arrays import BINS, Shared, pointer_of
 
 # Search limits, so that the search takes 1 to 2 ms for any dataset.
 _LOOKS: Final = 1000
@@ -86,7 +86,7 @@ def find_heavy(root: Any, name: str) -> list[Heavy]:
         if not todo:
             break
         path, value, depth = todo.popleft()
-        if isinstance(value, (*_ATOMS, Held, type, ModuleType)) or id(value) in seen:
+        if isinstance(value, (*_ATOMS, Shared, type, ModuleType)) or id(value) in seen:
             continue
         seen.add(id(value))
         heavy = _weigh(path, value)
@@ -99,13 +99,13 @@ def find_heavy(root: Any, name: str) -> list[Heavy]:
 
 def _weigh(path: str, value: Any) -> Heavy | None:
     if type(value) is np.ndarray:
-        is_large = value.nbytes >= _LEAST_ARRAY and not value.dtype.hasobject and find_held(pointer_of(value)) is None
+        is_large = value.nbytes >= _LEAST_ARRAY and not value.dtype.hasobject and BINS.locate(pointer_of(value)) is None
         return Heavy(path, f"an array of {value.dtype}", value.nbytes, is_array=True) if is_large else None
     torch = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor:
         size = value.numel() * value.element_size()
         is_large = size >= _LEAST_ARRAY and value.device.type == "cpu" and value.layout is torch.strided
-        if not is_large or find_held(value.data_ptr()) is not None:
+        if not is_large or BINS.locate(value.data_ptr()) is not None:
             return None
         return Heavy(path, f"a tensor of {str(value.dtype).removeprefix('torch.')}", size, is_array=True)
     if type(value) in (list, tuple, dict) and len(value) >= _LEAST_ELEMENTS:

@@ -26,7 +26,7 @@ from infeed.collate.leaves import has_own_strides
 from infeed.collate.torch_compat import torch_table_layout
 from infeed.engine.planning import Plan, is_loaded_together, substitute_in
 from infeed.errors import StateError
-from infeed.memory.sharedarrays import SharedArray
+from infeed.memory.shared_arrays import SharedArray
 from infeed.options import LoaderConfig
 from infeed.plan.batches import BatchPlan, GivenIndices, Lookahead, compacted, listed, ordered_batch, ordered_batches
 from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
