@@ -33,6 +33,8 @@ Topic = Literal["torch", "workers", "reproducibility", "ranks", "memory", "fault
 # I/O-bound work gains from more workers than CPU cores, regardless of the number of cores. For CPU-bound work the tuner keeps
 # the count within the cores.
 MOST_WORKERS: Final = 64
+# Blocks whose samples are shuffled together: as many as make batches differ, and few enough that a batch reads most of a block.
+DEFAULT_WINDOW: Final = 16
 # Larger values are typing errors, and would start that many processes before the user can react.
 _MOST_WORKERS: Final = 1024
 
@@ -137,6 +139,14 @@ def _batches(name: str, value: Any) -> Any:
     if value is not None and not _is_iterable(value):
         raise ConfigError(f"{name}={short(value)} must be iterable; pass an iterable of indices")
     return value
+
+
+def _shuffle(name: str, value: Any) -> Any:
+    return value if isinstance(value, str) and value == "block" else _boolean(name, value)
+
+
+def _block_size(name: str, value: Any) -> Any:
+    return value if isinstance(value, str) and value == "auto" else _integer(1, "use 1 to shuffle single samples")(name, value)
 
 
 def _sampler(name: str, value: Any) -> Any:
@@ -286,6 +296,9 @@ class RandomSampler:
         weights: one number per sample, proportional to its probability of being drawn, with replacement.
         replacement: draw each sample from the whole dataset, so that a sample can occur several times in an epoch.
         num_samples: number of samples per epoch; by default the length of the dataset.
+        block_size: shuffle blocks of this many consecutive samples, and the samples within windows of blocks, so that a batch
+            is read in few large pieces. ``"auto"``: the block size of the dataset. 1 shuffles single samples.
+        window: number of blocks whose samples are shuffled together.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -305,9 +318,13 @@ class RandomSampler:
     num_samples: int | None = _option(
         None, "samples per epoch", _integer(1, "use None for the length of the dataset", or_none=True)
     )
+    block_size: int | Literal["auto"] = _option(1, "samples per block", _block_size)
+    window: int = _option(DEFAULT_WINDOW, "blocks per window", _integer(1, "use 1 to shuffle within single blocks"))
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.block_size != 1 and (self.weights is not None or self.replacement):
+            raise ConfigError("block_size is not supported with weights or replacement, which draw single samples; omit it")
 
 
 @final
@@ -439,7 +456,9 @@ class LoaderConfig:
         "number of samples per batch; ``None`` yields single samples unchanged.",
         _integer(1, "use batch_size=None to yield single samples", or_none=True),
     )
-    shuffle: bool = _option(False, "use a new order in every epoch, derived from ``seed``.", _boolean)
+    shuffle: bool | Literal["block"] = _option(
+        False, 'use a new order in every epoch, derived from ``seed``; ``"block"`` shuffles blocks of samples.', _shuffle
+    )
     sampler: Iterable[Any] | RandomSampler | None = _option(
         None, "an iterable of indices in the order of loading, or an ``infeed.RandomSampler``.", _sampler
     )
@@ -611,7 +630,11 @@ class LoaderConfig:
         """The random order that ``sampler`` or ``shuffle`` requests, if any."""
         if isinstance(self.sampler, RandomSampler):
             return self.sampler
-        return RandomSampler() if self.shuffle else None
+        if not self.shuffle:
+            return None
+        # Datasets on object storage are shuffled by blocks unless a RandomSampler asks for single samples.
+        is_by_blocks = self.shuffle == "block" or getattr(self.dataset, "prefers_block_shuffle", False) is True
+        return RandomSampler(block_size="auto") if is_by_blocks else RandomSampler()
 
     @property
     def error_policy(self) -> ErrorPolicy:

@@ -92,6 +92,12 @@ def test_every_field_of_a_group_is_documented_in_its_order(group: Any) -> None:
     assert list(documented(group))[: len(parameters(group))] == list(parameters(group))
 
 
+def test_the_block_shuffle_is_refused_by_the_torch_loader() -> None:
+    """torch would take any text for True, and shuffle single samples."""
+    with pytest.raises(infeed.ConfigError, match=r"shuffle='block' is not supported by infeed.torch"):
+        DataLoader(list(range(8)), shuffle="block")  # type: ignore[arg-type]
+
+
 def test_a_random_sampler_of_infeed_is_refused_by_the_torch_loader() -> None:
     """torch's samplers are what it takes."""
     with pytest.raises(infeed.ConfigError, match=r"sampler=infeed.RandomSampler is not supported by infeed.torch"):

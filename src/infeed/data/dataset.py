@@ -22,6 +22,8 @@ Integers = npt.NDArray[np.int64]
 # Columns that every tar sample has, as in WebDataset.
 KEY: Final = "__key__"
 URL: Final = "__url__"
+# A request to object storage takes about as long as transferring this many bytes.
+_BLOCK_BYTES: Final = 1 << 20
 
 
 @final
@@ -40,8 +42,9 @@ class ShardReader:
     def _version(self, url: str) -> str:
         return self._stats[url].version
 
-    def size(self, url: str) -> int:
-        return self._stats[url].size
+    @property
+    def has_cache(self) -> bool:
+        return self._cache is not None
 
     def close(self) -> None:
         self._storage.close()
@@ -98,13 +101,19 @@ class ShardDataset(ABC):
         """Return the samples with their columns decoded."""
 
     @property
+    def prefers_block_shuffle(self) -> bool:
+        """Whether ``shuffle=True`` shuffles blocks: on object storage, where a request takes as long as reading a megabyte."""
+        return scheme_of(self._urls[0]) != "" and not self._reader.has_cache
+
+    @property
+    def shuffle_blocks(self) -> int | Integers:
+        """Samples per block of a block shuffle, about 1 MiB; or the end of each block, for blocks of several sizes."""
+        return max(1, round(_BLOCK_BYTES * self._length / max(1, self._byte_count)))
+
+    @property
     def urls(self) -> list[str]:
         """The shards, in the order of the indices."""
         return list(self._urls)
-
-    @property
-    def is_remote(self) -> bool:
-        return scheme_of(self._urls[0]) != ""
 
     def close(self) -> None:
         """Close open files. Later reads open them again."""

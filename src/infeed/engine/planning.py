@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, final
 
+import numpy as np
+
 from infeed.collate.arrays import ArrayTable, as_rows, table_of
 from infeed.errors import ConfigError
-from infeed.options import LoaderConfig
+from infeed.options import LoaderConfig, RandomSampler
 from infeed.plan.batches import (
     BatchPlan,
     Lookahead,
@@ -24,7 +26,19 @@ from infeed.plan.batches import (
     ordered_batches,
     sampled_batches,
 )
-from infeed.plan.order import Indices, Order, RepeatingOrder, SequentialOrder, ShuffledOrder, WeightedOrder, weight_ladder
+from infeed.plan.order import (
+    Blocks,
+    BlockShuffledOrder,
+    EqualBlocks,
+    Indices,
+    ListedBlocks,
+    Order,
+    RepeatingOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    WeightedOrder,
+    weight_ladder,
+)
 from infeed.plan.shards import Cut, Shard, Steps
 from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor
 from infeed.plan.stateful import Reading, Readings, check_reading
@@ -35,6 +49,8 @@ from infeed.workers.protocol import OpenStream
 _ALL: Final = sys.maxsize
 # The batch size of a batch sampler is unknown; assume a common one.
 _USUAL_BATCH_SIZE: Final = 32
+# Samples per block of a dataset that does not say how it is stored.
+_USUAL_BLOCK_SIZE: Final = 64
 
 
 class Plan(Protocol):
@@ -116,6 +132,7 @@ class Planner(Plan):
         self._drawn = config.random_sampler
         weights = None if self._drawn is None else self._drawn.weights
         self._ladder = None if weights is None else weight_ladder(weights)
+        self._blocks = _blocks_of(config.dataset, self._drawn)
         self._order_name = self._named_order()
         self._length: int | None = None
         self._readings = Readings()
@@ -210,7 +227,14 @@ class Planner(Plan):
             return WeightedOrder(self._ladder, count, seed=self.seed, epoch=epoch)
         if drawn.replacement:
             return RepeatingOrder(length, count, seed=self.seed, epoch=epoch)
-        return ShuffledOrder(length, seed=self.seed, epoch=epoch, count=count)
+        if self._blocks is None:
+            return ShuffledOrder(length, seed=self.seed, epoch=epoch, count=count)
+        blocks: Blocks
+        if isinstance(self._blocks, int):
+            blocks = EqualBlocks(length, self._blocks, drawn.window, seed=self.seed, epoch=epoch)
+        else:
+            blocks = ListedBlocks(self._blocks, drawn.window, seed=self.seed, epoch=epoch)
+        return BlockShuffledOrder(blocks, count, seed=self.seed, epoch=epoch)
 
     def _epoch_length(self) -> int:
         return (self._drawn and self._drawn.num_samples) or self._dataset_length()
@@ -232,6 +256,9 @@ class Planner(Plan):
             return "sequential"
         if self._ladder is not None:
             return f"weighted {zlib.crc32(self._ladder.tobytes()):08x}"
+        if self._blocks is not None:
+            size = self._blocks if isinstance(self._blocks, int) else f"{zlib.crc32(self._blocks.tobytes()):08x}"
+            return f"block {size} x {self._drawn.window}"
         return "replacement" if self._drawn.replacement else "shuffled"
 
     def _check_lengths(self) -> None:
@@ -255,6 +282,18 @@ class Planner(Plan):
             raise ConfigError(
                 f"num_samples={count} must be at most {length}, the length of the dataset; use replacement=True to draw more"
             )
+
+
+def _blocks_of(dataset: Any, drawn: RandomSampler | None) -> int | Indices | None:
+    """Return the size of the blocks to shuffle, or the end of each block; ``None`` shuffles single samples."""
+    if drawn is None or drawn.block_size == 1:
+        return None
+    if drawn.block_size != "auto":
+        return drawn.block_size
+    blocks = getattr(dataset, "shuffle_blocks", _USUAL_BLOCK_SIZE)
+    if isinstance(blocks, np.ndarray):
+        return blocks
+    return None if blocks == 1 else int(blocks)
 
 
 def _is_single(config: LoaderConfig) -> bool:

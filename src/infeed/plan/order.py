@@ -45,6 +45,8 @@ _MIX_64: Final = _Mixer(np.uint64, 0xBF58476D1CE4E5B9, 29, 0x94D049BB133111EB)
 
 # Separates the draw at a position from the seed of a grain that starts there, which derives from the same numbers.
 _DRAWS: Final = 0x44524157
+# Separates the order of blocks from the order within windows.
+_BLOCKS: Final = 0x424C4F43
 
 # Positions computed at once. Small blocks cost more per position, because the last cycle walks cost as much for 10 elements as
 # for 1000. Large blocks take 0.7 ms, a noticeable delay before the first batch. So the first block is short, and later blocks
@@ -147,6 +149,101 @@ class ShuffledOrder(Order):
         np.left_shift(left, right_bits, out=left)
         np.bitwise_or(left, right, out=left)
         return left
+
+
+class Blocks(ABC):
+    """Blocks of consecutive indices in a random order, grouped into windows of several blocks."""
+
+    @abstractmethod
+    def window_at(self, position: int) -> int:
+        """Return the number of the window that contains a position."""
+
+    @abstractmethod
+    def window(self, number: int) -> tuple[int, Indices]:
+        """Return the first position of a window, and the indices of its blocks, one block after the other."""
+
+
+@final
+class EqualBlocks(Blocks):
+    """Blocks of one size, without a list of blocks.
+
+    The blocks of an epoch begin at a random index, so that neighbours are different samples in every epoch, and so are the
+    samples of the incomplete block, which is the last one.
+    """
+
+    def __init__(self, length: int, size: int, window: int, *, seed: int, epoch: int) -> None:
+        self._length, self._size, self._window = length, size, window
+        self._full_count = length // size
+        key = derive(seed, epoch, _BLOCKS)
+        self._shift = key % length if length else 0
+        self._order = ShuffledOrder(self._full_count, seed=key, epoch=epoch)
+
+    def window_at(self, position: int) -> int:
+        return position // (self._size * self._window)
+
+    def window(self, number: int) -> tuple[int, Indices]:
+        first, last = number * self._window, min((number + 1) * self._window, self._full_count)
+        starts = self._order.take(first, last) * self._size if first < last else np.empty(0, dtype=np.int64)
+        indices = (starts[:, None] + np.arange(self._size)).ravel()
+        if last < (number + 1) * self._window:
+            indices = np.concatenate([indices, np.arange(self._full_count * self._size, self._length)])
+        indices += self._shift
+        indices[indices >= self._length] -= self._length
+        return first * self._size, indices
+
+
+@final
+class ListedBlocks(Blocks):
+    """Blocks of given sizes, such as the row groups of Parquet files."""
+
+    def __init__(self, stops: Indices, window: int, *, seed: int, epoch: int) -> None:
+        """Create the blocks. ``stops`` has the end of each block, in increasing order."""
+        count = len(stops)
+        order = ShuffledOrder(count, seed=derive(seed, epoch, _BLOCKS), epoch=epoch).take(0, count)
+        self._stops = stops[order]
+        self._starts = np.concatenate([[0], stops[:-1]])[order] if count else stops
+        self._bounds = np.concatenate([[0], np.cumsum(self._stops - self._starts)])
+        self._window = window
+        self._window_stops = self._bounds[[min(stop, count) for stop in range(window, count + window, window)]]
+
+    def window_at(self, position: int) -> int:
+        return int(np.searchsorted(self._window_stops, position, side="right"))
+
+    def window(self, number: int) -> tuple[int, Indices]:
+        first, last = number * self._window, (number + 1) * self._window
+        parts = [np.arange(a, b) for a, b in zip(self._starts[first:last], self._stops[first:last], strict=True)]
+        return int(self._bounds[first]), np.concatenate(parts)
+
+
+@final
+class BlockShuffledOrder(Order):
+    """A permutation that keeps neighbours close: blocks in random order, and samples shuffled within windows of blocks.
+
+    >>> blocks = EqualBlocks(10, 2, 2, seed=1, epoch=0)
+    >>> sorted(BlockShuffledOrder(blocks, 10, seed=1, epoch=0).take(0, 10).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    def __init__(self, blocks: Blocks, length: int, *, seed: int, epoch: int) -> None:
+        self.length = length
+        self._blocks = blocks
+        self._key = derive(seed, epoch)
+        self._start = 0
+        self._indices: Indices = np.empty(0, dtype=np.int64)  # of one window, from _start on
+
+    def take(self, start: int, stop: int) -> Indices:
+        parts = []
+        while start < stop:
+            if not self._start <= start < self._start + len(self._indices):
+                number = self._blocks.window_at(start)
+                self._start, indices = self._blocks.window(number)
+                self._indices = indices[ShuffledOrder(len(indices), seed=self._key, epoch=number).take(0, len(indices))]
+            part = self._indices[start - self._start : stop - self._start]
+            parts.append(part)
+            start += len(part)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 @final

@@ -149,6 +149,10 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             raise ConfigError(
                 "sampler=infeed.RandomSampler is not supported by infeed.torch; use a sampler of torch.utils.data"
             )
+        if isinstance(shuffle, str):
+            raise ConfigError(
+                f"shuffle={shuffle!r} is not supported by infeed.torch, whose order is torch's; use infeed.DataLoader"
+            )
         given["num_workers"] = self._counted(num_workers, cpu_limit)
         super().__init__(**{name: given[name] for name in _TORCH_ARGUMENTS})
         self.in_order = in_order  # before torch 2.6, torch's class does not have it
