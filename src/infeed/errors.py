@@ -8,6 +8,14 @@ class InfeedError(Exception):
 
     Exceptions from the dataset or other user code keep their own type, plus a note that names where they were raised. So
     ``except ValueError`` works the same with and without workers.
+
+    Example:
+        >>> import infeed
+        >>> try:
+        ...     infeed.DataLoader(range(6), batch_size=0)
+        ... except infeed.InfeedError as error:
+        ...     print(error)
+        batch_size=0 must be at least 1; use batch_size=None to yield single samples
     """
 
     __module__ = "infeed"

@@ -190,7 +190,15 @@ class DataLoader:
         return self._session.bad_samples
 
     def statistics(self) -> Statistics:
-        """Return counters of all epochs and a diagnosis: whether the training loop waits for data, the bottleneck, the fix."""
+        """Return counters of all epochs and a diagnosis: whether the training loop waits for data, the bottleneck, the fix.
+
+        Example:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.statistics().sample_count
+            6
+        """
         return self._session.statistics()
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
@@ -198,6 +206,9 @@ class DataLoader:
 
         The extension selects the format: ``.json`` for Perfetto and chrome://tracing; ``.svg``, ``.png`` or ``.html`` for a
         picture. The timeline holds the latest 100,000 worker spans. Spans shorter than 0.1 ms are merged.
+
+        Args:
+            path: file to write; an existing file is replaced.
 
         Raises:
             ConfigError: the file extension is not supported, or ``observe`` records no timeline.
@@ -208,6 +219,9 @@ class DataLoader:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained page about the run so far: diagnosis, charts, slowest samples, timeline, settings, machine.
+
+        Args:
+            path: HTML file to write; an existing file is replaced.
 
         Raises:
             ConfigError: ``observe`` records no timeline.
@@ -222,6 +236,12 @@ class DataLoader:
         This calls ``set_epoch`` of the sampler, if it has one. Every worker calls ``set_epoch`` of the dataset, its transforms
         and ``collate_fn`` at the start of each epoch, even without this call. If you loaded a state of the same epoch,
         iteration resumes from that state.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Raises:
+            ConfigError: ``epoch`` is not an int, or is negative.
         """
         self._session.set_epoch(epoch)
 
@@ -232,6 +252,16 @@ class DataLoader:
 
         Raises:
             StateError: the dataset is map-style and has its own ``state_dict``, which the loader cannot track in workers.
+
+        Example:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> first = next(iter(loader))
+            >>> state = loader.state_dict()
+            >>> resumed = infeed.DataLoader(range(6), batch_size=2)
+            >>> resumed.load_state_dict(state)
+            >>> [batch.tolist() for batch in resumed]
+            [[2, 3], [4, 5]]
         """
         return self._session.state_dict()
 
@@ -241,27 +271,40 @@ class DataLoader:
         Samplers and iterable datasets resume through their own ``load_state_dict``, if they have one. Others are read from the
         beginning and delivered samples are skipped, so they must yield the same values again.
 
+        Args:
+            state_dict: the result of ``state_dict``, of this loader or of one with the same dataset, order and seed.
+
         Raises:
             StateError: the state is damaged, or belongs to another dataset or other options. The loader stays unchanged.
         """
         self._session.load_state_dict(state_dict)
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
-        """Return the origin of batch ``step`` (from 0): indices, seeds, the workers that loaded it, the time and the attempts.
+        """Return the origin of a batch: indices, seeds, the workers that loaded it, the time and the attempts.
 
         Args:
+            step: number of the batch in its epoch, from 0.
             epoch: by default the latest epoch that was started. For other epochs and for future batches, only the plan is
                 known.
 
         Raises:
             IndexError: the batch does not exist, or it came from a sampler or an iterable dataset and is no longer stored.
+
+        Example:
+            >>> import infeed
+            >>> infeed.DataLoader(range(6), batch_size=2).explain(1).indices
+            [2, 3]
         """
         return self._session.explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
-        """Load the same batch ``step`` of an epoch again in the calling thread, so that you can use a debugger.
+        """Load a batch of an epoch again in the calling thread, so that you can use a debugger.
 
         An iterable dataset is read from its beginning. It cannot be replayed if it splits itself among several workers.
+
+        Args:
+            step: number of the batch in its epoch, from 0.
+            epoch: by default the latest epoch that was started.
 
         Raises:
             IndexError: see ``explain``.

@@ -64,9 +64,9 @@ def test_batches_are_those_of_torch() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"num_workers": "all"}, "num_workers='all' must be 'auto' or a whole number"),
-        ({"num_workers": "auto", "cpu_limit": -1}, "cpu_limit=-1 must be a number of cores above 0"),
-        ({"num_workers": 2, "cpu_limit": 1}, "cpu_limit=1 has no meaning with num_workers=2"),
+        ({"num_workers": "all"}, "num_workers='all' must be an int or 'auto'"),
+        ({"num_workers": "auto", "cpu_limit": -1}, "cpu_limit=-1 must be a number of CPU cores above 0"),
+        ({"num_workers": 2, "cpu_limit": 1}, "cpu_limit=1 is not supported with num_workers=2"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, object], text: str) -> None:

@@ -35,16 +35,25 @@ _ROUNDING: Final = 1e-9  # 0.29 * 100 is slightly less than 29
 @final
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be loaded, and how it was handled."""
+    """A sample that could not be loaded, and how it was handled.
+
+    Attributes:
+        epoch: epoch in which it was requested.
+        position: position in the order of the epoch.
+        index: index in the dataset, as text, because it may be any object.
+        error: the exception, as text.
+        outcome: ``"skipped"`` or ``"replaced"``.
+        replacement: index of the sample that replaced it, as text.
+    """
 
     __module__ = "infeed"
 
     epoch: int
     position: int
-    index: str  # display text; the index itself may be any object
+    index: str
     error: str
     outcome: Literal["skipped", "replaced"]
-    replacement: str | None = None  # index of the replacement
+    replacement: str | None = None
 
     def __str__(self) -> str:
         done = self.outcome if self.replacement is None else f"replaced by index={self.replacement}"

@@ -61,16 +61,21 @@ def share(obj: Any) -> Any:
     can send the copy to any process on this machine. The memory is freed when the last process releases it.
 
     Args:
-        obj: A list, tuple or dict of anything that can be pickled, a NumPy array, or a CPU tensor of torch. Tensors stay
+        obj: a list, tuple or dict of anything that can be pickled, a NumPy array, or a CPU tensor of torch. Tensors stay
             writable, but only the process that writes sees the change.
+
+    Returns:
+        The shared copy; ``obj`` itself if it is shared already.
 
     Raises:
         TypeError: ``obj`` has another type.
-        MemoryLimitError: Not enough memory is available.
+        MemoryLimitError: not enough memory is available.
 
-    >>> names = share(["cat", "dog", "bird"])
-    >>> names[1], len(names), "dog" in names, list(names[1:])
-    ('dog', 3, True, ['dog', 'bird'])
+    Example:
+        >>> import infeed
+        >>> names = infeed.share(["cat", "dog", "bird"])
+        >>> names[1], len(names), "dog" in names, list(names[1:])
+        ('dog', 3, True, ['dog', 'bird'])
     """
     if isinstance(obj, Shared):
         return obj

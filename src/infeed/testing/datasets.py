@@ -37,10 +37,16 @@ class _Numbers:
 
 
 class SlowDataset(_Numbers):
-    """Sleeps ``seconds`` for every sample, like I/O on a disk or a network.
+    """Sleeps for every sample, like I/O on a disk or a network.
 
-    >>> SlowDataset(10, 0.001)[3]
-    3
+    Args:
+        length: number of samples.
+        seconds: time per sample.
+
+    Example:
+        >>> from infeed.testing import SlowDataset
+        >>> SlowDataset(10, 0.001)[3]
+        3
     """
 
     def __init__(self, length: int, seconds: float) -> None:
@@ -54,10 +60,18 @@ class SlowDataset(_Numbers):
 
 
 class UnevenDataset(_Numbers):
-    """Sleeps ``seconds`` for each sample, and ``slow_seconds`` if the index is a multiple of ``every``.
+    """Sleeps longer for some samples, like a dataset with a few very large files.
 
-    >>> UnevenDataset(100, 0, slow_seconds=0.001, every=50)[50]
-    50
+    Args:
+        length: number of samples.
+        seconds: time per sample.
+        slow_seconds: time of a sample whose index is a multiple of ``every``.
+        every: one sample in this many is slow.
+
+    Example:
+        >>> from infeed.testing import UnevenDataset
+        >>> UnevenDataset(100, 0, slow_seconds=0.001, every=50)[50]
+        50
     """
 
     def __init__(self, length: int, seconds: float, *, slow_seconds: float, every: int = 50) -> None:
@@ -77,12 +91,19 @@ def _bad_sample(index: int) -> Exception:
 
 
 class FaultyDataset(_Numbers):
-    """Raises ``error(index)`` at the indices in ``bad``; by default a ``ValueError``.
+    """Raises an exception for some samples.
 
-    >>> FaultyDataset(10, bad=[4], error=KeyError)[4]
-    Traceback (most recent call last):
-        ...
-    KeyError: 4
+    Args:
+        length: number of samples.
+        bad: indices that raise.
+        error: function of the index that returns the exception; by default a ``ValueError``.
+
+    Example:
+        >>> from infeed.testing import FaultyDataset
+        >>> FaultyDataset(10, bad=[4], error=KeyError)[4]
+        Traceback (most recent call last):
+            ...
+        KeyError: 4
     """
 
     def __init__(self, length: int, bad: Iterable[int], *, error: Callable[[int], BaseException] = _bad_sample) -> None:
@@ -103,9 +124,17 @@ class CrashingDataset(_Numbers):
     For process workers only: in the process that created the dataset, it raises ``RuntimeError`` instead.
 
     Args:
+        length: number of samples.
+        crash_at: indices that end the process.
         count_file: file that counts the deaths, because a dead process cannot report them; created at the first death.
         times: number of deaths for each index; ``None`` for every time.
         how: ``"kill"`` sends SIGKILL like the OOM killer; ``"exit"`` calls ``os._exit`` as some libraries do.
+
+    Example:
+        >>> from infeed.testing import CrashingDataset
+        >>> dataset = CrashingDataset(10, crash_at=[4], count_file="deaths.txt")
+        >>> dataset[3], dataset.deaths
+        (3, 0)
     """
 
     def __init__(
@@ -159,6 +188,17 @@ class RandomDataset(_Numbers):
 
     A sample is ``{"index": 3, "python": 0.23, "numpy": 0.91}``. ``"python"``, ``"numpy"`` and ``"torch"`` (which imports torch)
     are the global generators; ``"infeed"`` is the sample's generator from ``infeed.get_rng``.
+
+    Args:
+        length: number of samples.
+        sources: names of the generators.
+
+    Example:
+        >>> import infeed
+        >>> from infeed.testing import RandomDataset
+        >>> first, second = (list(infeed.DataLoader(RandomDataset(2), batch_size=None, seed=1)) for _ in range(2))
+        >>> first == second
+        True
     """
 
     def __init__(self, length: int, sources: Iterable[RandomSource] = ("python", "numpy")) -> None:

@@ -22,7 +22,12 @@ def assert_resumable(loader: Any, *, steps: Iterable[int] | None = None, in_orde
         in_order: ``False`` for a loader that yields batches as they become ready; the order is then ignored.
 
     Raises:
-        AssertionError: the remaining batches differ; names the step and the batch.
+        AssertionError: the remaining batches differ; the message names the step and the batch.
+
+    Example:
+        >>> import infeed
+        >>> from infeed.testing import RandomDataset, assert_resumable
+        >>> assert_resumable(infeed.DataLoader(RandomDataset(10), batch_size=4, shuffle=True))
     """
     states = [json.dumps(loader.state_dict())]
     prints: list[Any] = []
@@ -34,15 +39,15 @@ def assert_resumable(loader: Any, *, steps: Iterable[int] | None = None, in_orde
         rest = [_fingerprint(batch) for batch in loader]
         expected = prints[step:]
         if len(rest) != len(expected):
-            raise AssertionError(f"resumed after {step} batches, {len(rest)} more came instead of {len(expected)}")
+            raise AssertionError(f"after resuming at step {step}, {len(rest)} batches remain instead of {len(expected)}")
         if not in_order:
             if Counter(map(repr, rest)) != Counter(map(repr, expected)):
-                raise AssertionError(f"resumed after {step} batches, other batches came")
+                raise AssertionError(f"after resuming at step {step}, the remaining batches differ")
             continue
         for number, (one, other) in enumerate(zip(rest, expected, strict=True), start=step):
             if one != other:
                 raise AssertionError(
-                    f"resumed after {step} batches, batch {number} is another: {one!r:.200} and not {other!r:.200}"
+                    f"after resuming at step {step}, batch {number} differs: {one!r:.200} instead of {other!r:.200}"
                 )
 
 

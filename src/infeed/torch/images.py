@@ -13,7 +13,9 @@ from infeed.errors import ConfigError
 
 @final
 class ImageConvert:
-    """Converts every 4-D ``uint8`` tensor (batch, channels, height, width) to floating point; pass it as ``convert=``.
+    """Converts every 4-D ``uint8`` tensor (batch, channels, height, width) to floating point.
+
+    Pass it as ``device=infeed.Device("cuda:0", convert=ImageConvert(...))``.
 
     Args:
         dtype: floating-point type of the result.
@@ -24,6 +26,13 @@ class ImageConvert:
 
     Raises:
         ConfigError: ``dtype`` is not floating point, ``std`` has a zero, or ``mean`` and ``std`` differ in length.
+
+    Example:
+        >>> import torch
+        >>> from infeed.torch import ImageConvert
+        >>> convert = ImageConvert(torch.float32, mean=(0.5,), std=(0.5,))
+        >>> convert(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).max()
+        tensor(1.)
     """
 
     __module__ = "infeed.torch"
@@ -38,11 +47,13 @@ class ImageConvert:
         std: Sequence[float] | None = None,
     ) -> None:
         if not dtype.is_floating_point:
-            raise ConfigError(f"dtype={dtype} must be a floating type; pictures of whole numbers need no conversion")
+            raise ConfigError(
+                f"dtype={dtype} must be a floating-point type; use torch.float32, torch.bfloat16 or torch.float16"
+            )
         if mean is not None and std is not None and len(mean) != len(std):
-            raise ConfigError(f"mean has {len(mean)} numbers and std has {len(std)}; give one of each for every channel")
+            raise ConfigError(f"mean has {len(mean)} numbers and std has {len(std)}; pass one of each per channel")
         if std is not None and not all(std):
-            raise ConfigError(f"std={list(std)} has a zero; leave out channels that never change, or give them 1")
+            raise ConfigError(f"std={list(std)} contains 0; use 1 for channels that are constant")
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 1 / 255 if scale else 1.0
@@ -61,10 +72,12 @@ class ImageConvert:
         if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.uint8 or leaf.dim() != 4:
             return leaf
         if len(self._factor) not in (1, leaf.shape[1]):
-            raise ConfigError(f"mean and std have {len(self._factor)} numbers, the pictures have {leaf.shape[1]} channels")
+            raise ConfigError(
+                f"mean and std have {len(self._factor)} numbers for images with {leaf.shape[1]} channels; pass one per channel"
+            )
         factor, shift = self._on(leaf.device)
-        pictures = leaf.to(self._dtype, memory_format=self._format).mul_(factor)
-        return pictures.add_(shift) if any(self._shift) else pictures
+        images = leaf.to(self._dtype, memory_format=self._format).mul_(factor)
+        return images.add_(shift) if any(self._shift) else images
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._constants.get(device)

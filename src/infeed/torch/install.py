@@ -32,6 +32,13 @@ def install() -> None:
     datasets that cannot be pickled, and loaders that create torch's private iterators themselves. torchdata's
     ``StatefulDataLoader`` becomes infeed's, if it is imported from now on. All this also applies to processes that
     ``multiprocessing`` starts from now on, with any start method. Idempotent; ``uninstall`` reverts it.
+
+    Example:
+        >>> import infeed.torch, torch
+        >>> infeed.torch.install()
+        >>> [batch.tolist() for batch in torch.utils.data.DataLoader(range(4), batch_size=2)]
+        [[0, 1], [2, 3]]
+        >>> infeed.torch.uninstall()
     """
     setattr(TorchDataLoader, _METHOD, _get_iterator)
     _BaseDataLoaderIter.__init__ = _begin_iterator  # type: ignore[method-assign]
@@ -40,7 +47,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own workers and torchdata's class."""
+    """Undo ``install``: loaders run on torch's own workers again, and torchdata's class is restored."""
     setattr(TorchDataLoader, _METHOD, _ORIGINAL)
     _BaseDataLoaderIter.__init__ = _ITERATOR_INIT  # type: ignore[method-assign]
     forget_processes()

@@ -207,6 +207,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         It holds the latest 100,000 worker spans; spans shorter than 0.1 ms are merged.
 
+        Args:
+            path: file to write; an existing file is replaced.
+
         Raises:
             ConfigError: the extension is unknown, ``observe`` records no timeline, or the loader runs on torch's own workers.
         """
@@ -216,6 +219,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run: diagnosis, charts, slowest samples, timeline, settings, machine.
+
+        Args:
+            path: HTML file to write; an existing file is replaced.
 
         Raises:
             ConfigError: ``observe`` records no timeline, or the loader runs on torch's own workers.
@@ -229,6 +235,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         From then on, workers call ``set_epoch`` of the dataset, its transforms and ``collate_fn`` at the start of each epoch.
         If you never call this method, they do not, as with torch.
+
+        Args:
+            epoch: number of the epoch, from 0.
         """
         session = session_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -253,7 +262,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         reason = refused_reason(self)
         if reason is not None:
             warnings.warn(
-                f"state_dict() is empty, because this loader runs on torch's own workers: {reason}; a resumed epoch starts at "
+                f"state_dict() is empty, because this loader runs on torch's own workers ({reason}); a resumed epoch starts at "
                 "its first batch",
                 RuntimeWarning,
                 stacklevel=2,
@@ -263,6 +272,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state with the next iteration, as ``torchdata``'s ``StatefulDataLoader`` does.
+
+        Args:
+            state_dict: the result of ``state_dict``.
 
         Raises:
             StateError: the state is damaged, or belongs to another dataset or other options. The loader is unchanged.
@@ -274,11 +286,21 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             self._iterator = None  # as in torchdata, persistent workers restart
 
     def explain(self, step: int, *, epoch: int | None = None) -> Lineage:
-        """Return the origin of batch ``step`` (from 0) of an epoch; see ``infeed.DataLoader.explain``."""
+        """Return the origin of a batch: indices, seeds, workers, time and attempts; see ``infeed.DataLoader.explain``.
+
+        Args:
+            step: number of the batch in its epoch, from 0.
+            epoch: by default the latest epoch that was started.
+        """
         return session_of(self).explain(step, epoch)
 
     def replay(self, step: int, *, epoch: int | None = None) -> Any:
-        """Load batch ``step`` of an epoch again, in this thread; see ``infeed.DataLoader.replay``."""
+        """Load a batch again, in this thread; see ``infeed.DataLoader.replay``.
+
+        Args:
+            step: number of the batch in its epoch, from 0.
+            epoch: by default the latest epoch that was started.
+        """
         return session_of(self).replay(step, epoch)
 
     def close(self) -> None:

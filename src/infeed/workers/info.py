@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The result of ``get_worker_info``: worker id, number of workers, seed, and the worker's copy of the dataset."""
+    """The result of ``get_worker_info``, as in torch.
+
+    Attributes:
+        id: number of the worker, from 0.
+        num_workers: number of workers that read the dataset.
+        seed: seed of this worker.
+        dataset: the worker's copy of the dataset.
+    """
 
     __module__ = "infeed"
 
@@ -41,13 +48,18 @@ _LOCAL: Final = _Local()
 def get_worker_info() -> WorkerInfo | None:
     """Return the current worker, or ``None`` outside a worker (also with ``num_workers=0``, as in torch).
 
-    An iterable dataset that several workers read uses it to select its share::
+    An iterable dataset that several workers read uses it to select its share. If an iterable dataset never calls it, only one
+    worker reads it. Either way each element is delivered once.
 
-        def __iter__(self):
-            info = infeed.get_worker_info()
-            return iter(self.files[info.id :: info.num_workers] if info else self.files)
-
-    If an iterable dataset never calls it, only one worker reads it. Either way each element is delivered once.
+    Example:
+        >>> import infeed
+        >>> class Numbers:
+        ...     def __iter__(self):
+        ...         info = infeed.get_worker_info()
+        ...         return iter(range(6)) if info is None else iter(range(info.id, 6, info.num_workers))
+        >>> with infeed.DataLoader(Numbers(), batch_size=None, num_workers=2, worker="thread") as loader:
+        ...     sorted(loader)
+        [0, 1, 2, 3, 4, 5]
     """
     _LOCAL.was_asked = True
     return _LOCAL.info

@@ -172,11 +172,7 @@ _LOCAL: Final = _Local()
 def get_rng() -> np.random.Generator:
     """Return the random generator of the current sample, seeded only from the seed, the epoch and the position.
 
-    Call it in ``__getitem__`` and draw from the generator it returns::
-
-        def __getitem__(self, index):
-            rng = infeed.get_rng()
-            return augment(self.images[index], angle=rng.uniform(-10, 10))
+    Call it in ``__getitem__`` and draw from the generator it returns.
 
     The numbers are the same with ``num_workers=0``, threads and processes. They do not depend on the number of workers or
     ranks or on the batch size, and they are the same after a resume. Further calls within one sample return the same generator
@@ -185,6 +181,18 @@ def get_rng() -> np.random.Generator:
     In ``__getitems__`` the generator belongs to the whole call, and in ``collate_fn`` to the batch, so there the numbers depend
     on the batch size. In an iterable dataset it belongs to the element. Outside a loader, each call returns a new, unseeded
     generator.
+
+    Example:
+        >>> import infeed
+        >>> class Dice:
+        ...     def __len__(self):
+        ...         return 4
+        ...
+        ...     def __getitem__(self, index):
+        ...         return int(infeed.get_rng().integers(1, 7))
+        >>> first, second = (list(infeed.DataLoader(Dice(), batch_size=None, seed=1)) for _ in range(2))
+        >>> first == second
+        True
     """
     place = _LOCAL.place
     return np.random.default_rng() if place is None else place.rng()
