@@ -58,16 +58,25 @@ _BOUNDS: Final = {"memory": "memory", "memory_limit": "memory-limit", "cores": "
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Whether a run waits for data, the bottleneck and one action, as codes and numbers. ``str`` returns it as text."""
+    """Whether a run waits for data, the bottleneck and one action, as codes and numbers. ``str`` returns it as text.
+
+    Attributes:
+        state: what limits training: data, computation, both, or not known yet.
+        wait_share: share of the covered time in which the training loop waited for data.
+        covered_s: length of the covered time; ``None`` for the whole run.
+        bottleneck: a key of ``BOTTLENECKS``.
+        action: a key of ``ACTIONS``.
+        numbers: figures in the texts of ``bottleneck`` and ``action``.
+    """
 
     __module__ = "infeed"
 
     state: State
-    wait_share: float = 0.0  # of the covered time
-    covered_s: float | None = None  # length of the covered time; None: the whole run
-    bottleneck: str = ""  # a key of BOTTLENECKS
-    action: str = ""  # a key of ACTIONS
-    numbers: Mapping[str, Any] = field(default_factory=dict)  # what the texts of bottleneck and action contain
+    wait_share: float = 0.0
+    covered_s: float | None = None
+    bottleneck: str = ""
+    action: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.state == "warming up":

@@ -84,15 +84,23 @@ class Times(dict[str, float]):
 @final
 @dataclass(frozen=True, slots=True)
 class SlowSample:
-    """One of the slowest samples."""
+    """One of the slowest samples.
+
+    Attributes:
+        epoch: epoch in which it was loaded.
+        position: position in the order of the epoch.
+        index: index in the dataset, if it is an integer.
+        seconds: time to load it.
+        recent_s: part of ``seconds`` within the time that the diagnosis covers; ``None`` for all of it.
+    """
 
     __module__ = "infeed"
 
     epoch: int
     position: int
-    index: int | None  # if it is an integer
+    index: int | None
     seconds: float
-    recent_s: float | None = None  # part of it within the time that the diagnosis covers; None: all
+    recent_s: float | None = None
 
     def __str__(self) -> str:
         index = "" if self.index is None else f"index={self.index} "
@@ -102,24 +110,41 @@ class SlowSample:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatistics:
-    """Counters and times of one worker so far."""
+    """Counters and times of one worker so far.
+
+    Attributes:
+        worker: number of the worker.
+        pid: process ID; ``None`` if the worker is not a process.
+        is_alive: whether it is running.
+        sample_count: number of samples that it loaded.
+        load_s: time in the dataset's code.
+        collate_s: time in ``collate_fn``, or to find out how samples stack.
+        write_s: time to copy samples into shared memory.
+        alive_s: time alive during epochs or while loading ahead for the next, including before restarts.
+        cpu_s: CPU time; 0 if the platform does not report it.
+        queued_s: time in which it was ready to run but had no CPU core; 0 if the platform does not report it.
+        memory_bytes: resident memory; shared memory counts in every worker that touched it.
+        restart_count: how often it was started again.
+        retry_count: how often a sample was retried.
+        pending_s: time spent on the current sample, if it is long; not included in the other times yet.
+    """
 
     __module__ = "infeed"
 
     worker: int
-    pid: int | None  # None if the worker is not a process
+    pid: int | None
     is_alive: bool
     sample_count: int
     load_s: float
     collate_s: float
     write_s: float
-    alive_s: float  # time alive during epochs or while loading ahead for the next, including before restarts
-    cpu_s: float  # CPU time; 0 if the platform does not report it
-    queued_s: float  # time in which it was ready to run but had no CPU core; 0 if the platform does not report it
-    memory_bytes: int  # resident; shared memory counts in every worker that touched it
+    alive_s: float
+    cpu_s: float
+    queued_s: float
+    memory_bytes: int
     restart_count: int
     retry_count: int
-    pending_s: float = 0.0  # time spent on the current sample, if it is long; not included in the other times yet
+    pending_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -134,45 +159,83 @@ class WorkerStatistics:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counters and times of a loader over all its epochs. ``str`` returns the diagnosis followed by a short table."""
+    """Counters and times of a loader over all its epochs. ``str`` returns the diagnosis followed by a short table.
+
+    Attributes:
+        epoch: the latest epoch.
+        ended_count: epochs that ran to their end.
+        batch_count: number of delivered batches.
+        sample_count: number of delivered samples.
+        byte_count: bytes of delivered batches; 0 for batches passed on as they are.
+        waited_s: time that the training loop waited in ``iter`` and ``next``, without worker start-up time.
+        waiting_s: part of ``waited_s`` for a batch that has not arrived yet.
+        started_s: worker start-up time: the wait for the very first batch.
+        away_s: time the training loop spent in user code.
+        deliver_s: part of the wait that was infeed's work in the training loop's thread.
+        changeover_s: part of the wait for workers to start again, up to their first batch, or to stop.
+        loads_by: how samples are loaded: ``"__getitem__"``, ``"__getitems__"``, ``"__iter__"`` or ``"gathering rows"``.
+        has_collate_fn: whether the user passed ``collate_fn``.
+        keeps_workers: whether workers persist from one epoch to the next.
+        kind: kind of worker.
+        is_auto: whether infeed chooses the number of workers.
+        is_settled: ``False`` while infeed is still searching for the best number of workers.
+        bound: with ``is_auto``, the limit that prevents more workers, although more might help.
+        cpu_limit: ``cpu_limit`` of the loader.
+        worker_count: current number of workers.
+        workers: one entry per worker.
+        core_count: CPU cores that this process may use.
+        batches_in_flight: number of batches that are planned, being loaded or ready.
+        bytes_in_flight: bytes of batches in flight and batches that user code holds.
+        memory_limit: limit of ``bytes_in_flight``; between epochs, the limit that an epoch would get if it began now.
+        skipped_count: bad samples that were skipped.
+        replaced_count: bad samples that were replaced.
+        sample_times: seconds per sample: ``"median"``, ``"p90"``, ``"p99"`` and ``"max"``; empty before the first sample.
+        histogram: histogram of sample times: pairs of upper bound in seconds and number of samples.
+        slowest: the slowest samples, the slowest first.
+        diagnosis: ``finding`` as text.
+        finding: the diagnosis as data; ``None`` if nothing is measured.
+        most_workers: maximum that ``num_workers`` allows; 0 if unknown.
+        prefetch: maximum number of batches in flight, if set by the user.
+        recent: the part of the run that the diagnosis covers; ``None`` for all of it.
+    """
 
     __module__ = "infeed"
 
     epoch: int
-    ended_count: int = 0  # epochs that ran to their end
+    ended_count: int = 0
     batch_count: int
     sample_count: int
-    byte_count: int  # of delivered batches; 0 for batches passed on as they are
-    waited_s: float  # time the training loop waited in `iter` and `next`, without worker start-up time
-    waiting_s: float = 0.0  # part of waited_s for a batch that has not arrived yet
-    started_s: float  # worker start-up time: the wait for the very first batch
-    away_s: float  # time the training loop spent in user code
-    deliver_s: float  # part of the wait that was infeed's work in the training loop's thread
-    changeover_s: float = 0.0  # part of the wait for workers to start again, up to their first batch, or to stop
-    loads_by: str  # how samples are loaded: "__getitem__", "__getitems__", "__iter__", or "gathering rows"
+    byte_count: int
+    waited_s: float
+    waiting_s: float = 0.0
+    started_s: float
+    away_s: float
+    deliver_s: float
+    changeover_s: float = 0.0
+    loads_by: str
     has_collate_fn: bool
-    keeps_workers: bool = True  # whether workers persist from one epoch to the next
+    keeps_workers: bool = True
     kind: Literal["inline", "thread", "process"]
-    is_auto: bool  # whether infeed chooses the number of workers
-    is_settled: bool = True  # False while infeed is still searching for the best number of workers
-    bound: Bound = ""  # if is_auto: the limit that prevents more workers, although more might help
-    cpu_limit: float | None = None  # as passed by the user
-    worker_count: int  # now
+    is_auto: bool
+    is_settled: bool = True
+    bound: Bound = ""
+    cpu_limit: float | None = None
+    worker_count: int
     workers: tuple[WorkerStatistics, ...]
-    core_count: float  # CPU cores that this process may use
-    batches_in_flight: int  # planned, being loaded or ready
-    bytes_in_flight: int  # of batches in flight and batches that user code holds
-    memory_limit: int  # for bytes_in_flight: the current limit, or the one that an epoch would get if it began now
+    core_count: float
+    batches_in_flight: int
+    bytes_in_flight: int
+    memory_limit: int
     skipped_count: int
     replaced_count: int
-    sample_times: Mapping[str, float]  # seconds: "median", "p90", "p99", "max"; empty before the first sample
-    histogram: tuple[tuple[float, int], ...]  # of sample times: (upper bound in seconds, number of samples)
+    sample_times: Mapping[str, float]
+    histogram: tuple[tuple[float, int], ...]
     slowest: tuple[SlowSample, ...]
-    diagnosis: str  # `finding` as text
-    finding: Diagnosis | None = None  # the diagnosis as data; None if nothing is measured
-    most_workers: int = 0  # maximum that num_workers allows; 0 if unknown
-    prefetch: int = 0  # maximum number of batches in flight, if set by the user
-    recent: Recent | None = None  # the part of the run that the diagnosis covers; None: all of it
+    diagnosis: str
+    finding: Diagnosis | None = None
+    most_workers: int = 0
+    prefetch: int = 0
+    recent: Recent | None = None
 
     @property
     def elapsed_s(self) -> float:
