@@ -40,12 +40,12 @@ def test_without_scaling_numbers_stay_what_they_are() -> None:
 
 def test_the_arguments_are_checked() -> None:
     for options, words in (
-        ({"dtype": torch.int32}, "dtype=torch.int32 must be a floating type"),
+        ({"dtype": torch.int32}, "dtype=torch.int32 must be a floating-point type"),
         ({"mean": (0.5,), "std": (1.0, 2.0)}, "mean has 1 numbers and std has 2"),
-        ({"std": (1.0, 0.0, 1.0)}, r"std=\[1.0, 0.0, 1.0\] has a zero"),
+        ({"std": (1.0, 0.0, 1.0)}, r"std=\[1.0, 0.0, 1.0\] contains 0"),
     ):
         with pytest.raises(infeed.ConfigError, match=words):
             ImageConvert(**options)  # type: ignore[arg-type]
     convert = ImageConvert(mean=(0.5, 0.5))
-    with pytest.raises(infeed.ConfigError, match="have 2 numbers, the pictures have 3 channels"):
+    with pytest.raises(infeed.ConfigError, match="have 2 numbers for images with 3 channels"):
         list(DataLoader(Pictures(), batch_size=8, device=Device("cpu", convert=convert)))
