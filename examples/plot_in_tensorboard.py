@@ -1,4 +1,4 @@
-"""Is the loop waiting for data? In TensorBoard, beside the loss.
+"""Show in TensorBoard, beside the loss, how long the training loop waits for data.
 
 pip install "infeed[torch]" tensorboard
 python examples/plot_in_tensorboard.py
@@ -16,7 +16,7 @@ from infeed.torch import DataLoader
 
 
 class Noise(torch.utils.data.Dataset):
-    """Pictures that take two milliseconds each, as from a disk."""
+    """Images that take two milliseconds each, as from a disk."""
 
     def __len__(self) -> int:
         return 1024
