@@ -64,10 +64,8 @@ loader = DataLoader(
     seed=0,
     num_workers=2,  # no `if __name__ == "__main__"` is needed
     persistent_workers=True,
-    on_error="skip",  # a file that cannot be decoded does not end the run
-    error_budget=0.05,
-    device=device,
-    convert=ImageConvert(torch.float32, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),  # runs on the device
+    on_error=infeed.ErrorPolicy("skip", budget=0.05),  # a file that cannot be decoded does not end the run
+    device=infeed.Device(device, convert=ImageConvert(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))),  # runs on the device
 )
 model = nn.Sequential(nn.Conv2d(3, 8, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(len(dataset.classes))).to(device)
 model(torch.zeros(1, 3, SIZE, SIZE, device=device))  # gives the last layer its size

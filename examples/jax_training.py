@@ -30,7 +30,9 @@ def step(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> tuple[dic
 
 
 weights = {"slope": jnp.zeros(()), "shift": jnp.zeros(())}
-with infeed.DataLoader(Points(), batch_size=32, shuffle=True, seed=0, num_workers=2, output="jax") as loader:
+with infeed.DataLoader(
+    Points(), batch_size=32, shuffle=True, seed=0, num_workers=2, device=infeed.Device(output="jax")
+) as loader:
     for epoch in range(4):
         for x, y in loader:
             assert isinstance(x, jax.Array)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+import infeed
 from infeed.torch import DataLoader, ImageConvert
 
 
@@ -38,8 +39,10 @@ loader = DataLoader(
     batch_size=32,
     shuffle=True,
     num_workers=2,
-    device=device,  # copied ahead of the training loop, on a separate stream, from page-locked memory
-    convert=ImageConvert(torch.bfloat16, channels_last=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+    device=infeed.Device(  # copied ahead of the training loop, on a separate stream, from page-locked memory
+        device,
+        convert=ImageConvert(torch.bfloat16, channels_last=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+    ),
 )
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.Flatten(), torch.nn.LazyLinear(10)).to(
     device, torch.bfloat16

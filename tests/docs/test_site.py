@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import infeed
+import infeed.testing
 from tests.helpers import ROOT
 
 pytest.importorskip("mkdocs")
@@ -65,3 +67,13 @@ def test_the_reference_describes_what_is_public(site: Path, name: str) -> None:
 
     assert re.findall(r'class="doc doc-object', page)
     assert "doc-contents" in page
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    """Each has an entry with an anchor of its own."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    anchors = {name.rpartition(".")[2] for name in re.findall(r'<h\d id="(infeed[\w.]*)"', text)}
+
+    assert {*infeed.__all__, "open", *infeed.testing.__all__, "ImageConvert", "install", "uninstall"} - anchors == set()
