@@ -113,9 +113,10 @@ class PieceCache:
             file = OpenFile(path)
             if os.fstat(file.fd).st_size != size:  # after a power failure
                 return None
-            os.utime(path)  # marks the piece as used
-        except FileNotFoundError:
+        except OSError:  # it does not exist, or belongs to another user
             return None
+        with suppress(OSError):
+            os.utime(path)  # marks the piece as used
         return file
 
     def _fetch(self, url: str, stat: Stat, number: int, storage: Storage) -> OpenFile | bytes:
