@@ -12,6 +12,7 @@
                                         the tests that need no torch, with another Python (a version or a path)
     python dev.py check                 lint, format, layers and types only
     python dev.py docs  [serve]         build the documentation into site/; serve: show it, and build it again when it changes
+    python dev.py build                 build wheel and sdist into dist/, and check their metadata
     python dev.py bench [options]       run benchmarks/run.py
 
 The first call makes `.venv` beside this file and installs infeed into it, editable. Later calls install again only when
@@ -42,7 +43,7 @@ VENV = ROOT / ".venv"
 STAMP = "infeed-installed.json"
 
 # Which extra each command needs.
-EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "docs": "docs", "bench": "dev"}
+EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "docs": "docs", "build": "build", "bench": "dev"}
 # Tests that have an environment of their own, and need none here.
 TIERS = {"--windows": "tools/windows.py", "--libraries": "tools/libraries.py"}
 # `test --quick`: pure code, loading in the main process and threads.
@@ -71,6 +72,8 @@ def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
         return [[["-m", "infeed", "demo", *arguments]]]
     if command == "bench":
         return [[["benchmarks/run.py", *arguments]]]
+    if command == "build":
+        return [[["-m", "build", "--outdir", "dist"]], [["-m", "twine", "check", "--strict", "dist/*"]]]
     if command == "docs":
         return [[["-m", "mkdocs", *(arguments or ["build", "--strict"])]]]
     if command == "test" and "--quick" in arguments:
@@ -243,8 +246,9 @@ def main(argv: list[str]) -> int:
     if command == "docs" and arguments not in ([], ["serve"]):
         print(f"dev.py: arguments={arguments!r} mean nothing to docs; use `docs` or `docs serve`")
         return 2
-    if command == "check" and arguments:
-        print(f"dev.py: arguments={arguments!r} mean nothing to check; use test to pass arguments on to pytest")
+    if command in ("check", "build") and arguments:
+        hint = "; use test to pass arguments on to pytest" if command == "check" else ""
+        print(f"dev.py: arguments={arguments!r} mean nothing to {command}{hint}")
         return 2
     try:
         for option, script in TIERS.items():

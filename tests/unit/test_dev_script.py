@@ -77,6 +77,13 @@ def test_docs_are_built_strict_or_served(dev: ModuleType) -> None:
     assert dev.steps("docs", ["serve"]) == [[["-m", "mkdocs", "serve"]]]
 
 
+def test_build_checks_what_it_built(dev: ModuleType) -> None:
+    """twine sees the files of the step before it."""
+    build, check = dev.steps("build", [])
+    assert build[0][:2] == ["-m", "build"]
+    assert check[0][:3] == ["-m", "twine", "check"]
+
+
 def test_this_python_is_found_by_version_and_by_path(dev: ModuleType) -> None:
     """`--python` takes both."""
     assert dev.version_of([sys.executable]) == "{}.{}".format(*sys.version_info)
@@ -170,7 +177,7 @@ def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["fly"], "command='fly' is unknown; use one of demo, test, check, docs, bench"),
+        (["fly"], "command='fly' is unknown; use one of demo, test, check, docs, build, bench"),
         (["check", "-x"], "arguments=['-x'] mean nothing to check; use test to pass arguments on to pytest"),
         (["docs", "-x"], "arguments=['-x'] mean nothing to docs; use `docs` or `docs serve`"),
         (["test", "--python"], "--python needs a version such as 3.13, or a path"),
