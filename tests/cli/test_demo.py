@@ -1,6 +1,7 @@
 """The demo: what it prints, what it leaves behind, how it says no."""
 
 import importlib.util
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,18 +15,19 @@ import infeed
 from infeed.cli import main
 from infeed.cli.demo import Timing, _print_table, measure
 
-SMALL = ["demo", "--pictures", "6", "--workers", "1", "--batch-size", "2", "--epochs", "1"]
-ROWS = ["infeed, inline", "infeed, threads", "infeed, processes"]
+SMALL = ["demo", "--images", "6", "--workers", "1", "--batch-size", "2", "--seconds", "0.05"]
+ROWS = ["infeed, no workers", "infeed, threads", "infeed, processes"]
 
 
 @pytest.fixture
 def temp_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for temporary files in which whatever the demo leaves behind is seen."""
+    """A folder for temporary files and the report, which shows what the demo leaves behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def assert_no_pictures_left(temp_root: Path) -> None:
+def assert_no_images_left(temp_root: Path) -> None:
     assert list(temp_root.glob("infeed-demo-*")) == []
     assert list(temp_root.rglob("*.jpg")) == []
 
@@ -34,27 +36,30 @@ def assert_no_pictures_left(temp_root: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.process
 @pytest.mark.slow
-def test_every_loader_has_a_row_and_the_pictures_are_removed(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run ends with a row for each loader, a line that says what ran, and an empty temporary directory."""
+def test_every_loader_has_a_row_and_the_images_are_removed(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run ends with a row for each loader, a report, the next steps, and an empty temporary directory."""
     pytest.importorskip("PIL")
-    assert main(SMALL) == 0
+    assert main([*SMALL, "--report", "timeline.json"]) == 0
 
     out = capsys.readouterr().out
     for row in [*ROWS, *(["torch DataLoader"] if importlib.util.find_spec("torch") else [])]:
         assert row in out
-    assert "1 worker, batch size 2, 6 pictures, 1 epoch" in out
-    assert_no_pictures_left(temp_root)
+    assert "1 worker, batch size 2, 6 images" in out
+    assert str(temp_root / "timeline.json") in out
+    assert json.loads((temp_root / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert "infeed run train.py" in out
+    assert_no_images_left(temp_root)
 
 
-def test_ctrl_c_leaves_one_line_and_no_pictures(
+def test_ctrl_c_leaves_one_line_and_no_images(
     temp_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl+C while loading gives exit code 130, no traceback, and an empty temporary directory."""
     pytest.importorskip("PIL")
-    pictures_seen: list[Path] = []
+    images_seen: list[Path] = []
 
     def interrupt(*args: object, **kwargs: object) -> None:
-        pictures_seen.extend(temp_root.rglob("*.jpg"))
+        images_seen.extend(temp_root.rglob("*.jpg"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(infeed, "DataLoader", interrupt)
@@ -64,8 +69,8 @@ def test_ctrl_c_leaves_one_line_and_no_pictures(
     err = capsys.readouterr().err
     assert err.splitlines()[-1] == "infeed demo: interrupted"
     assert "Traceback" not in err
-    assert len(pictures_seen) == 6
-    assert_no_pictures_left(temp_root)
+    assert len(images_seen) == 6
+    assert_no_images_left(temp_root)
 
 
 @pytest.mark.parametrize("module", ["PIL", "tqdm", "rich"])
@@ -80,15 +85,15 @@ def test_a_missing_package_is_named_with_the_cure(
     err = capsys.readouterr().err
     assert {"PIL": "Pillow"}.get(module, module) in err
     assert err.endswith("pip install infeed[demo]\n")
-    assert_no_pictures_left(temp_root)
+    assert_no_images_left(temp_root)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--pictures", "0"], "--pictures: '0' is no number; give 1 or more"),
-        (["--workers", "many"], "--workers: 'many' is no number; give 1 or more"),
-        (["--batch-size", "-1"], "--batch-size: '-1' is no number; give 1 or more"),
+        (["--images", "0"], "--images: '0' is not a number"),
+        (["--workers", "many"], "--workers: 'many' is not a number"),
+        (["--batch-size", "-1"], "--batch-size: '-1' is not a number"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -117,8 +122,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"infeed {infeed.__version__}\n"
 
 
-def test_time_outside_the_loops_own_work_counts_as_waiting() -> None:
-    """Making the loader, each batch, and the end of an epoch are waits; the loop's own work and closing are not."""
+def test_the_rate_covers_the_time_from_the_first_batch_on() -> None:
+    """Creating the loader and the first batch are start-up. Time between two batches, and between epochs, is waiting."""
     now = 0.0
 
     def pass_time(seconds: float) -> None:
@@ -136,11 +141,28 @@ def test_time_outside_the_loops_own_work_counts_as_waiting() -> None:
         pass_time(5)
         return nullcontext(SlowLoader())
 
-    timing = measure("slow", open_loader, epochs=2, on_batch=lambda count: pass_time(10 * count), clock=lambda: now)
+    timing = measure("slow", open_loader, seconds=40, on_batch=lambda count: pass_time(10 * count), clock=lambda: now)
 
-    assert timing == Timing("slow", image_count=6, total_s=5 + 2 * (3 + 20 + 3 + 10 + 1), first_batch_s=8, waited_s=19)
-    assert timing.images_per_s == pytest.approx(6 / 79)
-    assert timing.waited_share == pytest.approx(19 / 79)
+    # 20 s of work; wait 3 s, 10 s of work; wait 1 + 3 s, 20 s of work: then 40 s have passed.
+    assert timing == Timing("slow", image_count=5, seconds=57, first_batch_s=8, waited_s=7)
+    assert timing.images_per_s == pytest.approx(5 / 57)
+    assert timing.waited_share == pytest.approx(7 / 57)
+
+
+def test_a_report_that_cannot_be_written_is_refused_first(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before any image is generated."""
+    assert main([*SMALL, "--report", str(temp_root / "absent" / "demo.html")]) == 2
+
+    assert "--report" in capsys.readouterr().err
+    assert_no_images_left(temp_root)
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    out = capsys.readouterr().out
+    assert all(f"  infeed {command} " in out for command in ("run", "doctor", "bench", "demo"))
 
 
 def test_no_number_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from infeed.doctor.checks import examine
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Moment, Probe, ProcessSeen, Run, SlowIndex
-from infeed.doctor.findings import Finding, examine
+from infeed.doctor.finding import Finding
 
 MB = 1 << 20
 

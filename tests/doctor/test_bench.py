@@ -100,7 +100,7 @@ def test_an_empty_dataset_and_one_without_a_batch_are_told() -> None:
             return iter([1])
 
     found = Bench(Short(), batch_size=2, seconds=1).measure(Setting("inline", 0))
-    assert found.error.startswith("the dataset gave less than one batch; give a smaller --batch-size")
+    assert "--batch-size" in found.error
 
 
 def test_what_a_dataset_raises_is_a_result() -> None:
@@ -199,17 +199,17 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["data"], 2, "'data' names no dataset; give module:dataset"),
-        (["data:absent"], 3, "module 'data' has no 'absent'; it has make, number"),
-        (["data:number"], 3, "data:number is a int, which is no dataset"),
+        (["data"], 2, "'data' is not module:dataset"),
+        (["data:absent"], 3, "module 'data' has no 'absent'; it defines make, number"),
+        (["data:number"], 3, "data:number is a int, not a dataset"),
         (["bad:Needs"], 3, "bad:Needs() cannot be called: missing a required argument: 'root'; name a function without"),
         (["bad:make"], 3, "bad:make could not be loaded: OSError: no such folder"),
         (["worse:train_set"], 3, "worse:train_set could not be loaded: ZeroDivisionError: division by zero"),
         (["bad:Broken", "--seconds", "0.1"], 3, "bad:Broken could not be loaded: ValueError: no such disk"),
-        (["data:make", "--batch-size", "0"], 2, "'0' is no number of samples; give 1 or more"),
-        (["data:make", "--json", "absent/x"], 2, "--json absent/x cannot be written: there is no folder"),
-        (["data:make", "--html", "absent/x"], 2, "--html absent/x cannot be written: there is no folder"),
-        (["data:make", "--seconds", "0"], 2, "0 is no time; give more than 0 seconds"),
+        (["data:make", "--batch-size", "0"], 2, "'0' is not a number of samples; pass 1 or more"),
+        (["data:make", "--json", "absent/x"], 2, "--json absent/x cannot be written: folder"),
+        (["data:make", "--html", "absent/x"], 2, "--html absent/x cannot be written: folder"),
+        (["data:make", "--seconds", "0"], 2, "0 is out of range; pass more than 0 seconds"),
     ],
 )
 def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
@@ -257,7 +257,7 @@ class Deadly:
 """)
     result = run_bench(tmp_path, "deadly:Deadly")
 
-    assert result.err.endswith("the dataset has 20 samples, so this is the batch size\n  no workers: ")
+    assert result.err.endswith("batch size reduced to 20, the number of samples\n  no workers: ")
     assert result.code == 7
 
 
@@ -268,6 +268,6 @@ def test_where_one_setting_fails_others_are_tried(tmp_path: Path) -> None:
     result = run_bench(tmp_path, "bad:Somewhere", "--seconds", "0.05", "--worker", "thread")
 
     assert "1 thread: ValueError: not here" in result.out
-    assert "the choice is among the others" in result.out
+    assert "not measured" in result.out
     assert "num_workers=0" in result.out
     assert result.code == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Run, read_events
-from infeed.doctor.findings.finding import describe
+from infeed.doctor.finding import describe
 from tests.doctor.evidence_of import loader
 
 
@@ -27,7 +27,7 @@ def test_what_is_auto_is_what_was_seen_last() -> None:
     seen = seen_by(asked, few, many)
 
     assert (seen.kind, seen.num_workers, seen.pids) == ("process", 3, [5, 6, 7, 8])
-    assert describe(seen) == "infeed.DataLoader(D, batch_size=1, num_workers='auto'), by now 3 processes"
+    assert describe(seen) == "infeed.DataLoader(D, batch_size=1, num_workers='auto'), now 3 processes"
     assert seen_by(asked, many, {"kind": "thread", "count": 1, "pids": []}).kind == "thread"
 
 
@@ -54,7 +54,7 @@ def test_auto_is_not_judged_by_its_warm_up() -> None:
         seen = Run(program="train.py")
         read_events(seen, events)
         told = seen.loaders[0]
-        assert told.given_count == sum(len(event.get("waits", ())) for event in events)
+        assert told.delivered_count == sum(len(event.get("waits", ())) for event in events)
         assert told.iterated_s == sum(sum(event.get("waits", ())) + sum(event.get("aways", ())) for event in events)
         return told.waited_s, told.away_s, told.batch_count
 
@@ -94,5 +94,5 @@ def test_of_an_epoch_that_gave_none_no_batch_is_counted() -> None:
     epochs = [EpochSeen(at, 1.0, True, [0.25] * 2, [0.5] * 2) for at in (0.0, 3.0)]
     seen = loader(epochs=[*epochs, EpochSeen(6.0)])
 
-    assert (seen.given_count, seen.batch_count) == (6, 4)
+    assert (seen.delivered_count, seen.batch_count) == (6, 4)
     assert seen.iterated_s == pytest.approx(5.0)

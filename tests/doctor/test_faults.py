@@ -40,7 +40,7 @@ for epoch in range(3):
 # In the order of the list of findings: its name, what its text must say, and a program that has it.
 TROUBLES = {
     "no-batch": (
-        "the workers do nothing",
+        "all workers are idle",
         """
 class Stuck(Base):
     def __getitem__(self, index): threading.Event().wait()
@@ -55,7 +55,7 @@ import numexpr
 for batch in DataLoader(Base(), batch_size=8, num_workers=1): step()
 """,
     ),
-    "cannot-be-sent": (
+    "not-picklable": (
         "dataset.lock is a _thread.lock",
         """
 class Locked(Base):
@@ -75,7 +75,7 @@ for batch in DataLoader(Random(), batch_size=8, num_workers=2): step()
 """,
     ),
     "same-samples": (
-        "each worker reads the whole stream",
+        "each worker reads the whole iterable dataset",
         """
 class Stream(IterableDataset):
     def __iter__(self): return iter(range(200))
@@ -83,7 +83,7 @@ class Stream(IterableDataset):
 for batch in DataLoader(Stream(), batch_size=8, num_workers=2): step()
 """,
     ),
-    "loop-waits": (
+    "data-bound": (
         "there are no workers",
         """
 class Slow(Base):
@@ -101,7 +101,7 @@ class Slow(Base):
 for batch in DataLoader(Slow(), batch_size=8): step()
 """,
     ),
-    "storage-bound": (
+    "slow-storage": (
         "samples wait",
         """
 class Far(Base):
@@ -166,7 +166,7 @@ class Leaky(Base):
 for batch in DataLoader(Leaky(), batch_size=1, num_workers=1): step()
 """,
     ),
-    "big-objects": (
+    "large-objects": (
         "dataset.names, a list of 600,000 str",
         """
 class Names(Base):
@@ -262,7 +262,7 @@ def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) 
     found = {finding["name"]: finding for finding in told["findings"]}
     assert name in found, told
     assert word in json.dumps(found[name])
-    assert set(found[name]["cure"]) == {"torch", "infeed"}
+    assert set(found[name]["fix"]) == {"torch", "infeed"}
     assert code == 1
 
 
@@ -279,12 +279,12 @@ class Product(Base):
 
 for batch in DataLoader(Product(), batch_size=16, num_workers=len(os.sched_getaffinity(0))): pass
 """
-    _, told = diagnose(tmp_path, program, "--seconds", "4", until="more threads in workers than there are cores")
+    _, told = diagnose(tmp_path, program, "--seconds", "4", until='"bottleneck": "thread-pools"')
 
     first, second = told["findings"][:2]
-    assert (first["name"], second["name"]) == ("loop-waits", "thread-pools")
-    assert "more threads in workers than there are cores" in first["evidence"]["for"]
-    assert first["cure"]["torch"] == second["cure"]["torch"]
+    assert (first["name"], second["name"]) == ("data-bound", "thread-pools")
+    assert first["bottleneck"] == "thread-pools"
+    assert first["fix"]["torch"] == second["fix"]["torch"]
 
 
 SLOW_COLLATE = """
@@ -304,12 +304,12 @@ for batch in {library}(Quick(), batch_size=8, num_workers=2, collate_fn=collate)
 @pytest.mark.parametrize("library", ["DataLoader", "infeed.DataLoader"])
 def test_a_slow_collate_fn_is_what_the_loop_waits_for(tmp_path: Path, library: str) -> None:
     """It waits and does not compute: more workers help, however few cores there are. Samples cost next to nothing."""
-    _, told = diagnose(tmp_path, SLOW_COLLATE.format(library=library), until="collate_fn: it takes ")
+    _, told = diagnose(tmp_path, SLOW_COLLATE.format(library=library), until='"bottleneck": "collate"')
 
     found = {finding["name"]: finding for finding in told["findings"]}
-    assert found["loop-waits"]["evidence"]["for"].startswith("collate_fn: it takes ")
-    assert "a cheaper collate_fn" in found["loop-waits"]["cure"]["infeed"]
-    assert int(found["num-workers"]["cure"]["infeed"].removeprefix("num_workers=")) > 2
+    assert found["data-bound"]["bottleneck"] == "collate"
+    assert "a cheaper collate_fn" in found["data-bound"]["fix"]["infeed"]
+    assert int(found["num-workers"]["fix"]["infeed"].removeprefix("num_workers=")) > 2
 
 
 IN_PYTHON = """
@@ -327,17 +327,17 @@ def test_threads_that_compute_in_python_are_told_of_the_gil(tmp_path: Path) -> N
     """They come to one core, whatever there is."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one core processes are no better")
-    _, told = diagnose(tmp_path, IN_PYTHON, "--seconds", "2", until="the GIL")
+    _, told = diagnose(tmp_path, IN_PYTHON, "--seconds", "2", until='"bottleneck": "gil"')
 
     first = told["findings"][0]
-    assert first["name"] == "loop-waits"
-    assert "the GIL" in first["evidence"]["for"]
-    assert first["cure"]["infeed"].startswith("worker='process'")
+    assert first["name"] == "data-bound"
+    assert first["bottleneck"] == "gil"
+    assert first["fix"]["infeed"].startswith("worker='process'")
     assert "worker='thread'" in first["loader"]
 
 
 def test_there_is_a_program_for_each_finding() -> None:
     """Nothing is claimed that was not seen."""
-    from infeed.doctor.findings import NAMES
+    from infeed.doctor.checks import NAMES
 
     assert tuple(TROUBLES) == NAMES

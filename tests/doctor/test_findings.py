@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from infeed.doctor.checks import NAMES, examine
 from infeed.doctor.evidence import EpochSeen, Fork, Moment, Probe, ProcessSeen, SlowIndex
-from infeed.doctor.findings import NAMES, examine
-from infeed.doctor.findings.counting import best_workers, slowest_s
-from infeed.doctor.findings.finding import way_s
+from infeed.doctor.time_checks import best_workers, slowest_s, transfer_s
 from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, run, stream, uneven
 
 
@@ -25,7 +24,7 @@ def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
 @pytest.mark.parametrize(("wait", "found"), [(0.005, False), (0.02, True)])
 def test_a_loop_that_waits_a_tenth_of_its_time_is_told(wait: float, found: bool) -> None:
     """Per batch it works 0.1 s."""
-    assert ("loop-waits" in names(loader(wait=wait))) is found
+    assert ("data-bound" in names(loader(wait=wait))) is found
 
 
 def test_a_little_waiting_proves_nothing() -> None:
@@ -33,13 +32,13 @@ def test_a_little_waiting_proves_nothing() -> None:
     assert names(loader(wait=0.005, away=0.005)) == []
 
 
-@pytest.mark.parametrize(("wait", "reason"), [(0.15, "the way from workers"), (0.02, "workers: there are too few")])
+@pytest.mark.parametrize(("wait", "reason"), [(0.15, "transfer"), (0.02, "few-workers")])
 def test_workers_that_could_bring_more_are_not_too_few(wait: float, reason: str) -> None:
     """Two of them could bring a batch every 0.1 s; the loop works for 0.1 s and waits besides."""
     probe = Probe(sample_count=100, sample_s=0.02, median_s=0.02, cpu_s=0.02, switches=0.0)
     found = {finding.name: finding for finding in examine(run(loader(wait=wait, away=0.1, probe=probe)))}
 
-    assert reason in found["loop-waits"].evidence["for"]
+    assert found["data-bound"].bottleneck == reason
 
 
 def test_without_a_loop_nobody_waits() -> None:
@@ -93,7 +92,8 @@ def test_what_more_workers_bring_is_foretold_from_what_those_there_bring() -> No
     probe = Probe(sample_count=10, sample_s=0.01, cpu_s=0.01)
     found = {finding.name: finding for finding in examine(run(loader(wait=0.39, away=0.01, probe=probe)))}
 
-    assert found["num-workers"].title == "num_workers=4 would be better than 2: about 50% less time"
+    assert found["num-workers"].numbers["workers"] == 4
+    assert found["num-workers"].numbers["gain"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_no_workers_are_proposed_where_they_only_cost() -> None:
@@ -101,8 +101,8 @@ def test_no_workers_are_proposed_where_they_only_cost() -> None:
     probe = Probe(sample_count=10, sample_s=1e-6, cpu_s=1e-6)
     found = {finding.name: finding for finding in examine(run(loader(wait=0.001, away=0.001, batches=400, probe=probe)))}
 
-    assert found["num-workers"].cure["torch"] == "num_workers=0"
-    assert "the way from the workers" in found["loop-waits"].evidence["for"]
+    assert found["num-workers"].fix["torch"] == "num_workers=0"
+    assert found["data-bound"].bottleneck == "transfer"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_reading_is_slow_if_samples_read_and_wait(changes: dict[str, Any], found
     given: dict[str, Any] = {"sample_count": 9, "sample_s": 0.01, "cpu_s": 0.001, "switches": 1.0, "read_bytes": 1e6}
     probe = Probe(**{**given, **changes})
 
-    assert ("storage-bound" in names(loader(wait=0.1, probe=probe))) is found
+    assert ("slow-storage" in names(loader(wait=0.1, probe=probe))) is found
 
 
 def test_slow_samples_count_if_they_take_much_of_the_time() -> None:
@@ -134,20 +134,20 @@ def test_slow_samples_are_blamed_before_the_number_of_workers() -> None:
     """They take most of the loading. The loop waits for them, and they come before a number of workers."""
     found = examine(run(uneven(), seconds=1.4))
 
-    assert [one.name for one in found] == ["loop-waits", "slow-samples", "num-workers"]
-    assert found[0].evidence["for"].startswith("a few slow samples: they take 60% of the loading; index 0 300 ms")
-    assert "make these samples cheaper" in found[0].cure["torch"]
+    assert [one.name for one in found] == ["data-bound", "slow-samples", "num-workers"]
+    assert found[0].bottleneck == "slow-samples"
+    assert (found[0].numbers["sample"], found[0].numbers["seconds"]) == ("index 0", 0.3)
 
 
 def test_slow_samples_are_not_blamed_where_there_is_enough_to_do_without_them() -> None:
     """One of 200 is a quarter of the loading; others would not come in time either, or, for another loop, they would."""
     busy, calm = (
-        {one.name: one for one in examine(run(uneven(1, wait=0.05, away=away)))}["loop-waits"].evidence["for"]
+        {one.name: one for one in examine(run(uneven(1, wait=0.05, away=away)))}["data-bound"].bottleneck
         for away in (0.005, 0.03)
     )
 
-    assert "slow samples" not in busy
-    assert "slow samples" in calm
+    assert busy != "slow-samples"
+    assert calm == "slow-samples"
 
 
 def test_no_more_is_promised_of_workers_than_the_slowest_sample_allows() -> None:
@@ -155,12 +155,12 @@ def test_no_more_is_promised_of_workers_than_the_slowest_sample_allows() -> None
     seen = uneven(batches=9)
     best = best_workers(run(seen), seen)
     found = {one.name: one for one in examine(run(seen))}["num-workers"]
-    gain = float(found.title.split("about ")[1].split("%")[0]) / 100
+    gain = found.numbers["gain"]
 
     assert slowest_s(seen, 64) == pytest.approx((0.3 + 7 * 0.004) / 10)
     assert 1 - gain >= slowest_s(seen, best) / 0.055
     assert best == 10 < best_workers(run(seen), uneven(probe=replace(seen.probe, slow=[])))
-    assert "more would wait for slow samples" in found.evidence["why"]
+    assert found.numbers["limit"] == "slow-samples"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
 
     assert finding.evidence["threads"] == "Python thread logger, cv2 (3)"
     assert finding.evidence["harmless"].startswith("OpenBLAS (numpy)")
-    assert "cv2.setNumThreads(0)" in finding.cure["torch"]
+    assert "cv2.setNumThreads(0)" in finding.fix["torch"]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_what_pickle_cannot_send_matters_where_nothing_is_forked(method: str, is
     """What nothing can send matters everywhere."""
     seen = loader(start_method=method, probe=Probe(unpicklable="collate_fn: a lambda"))
 
-    assert ("cannot-be-sent" in names(seen, is_fork_default=is_fork_default)) is found
+    assert ("not-picklable" in names(seen, is_fork_default=is_fork_default)) is found
     both = Probe(unsendable="dataset.lock is a lock", unpicklable="dataset: cannot pickle a lock")
-    assert "cannot-be-sent" in names(loader(start_method=method, probe=both))
+    assert "not-picklable" in names(loader(start_method=method, probe=both))
 
 
 def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
@@ -243,7 +243,7 @@ def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
     probe = Probe(unsendable="dataset is a __main__.Faces")
 
     assert names(loader(probe=probe)) == []
-    assert names(loader(probe=probe, library="infeed", start_method="")) == ["cannot-be-sent"]
+    assert names(loader(probe=probe, library="infeed", start_method="")) == ["not-picklable"]
     assert names(loader(probe=probe, library="infeed", start_method="", kind="thread")) == []
 
 
@@ -274,7 +274,7 @@ def test_what_every_worker_has_again_is_told(size: int, is_array: bool, method: 
     """Two workers."""
     seen = loader(start_method=method, probe=Probe(heavy=[("dataset.names", size, is_array)]))
 
-    assert ("big-objects" in names(seen)) is found
+    assert ("large-objects" in names(seen)) is found
 
 
 @pytest.mark.parametrize(("cores", "found"), [(8, False), (4, True)])
@@ -325,17 +325,17 @@ def test_a_stream_that_every_worker_reads_gives_its_samples_again(options: dict[
     assert ("same-samples" in told) is is_told
     if is_told:
         assert told["same-samples"].risk == "wrong results"
-        assert told["same-samples"].title == "Every sample comes 2 times: each worker reads the whole stream"
+        assert told["same-samples"].numbers["copies"] == 2
 
 
 def test_loading_that_takes_as_long_by_hand_is_no_reason_for_fewer_workers() -> None:
     """One worker brings a batch as fast as it is loaded: that is not the way from it."""
     seen = loader(wait=0.0997, away=0.0, num_workers=1, library="infeed", probe=costly(0.00994))
     told = {one.name: one for one in examine(run(seen))}
-    assert "the way from" not in str(told["loop-waits"].evidence)
-    assert "num_workers=0" not in str(told["loop-waits"].cure)
+    assert told["data-bound"].bottleneck != "transfer"
+    assert "num_workers=0" not in str(told["data-bound"].fix)
     quick = loader(wait=0.0997, away=0.0, num_workers=1, library="infeed", probe=costly(0.007))
-    assert "num_workers=0" in str({one.name: one for one in examine(run(quick))}["loop-waits"].cure)
+    assert "num_workers=0" in str({one.name: one for one in examine(run(quick))}["data-bound"].fix)
 
 
 def test_findings_come_in_order_of_what_they_cost() -> None:
@@ -348,11 +348,11 @@ def test_findings_come_in_order_of_what_they_cost() -> None:
 
     assert found == [
         "fork-with-threads",
-        "cannot-be-sent",
+        "not-picklable",
         "same-random-numbers",
-        "loop-waits",
+        "data-bound",
         "no-pinning",
-        "big-objects",
+        "large-objects",
     ]
     assert set(found) <= set(NAMES)
 
@@ -378,14 +378,14 @@ def test_a_loop_that_does_not_wait_needs_no_faster_samples() -> None:
     probe = Probe(sample_count=9, sample_s=0.01, median_s=0.001, cpu_s=0.001, switches=1.0, read_bytes=1e6, slow=slow)
 
     assert names(loader(probe=probe)) == []
-    assert set(names(loader(wait=0.1, probe=probe))) >= {"storage-bound", "slow-samples"}
+    assert set(names(loader(wait=0.1, probe=probe))) >= {"slow-storage", "slow-samples"}
 
 
 def test_a_change_that_brings_little_is_not_proposed() -> None:
     """A fourth worker, if three already do almost as well as four should."""
     probe = Probe(sample_count=10, sample_s=0.04, cpu_s=0.04)
 
-    assert names(loader(wait=0.06, away=0.05, num_workers=3, probe=probe)) == ["loop-waits"]
+    assert names(loader(wait=0.06, away=0.05, num_workers=3, probe=probe)) == ["data-bound"]
 
 
 def test_a_program_that_was_never_seen_to_run_has_no_findings() -> None:
@@ -399,7 +399,7 @@ def test_workers_are_proposed_only_where_a_batch_is_worth_its_way(sample_s: floa
     seen = loader(wait=10 * sample_s, away=10 * sample_s, batches=2000, num_workers=0, kind="inline", probe=costly(sample_s))
 
     assert ("num-workers" in names(seen)) is found
-    assert "loop-waits" in names(seen)
+    assert "data-bound" in names(seen)
 
 
 @pytest.mark.parametrize(("library", "found"), [("torch", False), ("infeed", True)])
@@ -408,7 +408,7 @@ def test_large_batches_take_longer_from_workers_of_torch(library: str, found: bo
     given: dict[str, Any] = {"num_workers": 0, "kind": "inline", "batch_bytes": 25_000_000, "probe": costly(1e-3)}
     seen = loader(wait=0.01, away=0.01, batches=100, library=library, **given)
 
-    assert way_s(seen) > 0.01 or found
+    assert transfer_s(seen) > 0.01 or found
     assert ("num-workers" in names(seen)) is found
 
 
@@ -418,15 +418,15 @@ def test_no_more_workers_are_proposed_where_the_way_is_longer_than_loading(size:
     seen = loader(wait=0.05, away=0.001, num_workers=1, batch_bytes=size, probe=costly(sample_s))
     found = {finding.name: finding for finding in examine(run(seen))}
 
-    assert found["num-workers"].cure["infeed"] == f"num_workers={best}"
+    assert found["num-workers"].fix["infeed"] == f"num_workers={best}"
 
 
 def test_the_way_counts_in_what_more_workers_would_bring() -> None:
     """Two workers bring a batch every 15 ms. Of one of 25 MB 11 of these are its way, which it takes from four as well."""
     given: dict[str, Any] = {"wait": 0.014, "away": 0.001, "batches": 100, "probe": costly(1.5e-3)}
 
-    assert names(loader(batch_bytes=1000, **given)) == ["loop-waits", "num-workers"]
-    assert names(loader(batch_bytes=25_000_000, **given)) == ["loop-waits"]
+    assert names(loader(batch_bytes=1000, **given)) == ["data-bound", "num-workers"]
+    assert names(loader(batch_bytes=25_000_000, **given)) == ["data-bound"]
 
 
 def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() -> None:
@@ -436,8 +436,8 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
         for one in (1e-4, 1e-3)
     )
 
-    assert ["larger batches" in finding.cure["torch"] for finding in cheap] == [True]
-    assert not any("larger batches" in finding.cure["torch"] for finding in dear)
+    assert ["larger batches" in finding.fix["torch"] for finding in cheap] == [True]
+    assert not any("larger batches" in finding.fix["torch"] for finding in dear)
 
 
 @pytest.mark.parametrize(
@@ -445,9 +445,9 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
     [
         ({"num_workers": 0, "kind": "inline"}, "num_workers=1 or more"),
         ({"num_workers": 0, "kind": "inline", "is_gathered": True}, "larger batches"),
-        ({"probe": costly(0.1)}, "num_workers=4; cheaper samples"),
-        ({"probe": costly(0.01), "num_workers": 0, "kind": "inline"}, "num_workers=4, which load while"),
-        ({"probe": costly(0.1), "num_workers": 4}, "cheaper samples"),
+        ({"probe": costly(0.1)}, "num_workers=4; do work beforehand"),
+        ({"probe": costly(0.01), "num_workers": 0, "kind": "inline"}, "num_workers=4, to load during"),
+        ({"probe": costly(0.1), "num_workers": 4}, "do work beforehand"),
         ({"probe": costly(1e-4)}, "num_workers=0"),
         ({"probe": costly(0.02)}, "fewer, larger arrays"),
     ],
@@ -457,7 +457,7 @@ def test_a_loop_that_waits_is_told_what_to_do_whatever_else_is_found(changes: di
     """It stands alone: other findings may not be there, or be left out."""
     found = {one.name: one for one in examine(run(loader(wait=0.3, away=0.01, library=library, **changes)))}
 
-    assert all(cure in text for text in found["loop-waits"].cure.values())
+    assert all(cure in text for text in found["data-bound"].fix.values())
 
 
 @pytest.mark.parametrize("library", ["torch", "infeed"])
@@ -466,10 +466,10 @@ def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(li
     found = {one.name: one for one in examine(run(stream(library=library)))}
     alone = {one.name: one for one in examine(run(stream(library=library, num_workers=0, kind="inline", away=0.1)))}
 
-    assert list(found) == (["loop-waits"] if library == "infeed" else ["same-samples", "loop-waits"])
-    assert ("one worker" if library == "infeed" else "each worker") + " reads all of it" in found["loop-waits"].evidence["for"]
-    assert "get_worker_info()" in found["loop-waits"].cure["infeed"]
-    assert alone["num-workers"].cure["infeed"] == "num_workers=1"
+    assert list(found) == (["data-bound"] if library == "infeed" else ["same-samples", "data-bound"])
+    assert found["data-bound"].bottleneck == ("one-reader" if library == "infeed" else "every-reader")
+    assert "get_worker_info()" in found["data-bound"].fix["infeed"]
+    assert alone["num-workers"].fix["infeed"] == "num_workers=1"
     assert "num-workers" in names(stream(library=library, shards_itself=True, wait=0.05))
 
 
@@ -479,8 +479,8 @@ def test_nobody_who_leaves_the_number_to_infeed_is_told_one() -> None:
     found = examine(run(auto(wait=0.2, away=0.01, probe=probe)))
     fixed = loader(wait=0.2, away=0.01, probe=probe, library="infeed", start_method="")
 
-    assert sorted(finding.name for finding in found) == ["loop-waits", "storage-bound"]
-    assert not any("num_workers=" in finding.cure["infeed"] for finding in found)
+    assert sorted(finding.name for finding in found) == ["data-bound", "slow-storage"]
+    assert not any("num_workers=" in finding.fix["infeed"] for finding in found)
     assert "num-workers" in names(fixed)
 
 
@@ -489,33 +489,33 @@ def test_who_has_infeed_is_not_told_to_take_it() -> None:
     forks = [Fork([], {"cv2": 3})]
     for library in ("infeed", "infeed.torch", "torch"):
         found = examine(run(loader(wait=0.1, library=library, forks=forks, waiting_s=9.0)))
-        cures = [finding.cure["infeed"] for finding in found]
-        assert {finding.name for finding in found} >= {"loop-waits", "fork-with-threads"}
+        cures = [finding.fix["infeed"] for finding in found]
+        assert {finding.name for finding in found} >= {"data-bound", "fork-with-threads"}
         assert any("import DataLoader" in cure for cure in cures) is (library == "torch")
 
 
-@pytest.mark.parametrize(("cpu_s", "text"), [(0.0, "infeed decides how many"), (10.0, "all are at work")])
+@pytest.mark.parametrize(("cpu_s", "text"), [(0.0, "auto-workers"), (10.0, "all-cores")])
 def test_processors_are_at_work_if_workers_use_them(cpu_s: float, text: str) -> None:
     """Eight workers on four cores, which were looked at for ten seconds."""
     workers = {pid: ProcessSeen(pid, [Moment(0.0, 0, 0.0), Moment(10.0, 0, cpu_s)]) for pid in range(8)}
     seen = auto(wait=0.1, pids=list(workers))
 
-    assert text in examine(run(seen, processes=workers))[0].evidence["for"]
+    assert examine(run(seen, processes=workers))[0].bottleneck == text
 
 
-@pytest.mark.parametrize(("cpu_s", "text"), [(0.0001, "infeed decides how many"), (0.1, "all are at work")])
+@pytest.mark.parametrize(("cpu_s", "text"), [(0.0001, "auto-workers"), (0.1, "all-cores")])
 def test_of_threads_samples_tell_whether_processors_are_at_work(cpu_s: float, text: str) -> None:
     """They cannot be looked at from outside."""
     seen = auto(wait=0.05, kind="thread", probe=Probe(sample_count=9, sample_s=0.1, cpu_s=cpu_s))
 
-    assert text in examine(run(seen))[0].evidence["for"]
+    assert examine(run(seen))[0].bottleneck == text
 
 
 def test_rows_out_of_arrays_need_no_workers() -> None:
     """Samples by hand are not how infeed loads them."""
     seen = loader(wait=0.1, library="infeed", num_workers=0, kind="inline", is_gathered=True, probe=costly(0.01))
 
-    assert names(seen) == ["loop-waits"]
+    assert names(seen) == ["data-bound"]
 
 
 def test_the_random_numbers_of_one_worker_may_be_those_of_several_soon() -> None:

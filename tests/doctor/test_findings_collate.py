@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infeed.doctor.evidence import LoaderSeen, Probe, SlowIndex
-from infeed.doctor.findings.counting import best_workers
+from infeed.doctor.time_checks import best_workers
 from tests.doctor.evidence_of import found, loader, run
 
 QUICK = Probe(
@@ -23,7 +23,7 @@ QUICK = Probe(
     collate_switches=0.0,
 )
 REMOTE = replace(QUICK, collate_cpu_s=0.001, collate_switches=1.0)  # it waits for somebody
-BENCH = "; infeed bench module:dataset tries settings"
+BENCH = "; infeed bench module:dataset compares settings"
 
 
 def collated(**options: Any) -> LoaderSeen:
@@ -33,11 +33,11 @@ def collated(**options: Any) -> LoaderSeen:
 
 def test_a_collate_fn_is_named_with_what_it_takes() -> None:
     """And samples are not said to be dear."""
-    told = found(collated(), seconds=1.0)["loop-waits"]
+    told = found(collated(), seconds=1.0)["data-bound"]
 
-    assert told.evidence["for"] == "collate_fn: it takes 100% of the loading; workers: there are too few"
-    assert told.evidence["collate_fn"] == "80 ms, of which 80 ms on a processor, for a batch"
-    assert told.cure["infeed"] == f"num_workers=4; a cheaper collate_fn{BENCH}"
+    assert (told.bottleneck, told.numbers["workers_bottleneck"]) == ("collate", "few-workers")
+    assert "collate_fn" in told.evidence
+    assert told.fix["infeed"] == f"num_workers=4; a cheaper collate_fn{BENCH}"
 
 
 @pytest.mark.parametrize(
@@ -56,23 +56,23 @@ def test_the_number_of_workers_counts_collate_fn(options: dict[str, Any], best: 
 
     assert ("num-workers" in told) is (best is not None)
     if best is not None:
-        assert told["num-workers"].cure["infeed"] == f"num_workers={best}"
-        assert told["num-workers"].evidence["loading a batch"] == "80 ms by one worker, mostly in collate_fn"
+        assert told["num-workers"].fix["infeed"] == f"num_workers={best}"
+        assert told["num-workers"].numbers["load_s"] == pytest.approx(0.08, abs=0.001)
 
 
 def test_where_cores_are_all_at_work_only_a_cheaper_collate_fn_helps() -> None:
     """Two workers on two cores."""
-    told = found(collated(), core_count=2, seconds=1.0)["loop-waits"]
+    told = found(collated(), core_count=2, seconds=1.0)["data-bound"]
 
-    assert told.evidence["for"].endswith("; processors: all are at work")
-    assert told.cure["infeed"] == f"a cheaper collate_fn{BENCH}"
+    assert (told.bottleneck, told.numbers["workers_bottleneck"]) == ("collate", "all-cores")
+    assert told.fix["infeed"] == f"a cheaper collate_fn{BENCH}"
 
 
 def test_torch_stacks_faster_what_has_fewer_arrays() -> None:
     """Who has no collate_fn of their own cannot make it cheaper."""
-    told = found(collated(library="torch", probe=replace(QUICK, has_collate_fn=False)), seconds=1.0)["loop-waits"]
+    told = found(collated(library="torch", probe=replace(QUICK, has_collate_fn=False)), seconds=1.0)["data-bound"]
 
-    assert told.cure["torch"] == f"num_workers=4; fewer, larger arrays in a sample{BENCH}"
+    assert told.fix["torch"] == f"num_workers=4; fewer, larger arrays per sample{BENCH}"
 
 
 def test_a_collate_fn_of_which_nothing_is_known_may_be_what_takes_long() -> None:
@@ -80,8 +80,8 @@ def test_a_collate_fn_of_which_nothing_is_known_may_be_what_takes_long() -> None
     seen = collated(probe=replace(QUICK, is_collate_known=False, collate_s=0.0))
     told = found(seen, seconds=1.0)
 
-    assert list(told) == ["loop-waits"]
-    assert told["loop-waits"].cure["infeed"].startswith("more workers; ")
+    assert list(told) == ["data-bound"]
+    assert told["data-bound"].fix["infeed"].startswith("more workers; ")
 
 
 def test_slow_samples_are_not_blamed_for_what_collate_fn_takes() -> None:

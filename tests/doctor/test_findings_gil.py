@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Probe, read_events
-from infeed.doctor.findings.finding import describe
+from infeed.doctor.finding import describe
 from tests.doctor.evidence_of import costly, found, loader, run
-
-BENCH = "; infeed bench module:dataset tries settings"
 
 
 def threads(*, cores: float = 1.0, load_s: float = 0.1, **options: Any) -> LoaderSeen:
@@ -24,15 +22,11 @@ def test_threads_that_come_to_one_core_are_told_to_be_processes() -> None:
     """And no other number of them is proposed, nor none, before they are."""
     told = found(threads(), seconds=2.0)
 
-    assert list(told) == ["loop-waits"]
-    assert told["loop-waits"].evidence["for"] == (
-        "the GIL, probably: in Python one thread computes at a time, and 2 threads use 1.0 of 4 cores"
-    )
-    assert told["loop-waits"].cure == {
-        "torch": f"workers that are processes, as torch's are{BENCH}",
-        "infeed": f"worker='process'{BENCH}",
-    }
-    assert told["loop-waits"].loader == "infeed.DataLoader(Faces, batch_size=10, num_workers=2, worker='thread')"
+    assert list(told) == ["data-bound"]
+    assert told["data-bound"].bottleneck == "gil"
+    assert (told["data-bound"].numbers["used_cores"], told["data-bound"].numbers["cores"]) == (pytest.approx(1.0), 4)
+    assert told["data-bound"].fix["infeed"].startswith("worker='process'; ")
+    assert told["data-bound"].loader == "infeed.DataLoader(Faces, batch_size=10, num_workers=2, worker='thread')"
 
 
 WAITING = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.001, switches=1.0)
@@ -52,15 +46,15 @@ WAITING = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.001, swi
 )
 def test_the_gil_is_not_blamed_for_other_things(seen: LoaderSeen, options: dict[str, Any]) -> None:
     """Not if threads use several cores, wait, or have only one."""
-    assert "GIL" not in found(seen, seconds=2.0, **options)["loop-waits"].evidence["for"]
+    assert found(seen, seconds=2.0, **options)["data-bound"].bottleneck != "gil"
 
 
 def test_more_threads_that_compute_are_proposed_as_processes() -> None:
     """One of them uses a core, whether or not it leaves the GIL."""
     told = found(threads(num_workers=1, asked="1, worker='thread'"), seconds=2.0)
 
-    assert told["loop-waits"].cure["infeed"].startswith("num_workers=4, worker='process'; ")
-    assert told["num-workers"].cure["infeed"].startswith("num_workers=4, worker='process'")
+    assert told["data-bound"].fix["infeed"].startswith("num_workers=4, worker='process'; ")
+    assert told["num-workers"].fix["infeed"].startswith("num_workers=4, worker='process'")
 
 
 def test_what_the_process_used_is_read_from_the_journal() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infeed.doctor.checks import NAMES, examine
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Probe, Run
-from infeed.doctor.findings import NAMES, examine
 from infeed.doctor.report import findings_page, print_report
 from tests.helpers import ROOT, start_python
 
@@ -57,9 +57,9 @@ def test_without_rich_the_report_is_plain_text() -> None:
     print_report(run, examine(run), stream)
 
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "watched train.py for 2 s: 1 loader, 1 epoch, 1 batch; it ran to its end"
-    assert lines[3].endswith("[cannot-be-sent; may fail]")
-    assert any(line.strip().startswith("cure, infeed ") for line in lines)
+    assert lines[0] == "train.py: 1 loader, 1 epoch, 1 batch in 2 s; the program ran to its end"
+    assert lines[3].endswith("[not-picklable; may fail]")
+    assert any(line.strip().startswith("fix ") for line in lines)
 
 
 def test_what_a_program_is_called_cannot_become_markup() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.doctor.journal import Journal, JournalReader
+from infeed.doctor.evidence import Journal, JournalReader
 from infeed.doctor.monitor import Watched, measure, settings_of, workers_of
 from infeed.doctor.probe import find_generators, probe
 from infeed.doctor.thread_owners import PYTHON, find_owners, parse_maps

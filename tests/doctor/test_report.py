@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from infeed.doctor.checks import examine
 from infeed.doctor.evidence import LoaderSeen
-from infeed.doctor.findings import examine
-from infeed.doctor.report import ending, findings_page, print_report, summary
+from infeed.doctor.report import ending, findings_page, overview, print_report
 from tests.doctor.evidence_of import costly, loader, run
 
 
@@ -26,17 +26,17 @@ def test_a_wait_that_goes_on_counts_in_the_head_line(seen: LoaderSeen, share: st
     """In the page as well. What a finding says of one batch must not be contradicted above it."""
     program = run(seen)
 
-    assert summary(program).endswith(f"the loop waited {share} of its time")
+    assert overview(program).endswith(f"waited for data {share} of the time")
     if share != "0%":
-        assert share in findings_page(program, examine(program)).partition("What was watched")[2]
+        assert share in findings_page(program, examine(program)).partition("Monitored loaders")[2]
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"exit_code": -9}, "its process died with code -9 (SIGKILL)"),
-        ({"exit_code": -99}, "its process died with code -99"),
-        ({"exit_code": 0}, "its process ended at once, with exit code 0, so that its datasets could not be looked at"),
+        ({"exit_code": -9}, "was killed by SIGKILL"),
+        ({"exit_code": -99}, "was killed by signal 99"),
+        ({"exit_code": 0}, "called os._exit(0), so its datasets could not be examined"),
     ],
 )
 @pytest.mark.linux("names signals of POSIX")
@@ -50,8 +50,8 @@ def test_no_word_is_cut_off_on_a_narrow_terminal() -> None:
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=40)
     program = run(loader(wait=0.3, away=0.01, probe=costly(0.1)))
 
-    print_report(program, examine(program), console)
+    print_report(program, examine(program), console, is_verbose=True)
 
     told = console.file.getvalue()
     assert "…" not in told
-    assert "=True" in told
+    assert "persistent_workers=True" in "".join(told.split())

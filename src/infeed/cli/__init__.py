@@ -10,13 +10,24 @@ from typing import Final
 
 from infeed import __version__
 from infeed.cli import bench, demo, doctor, run
-from infeed.cli.outputs import replacing
+from infeed.cli.arguments import replacing
 
 __all__ = ["main"]
 
 # Exit codes by shell convention: wrong usage, and 128 + SIGINT.
 _USAGE: Final = 2
 _INTERRUPTED: Final = 130
+_EPILOG: Final = """\
+examples:
+  infeed demo                                 compare infeed with torch on generated images
+  infeed run train.py --epochs 3              run a PyTorch program with infeed's workers, without changes
+  infeed run -m package.train                 the same for a module
+  infeed doctor train.py                      find what slows down or endangers its data loading
+  infeed doctor -v --html report.html train.py
+  infeed bench data:train_set --batch-size 64 find the best worker settings for a dataset
+
+help for one command: infeed COMMAND --help
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: The arguments are invalid (code 2), or request help or the version (code 0).
     """
-    parser = argparse.ArgumentParser(prog="infeed", description="A parallel data loader for deep learning.")
+    parser = argparse.ArgumentParser(
+        prog="infeed",
+        description="A parallel data loader for deep learning.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"infeed {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     run.add_parser(commands)

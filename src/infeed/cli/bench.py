@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from infeed.cli import numbers
-from infeed.cli.outputs import Output, find_trouble
+from infeed.cli import arguments as types
+from infeed.cli.arguments import Output, find_problem
 
 if TYPE_CHECKING:
     from infeed.doctor.bench import Measured, Setting
@@ -32,23 +32,23 @@ _EDGES: Final = 2
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
-        help="find the best settings for a dataset on this machine",
-        description="Loads a dataset with no workers, threads and processes, more and more of them, and says what is best.",
+        help="find the best worker settings for a dataset on this machine",
+        description="Measures a dataset without workers, then with increasing numbers of threads and processes.",
         epilog=_EPILOG,
     )
-    parser.add_argument("dataset", metavar="module:dataset", help="a dataset, or a function without arguments that makes one")
-    parser.add_argument("--batch-size", type=numbers.samples, default=32, metavar="N", help="samples in a batch (default: 32)")
-    parser.add_argument("--seconds", type=numbers.seconds, default=1.5, help="how long to measure each setting (default: 1.5)")
-    parser.add_argument("--worker", choices=("thread", "process"), help="try this kind only")
-    parser.add_argument("--json", metavar="FILE", help="write all figures as JSON; - for standard output")
-    parser.add_argument("--html", metavar="FILE", help="write a page with a plot")
+    parser.add_argument("dataset", metavar="module:dataset", help="a dataset, or a function without arguments that returns one")
+    parser.add_argument("--batch-size", type=types.samples, default=32, metavar="N", help="samples in a batch (default: 32)")
+    parser.add_argument("--seconds", type=types.seconds, default=1.5, help="measuring time per setting (default: 1.5)")
+    parser.add_argument("--worker", choices=("thread", "process"), help="measure only this kind of worker")
+    parser.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
+    parser.add_argument("--html", metavar="FILE", help="write an HTML report with a chart")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the settings, print the results, and print the best setting as a line to paste."""
     from infeed.doctor import targets
-    from infeed.doctor.bench import Bench, choose, confirm, search, told
+    from infeed.doctor.bench import Bench, choose, confirm, search, text_of
     from infeed.doctor.report import bench_page, check_plot
     from infeed.errors import ConfigError
     from infeed.memory.limits import available_cores
@@ -56,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     target: str = arguments.dataset
     if not targets.names_dataset(target):
-        return _complain(f"{target!r} names no dataset; give module:dataset, for example: infeed bench data:train_set", _USAGE)
+        return _complain(f"{target!r} is not module:dataset; for example: infeed bench data:train_set", _USAGE)
     data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
-    trouble = find_trouble([data, page])
-    if trouble:
-        return _complain(trouble, _USAGE)
+    problem = find_problem([data, page])
+    if problem:
+        return _complain(problem, _USAGE)
     try:
         if page.is_wanted:
             check_plot()
@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _complain(str(error), _NOT_RUN)
     except Exception as error:  # raised by the user's module or dataset function
         show_error(error, [__file__, targets.__file__, importlib.__file__])
-        return _complain(f"{target} could not be loaded: {told(error)}", _NOT_RUN)
+        return _complain(f"{target} could not be loaded: {text_of(error)}", _NOT_RUN)
     cores = max(1, int(available_cores()))  # a container may have less than one core
     if bench.batch_size < arguments.batch_size:
-        print(f"the dataset has {bench.batch_size} samples, so this is the batch size", file=sys.stderr)
+        print(f"batch size reduced to {bench.batch_size}, the number of samples", file=sys.stderr)
 
     def measure(setting: "Setting") -> "Measured":
         # Print the setting before measuring it: the dataset may hang or end the process.
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     best = choose(results)
     if best is not None and not data.is_stdout:
         _print_table(results, best)
-        print(f"\nbest here, the least that is almost as fast as the fastest:\n  {best.setting.code(bench.batch_size)}")
+        print(f"\nBest setting (fewest workers within 3% of the fastest):\n  {best.setting.code(bench.batch_size)}")
     faults = []
     if data.is_wanted:
         document = {
@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         faults.append(data.write(json.dumps(document, indent=2) + "\n"))
     if page.is_wanted:
         faults.append(page.write(bench_page(target, bench.batch_size, cores, results, best)))
-    for trouble in filter(None, faults):
-        _complain(trouble, _USAGE)
+    for problem in filter(None, faults):
+        _complain(problem, _USAGE)
     if best is None:
         return _complain(f"{target} could not be loaded: {results[0].error}", _NOT_RUN)
     return _USAGE if any(faults) else 0
@@ -140,7 +140,7 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
     for one in failed:
         print(f"{one.setting}: {one.error}")
     if failed:
-        print("the choice is among the others, and more of those that failed were not tried")
+        print("Larger numbers of a kind that failed were not measured.")
 
 
 def _with_bars(rows: list[list[str]], rates: Sequence[float], length: int) -> list[list[str]]:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from infeed.cli import numbers
-from infeed.cli.outputs import Output, find_trouble
+from infeed.cli import arguments as types
+from infeed.cli.arguments import Output, find_problem
 
 __all__ = ["add_parser", "run"]
 
@@ -17,64 +17,65 @@ _USAGE: Final = 2
 _NOT_RUN: Final = 3
 
 _EPILOG: Final = """\
-exit codes: 0 nothing found, 1 something found, 2 wrong usage or a file that cannot be written, 3 nothing found, but no batch
-came or the program failed, 130 interrupted
+exit codes: 0 no problems found, 1 problems found, 2 wrong usage or a file that cannot be written, 3 no problems found, but no
+batch arrived or the program failed, 130 interrupted
 """
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="find out what is wrong with how a program loads data",
+        help="find problems in the data loading of a program",
         description=(
-            "Runs a program unchanged for a while, with its own loaders of torch or infeed, looks at their datasets, and says "
-            "what is wrong, the most costly first."
+            "Runs a program without changes for a limited time, monitors its data loaders (torch or infeed), measures their "
+            "datasets, and reports problems, most costly first."
         ),
         usage="infeed doctor [options] (script.py [arguments ...] | -m module [arguments ...] | module:dataset)",
         epilog=_EPILOG,
     )
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the evidence and all fixes of every finding")
     parser.add_argument("-m", dest="is_module", action="store_true", help="program is a module, as with `python -m`")
     parser.add_argument(
-        "--seconds", type=numbers.seconds, default=30.0, help="how long to watch, from the first batch (default: 30)"
+        "--seconds", type=types.seconds, default=30.0, help="monitoring time from the first batch (default: 30)"
     )
     parser.add_argument(
-        "--start-seconds", type=numbers.seconds, default=600.0, help="how long it may take to the first batch (default: 600)"
+        "--start-seconds", type=types.seconds, default=600.0, help="time limit until the first batch (default: 600)"
     )
     parser.add_argument("--infeed", action="store_true", help="run torch's loaders on infeed, as `infeed run` does")
-    parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a finding out; may be repeated")
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
-    parser.add_argument("--html", metavar="FILE", help="write a page")
-    parser.add_argument("--num-workers", type=numbers.workers, metavar="N", help="for module:dataset (default: 2)")
-    parser.add_argument("--batch-size", type=numbers.samples, metavar="N", help="for module:dataset (default: 32)")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="what to run, and its arguments")
+    parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="skip a finding; may be repeated")
+    parser.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
+    parser.add_argument("--html", metavar="FILE", help="write an HTML report")
+    parser.add_argument("--num-workers", type=types.workers, metavar="N", help="for module:dataset (default: 2)")
+    parser.add_argument("--batch-size", type=types.samples, metavar="N", help="for module:dataset (default: 32)")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script, module or dataset, and its arguments")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program, print the findings, and return an exit code that shows whether there are any."""
+    from infeed.doctor.checks import NAMES, examine
     from infeed.doctor.child import Orders
-    from infeed.doctor.findings import NAMES, examine
     from infeed.doctor.report import conclusion, ending, findings_page, plain, print_report
     from infeed.doctor.runner import survey
 
     program: list[str] = arguments.program
     unknown = [name for name in arguments.ignore if name not in NAMES]
     if unknown:
-        return _complain(f"--ignore {unknown[0]}: there is no such finding; there are {', '.join(NAMES)}")
+        return _complain(f"--ignore {unknown[0]}: unknown finding; choose from {', '.join(NAMES)}")
     kind = _kind(program, arguments.is_module)
     if kind is None:
         return _USAGE
     if kind == "dataset" and program[1:]:
-        return _complain(f"{' '.join(program[1:])}: a dataset takes no arguments; options come before {program[0]}")
+        return _complain(f"{' '.join(program[1:])}: a dataset takes no arguments; put options before {program[0]}")
     of_dataset = {"num_workers": arguments.num_workers, "batch_size": arguments.batch_size}
     given = {name: value for name, value in of_dataset.items() if value is not None}
     if kind != "dataset" and given:
         option = f"--{next(iter(given)).replace('_', '-')}"
-        return _complain(f"{option} is for module:dataset only; loaders of {program[0]} have what the program gives them")
+        return _complain(f"{option} is only for module:dataset; {program[0]} sets its own loaders' options")
     data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
-    trouble = find_trouble([data, page])
-    if trouble:
-        return _complain(trouble)
+    problem = find_problem([data, page])
+    if problem:
+        return _complain(problem)
     orders = Orders(
         journal="",
         kind=kind,
@@ -88,22 +89,22 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if not any(loader.epochs for loader in seen.loaders):
         if seen.ending in ("finished", "exit") and not seen.exit_code:
-            _complain(f"{program[0]} iterated no DataLoader of torch or infeed, so there is nothing to look at")
+            _complain(f"{program[0]} iterated no DataLoader of torch or infeed")
         elif seen.ending in ("time", "stuck"):
             _complain(f"{program[0]} iterated no DataLoader within {arguments.start_seconds:g} s; see --start-seconds")
         else:
-            _complain(f"{program[0]} could not be run: {ending(seen)}")
+            _complain(f"{program[0]} {ending(seen)}")
         return _NOT_RUN
     findings = [finding for finding in examine(seen) if finding.name not in arguments.ignore]
     if not data.is_stdout:
-        print_report(seen, findings, _console())
+        print_report(seen, findings, _console(), is_verbose=arguments.verbose)
     faults = []
     if data.is_wanted:
         faults.append(data.write(json.dumps(plain(seen, findings), indent=2) + "\n"))
     if page.is_wanted:
         faults.append(page.write(findings_page(seen, findings)))
-    for trouble in filter(None, faults):
-        _complain(trouble)
+    for problem in filter(None, faults):
+        _complain(problem)
     if any(faults):
         return _USAGE
     if findings:
@@ -119,7 +120,7 @@ def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "d
     from infeed.doctor.targets import names_dataset
 
     if not program:
-        _complain("name a script, -m and a module, or module:dataset; for example: infeed doctor train.py --epochs 3")
+        _complain("missing program; pass a script, -m MODULE or module:dataset, for example: infeed doctor train.py")
         return None
     if is_module:
         return "module"
@@ -127,7 +128,7 @@ def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "d
         return "script"
     if names_dataset(program[0]):
         return "dataset"
-    _complain(f"{program[0]!r} is not a file; name a script, a module with -m, or module:dataset")
+    _complain(f"{program[0]!r} is not a file; pass a script, a module with -m, or module:dataset")
     return None
 
 

@@ -19,8 +19,8 @@ _USAGE: Final = 2
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "run",
-        help="run a PyTorch program with infeed in place of torch's data loading",
-        description="Runs a program unchanged, as `python` would, with torch's DataLoader on infeed's engine.",
+        help="run a PyTorch program with infeed instead of torch's data loading",
+        description="Runs a program without changes, as `python` would, with torch's DataLoader on infeed's engine.",
         usage="infeed run [-m] program [arguments ...]",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="program is a module, as with `python -m`")
@@ -32,10 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program and return its exit code; print a summary to standard error at the end."""
     program: list[str] = arguments.program
     if not program:
-        print("infeed run: name a script, or -m and a module; for example: infeed run train.py --epochs 3", file=sys.stderr)
+        print(
+            "infeed run: missing program; pass a script or -m MODULE; for example: infeed run train.py --epochs 3",
+            file=sys.stderr,
+        )
         return _USAGE
     if not arguments.is_module and not Path(program[0]).is_file():
-        print(f"infeed run: {program[0]!r} is not a file; name a script, or a module with -m", file=sys.stderr)
+        print(f"infeed run: {program[0]!r} is not a file; pass a script, or a module with -m", file=sys.stderr)
         return _USAGE
     install_when_imported()
     carry_into_commands()
@@ -61,7 +64,7 @@ def _summary() -> str:
     tally: Any = sys.modules.get("infeed.torch.summary")
     if tally is None and "torch" in sys.modules:
         return (
-            "torch was imported past infeed's import hook, so that all loaders ran on torch's own workers; call "
+            "torch was imported without infeed's import hook, so all loaders ran on torch's own workers; call "
             "infeed.torch.install() after importing torch"
         )
     return str(tally.TALLY) if tally is not None and tally.TALLY else "the main process iterated no torch DataLoader"

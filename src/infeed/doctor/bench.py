@@ -118,7 +118,7 @@ class Bench:
         self._is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         length = len(dataset) if hasattr(dataset, "__len__") else None
         if length == 0:
-            raise ConfigError("the dataset is empty; give one with samples")
+            raise ConfigError("the dataset is empty; pass one with samples")
         self.batch_size = batch_size if length is None else min(batch_size, length)
         self._seconds = seconds
         self._clock = clock
@@ -128,7 +128,7 @@ class Bench:
         try:
             return self._measure(setting)
         except Exception as error:  # the dataset's exceptions arrive with their own type
-            return Measured(setting=setting, error=told(error))
+            return Measured(setting=setting, error=text_of(error))
 
     def _measure(self, setting: Setting) -> Measured:
         import psutil
@@ -174,7 +174,7 @@ class Bench:
         )
 
 
-def told(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     """Format an error in one line, with its type unless it is infeed's, and with the failing sample if known."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, InfeedError):
@@ -198,7 +198,7 @@ class _Endless:
         try:
             return next(self._epoch)
         except StopIteration:
-            raise ConfigError("the dataset gave less than one batch; give a smaller --batch-size") from None
+            raise ConfigError("the dataset has less than one batch; pass a smaller --batch-size") from None
 
     def worker_pids(self) -> list[int]:
         pids: list[int] = self._epoch.worker_pids()

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from infeed.doctor.evidence import Ending
-from infeed.doctor.journal import Journal
+from infeed.doctor.evidence import Ending, Journal
 from infeed.doctor.monitor import Watcher
 from infeed.doctor.targets import load_dataset
 from infeed.errors import ConfigError
@@ -71,18 +70,18 @@ class _Child:
         if number is not None:
             signal.signal(number, lambda *_: self._stop("stuck"))
         ending: Ending = "finished"
-        code, told = 0, ""
+        code, message = 0, ""
         try:
             self._run(program)
         except SystemExit as leaving:
             ending, code = "exit", exit_code_of(leaving)
         except ConfigError as error:
-            ending, code, told = "error", _FAILED, str(error)
+            ending, code, message = "error", _FAILED, str(error)
         except BaseException as error:
-            ending, code, told = "error", _FAILED, _told(error)
+            ending, code, message = "error", _FAILED, _text_of(error)
             show_error(error, [__file__])
         sys.stdout.flush()
-        self._finish(ending, code, told)
+        self._finish(ending, code, message)
         self._journal.close()
         return code
 
@@ -109,7 +108,7 @@ class _Child:
             for _ in loader:
                 batches += 1
             if not batches:
-                raise ConfigError(f"the dataset {type(dataset).__qualname__} gave no batch; it is empty")
+                raise ConfigError(f"the dataset {type(dataset).__qualname__} is empty; pass one with samples")
 
     def _stop(self, ending: Ending = "time") -> None:
         if self._is_over:
@@ -121,7 +120,7 @@ class _Child:
             time.sleep(_PAUSE_S)
         os._exit(_FAILED)
 
-    def _finish(self, ending: Ending, code: int | None, told: str) -> None:
+    def _finish(self, ending: Ending, code: int | None, message: str) -> None:
         # Import late: this loads NumPy, and the program may set its number of threads first.
         import threadpoolctl
 
@@ -132,7 +131,7 @@ class _Child:
         at = time.monotonic()
         self._watcher.flush()
         # Write "end" before the probes, in case a probe hangs; "done" follows after them.
-        self._journal.write("end", at=at, ending=ending, exit_code=code, error=told)
+        self._journal.write("end", at=at, ending=ending, exit_code=code, error=message)
         torch: Any = sys.modules.get("torch")
         has_gpu = bool(torch is not None and torch.cuda.is_available())
         has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -145,7 +144,7 @@ class _Child:
         self._journal.write("done")
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """Format an exception in one line."""
     lines = str(error).strip().splitlines() or [""]
     # torch's message contains the worker's whole traceback; its last line is the original exception.

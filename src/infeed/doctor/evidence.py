@@ -1,12 +1,70 @@
-"""Evidence about a monitored program: plain data from which findings are derived."""
+"""Evidence about a monitored program: the journal that the program writes, and plain data from which findings are derived.
+
+The journal is a file of JSON lines, so no event is lost however the program ends.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
-from infeed.doctor.journal import EVENT
+EVENT: Final = "event"
+
+
+@final
+class Journal:
+    """Writes events. Ignores writes in processes forked from the one that opened it."""
+
+    def __init__(self, path: Path) -> None:
+        self._pid = os.getpid()
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # open until the process ends
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process opened the journal and has not closed it."""
+        return os.getpid() == self._pid and not self._file.closed
+
+    def write(self, event: str, **facts: Any) -> None:
+        if self.is_here:
+            self._file.write(json.dumps({EVENT: event, **facts}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@final
+class JournalReader:
+    """Reads events while the program writes them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+        self.events: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the new events and add them to ``events``. An incomplete last line is left for the next call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._place)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._place += len(whole)
+        new = [json.loads(line) for line in whole.splitlines()]
+        self.events += new
+        return new
+
+    def has(self, event: str) -> bool:
+        return any(one[EVENT] == event for one in self.events)
+
+    def has_fact(self, event: str, name: str, value: Any) -> bool:
+        return any(one[EVENT] == event and one.get(name) == value for one in self.events)
+
 
 Library: TypeAlias = Literal["torch", "infeed", "infeed.torch"]
 Kind: TypeAlias = Literal["inline", "thread", "process"]
@@ -51,7 +109,7 @@ class Fork:
     libraries: dict[str, int]  # native threads by library
 
 
-def gives_up(switches: float | None) -> bool:
+def can_be_io_bound(switches: float | None) -> bool:
     """Whether a call made enough voluntary context switches to be I/O-bound; otherwise it was preempted."""
     return switches is None or switches >= _LEAST_SWITCHES
 
@@ -159,9 +217,14 @@ class LoaderSeen:
         return sum(len(epoch.waits) for epoch in self.epochs)
 
     @property
-    def given_count(self) -> int:
+    def delivered_count(self) -> int:
         """All batches that the loader yielded."""
         return sum(epoch.batch_count for epoch in self.epochs)
+
+    @property
+    def usual_wait_s(self) -> float:
+        """Average wait for a batch; 0 if no wait after the first was measured."""
+        return self.waited_s / max(1, self.batch_count)
 
     @property
     def has_warmed_up(self) -> bool:
@@ -179,8 +242,8 @@ class LoaderSeen:
         return self.waited_s / total if total else 0.0
 
     @property
-    def told_share(self) -> float:
-        """Wait share for reports; unlike ``wait_share`` it includes the wait still pending when time was up."""
+    def shown_wait_share(self) -> float:
+        """Wait share for reports. Unlike ``wait_share`` it includes the wait still pending when time was up."""
         waited_s = self.waited_s + self.waiting_s
         return waited_s / (waited_s + self.away_s) if waited_s else 0.0
 
@@ -214,8 +277,8 @@ class LoaderSeen:
         if not self.load_s:
             return 1.0
         probe = self.probe
-        samples_s = probe.cpu_s if gives_up(probe.switches) else probe.sample_s
-        collate_s = probe.collate_cpu_s if gives_up(probe.collate_switches) else probe.collate_s
+        samples_s = probe.cpu_s if can_be_io_bound(probe.switches) else probe.sample_s
+        collate_s = probe.collate_cpu_s if can_be_io_bound(probe.collate_switches) else probe.collate_s
         return min(1.0, (self.rows * samples_s + collate_s) / self.load_s)
 
     @property

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from infeed.doctor.journal import Journal
+from infeed.doctor.evidence import Journal
 from infeed.doctor.thread_owners import PYTHON, find_owners
 from infeed.import_hooks import when_imported
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 import infeed
-from infeed.doctor.journal import Journal
+from infeed.doctor.evidence import Journal
 from infeed.doctor.monitor import Watched
 from infeed.memory.dataset import find_culprit
 from infeed.memory.pickling import dump_by_value

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from infeed.doctor.bench import Measured
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.findings import Finding
-from infeed.doctor.findings.finding import RISKS, describe
+from infeed.doctor.finding import RISKS, Finding, describe
 from infeed.formatting import format_bytes, format_count, format_seconds
 from infeed.metrics.page import (
     Block,
@@ -31,21 +30,21 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
     """Return the HTML page: findings, most costly first, then the monitored loaders."""
     blocks: list[Block] = []
     if findings:
-        count = "1 thing is" if len(findings) == 1 else f"{len(findings)} things are"
-        blocks.append(diagnosis(f"{count} wrong.\nThe most costly: {findings[0].title}.", "bad"))
+        count = format_count(len(findings), "problem")
+        blocks.append(diagnosis(f"{count} found.\nMost costly: {findings[0].title}.", "bad"))
     else:
-        told = conclusion(run)
+        text = conclusion(run)
         tone: Tone = "good" if run.has_batch and not run.has_failed else "bad"
-        blocks.append(diagnosis(f"{told[0].upper()}{told[1:]}.", tone))
+        blocks.append(diagnosis(f"{text[0].upper()}{text[1:]}.", tone))
     for number, finding in enumerate(findings, 1):
         tone = "fair" if finding.risk in ("time", "memory") else "bad"
-        cures = "\n".join(f"# {name}\n{text}" for name, text in finding.cure.items())
+        fixes = "\n".join(f"# {name}\n{text}" for name, text in finding.fix.items())
         blocks.append(
             section(
                 f"{number}. {finding.title}",
                 label(f"{finding.name}: {cost_text(finding)}", tone),
                 facts(finding.evidence),
-                code(cures),
+                code(fixes),
                 note=finding.loader,
             )
         )
@@ -53,17 +52,17 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         (
             describe(loader),
             str(len(loader.epochs)),
-            f"{loader.given_count:,}",
-            f"{loader.told_share:.0%}" if run.has_own_loop and (loader.batch_count or loader.waiting_s) else "",
+            f"{loader.delivered_count:,}",
+            f"{loader.shown_wait_share:.0%}" if run.has_own_loop and (loader.batch_count or loader.waiting_s) else "",
             format_seconds(loader.probe.sample_s) if loader.probe.sample_count else "",
         )
         for loader in run.loaders
     ]
-    head = ("loader", "epochs", "batches", "loop waited", "a sample")
+    head = ("loader", "epochs", "batches", "waits for data", "per sample")
     blocks.append(
-        section("What was watched", table(head, rows, numbers=range(1, 5)), paragraph(f"How it ended: {ending(run)}."))
+        section("Monitored loaders", table(head, rows, numbers=range(1, 5)), paragraph(f"The program {ending(run)}."))
     )
-    return page("infeed doctor", blocks, subtitle=f"{run.program}, watched for {format_seconds(run.seconds)}")
+    return page("infeed doctor", blocks, subtitle=f"{run.program}, monitored for {format_seconds(run.seconds)}")
 
 
 def check_plot() -> None:
@@ -79,9 +78,9 @@ def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Me
     """Return the HTML page with the throughput of each setting."""
     blocks: list[Block] = []
     if best is not None:
-        blocks.append(diagnosis(f"Best here: {best.setting}, {best.samples_per_s:,.0f} samples/s.", "good"))
-        blocks.append(section("To paste", code(best.setting.code(batch_size))))
-    blocks.append(section("Rate by number of workers", chart(rate_figure(results, core_count), height_px=320)))
+        blocks.append(diagnosis(f"Best setting: {best.setting}, {best.samples_per_s:,.0f} samples/s.", "good"))
+        blocks.append(section("Code", code(best.setting.code(batch_size))))
+    blocks.append(section("Throughput by number of workers", chart(rate_figure(results, core_count), height_px=320)))
     rows = [
         (
             str(one.setting),
@@ -92,7 +91,7 @@ def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Me
         )
         for one in results
     ]
-    head = ("workers", "samples/s", "rate", "first batch", "memory")
+    head = ("workers", "samples/s", "bytes/s", "first batch", "memory")
     blocks.append(section("All settings", table(head, rows, numbers=range(1, 5))))
     return page("infeed bench", blocks, subtitle=f"{name}, batch size {batch_size}, {core_count} cores")
 
@@ -143,7 +142,7 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
                 "num_workers": loader.num_workers,
                 "batch_size": loader.batch_size,
                 "epochs": len(loader.epochs),
-                "batches": loader.given_count,
+                "batches": loader.delivered_count,
                 "judged_batches": loader.batch_count,  # waited_s, away_s and wait_share cover these
                 "waited_s": loader.waited_s,
                 "away_s": loader.away_s,
@@ -157,38 +156,38 @@ def plain(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def summary(run: Run) -> str:
-    """Summarize the run: one line for the program, then one or two lines per loader."""
-    batches = sum(loader.given_count for loader in run.loaders)
+def overview(run: Run) -> str:
+    """Describe the run: one line for the program, then one or two lines per loader."""
+    batches = sum(loader.delivered_count for loader in run.loaders)
     epochs = sum(len(loader.epochs) for loader in run.loaders)
     counts = (
         format_count(len(run.loaders), "loader"),
         format_count(epochs, "epoch"),
         format_count(batches, "batch", "batches"),
     )
-    lines = [f"watched {run.program} for {format_seconds(run.seconds)}: {', '.join(counts)}; {ending(run)}"]
+    lines = [f"{run.program}: {', '.join(counts)} in {format_seconds(run.seconds)}; the program {ending(run)}"]
     for loader in run.loaders:
         lines.append(f"  {describe(loader)}: {_waiting(loader) if run.has_own_loop else 'iterated by the doctor'}")
         if loader.probe.error:
-            lines.append(f"  samples could not be loaded here, so less is known: {loader.probe.error}")
+            lines.append(f"  samples could not be loaded for measurement: {loader.probe.error}")
     return "\n".join(lines)
 
 
 def _waiting(loader: LoaderSeen) -> str:
     if loader.has_warmed_up and not loader.batch_count and not loader.waiting_s:
-        return "infeed was still finding out how many are best"
-    since = " once infeed had found out how many are best" if loader.has_warmed_up else ""
-    return f"the loop waited {loader.told_share:.0%} of its time{since}"
+        return "warming up: infeed was still searching for the best number of workers"
+    since = " after infeed found the best number of workers" if loader.has_warmed_up else ""
+    return f"the training loop waited for data {loader.shown_wait_share:.0%} of the time{since}"
 
 
 def ending(run: Run) -> str:
-    """Describe how the program ended."""
+    """Describe how the program ended, as the end of a sentence about it."""
     return {
-        "finished": "it ran to its end",
-        "exit": f"it ended with exit code {run.exit_code}",
-        "error": f"it failed: {run.error}",
-        "time": "it was stopped when its time was up",
-        "stuck": "it did not ask for a batch any more and was stopped",
+        "finished": "ran to its end",
+        "exit": f"exited with code {run.exit_code}",
+        "error": f"failed: {run.error}",
+        "time": "was stopped when its time was up",
+        "stuck": "requested no more batches and was stopped",
         "died": _death(run.exit_code or 0),
     }[run.ending]
 
@@ -196,20 +195,20 @@ def ending(run: Run) -> str:
 def conclusion(run: Run) -> str:
     """Return the message for no findings, which is good news only if the program yielded batches and did not fail."""
     if not run.has_batch:
-        return f"nothing was looked at, because no batch came: {ending(run)}"
+        return f"nothing examined, because no batch arrived: the program {ending(run)}"
     if run.has_failed:
-        return f"nothing found that would explain it, but {ending(run)}"
-    return "nothing found"
+        return f"no cause found, but the program {ending(run)}"
+    return "no problems found"
 
 
 def _death(code: int) -> str:
     """Describe a process that ended without an "end" event: a negative code is a signal, else it called ``os._exit``."""
     if code >= 0:
-        return f"its process ended at once, with exit code {code}, so that its datasets could not be looked at"
+        return f"called os._exit({code}), so its datasets could not be examined"
     try:
-        return f"its process died with code {code} ({signal.Signals(-code).name})"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # the signal has no name
-        return f"its process died with code {code}"
+        return f"was killed by signal {-code}"
 
 
 def cost_text(finding: Finding) -> str:
@@ -221,45 +220,67 @@ def cost_text(finding: Finding) -> str:
     return {"hang": "may hang", "failure": "may fail", "wrong results": "wrong results"}[finding.risk]
 
 
-def text(findings: Sequence[Finding]) -> str:
-    """Format findings as plain text without colours."""
-    blocks = []
-    for number, finding in enumerate(findings, 1):
-        rows = {"in": finding.loader, **finding.evidence, **{f"cure, {name}": value for name, value in finding.cure.items()}}
-        width = max(map(len, rows))
-        lines = [f"{number}. {finding.title}  [{finding.name}; {cost_text(finding)}]"]
-        lines += [f"   {name:<{width}}  {value}" for name, value in rows.items()]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+# Findings in the summary, so that it fits one screen.
+_MOST_SHOWN: Final = 5
 
 
-def print_report(run: Run, findings: Sequence[Finding], console: Any) -> None:
-    """Print the report with rich if ``console`` is a rich console, else as plain text to that file."""
+def _rows(finding: Finding, *, is_verbose: bool) -> dict[str, str]:
+    """Return what to print below a finding's title. The summary has only the bottleneck and the fix for the own library."""
+    if is_verbose:
+        return {"loader": finding.loader, **finding.evidence, **{f"fix ({name})": text for name, text in finding.fix.items()}}
+    own = "torch" if finding.loader.startswith("torch") else "infeed"
+    bottleneck = {"bottleneck": finding.evidence["bottleneck"]} if finding.bottleneck else {}
+    return {**bottleneck, "fix": finding.fix[own]}
+
+
+def _more(findings: Sequence[Finding], *, is_verbose: bool) -> list[str]:
+    """Return the lines below the shown findings."""
+    if is_verbose or not findings:
+        return []
+    rest = ", ".join(finding.name for finding in findings[_MOST_SHOWN:])
+    details = "Evidence and all fixes: infeed doctor -v, or --html FILE."
+    return [f"Also found: {rest}.", details] if rest else [details]
+
+
+def print_report(run: Run, findings: Sequence[Finding], console: Any, *, is_verbose: bool = False) -> None:
+    """Print the findings with rich if ``console`` is a rich console, else as plain text to that file.
+
+    Args:
+        is_verbose: Print all findings with their evidence and all fixes, instead of a summary that fits one screen.
+    """
+    shown = findings if is_verbose else findings[:_MOST_SHOWN]
     if not hasattr(console, "is_terminal"):
-        print(summary(run), text(findings) or conclusion(run), sep="\n\n", file=console)
+        _print_plain(run, findings, shown, console, is_verbose)
         return
     from rich.markup import escape
     from rich.padding import Padding
     from rich.table import Table
 
     colours = dict(zip(RISKS, ("red", "red", "red", "yellow", "cyan"), strict=True))
-    console.print(escape(summary(run)), highlight=False, soft_wrap=True)
+    console.print(escape(overview(run)), highlight=False, soft_wrap=True)
     console.print()
-    for number, finding in enumerate(findings, 1):
-        colour = colours[finding.risk]
-        console.print(
-            f"[bold {colour}]{number}. {escape(finding.title)}[/]  [dim]{escape(f'[{finding.name}; {cost_text(finding)}]')}[/]",
-            highlight=False,
-        )
+    for number, finding in enumerate(shown, 1):
+        title = f"[bold {colours[finding.risk]}]{number}. {escape(finding.title)}[/]"
+        console.print(f"{title}  [dim]{escape(f'[{finding.name}; {cost_text(finding)}]')}[/]", highlight=False)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(overflow="fold")
         grid.add_column(overflow="fold")  # "fold" wraps long words instead of truncating them
-        grid.add_row("[dim]in[/]", f"[dim]{escape(finding.loader)}[/]")
-        for name, value in finding.evidence.items():
-            grid.add_row(escape(name), escape(value))
-        for name, value in finding.cure.items():
-            grid.add_row(f"[green]cure, {name}[/]", escape(value))
+        for name, value in _rows(finding, is_verbose=is_verbose).items():
+            grid.add_row(f"[green]{escape(name)}[/]" if name.startswith("fix") else escape(name), escape(value))
         console.print(Padding(grid, (0, 0, 1, 3), expand=False), highlight=False)
+    for line in _more(findings, is_verbose=is_verbose):
+        console.print(escape(line), highlight=False)
     if not findings:
         colour = "green" if run.has_batch and not run.has_failed else "red"
         console.print(f"[{colour}]{escape(conclusion(run))}[/]", highlight=False, soft_wrap=True)
+
+
+def _print_plain(run: Run, findings: Sequence[Finding], shown: Sequence[Finding], file: Any, is_verbose: bool) -> None:
+    blocks = [overview(run)]
+    for number, finding in enumerate(shown, 1):
+        rows = _rows(finding, is_verbose=is_verbose)
+        width = max(map(len, rows))
+        lines = [f"{number}. {finding.title}  [{finding.name}; {cost_text(finding)}]"]
+        blocks.append("\n".join([*lines, *(f"   {name:<{width}}  {value}" for name, value in rows.items())]))
+    blocks += ["\n".join(_more(findings, is_verbose=is_verbose))] if findings and not is_verbose else []
+    print(*blocks, *([] if findings else [conclusion(run)]), sep="\n\n", file=file)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from infeed.doctor.child import Orders, stop_signal
-from infeed.doctor.evidence import Moment, ProcessSeen, Run, read_events
-from infeed.doctor.journal import JournalReader
+from infeed.doctor.evidence import JournalReader, Moment, ProcessSeen, Run, read_events
 from infeed.doctor.thread_owners import Pools
 from infeed.memory.limits import available_bytes, available_cores
 
@@ -100,7 +99,7 @@ class _Watch:
         started = self._clock()
         asked: float | None = None  # when we interrupted it
         ended: float | None = None  # when the program had ended
-        told: float | None = None  # when its datasets had been probed
+        probed: float | None = None  # when its datasets had been probed
         while self._process.poll() is None:
             now = self._clock()
             self.journal.read()
@@ -108,10 +107,10 @@ class _Watch:
                 self._began = now
             if ended is None and self.journal.has("end"):
                 ended = now
-            if told is None and self.journal.has("done"):
-                told = now
+            if probed is None and self.journal.has("done"):
+                probed = now
             # A stopped program waits until we kill it. A finished one exits by itself and needs time for its exit handlers.
-            if told is not None and (self.journal.has_fact("end", "exit_code", None) or now > told + _LEAVE_S):
+            if probed is not None and (self.journal.has_fact("end", "exit_code", None) or now > probed + _LEAVE_S):
                 break
             is_stuck = self.journal.has_fact("end", "ending", "stuck")
             if ended is not None and now > ended + (_STUCK_PROBES_S if is_stuck else _PROBES_S):

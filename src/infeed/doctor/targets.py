@@ -33,12 +33,12 @@ def load_dataset(target: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its own imports is missing
-        raise ConfigError(f"{target}: there is no module {module_name!r} on the path of imports or in {os.getcwd()}") from None
+        raise ConfigError(f"{target}: no module {module_name!r} in sys.path or in {os.getcwd()}") from None
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             there = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
-            raise ConfigError(f"{target}: module {module_name!r} has no {name!r}; it has {there}")
+            raise ConfigError(f"{target}: module {module_name!r} has no {name!r}; it defines {there}")
         found = getattr(found, part)
     if _is_dataset(found):
         return found
@@ -47,15 +47,15 @@ def load_dataset(target: str) -> Any:
             inspect.signature(found).bind()
         except TypeError as error:
             raise ConfigError(
-                f"{target}() cannot be called: {error}; name a function without arguments that makes it"
+                f"{target}() cannot be called: {error}; name a function without arguments that returns the dataset"
             ) from None
         except ValueError:
             pass  # some built-ins have no signature
         found = found()
     if not _is_dataset(found):
         raise ConfigError(
-            f"{target} is a {type(found).__qualname__}, which is no dataset; name an object with __getitem__ or __iter__, or a "
-            "function without arguments that makes one"
+            f"{target} is a {type(found).__qualname__}, not a dataset; name an object with __getitem__ or __iter__, "
+            "or a function without arguments that returns one"
         )
     return found
 

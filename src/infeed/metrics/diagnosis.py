@@ -485,9 +485,14 @@ BOTTLENECKS: Final[dict[str, Any]] = {
     "cpu-limit": "cpu_limit, which allows no more workers",
     # Only the doctor measures these.
     "storage": "storage: samples wait for reads",
-    "transfer": "transfer from workers",
+    "transfer": lambda one: (
+        f"transfer from workers, which could produce a batch every {format_seconds(one['could_s'])}, but one arrives every "
+        f"{format_seconds(one['comes_s'])}"
+    ),
+    "main-process": "loading in the main process (num_workers=0)",
+    "all-cores": lambda one: f"CPU: workers use all {format_count(one['cores'], 'core')}",
     "thread-pools": "CPU: libraries use more threads in workers than there are cores",
-    "every-reader": "each worker reads the whole iterable dataset and yields the same samples",
+    "every-reader": "iterable dataset: each worker reads all of it and yields the same samples",
     "few-workers": "too few workers",
     "auto-workers": "workers: they load more slowly than the training loop consumes",
     "collate": "`collate_fn` ({collate_share:.0%} of the loading time)",

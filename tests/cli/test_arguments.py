@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from infeed.cli.outputs import replacing
+from infeed.cli.arguments import replacing
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from PIL import Image, ImageDraw
 
 from infeed.workers.rng import get_rng
 
-__all__ = ["CLASSES", "CROP_SIDE", "PICTURE_SIZE", "PictureFolder", "TorchPictures", "make_pictures"]
+__all__ = ["CLASSES", "CROP_SIDE", "IMAGE_SIZE", "ImageFolder", "TorchImages", "make_images"]
 
 CLASSES: Final = ("circle", "square", "triangle")
-PICTURE_SIZE: Final = (320, 240)
+IMAGE_SIZE: Final = (320, 240)
 CROP_SIDE: Final = 224
 
 TorchTensor: TypeAlias = Any
@@ -31,7 +31,7 @@ _OFFSET: Final = _MEAN / _DEVIATION
 
 
 @final
-class PictureFolder:
+class ImageFolder:
     """Dataset of ``(image, label)`` for each ``<class>/<name>.jpg`` below a folder.
 
     The image is a random crop, flipped half of the time, normalized, channels first. Crop and flip draw from
@@ -51,11 +51,11 @@ class PictureFolder:
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.float32], int]:
         rng = get_rng()
-        with Image.open(self._paths[index]) as picture:
-            width, height = picture.size
+        with Image.open(self._paths[index]) as file:
+            width, height = file.size
             left = int(rng.integers(width - CROP_SIDE + 1))
             top = int(rng.integers(height - CROP_SIDE + 1))
-            pixels = np.asarray(picture.convert("RGB").crop((left, top, left + CROP_SIDE, top + CROP_SIDE)))
+            pixels = np.asarray(file.convert("RGB").crop((left, top, left + CROP_SIDE, top + CROP_SIDE)))
         if rng.random() < 0.5:
             pixels = pixels[:, ::-1]
         # Write into a preallocated array: a plain product would keep the channels-last memory layout.
@@ -66,30 +66,30 @@ class PictureFolder:
 
 
 @final
-class TorchPictures:
+class TorchImages:
     """The same samples with the image as a tensor, as written for torch's loader."""
 
-    def __init__(self, pictures: PictureFolder) -> None:
-        self._pictures = pictures
+    def __init__(self, images: ImageFolder) -> None:
+        self._images = images
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[TorchTensor, int]:
         import torch  # optional; the demo runs this only if torch is installed
 
-        image, label = self._pictures[index]
+        image, label = self._images[index]
         return torch.from_numpy(image), label
 
 
-def make_pictures(root: Path, count: int) -> Iterator[Path]:
+def make_images(root: Path, count: int) -> Iterator[Path]:
     """Write images below ``root`` and yield the path of each after it is written.
 
     They are the same on every run: soft colour gradients, one shape that is the class, and noise. The noise gives a JPEG file
     about the size and decoding cost of a photograph.
     """
     rng = np.random.default_rng(0)
-    width, height = PICTURE_SIZE
+    width, height = IMAGE_SIZE
     # One noise array, shifted for each image: new noise per image would take most of the time.
     noise = rng.normal(0, 6, size=(2 * height, 2 * width, 3)).astype(np.int16)
     for name in CLASSES:
@@ -97,23 +97,23 @@ def make_pictures(root: Path, count: int) -> Iterator[Path]:
     for number in range(count):
         name = CLASSES[number % len(CLASSES)]
         clouds = Image.fromarray(rng.integers(0, 256, size=(6, 8, 3), dtype=np.uint8))
-        picture = clouds.resize(PICTURE_SIZE, Image.Resampling.BICUBIC)
-        _draw_shape(picture, name, rng)
+        image = clouds.resize(IMAGE_SIZE, Image.Resampling.BICUBIC)
+        _draw_shape(image, name, rng)
         y, x = (int(rng.integers(0, limit)) for limit in (height, width))
-        pixels = np.asarray(picture).astype(np.int16) + noise[y : y + height, x : x + width]
+        pixels = np.asarray(image).astype(np.int16) + noise[y : y + height, x : x + width]
         path = root / name / f"{number:06d}.jpg"
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=85)
         yield path
 
 
-def _draw_shape(picture: Image.Image, name: str, rng: np.random.Generator) -> None:
-    width, height = PICTURE_SIZE
+def _draw_shape(image: Image.Image, name: str, rng: np.random.Generator) -> None:
+    width, height = IMAGE_SIZE
     radius = int(rng.integers(height // 8, height // 3))
     x = int(rng.integers(radius, width - radius))
     y = int(rng.integers(radius, height - radius))
     red, green, blue = (int(value) for value in rng.integers(0, 256, size=3))
     box = (x - radius, y - radius, x + radius, y + radius)
-    draw = ImageDraw.Draw(picture)
+    draw = ImageDraw.Draw(image)
     if name == "circle":
         draw.ellipse(box, fill=(red, green, blue))
     elif name == "square":

@@ -1,5 +1,6 @@
-"""Output files and terminals: checks paths before the work starts, and replaces characters that a terminal cannot encode."""
+"""Arguments of commands: numbers, and output files whose paths are checked before the work starts; plain terminals."""
 
+import argparse
 import codecs
 import io
 import os
@@ -9,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
-__all__ = ["Output", "find_trouble", "replacing"]
+__all__ = ["Output", "count", "find_problem", "replacing", "samples", "seconds", "workers"]
 
 # Replacements for outputs that can encode only ASCII or Latin-1.
 _PLAIN: Final = {"µ": "u", "█": "#", "…": "..."}
@@ -34,18 +35,18 @@ class Output:
         # Resolve the path now: user code of the dataset may change the working directory.
         self._path = Path(where).absolute() if where and not self.is_stdout else None
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Return why the file cannot be written, as far as this is known without writing it."""
         if self._where == "":
-            return f"{self._option} names no file"
+            return f"{self._option} needs a file name"
         if self._path is None:
             return ""
         if self._path.is_dir():
-            return self._told("it is a folder; name a file")
+            return self._error("it is a folder; pass a file name")
         if not self._path.parent.is_dir():
-            return self._told(f"there is no folder {str(self._path.parent)!r}; make it, or name another")
+            return self._error(f"folder {str(self._path.parent)!r} does not exist; create it or pass another")
         if not os.access(self._path if self._path.exists() else self._path.parent, os.W_OK):
-            return self._told("permission denied; name another")
+            return self._error("permission denied; pass another")
         return ""
 
     def write(self, text: str) -> str:
@@ -56,16 +57,48 @@ class Output:
         try:
             self._path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            return self._told(error.strerror or str(error))
+            return self._error(error.strerror or str(error))
         return ""
 
-    def _told(self, why: str) -> str:
+    def _error(self, why: str) -> str:
         return f"{self._option} {self._where} cannot be written: {why}"
 
 
-def find_trouble(outputs: list[Output]) -> str:
+def find_problem(outputs: list[Output]) -> str:
     """Return the first problem of these outputs, or an empty string."""
-    return next((trouble for one in outputs if (trouble := one.trouble())), "")
+    return next((problem for one in outputs if (problem := one.problem())), "")
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; pass more than 0 seconds")
+    return value
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    return _at_least(1, text, "")
+
+
+def samples(text: str) -> int:
+    """Parse the number of samples in a batch, at least 1."""
+    return _at_least(1, text, " of samples")
+
+
+def workers(text: str) -> int:
+    """Parse a number of workers, at least 0."""
+    return _at_least(0, text, " of workers")
+
+
+def _at_least(least: int, text: str, of_what: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number{of_what}; pass {least} or more")
+    return int(text)
 
 
 @contextmanager
