@@ -37,11 +37,10 @@ def write_group(folder: Path, limit: str, usage: int, cache: int, *, is_old: boo
 def groups(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Control groups of our own making: ``groups(path, limit, usage, cache)``; this process is in ``/job/step``."""
     is_old: bool = request.param
-    root = tmp_path / ("memory" if is_old else "cgroup")
+    root = tmp_path / ("cgroup/memory" if is_old else "cgroup")
     (tmp_path / "self").write_text("3:cpu,memory:/job/step\n" if is_old else "1:name=systemd:/elsewhere\n0::/job/step\n")
-    _, *names = budget._CGROUPS[1 if is_old else 0]
-    monkeypatch.setattr(budget, "_CGROUPS", ((str(root), *names),))
-    monkeypatch.setattr(budget, "_CGROUP_OF", str(tmp_path / "self"))
+    monkeypatch.setattr(budget, "ROOT", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(budget, "OWN", str(tmp_path / "self"))
     return lambda path, limit, usage, cache=0: write_group(root / path, limit, usage, cache, is_old=is_old)
 
 

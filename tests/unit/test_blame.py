@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.memory.dataset import find_culprit
+from infeed.memory.search import find_culprit
 
 LOCK = threading.Lock()
 

@@ -8,7 +8,7 @@ from infeed.memory.limits import OomWatch
 
 
 def _watchdog(folder: Path) -> OomWatch:
-    return OomWatch(cgroups=folder / "cgroup", own=folder / "own", vmstat=folder / "vmstat")
+    return OomWatch(root=str(folder / "cgroup"), own=str(folder / "own"), vmstat=str(folder / "vmstat"))
 
 
 def _write(path: Path, text: str) -> None:

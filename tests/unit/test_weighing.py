@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.memory import weighing
-from infeed.memory.weighing import advise, find_heavy
+from infeed.memory import search
+from infeed.memory.search import advise, find_heavy
 
 
 class Files:
@@ -108,7 +108,7 @@ def test_the_search_is_bounded() -> None:
 
 
 def told(caplog: pytest.LogCaptureFixture, dataset: Any, workers: int, available: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(weighing, "available_bytes", lambda: available)
+    monkeypatch.setattr(search, "available_bytes", lambda: available)
     with caplog.at_level(logging.INFO, "infeed"):
         advise(dataset, [1 << 30], workers)
     return [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -122,7 +122,7 @@ def test_the_words(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
         (
             "WARNING",
             f"dataset.samples is a list of 1,000,000 str, about {size / 1e6:.0f} MB in each of 4 workers; "
-            "infeed.share(...) holds it once",
+            "infeed.share(...) stores it once",
         )
     ]
 
@@ -130,7 +130,7 @@ def test_the_words(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
 def test_the_words_for_an_array(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers share a copy already, so it is only worth a word; the size of one copy is what counts."""
     assert told(caplog, [np.zeros(5_000_000)], 4, 1 << 40, monkeypatch) == [
-        ("INFO", "dataset[0] is an array of float64, 40 MB, copied once for 4 workers; infeed.share(...) holds it once")
+        ("INFO", "dataset[0] is an array of float64, 40 MB, copied once for 4 workers; infeed.share(...) stores it once")
     ]
     caplog.clear()
     assert told(caplog, [np.zeros(5_000_000)], 4, 1 << 28, monkeypatch)[0][0] == "WARNING"

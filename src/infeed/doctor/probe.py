@@ -23,9 +23,8 @@ import numpy as np
 import infeed
 from infeed.doctor.evidence import Journal
 from infeed.doctor.monitor import Watched
-from infeed.memory.dataset import find_culprit
 from infeed.memory.pickling import dump_by_value
-from infeed.memory.weighing import find_heavy
+from infeed.memory.search import find_culprit, find_heavy
 
 _MOST_SAMPLES: Final = 300
 _WARM: Final = 2

@@ -23,8 +23,8 @@ from infeed.engine.watchdog import Limits, Watchdog
 from infeed.memory.arena import Arena
 from infeed.memory.dataset import send
 from infeed.memory.limits import available_bytes
+from infeed.memory.search import advise
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
-from infeed.memory.weighing import advise
 from infeed.metrics.collector import Collector
 from infeed.options import LoaderConfig, WorkerKind
 from infeed.plan.batches import BatchPlan

@@ -20,36 +20,37 @@ OWN: Final = "/proc/self/cgroup"  # lists the cgroups of a process
 ROOT: Final = "/sys/fs/cgroup"  # mount point of cgroup v2; cgroup v1 has one subfolder per controller
 
 
-def groups_of(controller: str | None, own: str = OWN) -> list[str]:
-    """Return this process's cgroup and all its ancestors, as paths below the mount point, outermost first.
+def _cgroup_folders(controller: str, root: str, own: str) -> Iterator[tuple[Literal[1, 2], Path]]:
+    """Yield the version and folder of this process's cgroup and of its ancestors, outermost first: of v2, then of v1.
 
-    In a container the mount point itself is its cgroup. ``controller`` names a cgroup v1 controller; ``None`` means v2.
+    In a container the mount point itself is its cgroup. Folders and files may be missing.
     """
-    path = ""
     try:
-        for line in Path(own).read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if not controllers if controller is None else controller in controllers.split(","):
-                path = name.rstrip("/")
-    except (OSError, ValueError):
-        pass
-    parts = path.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        lines = [line.split(":", 2) for line in Path(own).read_text().splitlines()]
+    except OSError:  # not Linux
+        lines = []
+    versions: tuple[tuple[Literal[1, 2], str], ...] = ((2, ""), (1, controller))
+    for version, name in versions:
+        paths = [line[2].rstrip("/") for line in lines if len(line) == 3 and name in line[1].split(",")]
+        parts = paths[-1].split("/") if paths else [""]
+        yield from ((version, Path(f"{root}/{name}" + "/".join(parts[:count]))) for count in range(1, len(parts) + 1))
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    """Return the lines of a file that consist of a name and a number; empty if the file is missing."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:  # another cgroup version, or not Linux
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
 
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-# For cgroup v2 and v1: the mount point, the file names for limit and usage, and the fields of memory.stat that count file
-# cache. The kernel can reclaim that cache.
-_CGROUP_OF: Final = OWN
-_CGROUPS: Final = (
-    (ROOT, "memory.max", "memory.current", ("active_file", "inactive_file")),
-    (
-        f"{ROOT}/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_active_file", "total_inactive_file"),
-    ),
-)
+# For cgroup v1 and v2: the files with limit and usage, and the prefix of the fields in memory.stat that count file cache.
+_MEMORY_FILES: Final = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def parse_bytes(value: int | str) -> int:
@@ -87,21 +88,16 @@ def _machine_bytes() -> int:
 def _group_bytes() -> Iterator[int]:
     """Yield the remaining memory of every cgroup of this process that has a limit."""
     yield sys.maxsize
-    for root, limit_name, usage_name, cached in _CGROUPS:
-        for group in groups_of("memory" if root.endswith("/memory") else None, _CGROUP_OF):
-            folder = root + group
-            try:
-                limit, usage = int(_text(f"{folder}/{limit_name}")), int(_text(f"{folder}/{usage_name}"))
-                lines = (line.split() for line in _text(f"{folder}/memory.stat").splitlines())
-                cache = sum(int(value) for name, value in lines if name in cached)
-            except (OSError, ValueError):  # no such cgroup, or the limit is "max"
-                continue
-            yield max(0, limit - usage + cache)
-
-
-def _text(path: str) -> str:
-    with open(path) as file:
-        return file.read()
+    for version, folder in _cgroup_folders("memory", ROOT, OWN):
+        limit_name, usage_name, prefix = _MEMORY_FILES[version]
+        try:
+            limit, usage = int((folder / limit_name).read_text()), int((folder / usage_name).read_text())
+        except (OSError, ValueError):  # no such cgroup, or the limit is "max"
+            continue
+        statistics = _read_fields(folder / "memory.stat")
+        # The kernel can reclaim file cache.
+        cache = sum(statistics.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+        yield max(0, limit - usage + cache)
 
 
 Limit = Literal["AS", "FSIZE", "NOFILE", "NPROC"]
@@ -121,18 +117,17 @@ else:
         return None if limit == resource.RLIM_INFINITY else limit
 
 
-_OOM_CGROUPS: Final = Path("/sys/fs/cgroup")
-_SELF: Final = Path("/proc/self/cgroup")
-_VMSTAT: Final = Path("/proc/vmstat")
-
-
 @final
 class OomWatch:
     """Counts OOM kills and reports whether there were new ones."""
 
-    def __init__(self, *, cgroups: Path = _OOM_CGROUPS, own: Path = _SELF, vmstat: Path = _VMSTAT) -> None:
-        self._vmstat = vmstat
-        self._folders = list(_folders(cgroups, own))
+    def __init__(self, *, root: str = ROOT, own: str = OWN, vmstat: str = "/proc/vmstat") -> None:
+        self._vmstat = Path(vmstat)
+        # The mount point and this process's cgroup of each version. Cgroups in between count kills in other cgroups too.
+        of_version = {1: list[Path](), 2: list[Path]()}
+        for version, folder in _cgroup_folders("memory", root, own):
+            of_version[version].append(folder)
+        self._folders = {folder for folders in of_version.values() for folder in (folders[0], folders[-1])}
         self._container, self._machine = self._counts()
 
     def diagnosis(self) -> str | None:
@@ -148,44 +143,19 @@ class OomWatch:
         return None
 
     def _counts(self) -> tuple[int, int]:
-        container = 0
-        for folder in self._folders:
-            for name in ("memory.events", "memory.oom_control"):
-                container += _field(folder / name, "oom_kill")
-        return container, _field(self._vmstat, "oom_kill")
+        files = [folder / name for folder in self._folders for name in ("memory.events", "memory.oom_control")]
+        container = sum(_read_fields(file).get("oom_kill", 0) for file in files)
+        return container, _read_fields(self._vmstat).get("oom_kill", 0)
 
     def _limit(self) -> int | None:
         limits = []
         for folder in self._folders:
-            for name in ("memory.max", "memory.limit_in_bytes"):
+            for name, _, _ in _MEMORY_FILES.values():
                 try:
                     limits.append(int((folder / name).read_text()))
                 except (OSError, ValueError):  # missing, or "max"
                     continue
         return min(limits, default=None)
-
-
-def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders with this process's counters: the root in a container, otherwise the cgroup that the kernel names."""
-    yield root
-    yield root / "memory"
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        inner = path.lstrip("/")
-        if inner and controllers in ("", "memory"):
-            yield (root if not controllers else root / "memory") / inner
-
-
-def _field(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:  # another cgroup version, or not Linux
-        return 0
-    return next((int(words[1]) for words in map(str.split, lines) if len(words) == 2 and words[0] == name), 0)
 
 
 # Variables in which launchers set the number of local ranks: torchrun and similar, Open MPI, MPICH and Intel MPI, MVAPICH,
@@ -258,12 +228,12 @@ def _allowed_count() -> int:
 def _machine_count(root: str, own: str) -> int:
     """Return the CPU cores of the machine or container, which all ranks share."""
     counts = []
-    for controller, name in ((None, "cpuset.cpus.effective"), ("cpuset", "cpuset.effective_cpus")):
-        for group in groups_of(controller, own):
-            try:
-                counts.append(_set_size(Path(_folder(root, controller, group), name).read_text()))
-            except (OSError, ValueError):  # no such cgroup, or no usable value
-                continue
+    for version, folder in _cgroup_folders("cpuset", root, own):
+        name = "cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"
+        try:
+            counts.append(_set_size((folder / name).read_text()))
+        except (OSError, ValueError):  # no such cgroup, or no usable value
+            continue
     return max(counts, default=os.cpu_count() or 1)
 
 
@@ -278,21 +248,13 @@ def _set_size(text: str) -> int:
 
 def _quotas(root: str, own: str) -> Iterator[float]:
     """Yield the quota, in CPU cores, of every cgroup of this process that has one."""
-    for group in groups_of(None, own):
+    for version, folder in _cgroup_folders("cpu", root, own):
         try:
-            quota, period = Path(_folder(root, None, group), "cpu.max").read_text().split()
-            yield int(quota) / int(period)
+            if version == 2:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         except (OSError, ValueError):  # no such cgroup, or the quota is "max"
             continue
-    for group in groups_of("cpu", own):
-        folder = _folder(root, "cpu", group)
-        try:
-            limit = int(Path(folder, "cpu.cfs_quota_us").read_text())
-            if limit > 0:  # -1: no quota
-                yield limit / int(Path(folder, "cpu.cfs_period_us").read_text())
-        except (OSError, ValueError):
-            continue
-
-
-def _folder(root: str, controller: str | None, group: str) -> str:
-    return f"{root}{group}" if controller is None else f"{root}/{controller}{group}"
+        if quota > 0:  # -1: no quota
+            yield quota / period

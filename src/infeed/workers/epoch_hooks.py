@@ -6,8 +6,9 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable
-from types import MethodType
 from typing import Any, Final, final
+
+from infeed.memory.search import parts
 
 # Search depth for transforms in the dataset's attributes: a dataset in a subset in a concatenation, its transform, and the
 # steps of that transform.
@@ -37,7 +38,7 @@ class EpochHooks:
                 seen.add(id(value))
                 if _hears(type(value)):
                     self._found.append(value)
-                below.extend(_held_by(value))
+                below.extend(_parts_of(value))
             level = below
 
     def __bool__(self) -> bool:
@@ -96,37 +97,7 @@ def _hears(cls: type[Any]) -> bool:
     return callable(getattr(cls, "set_epoch", None)) and not cls.__module__.startswith("infeed") and cls is not type
 
 
-# Checks types and never calls isinstance, which may run code of an object that the search only came across.
-def _held_by(value: Any) -> list[Any]:
-    cls = type(value)
-    if issubclass(cls, type):
+def _parts_of(value: Any) -> list[Any]:
+    if issubclass(type(value), list | tuple | set | frozenset | dict) and len(value) > _MOST_ITEMS:
         return []
-    if issubclass(cls, list | tuple | set | frozenset | dict):
-        if len(value) > _MOST_ITEMS:
-            return []
-        return list(value.values() if issubclass(cls, dict) else value)
-    if cls is MethodType:
-        return [value.__self__]
-    if cls is functools.partial:
-        return [value.func, *value.args, *value.keywords.values()]
-    if cls.__module__.partition(".")[0] in ("builtins", "numpy", "weakref"):
-        return []
-    try:
-        held = list(object.__getattribute__(value, "__dict__").values())
-    except AttributeError:
-        held = []
-    return held + _slots(value)
-
-
-def _slots(value: Any) -> list[Any]:
-    held = []
-    for cls in type(value).__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            member: Any = cls.__dict__.get(name)
-            if type(member).__name__ == "member_descriptor":
-                try:
-                    held.append(member.__get__(value))
-                except AttributeError:  # not set
-                    continue
-    return held
+    return [part for _, part in parts(value, most=_MOST_ITEMS)]

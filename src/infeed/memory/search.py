@@ -1,20 +1,142 @@
-"""Find parts of a dataset that use memory again for every worker and would not with ``infeed.share``."""
+"""Search user objects: for what cannot be pickled, and for what uses memory again in every worker.
+
+`parts` is the one walk over user objects; `workers/epoch_hooks.py` uses it as well.
+"""
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Final, final
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from infeed.memory.limits import available_bytes
+from infeed.memory.pickling import ByValuePickler, TensorReducer
 from infeed.memory.shared_arrays import BINS, Shared, pointer_of
+
+# Modules whose objects have no attributes of interest.
+_OPAQUE_MODULES: Final = ("builtins", "numpy", "weakref")
+
+# How to append a part to the path of its owner: a format, and its argument.
+Step: TypeAlias = tuple[str, Any]
+
+
+def parts(value: Any, *, most: int, has_functions: bool = False) -> Iterator[tuple[Step, Any]]:
+    """Yield up to ``most`` elements of a container, or all attributes of another object, and how to reach each.
+
+    Runs no code of the object: it asks for types and never calls ``isinstance``, and reads ``__dict__`` and slots directly.
+
+    Args:
+        has_functions: Also yield what a function refers to: closure, defaults and globals.
+    """
+    cls = type(value)
+    if cls is MethodType:
+        yield (".__self__", None), value.__self__
+    elif cls is FunctionType:
+        if has_functions:
+            yield from _parts_of_function(value)
+    elif issubclass(cls, dict):
+        yield from ((("[{!r}]", key), part) for key, part in itertools.islice(dict.items(value), most))
+    elif issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
+        yield from (((".{}", name), part) for name, part in zip(getattr(cls, "_fields", ()), value, strict=False))
+    elif issubclass(cls, list | tuple | set | frozenset):
+        yield from ((("[{}]", number), part) for number, part in enumerate(itertools.islice(value, most)))
+    elif issubclass(cls, np.ndarray):
+        if value.dtype.hasobject:
+            for place in itertools.islice(np.ndindex(value.shape), most):
+                yield ("[{}]", ", ".join(map(str, place))), value[place]
+    elif not issubclass(cls, type) and cls.__module__.partition(".")[0] not in _OPAQUE_MODULES:
+        yield from (((".{}", name), part) for name, part in attributes(value).items())
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes in the object's ``__dict__`` and in its slots."""
+    try:
+        found = dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        found = {}
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if type(member) is MemberDescriptorType:
+                try:
+                    found.setdefault(name, member.__get__(value))
+                except AttributeError:  # not set
+                    continue
+    return found
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[Step, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield (" -> {} (closed over)", name), _contents(cell)
+    for number, default in enumerate(function.__defaults__ or ()):
+        yield (" -> default {}", number), default
+    for name, default in (function.__kwdefaults__ or {}).items():
+        yield (" -> default {}", name), default
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield (" -> {} (global)", name), function.__globals__[name]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the cell is still empty
+        return None
+
+
+# --- what cannot be pickled
+
+# Maximum number of objects inspected: enough for the attributes of any dataset, but not for a million elements.
+_CULPRIT_LOOKS: Final = 2000
+_CULPRIT_ELEMENTS: Final = 100
+
+
+def find_culprit(root: Any, name: str) -> tuple[str, Any] | None:
+    """Return the innermost part of ``root`` that cannot be pickled, with its path, such as ``dataset.cache.lock``."""
+    if _pickles(root):
+        return None
+    path, culprit = name, root
+    seen = {id(root)}
+    for _ in range(_CULPRIT_LOOKS):
+        inside = _pickled_parts(culprit)
+        inner = next(((step, part) for step, part in inside if id(part) not in seen and not _pickles(part)), None)
+        if inner is None:
+            break
+        (form, argument), culprit = inner
+        seen.add(id(culprit))
+        path += form.format(argument)
+    return path, culprit
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        # The callback discards buffers, so that large arrays take no time here.
+        ByValuePickler(io.BytesIO(), lambda _buffer: None, set(), TensorReducer(keeps_shared=False)).dump(value)
+    except Exception:  # a user-defined __reduce__ may raise anything
+        return False
+    return True
+
+
+def _pickled_parts(value: Any) -> Iterator[tuple[Step, Any]]:
+    """Yield the parts of the state that is pickled if the class defines one, otherwise all parts."""
+    if any("__getstate__" in vars(cls) for cls in type(value).__mro__[:-1]):
+        try:
+            state = value.__getstate__()
+        except Exception:  # a class may raise here to forbid pickling: then it is the culprit itself
+            return iter(())
+        if isinstance(state, dict):
+            return (((".{}", name), part) for name, part in state.items())
+    return parts(value, most=_CULPRIT_ELEMENTS, has_functions=True)
+
+
+# --- what uses memory again in every worker
 
 # Search limits, so that the search takes 1 to 2 ms for any dataset.
 _LOOKS: Final = 1000
@@ -51,11 +173,11 @@ class Heavy:
     def cost(self, worker_count: int) -> int:
         return self.size if self.is_array else self.size * worker_count
 
-    def tell(self, worker_count: int) -> str:
+    def describe(self, worker_count: int) -> str:
         workers = "1 worker" if worker_count == 1 else f"{worker_count} workers"
         size = f"{self.size / 1e6:,.0f} MB"
         place = f"{size}, copied once for {workers}" if self.is_array else f"about {size} in each of {workers}"
-        return f"{self.path} is {self.what}, {place}; infeed.share(...) holds it once"
+        return f"{self.path} is {self.what}, {place}; infeed.share(...) stores it once"
 
 
 def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:
@@ -73,7 +195,7 @@ def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:
     # The second copy of an array does not grow with the number of workers: it matters only if memory is short.
     growing = sum(one.cost(worker_count) for one in heavy if not one.is_array)
     is_much = growing > _MUCH_BYTES or cost > _MUCH_OF_AVAILABLE * available_bytes()
-    lines = [one.tell(worker_count) for one in heavy[:_MOST_LINES]]
+    lines = [one.describe(worker_count) for one in heavy[:_MOST_LINES]]
     _LOG.log(logging.WARNING if is_much else logging.INFO, "%s", "\n".join(lines))
 
 
@@ -92,8 +214,9 @@ def find_heavy(root: Any, name: str) -> list[Heavy]:
         heavy = _weigh(path, value)
         if heavy is not None:
             found.append(heavy)
-        elif depth < _DEPTH:
-            todo.extend((path + step, part, depth + 1) for step, part in _parts(value))
+        elif depth < _DEPTH and (isinstance(value, dict | list | tuple) or not _has_own_state(type(value))):
+            inside = parts(value, most=_INSIDE)
+            todo.extend((path + form.format(argument), part, depth + 1) for (form, argument), part in inside)
     return sorted(found, key=lambda heavy: -heavy.size)
 
 
@@ -157,23 +280,6 @@ def _size(value: Any) -> float:
         parts = list(itertools.islice(value.values() if isinstance(value, dict) else value, _PARTS))
         size += sum(map(_size, parts)) / len(parts) * len(value)
     return size
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) is dict:
-        for key, part in itertools.islice(value.items(), _INSIDE):
-            yield f"[{key!r}]", part
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value[:_INSIDE]):
-            yield f"[{number}]", part
-    elif not _has_own_state(type(value)):
-        for name, part in tuple(getattr(value, "__dict__", {}).items()):
-            yield f".{name}", part
-        for cls in type(value).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name):
-                    yield f".{name}", getattr(value, name)
 
 
 def _has_own_state(cls: type[Any]) -> bool:
