@@ -46,7 +46,7 @@ DEFAULT = (
     *(f"tests/engine/test_{name}.py" for name in ("conformance", "scripts", "errors", "deaths", "interpreter_exit", "close")),
     *(f"tests/engine/test_{name}.py" for name in ("bad_samples", "sharing", "idle_workers", "streams", "hangs")),
     "tests/surroundings/test_interpreters.py::test_a_zip_file_in_a_folder_with_a_strange_name_runs",
-    "tests/docs/test_prose.py::test_a_python_block_runs",
+    "tests/examples/test_code_blocks.py",
     "tests/torch/test_no_main_guard.py",
 )
 

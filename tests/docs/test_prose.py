@@ -3,11 +3,8 @@
 import ast
 import doctest
 import importlib
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -123,32 +120,6 @@ def test_a_note_that_is_cited_is_defined_and_one_that_is_defined_is_cited() -> N
 
 def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-RUN_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_BLOCKS = [(relative(path), block) for path in RUN_PAGES for block in python_blocks(path)]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("name", "code"), RUN_BLOCKS, ids=[name for name, _ in RUN_BLOCKS])
-def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
-    """What a reader copies into a file of its own works as it stands, with no word on the terminal but those it is about."""
-    if "torch" in code:
-        pytest.importorskip("torch")
-    for needed, module in ((".report(", "plotly"), (".svg", "matplotlib"), ("progress=True", "tqdm")):
-        if needed in code:
-            pytest.importorskip(module)
-    script = tmp_path / "block.py"
-    script.write_text(code, encoding="utf-8")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), os.environ.get("PYTHONPATH", "")])}
-
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90
-    )
-
-    said = [] if "progress=True" in code else done.stderr.splitlines()[:1]  # the bar is on standard error
-    expected = ["epoch 0 had 2 bad samples:"] if name == "docs/guides/failures.md" else []
-    assert (done.returncode, said) == (0, expected), done.stderr
 
 
 def test_all_python_blocks_of_prose_are_python() -> None:

@@ -1,0 +1,43 @@
+"""Code blocks of the README and the documentation run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+RUN_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_BLOCKS = [(path.relative_to(ROOT).as_posix(), block) for path in RUN_PAGES for block in python_blocks(path)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "code"), RUN_BLOCKS, ids=[name for name, _ in RUN_BLOCKS])
+def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
+    """What a reader copies into a file of its own works as it stands, with no word on the terminal but those it is about."""
+    if "torch" in code:
+        pytest.importorskip("torch")
+    for needed, module in ((".report(", "plotly"), (".svg", "matplotlib"), ("progress=True", "tqdm")):
+        if needed in code:
+            pytest.importorskip(module)
+    script = tmp_path / "block.py"
+    script.write_text(code, encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90
+    )
+
+    said = [] if "progress=True" in code else done.stderr.splitlines()[:1]  # the bar is on standard error
+    expected = ["epoch 0 had 2 bad samples:"] if name == "docs/guides/failures.md" else []
+    assert (done.returncode, said) == (0, expected), done.stderr
