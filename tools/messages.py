@@ -22,8 +22,8 @@ SNAPSHOT = ROOT / "tests" / "messages.txt"
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Functions whose texts are not messages: documentation of options, and names of types.
 IGNORED = {"_option", "TypeVar", "NewType", "compile", "namedtuple"}
-# Text in words: two of them, the first of at least two letters, without the signs of markup, scripts and style sheets.
-WORDS = re.compile(r"[A-Za-z]{2,}[^<>]*?[\s}][^<>]*?[A-Za-z]{2,}", re.DOTALL)
+# At least two words, outside of placeholders.
+WORDS = re.compile(r"[A-Za-z]{2,}['.,:;)]*\s+(?:\S*\s+)*?[('\"]*[A-Za-z]{2,}")
 MARKUP = re.compile(
     r"</?[a-z]+[ >/]|[{;]\s*\w[\w-]*:\s*[^;]+;|=>|\bfunction\b|^import |^\s*from \w+ import|^def ", re.MULTILINE
 )
@@ -91,7 +91,7 @@ def messages_in(tree: ast.AST, use: str = "text") -> Iterator[tuple[int, str, st
     if isinstance(tree, ast.expr):
         text = text_of(tree)
         if text is not None:
-            if WORDS.search(text) and not MARKUP.search(text):
+            if WORDS.search(re.sub(r"\{[^{}]*\}", "_", text)) and not MARKUP.search(text):
                 yield tree.lineno, use, text
             for part in ast.walk(tree):  # texts inside placeholders
                 if isinstance(part, ast.FormattedValue):

@@ -45,7 +45,7 @@ def _parsed(rank_name: str, rank: str, size_name: str, size: str) -> Shard:
         shard = Shard(-1, 0)
     if not 0 <= shard.rank < shard.world_size:
         raise ConfigError(
-            f"shard='auto' found {rank_name}={rank!r} and {size_name}={size!r} in the environment; they must be whole numbers "
-            "with 0 <= rank < size: correct them, or give shard=(rank, world_size)"
+            f"shard='auto' found {rank_name}={rank!r} and {size_name}={size!r} in the environment, but they must be ints with "
+            "0 <= rank < size; correct them, or pass shard=(rank, world_size)"
         )
     return shard

@@ -127,7 +127,7 @@ print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2, num_
     assert result.out.strip() == "[[0, 1], [2, 3]]"
     assert result.err.count("RuntimeWarning: this loader runs on torch's own workers") == 1
     summary = result.err.splitlines()[-1]
-    assert "1 loader on torch's own workers: DataLoader(list), because multiprocessing_context='fork' was asked for" in summary
+    assert "1 loader on torch's own workers: DataLoader(list), because multiprocessing_context='fork' was passed" in summary
 
 
 @pytest.mark.torch

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
 def test_what_torchs_own_workers_do_not_do_is_said() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "fork"}
-    with pytest.warns(RuntimeWarning, match="progress and on_statistics will do nothing"):
+    with pytest.warns(RuntimeWarning, match="progress and on_statistics have no effect"):
         list(ours.DataLoader(range(8), 2, progress=True, on_statistics=print, **options))
 
 

@@ -154,7 +154,7 @@ def test_the_order_is_that_of_torch() -> None:
 def test_options_that_only_infeed_serves_are_named_in_the_warning() -> None:
     loader = ours.DataLoader(Holding(threading.Lock()), on_error="skip", seed=3, **OPTIONS)
     _, (words,) = collected(loader)
-    assert "seed and on_error will do nothing" in words
+    assert "seed and on_error have no effect" in words
 
 
 def test_auto_does_not_start_the_most_workers_there_may_be() -> None:
@@ -185,4 +185,4 @@ def test_a_state_that_torchs_workers_cannot_resume_is_named_in_the_warning() -> 
     resumed = ours.DataLoader(dataset, **OPTIONS)
     resumed.load_state_dict(state)
     _, (words,) = collected(resumed)
-    assert "load_state_dict will do nothing" in words
+    assert "load_state_dict has no effect" in words

@@ -173,5 +173,5 @@ def test_a_launcher_says_which_rank_this_is(environ: dict[str, str], expected: t
 )
 def test_a_rank_that_cannot_be_is_refused(environ: dict[str, Any]) -> None:
     """With the variable and the cure."""
-    with pytest.raises(ConfigError, match=r"found RANK=.*WORLD_SIZE='2'.*give shard="):
+    with pytest.raises(ConfigError, match=r"found RANK=.*WORLD_SIZE='2'.*pass shard="):
         find_shard(environ)

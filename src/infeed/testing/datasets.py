@@ -32,7 +32,7 @@ class _Numbers:
 
     def __getitem__(self, index: int) -> int:
         if not -self._length <= index < self._length:
-            raise IndexError(f"index {index} is outside of a dataset of length {self._length}")
+            raise IndexError(f"index {index} is out of bounds for a dataset of length {self._length}")
         return index % self._length
 
 
@@ -168,7 +168,7 @@ class CrashingDataset(_Numbers):
 
     def _maybe_die(self, index: int) -> None:
         if os.getpid() == self._owner_pid:
-            raise RuntimeError("CrashingDataset would end the process that made it; use it with process workers")
+            raise RuntimeError("CrashingDataset would kill the process that created it; use process workers")
         with open(self._count_file, "a+", encoding="ascii") as file:
             # Appending is atomic: if two workers write at the same time, each still reads its own count.
             file.write(f"{index}\n")

@@ -151,8 +151,8 @@ class EngineIter(_BaseDataLoaderIter):
             )
             if self._num_workers > 0:
                 text += (
-                    " Every worker reads a copy of the dataset: let its __iter__ leave out what other workers read, by "
-                    "torch.utils.data.get_worker_info()."
+                    " Every worker reads the whole dataset; yield only this worker's share in __iter__ "
+                    "(torch.utils.data.get_worker_info())."
                 )
             warnings.warn(text, stacklevel=3)
         return data

@@ -311,10 +311,10 @@ class TorchPlan(Plan):
             state = {}
         known = {*_GENERATORS, "now", "seed"}
         if not isinstance(state, dict) or not state.keys() <= {*known, "state", "position", "ended"}:
-            raise StateError("state has a sampler that is not one of infeed's; use a state that state_dict() made")
+            raise StateError("state has an invalid sampler; pass the result of state_dict()")
         seed = state.get("seed", 0)
         if type(seed) is not int or not 0 <= seed < 1 << 64 or type(state.get("now", "")) is not str:
-            raise StateError("state has a seed of workers that is none; use a state that state_dict() made")
+            raise StateError("state has an invalid worker seed; pass the result of state_dict()")
         for name in _GENERATORS:
             if name in state:
                 _generator_state(state[name])
@@ -326,7 +326,9 @@ class TorchPlan(Plan):
         own = self._order_generator()
         name = _DEFAULT if own is None else "generator" if own is self._generator else "sampler_generator"
         if cursor.position and not self._is_ours() and type(self._inner()) in _DRAWING and name not in state:
-            raise StateError(f"state is in mid-epoch and has no {name!r}; use the sampler and generator of the loader it is of")
+            raise StateError(
+                f"state is in mid-epoch but has no {name!r}; load it into a loader with the same sampler and generator"
+            )
         return state
 
     # --- generators
@@ -515,7 +517,7 @@ def _generator_state(text: Any) -> torch.Tensor:
         state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         torch.Generator().set_state(state)  # raises if it is not a generator state
     except (TypeError, ValueError, RuntimeError):
-        raise StateError("state has a generator that is none of torch's; use a state that state_dict() made") from None
+        raise StateError("state has an invalid torch generator; pass the result of state_dict()") from None
     return state
 
 

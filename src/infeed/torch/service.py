@@ -38,8 +38,8 @@ _MAKING: Final = threading.RLock()  # held while a Session is created
 _REFUSED: Final = "_infeed_refused"
 # Loader attribute: the reason why its dataset cannot be pickled for infeed's workers, after the first attempt.
 _UNPICKLABLE: Final = "_infeed_unpicklable"
-_LEAVE_OUT: Final = "leave it out with __getstate__ and open it in each worker on first use"
-_NEW_CONTEXT: Final = "make it with multiprocessing.get_context('spawn')"
+_LEAVE_OUT: Final = "remove it in __getstate__ and open it in each worker on first use"
+_NEW_CONTEXT: Final = "create it with multiprocessing.get_context('spawn')"
 
 
 def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
@@ -186,7 +186,7 @@ def why_not(loader: TorchDataLoader[Any]) -> str | None:
         return "the dataset is a DataPipe"
     context = loader.multiprocessing_context
     if context is not None and context.get_start_method() == "fork":
-        return "multiprocessing_context='fork' was asked for"
+        return "multiprocessing_context='fork' was passed"
     unpicklable: str | None = loader.__dict__.get(_UNPICKLABLE)
     return unpicklable if loader.num_workers > 0 and context is None else None
 
@@ -209,8 +209,8 @@ def _refuse(loader: TorchDataLoader[Any], why: str, cure: str = "") -> _BaseData
         if loader.num_workers > 0:
             to_use = f"to use infeed's, {cure}; " if cure else ""
             warnings.warn(
-                f"this loader runs on torch's own workers, and not on infeed's, because {why}; {to_use}if they are forked, "
-                f"threads of this process (OpenMP, OpenCV, CUDA) may make them hang or crash{_unserved(loader)}",
+                f"this loader runs on torch's own workers, because {why}; {to_use}forked workers may hang or crash if this "
+                f"process has threads (OpenMP, OpenCV, CUDA){_unserved(loader)}",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -228,12 +228,12 @@ def notice(loader: Any, iterator: _BaseDataLoaderIter) -> None:
     if isinstance(iterator, EngineIter) or attributes.get(_REFUSED) is not None:
         return
     kind = type(iterator)
-    why = f"it creates {kind.__module__}.{kind.__qualname__} itself"
+    why = f"it creates {kind.__module__}.{kind.__qualname__} directly"
     attributes[_REFUSED] = why
     TALLY.refuse(loader, why)
     if loader.num_workers > 0:
         name = f"{type(loader).__module__}.{type(loader).__qualname__}"
-        warnings.warn(f"{name} runs on torch's own workers, and not on infeed's, because {why}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{name} runs on torch's own workers, because {why}", RuntimeWarning, stacklevel=4)
 
 
 def refused_reason(loader: TorchDataLoader[Any]) -> str | None:
@@ -248,7 +248,7 @@ def _unserved(loader: TorchDataLoader[Any]) -> str:
     session = known_session(loader)
     if session is not None and session.next.step:
         names.append("load_state_dict")
-    return f"; {' and '.join(names)} will do nothing" if names else ""
+    return f"; {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect" if names else ""
 
 
 def _start_method(loader: TorchDataLoader[Any]) -> Any:
