@@ -84,9 +84,9 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any], session: Session) -> None:
         self._session = session  # not the loader, which may reference this iterator
-        with self._plan.drawing(loader, session.next) as self._armed:
+        with self._plan.drawing(loader, session.next) as self._run:
             _BaseDataLoaderIter.__init__(self, loader)  # not the constructors of torch's subclasses, which start workers
-            if self._num_workers > 0 and not self._armed.is_resumed:
+            if self._num_workers > 0 and not self._run.is_resumed:
                 self._sampler_iter = iter(self._index_sampler)  # a second time, as torch does: it may draw random numbers
         self._pins = self._pin_memory and not session.config.is_staged  # batches on a device cannot be pinned
         self._is_plain = self._dataset_kind != _DatasetKind.Iterable and not self._pins
@@ -98,8 +98,8 @@ class EngineIter(_BaseDataLoaderIter):
         return self._session.plan
 
     def _begin(self) -> None:
-        self._base_seed = self._plan.arm(self._armed, self._sampler_iter, int(self._base_seed))
-        self._epoch = EpochIterator(self._session, asked=self._armed)
+        self._base_seed = self._plan.start(self._run, self._sampler_iter, int(self._base_seed))
+        self._epoch = EpochIterator(self._session, asked=self._run)
         # torch calls user code at this point: the sampler with workers, an iterable dataset without them.
         if self._num_workers > 0 or self._dataset_kind == _DatasetKind.Iterable:
             try:
@@ -109,7 +109,7 @@ class EngineIter(_BaseDataLoaderIter):
                 raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        with self._plan.drawing(loader, self._session.next, is_reset=True) as self._armed:
+        with self._plan.drawing(loader, self._session.next, is_reset=True) as self._run:
             _BaseDataLoaderIter._reset(self, loader, first_iter)
         self._begin()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -33,14 +31,12 @@ from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
 from infeed.plan.shards import Cut, Steps
 from infeed.plan.state import Cursor, Identity
 from infeed.plan.stateful import Reading, Readings, check_reading, is_stateful, restore, source_state
+from infeed.torch.generators import DEFAULT, LOADER, NAMES, NOW, SAMPLER, LentGenerator, decoded, encoded
 
 # Samplers that draw random numbers, all at once.
 _DRAWING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # Samplers that draw all random numbers before their first index, so reading further ahead has no visible effect.
 _DRAWING_FIRST: Final = (SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-# Generators in a state: torch's default, the loader's, and the sampler's if it differs.
-_DEFAULT: Final = "default"
-_GENERATORS: Final = (_DEFAULT, "generator", "sampler_generator")
 
 
 @final
@@ -56,7 +52,7 @@ class ListedOrder(Order):
 
 
 @final
-class AskedBatches(Iterator[BatchPlan | Exception]):
+class SamplerBatches(Iterator[BatchPlan | Exception]):
     """Calls ``next(asked)`` once per batch, as torch does, and continues after an exception if the sampler does.
 
     For a batch that is not iterable, yields the exception that loading it would raise.
@@ -92,7 +88,7 @@ class AskedBatches(Iterator[BatchPlan | Exception]):
         return BatchPlan(compacted(indices), self._position, self._position + len(indices))
 
 
-class FirstLent(Iterator[BatchPlan | Exception]):
+class LentFirstRead(Iterator[BatchPlan | Exception]):
     """Batches of a sampler. Runs the first ``next`` inside ``lending``, because samplers usually draw at their first index."""
 
     def __init__(self, batches: Iterator[BatchPlan | Exception], lending: Callable[[], AbstractContextManager[None]]) -> None:
@@ -108,7 +104,7 @@ class FirstLent(Iterator[BatchPlan | Exception]):
 
 
 @final
-class Armed(Iterator[Any]):
+class SamplerRun(Iterator[Any]):
     """The sampler iterator of one iteration, and the generators of its order and seeds.
 
     Generator states are those before ``iter``: see NOTE [generators in states].
@@ -128,15 +124,7 @@ class Armed(Iterator[Any]):
 
 @final
 class TorchPlan(Plan):
-    """Takes order and batches from the loader's samplers; with ``seed=``, infeed itself draws a plain shuffle.
-
-    NOTE [generators in states]
-      A resumed epoch repeats its draws (the base seed of workers, the order): its state holds the generator states from before
-      ``iter``. Resuming sets a generator that was passed to the loader or the sampler to its saved state. The default generator
-      of the process belongs to user code. Only while the loader draws does it get the state of the saved run (``_lending``), in
-      this epoch and the following ones. The loader draws from it directly again once its state matches the saved run: user code
-      has restored it, or has seeded it with another seed.
-    """
+    """Takes order and batches from the loader's samplers; with ``seed=``, infeed itself draws a plain shuffle."""
 
     def __init__(self, config: LoaderConfig, sampler: Any, lookahead: int, seed: int) -> None:
         self.seed = seed
@@ -146,16 +134,13 @@ class TorchPlan(Plan):
         self._table: ArrayTable | None = None
         self._columns_seen: list[Any] | None = None
         self.configure(config, sampler, lookahead)
-        self._armed: ref[Armed] | None = None  # of the latest iteration, unless it was dropped
+        self._run: ref[SamplerRun] | None = None  # of the latest iteration, unless it was dropped
         self._is_waiting = False  # that iteration has not begun
-        self._begun: tuple[Cursor, Armed] | None = None
+        self._begun: tuple[Cursor, SamplerRun] | None = None
         self._readings = Readings()
         self._has_seed = False  # an iteration has drawn the base seed of workers
         self._draws = True  # whether reading the sampler draws from the default generator; True until known
-        self._lent: torch.Tensor | None = None  # the default generator's state in the saved run, if this run continues it
-        self._is_lending = False
-        self._is_lent_once = False  # lend for one epoch only: user code has restored the default generator
-        self._seeded_with = 0  # initial seed of the default generator when a state was loaded
+        self._lent = LentGenerator()
 
     def configure(
         self, config: LoaderConfig, sampler: Any, lookahead: int, generator: Any = None, *, keeps_seed: bool = False
@@ -185,38 +170,38 @@ class TorchPlan(Plan):
         return self._table if type(self._inner()).__module__.startswith("torch.utils.data") else None
 
     @contextmanager
-    def drawing(self, loader: Any, start: Cursor, *, is_reset: bool = False) -> Iterator[Armed]:
+    def drawing(self, loader: Any, start: Cursor, *, is_reset: bool = False) -> Iterator[SamplerRun]:
         """Wrap torch's part of ``iter`` for an iteration that begins at ``start``; ``is_reset`` for persistent workers."""
         record = start.sampler or {}
-        self._restore(record, start)
+        self._lent.restore(self._generators(), record, is_mid_epoch=bool(start.step))
         seed = record.get("seed", self.seed if is_reset and self._config.seed is None else None)
         source, is_torch_batches = self._source()
         if not is_torch_batches:
             restore(source, record.get("state"))
-        armed = Armed(self._generator_states(), seed, None if is_torch_batches else source_state(source))
-        armed.is_resumed = ("state" in record and start.position > 0) or (seed is not None and not is_reset)
+        run = SamplerRun(self._lent.states(self._generators()), seed, None if is_torch_batches else source_state(source))
+        run.is_resumed = ("state" in record and start.position > 0) or (seed is not None and not is_reset)
         given = loader.generator
         if seed is not None and not is_reset:
             loader.__dict__["generator"] = torch.Generator()  # torch draws a base seed from it, which is not used
         try:
-            with self._lending():
-                yield armed
+            with self._lent.lending():
+                yield run
         finally:
             loader.__dict__["generator"] = given
 
-    def arm(self, armed: Armed, asked: Iterator[Any], base_seed: int) -> int:
+    def start(self, run: SamplerRun, asked: Iterator[Any], base_seed: int) -> int:
         """Set the sampler iterator of the next epoch. Return the base seed from which its seeds are derived."""
-        armed.iterator = asked
-        self._armed, self._is_waiting = ref(armed), True
-        seed = base_seed if armed.seed is None else armed.seed
+        run.iterator = asked
+        self._run, self._is_waiting = ref(run), True
+        seed = base_seed if run.seed is None else run.seed
         if self._config.seed is None:
             self.seed = self.torch_seed = seed
             self._has_seed = True
         return seed
 
     def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
-        armed = None if self._armed is None else self._armed()
-        self._begun, self._is_waiting = None if armed is None else (start, armed), False
+        run = None if self._run is None else self._run()
+        self._begun, self._is_waiting = None if run is None else (start, run), False
         self._readings.begin(start, reached)
 
     @property
@@ -228,7 +213,7 @@ class TorchPlan(Plan):
         return False  # each epoch pickles the dataset again, or calls the samplers when it begins
 
     def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
-        assert isinstance(asked, Armed)
+        assert isinstance(asked, SamplerRun)
         if self._begun is not None and self._begun[0] is cursor:
             self._begun = cursor, asked
         order = self._own_order(cursor.epoch)
@@ -241,7 +226,9 @@ class TorchPlan(Plan):
             return self._shuffled_batches(inner.generator, cursor.position)
         # Other samplers may draw in `iter`, which torch has already called.
         is_torch_batches = type(self._sampler) is BatchSampler
-        return FirstLent(self._read_batches(cursor, asked), self._watching_draws if is_torch_batches else self._lending)
+        return LentFirstRead(
+            self._read_batches(cursor, asked), self._watching_draws if is_torch_batches else self._lent.lending
+        )
 
     def lookahead(self, cursor: Cursor) -> Lookahead | None:
         sampler = self._inner()
@@ -286,45 +273,41 @@ class TorchPlan(Plan):
     def sampler_state(self, cursor: Cursor, start: Cursor | None) -> Any:
         if start is None and cursor.sampler is not None:
             return cursor.sampler or None
-        armed = self._armed() if self._is_waiting and self._armed is not None else None
+        run = self._run() if self._is_waiting and self._run is not None else None
         if start is not None:
             if self._begun is None or self._begun[0] is not start:
                 return start.sampler or None
-            armed = self._begun[1]
-        if armed is not None:
-            states, seed = armed.generators, armed.seed
+            run = self._begun[1]
+        if run is not None:
+            states, seed = run.generators, run.seed
         else:
-            states, seed = self._generator_states(), self.seed if self._keeps_seed and self._has_seed else None
-        needed = self._generators()
-        record: dict[str, Any] = {name: _written(states[name]) for name in needed if name in states}
-        if _DEFAULT in record:
-            record["now"] = _digest(torch.default_generator)
+            states, seed = self._lent.states(self._generators()), self.seed if self._keeps_seed and self._has_seed else None
+        record: dict[str, Any] = {**encoded({name: states[name] for name in self._generators() if name in states})}
         if seed is not None:
             record["seed"] = seed
         reading = None if self._is_ours() else self._readings.state(self._source()[0], cursor, start)
         return {**record, **(reading or {})} or None
 
     def read_sampler_state(self, state: Any, cursor: Cursor) -> Any:
-        self._lent = None
-        self._seeded_with = torch.default_generator.initial_seed()
+        self._lent.begin_resume()
         if state is None:
             state = {}
-        known = {*_GENERATORS, "now", "seed"}
+        known = {*NAMES, NOW, "seed"}
         if not isinstance(state, dict) or not state.keys() <= {*known, "state", "position", "ended"}:
             raise StateError("state has an invalid sampler; pass the result of state_dict()")
         seed = state.get("seed", 0)
-        if type(seed) is not int or not 0 <= seed < 1 << 64 or type(state.get("now", "")) is not str:
+        if type(seed) is not int or not 0 <= seed < 1 << 64 or type(state.get(NOW, "")) is not str:
             raise StateError("state has an invalid worker seed; pass the result of state_dict()")
-        for name in _GENERATORS:
+        for name in NAMES:
             if name in state:
-                _generator_state(state[name])
+                decoded(state[name])
         source = None if self._config.is_stream or self._is_ours() else self._source()[0]
         reading = {name: part for name, part in state.items() if name not in known}
         if reading:
             check_reading(reading, cursor, source)
         # In mid-epoch, the state must contain the generator of the order.
         own = self._order_generator()
-        name = _DEFAULT if own is None else "generator" if own is self._generator else "sampler_generator"
+        name = DEFAULT if own is None else LOADER if own is self._generator else SAMPLER
         if cursor.position and not self._is_ours() and type(self._inner()) in _DRAWING and name not in state:
             raise StateError(
                 f"state is in mid-epoch but has no {name!r}; load it into a loader with the same sampler and generator"
@@ -343,11 +326,11 @@ class TorchPlan(Plan):
         is_ordering = not config.is_stream and not self._is_ours()
         own = self._order_generator() if is_ordering else None
         if generator is not None and (is_seeding or own is generator):
-            found["generator"] = generator
+            found[LOADER] = generator
         if own is not None and own is not generator:
-            found["sampler_generator"] = own
+            found[SAMPLER] = own
         if (is_seeding and generator is None) or (is_ordering and own is None and self._draws):
-            found[_DEFAULT] = torch.default_generator
+            found[DEFAULT] = torch.default_generator
         return found
 
     def _order_generator(self) -> torch.Generator | None:
@@ -355,48 +338,11 @@ class TorchPlan(Plan):
         own = getattr(self._inner(), "generator", None)
         return own if isinstance(own, torch.Generator) else None
 
-    def _generator_states(self) -> dict[str, torch.Tensor]:
-        states = {name: generator.get_state() for name, generator in self._generators().items()}
-        if _DEFAULT in states and self._lent is not None:
-            states[_DEFAULT] = self._lent
-        return states
-
-    def _restore(self, record: dict[str, Any], start: Cursor) -> None:
-        """Restore generators from a state before an iteration draws, or decide whether to stop lending."""
-        default = torch.default_generator
-        is_seeded_anew = default.initial_seed() != self._seeded_with
-        if _DEFAULT in record and not (is_seeded_anew and not start.step):
-            saved, now = _generator_state(record[_DEFAULT]), default.get_state()
-            self._lent = None if torch.equal(saved, now) else saved
-            self._is_lent_once = _digest(default) == record.get("now")
-        elif is_seeded_anew or self._is_lent_once:
-            self._lent = None
-        for name, generator in self._generators().items():
-            if name != _DEFAULT and name in record:
-                generator.set_state(_generator_state(record[name]))
-
-    @contextmanager
-    def _lending(self) -> Iterator[None]:
-        """Set the default generator to the state of the saved run while the loader draws."""
-        if self._lent is None or self._is_lending:
-            yield
-            return
-        default = torch.default_generator
-        before = default.get_state()
-        default.set_state(self._lent)
-        self._is_lending = True
-        try:
-            yield
-        finally:
-            self._is_lending = False
-            self._lent = default.get_state()
-            default.set_state(before)
-
     @contextmanager
     def _watching_draws(self) -> Iterator[None]:
         """Lend while the sampler yields its first index, and record whether it draws."""
         default = torch.default_generator
-        with self._lending():
+        with self._lent.lending():
             before = default.get_state()
             yield
             self._draws = not torch.equal(before, default.get_state())
@@ -450,7 +396,7 @@ class TorchPlan(Plan):
         inner = getattr(sampler, "sampler", None)
         return (inner if not is_stateful(sampler) and is_stateful(inner) else sampler), False
 
-    def _read_batches(self, cursor: Cursor, armed: Armed) -> Iterator[BatchPlan | Exception]:
+    def _read_batches(self, cursor: Cursor, run: SamplerRun) -> Iterator[BatchPlan | Exception]:
         """Read batches from the sampler and track its states."""
         source, is_torch_batches = self._source()
         record = cursor.sampler if cursor.sampler is not None and "state" in cursor.sampler else None
@@ -458,8 +404,8 @@ class TorchPlan(Plan):
             source,
             cursor,
             record,
-            iterator=None if is_torch_batches else armed.iterator,
-            before=armed.source_state,
+            iterator=None if is_torch_batches else run.iterator,
+            before=run.source_state,
             again=None if is_torch_batches else partial(iter, self._sampler),
             is_kept=is_torch_batches or source is self._sampler,
             full_size=self._sampler.batch_size if is_torch_batches and self._is_batched else None,
@@ -470,7 +416,7 @@ class TorchPlan(Plan):
 
     def _seeded_batches(self, cursor: Cursor) -> Iterator[BatchPlan | Exception]:
         """Yield the batches of a ``RandomSampler`` that draws one seed per epoch from the default generator."""
-        with self._lending():
+        with self._lent.lending():
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
         generator = torch.Generator()
         generator.manual_seed(seed)
@@ -500,25 +446,7 @@ class TorchPlan(Plan):
             torch.randperm(length, generator=generator)
 
     def _given(self, asked: Iterator[Any], start: int) -> Iterator[BatchPlan | Exception]:
-        return AskedBatches(asked, start, is_batched=self._is_batched, is_together=is_loaded_together(self._config))
-
-
-def _digest(generator: torch.Generator) -> str:
-    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _written(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _generator_state(text: Any) -> torch.Tensor:
-    try:
-        data = base64.b64decode(text, validate=True)
-        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        torch.Generator().set_state(state)  # raises if it is not a generator state
-    except (TypeError, ValueError, RuntimeError):
-        raise StateError("state has an invalid torch generator; pass the result of state_dict()") from None
-    return state
+        return SamplerBatches(asked, start, is_batched=self._is_batched, is_together=is_loaded_together(self._config))
 
 
 def is_gathered(config: LoaderConfig) -> bool:
