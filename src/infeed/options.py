@@ -33,8 +33,6 @@ Topic = Literal["torch", "workers", "reproducibility", "ranks", "memory", "fault
 # I/O-bound work gains from more workers than CPU cores, regardless of the number of cores. For CPU-bound work the tuner keeps
 # the count within the cores.
 MOST_WORKERS: Final = 64
-# Blocks whose samples are shuffled together: as many as make batches differ, and few enough that a batch reads most of a block.
-DEFAULT_WINDOW: Final = 16
 # Larger values are typing errors, and would start that many processes before the user can react.
 _MOST_WORKERS: Final = 1024
 
@@ -298,7 +296,7 @@ class RandomSampler:
         num_samples: number of samples per epoch; by default the length of the dataset.
         block_size: shuffle blocks of this many consecutive samples, and the samples within windows of blocks, so that a batch
             is read in few large pieces. ``"auto"``: the block size of the dataset. 1 shuffles single samples.
-        window: number of blocks whose samples are shuffled together.
+        window: number of blocks whose samples are shuffled together; by default 16, or fewer for large row groups of Parquet.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -319,7 +317,7 @@ class RandomSampler:
         None, "samples per epoch", _integer(1, "use None for the length of the dataset", or_none=True)
     )
     block_size: int | Literal["auto"] = _option(1, "samples per block", _block_size)
-    window: int = _option(DEFAULT_WINDOW, "blocks per window", _integer(1, "use 1 to shuffle within single blocks"))
+    window: int | None = _option(None, "blocks per window", _integer(1, "use 1 to shuffle within single blocks", or_none=True))
 
     def __post_init__(self) -> None:
         _check_fields(self)

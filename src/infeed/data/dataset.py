@@ -111,6 +111,11 @@ class ShardDataset(ABC):
         return max(1, round(_BLOCK_BYTES * self._length / max(1, self._byte_count)))
 
     @property
+    def shuffle_window(self) -> int | None:
+        """Blocks per window of a block shuffle; ``None`` for the default."""
+        return None
+
+    @property
     def urls(self) -> list[str]:
         """The shards, in the order of the indices."""
         return list(self._urls)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from infeed.data.cache import PieceCache
 from infeed.data.dataset import Decode, ShardDataset, ShardReader
 from infeed.data.index import Index, IndexStore
+from infeed.data.parquet import ParquetDataset, parquet_scan
 from infeed.data.patterns import expand, scheme_of
 from infeed.data.storage import Storage, storage_for
 from infeed.data.tar import TarDataset, tar_scan
@@ -116,13 +117,15 @@ def _format_of(url: str) -> Format:
 
 
 def index_store(found: Shards, given: str | None, options: dict[str, Any] | None) -> IndexStore:
-    return IndexStore(found.urls, found.storage, tar_scan(found.storage), given, options)
+    scan = tar_scan if found.format == "tar" else parquet_scan
+    return IndexStore(found.urls, found.storage, scan(found.storage), given, options)
 
 
 def _dataset(
     found: Shards, index: Index, cache: PieceCache | None, columns: Sequence[str] | None, decode: Decode | None
 ) -> ShardDataset:
-    return TarDataset(index, ShardReader(index, found.storage, cache), columns, decode)
+    dataset = TarDataset if found.format == "tar" else ParquetDataset
+    return dataset(index, ShardReader(index, found.storage, cache), columns, decode)
 
 
 def _parsed(limit: int | str) -> int:

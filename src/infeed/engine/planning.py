@@ -51,6 +51,8 @@ _ALL: Final = sys.maxsize
 _USUAL_BATCH_SIZE: Final = 32
 # Samples per block of a dataset that does not say how it is stored.
 _USUAL_BLOCK_SIZE: Final = 64
+# Blocks whose samples are shuffled together: enough that batches are mixed, and few enough that a batch reads most of a block.
+_USUAL_WINDOW: Final = 16
 
 
 class Plan(Protocol):
@@ -133,6 +135,7 @@ class Planner(Plan):
         weights = None if self._drawn is None else self._drawn.weights
         self._ladder = None if weights is None else weight_ladder(weights)
         self._blocks = _blocks_of(config.dataset, self._drawn)
+        self._window = _window_of(config.dataset, self._drawn)
         self._order_name = self._named_order()
         self._length: int | None = None
         self._readings = Readings()
@@ -231,9 +234,9 @@ class Planner(Plan):
             return ShuffledOrder(length, seed=self.seed, epoch=epoch, count=count)
         blocks: Blocks
         if isinstance(self._blocks, int):
-            blocks = EqualBlocks(length, self._blocks, drawn.window, seed=self.seed, epoch=epoch)
+            blocks = EqualBlocks(length, self._blocks, self._window, seed=self.seed, epoch=epoch)
         else:
-            blocks = ListedBlocks(self._blocks, drawn.window, seed=self.seed, epoch=epoch)
+            blocks = ListedBlocks(self._blocks, self._window, seed=self.seed, epoch=epoch)
         return BlockShuffledOrder(blocks, count, seed=self.seed, epoch=epoch)
 
     def _epoch_length(self) -> int:
@@ -258,7 +261,7 @@ class Planner(Plan):
             return f"weighted {zlib.crc32(self._ladder.tobytes()):08x}"
         if self._blocks is not None:
             size = self._blocks if isinstance(self._blocks, int) else f"{zlib.crc32(self._blocks.tobytes()):08x}"
-            return f"block {size} x {self._drawn.window}"
+            return f"block {size} x {self._window}"
         return "replacement" if self._drawn.replacement else "shuffled"
 
     def _check_lengths(self) -> None:
@@ -294,6 +297,12 @@ def _blocks_of(dataset: Any, drawn: RandomSampler | None) -> int | Indices | Non
     if isinstance(blocks, np.ndarray):
         return blocks
     return None if blocks == 1 else int(blocks)
+
+
+def _window_of(dataset: Any, drawn: RandomSampler | None) -> int:
+    if drawn is not None and drawn.window is not None:
+        return drawn.window
+    return getattr(dataset, "shuffle_window", None) or _USUAL_WINDOW
 
 
 def _is_single(config: LoaderConfig) -> bool:

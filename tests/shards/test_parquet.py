@@ -1,0 +1,144 @@
+"""Parquet files as a map-style dataset."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+from tests.shards.s3 import Proxy, Server
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def table(first: int, count: int) -> Any:
+    numbers = range(first, first + count)
+    return pa.table(
+        {
+            "label": pa.array(list(numbers), pa.int32()),
+            "weight": pa.array([number / 2 for number in numbers], pa.float32()),
+            "image": pa.array([b"%d" % number * 50 for number in numbers], pa.binary()),
+            "name": pa.array([None if number % 7 == 3 else f"n{number}" for number in numbers]),
+            "box": pa.array([[number] * 4 for number in numbers], pa.list_(pa.int16(), 4)),
+            "points": pa.array([list(range(number % 3)) for number in numbers], pa.list_(pa.int64())),
+            "nested": pa.array([{"bytes": b"%d" % number, "path": None} for number in numbers]),
+        }
+    )
+
+
+def write(folder: Path, files: int = 3, rows: int = 25, group: int = 10) -> Path:
+    for number in range(files):
+        parquet.write_table(table(number * rows, rows), folder / f"{number}.parquet", row_group_size=group)
+    return folder
+
+
+def test_samples_are_dicts_of_columns(tmp_path: Path) -> None:
+    dataset = infeed.open(write(tmp_path))
+
+    assert len(dataset) == 75
+    for number in (0, 9, 10, 24, 25, 74):
+        sample = dataset[number]
+        assert sample["label"] == number
+        assert sample["weight"] == number / 2
+        assert sample["image"] == b"%d" % number * 50
+        assert sample["name"] == (None if number % 7 == 3 else f"n{number}")
+        assert sample["box"].tolist() == [number] * 4
+        assert sample["points"].tolist() == list(range(number % 3))
+        assert sample["nested"] == {"bytes": b"%d" % number, "path": None}
+
+
+def test_numbers_keep_their_type(tmp_path: Path) -> None:
+    """A Python number would become float64 in a batch."""
+    loader = infeed.DataLoader(infeed.open(write(tmp_path), columns=["label", "weight", "box"]), 4)
+    batch = next(iter(loader))
+
+    assert {name: (array.dtype, array.shape) for name, array in batch.items()} == {
+        "label": (np.int32, (4,)),
+        "weight": (np.float32, (4,)),
+        "box": (np.int16, (4, 4)),
+    }
+
+
+def test_rows_come_in_the_order_asked_for_with_the_columns_asked_for(tmp_path: Path) -> None:
+    dataset = infeed.open(f"{write(tmp_path)}/*.parquet", columns=["name", "label"], decode={"label": lambda n: n * 2})
+
+    assert [list(one.items()) for one in dataset.__getitems__([70, 2, -1])] == [
+        [("name", "n70"), ("label", 140)],
+        [("name", "n2"), ("label", 4)],
+        [("name", "n74"), ("label", 148)],
+    ]
+
+
+@pytest.mark.process
+def test_workers_load_the_same_batches_as_the_main_process(tmp_path: Path, light_engine: dict[str, Any]) -> None:
+    dataset = infeed.open(write(tmp_path), columns=["label"])
+    with infeed.DataLoader(dataset, 7, shuffle=True, seed=3, **light_engine) as loader:
+        found = [label for batch in loader for label in batch["label"].tolist()]
+
+    assert found == [index for batch in infeed.DataLoader(range(75), 7, shuffle=True, seed=3) for index in batch.tolist()]
+
+
+def test_a_block_shuffle_takes_row_groups_as_blocks(tmp_path: Path) -> None:
+    dataset = infeed.open(write(tmp_path), columns=["label"])
+    sampler = infeed.RandomSampler(block_size="auto", window=1)
+    labels = [label for batch in infeed.DataLoader(dataset, 5, sampler=sampler) for label in batch["label"].tolist()]
+    groups = np.searchsorted([10, 20, 25, 35, 45, 50, 60, 70, 75], labels, side="right")
+
+    assert sorted(labels) == list(range(75))
+    assert np.count_nonzero(np.diff(groups)) == 8
+
+
+def test_only_the_row_groups_and_columns_asked_for_are_read(s3: Server, tmp_path: Path) -> None:
+    """One request for the footer and one for the chunks; none while the row group is kept."""
+    s3.put("parquet/0.parquet", (write(tmp_path, 1, 30_000, 10_000) / "0.parquet").read_bytes())
+    infeed.open("s3://data/parquet/", storage_options=s3.options())
+    sizes: list[int] = []
+
+    def note(head: bytes, number: int) -> None:
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"range: bytes="):
+                first, last = line.partition(b"=")[2].split(b"-")
+                sizes.append(int(last) - int(first) + 1)
+
+    with Proxy(s3.port, note) as proxy:
+        dataset = infeed.open("s3://data/parquet/", columns=["label"], storage_options=s3.options(proxy.port))
+        assert dataset.prefers_block_shuffle
+        assert dataset[15_000] == {"label": 15_000}
+        assert len(sizes) == 2
+        assert sum(sizes) < 130_000
+        assert [one["label"] for one in dataset.__getitems__([10_001, 19_999])] == [10_001, 19_999]
+        assert len(sizes) == 2
+
+
+def test_files_with_other_columns_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    parquet.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(infeed.ShardError, match=r"other\.parquet: has columns \['x'\], but .*0\.parquet has \['label'"):
+        infeed.open(tmp_path)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
+    with pytest.raises(infeed.ShardError, match=r"a\.parquet: is no Parquet file"):
+        infeed.open(tmp_path)
+
+
+def test_a_pickled_copy_reads_the_files_itself(tmp_path: Path) -> None:
+    dataset = infeed.open(write(tmp_path), columns=["label"])
+    dataset[3]
+
+    assert pickle.loads(pickle.dumps(dataset))[30] == {"label": 30}
+
+
+def test_row_groups_beyond_the_memory_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infeed.data.parquet.MEMORY_BYTES", 100)
+    dataset = infeed.open(write(tmp_path), columns=["label"])
+
+    assert dataset.prefers_block_shuffle
+    assert dataset.shuffle_window == 1
+    assert [one["label"] for one in dataset.__getitems__(range(74, -1, -1))] == list(range(74, -1, -1))
