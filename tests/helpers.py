@@ -482,11 +482,3 @@ def always_threads(monkeypatch: Any) -> None:
         "reconsider",
         lambda worker_tuning, work, cores: reconsider(worker_tuning, work._replace(gil_share=0.0), cores),
     )
-
-
-def worker_tuning(engine: Any, count: int) -> None:
-    """Let there be so many workers, as the tuner does."""
-    with engine._lock:
-        if engine.is_usable:
-            engine._scaling.aim(count)
-            engine._input.settle_workers()

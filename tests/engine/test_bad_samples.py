@@ -111,7 +111,7 @@ def test_an_epoch_of_which_nothing_is_left_is_an_error(light_engine: dict[str, A
     loader = infeed.DataLoader(Patchy(5, [0, 1, 2, 3, 4]), batch_size=2, on_error="skip", **light_engine)
     with (
         loader,
-        pytest.raises(infeed.SampleError, match=r"none of the 5 samples of epoch 0 could be loaded.*sample 4 is broken"),
+        pytest.raises(infeed.SampleError, match=r"all 5 samples of epoch 0 were bad.*sample 4 is broken"),
     ):
         list(loader)
 
@@ -156,7 +156,7 @@ def test_nothing_can_replace_the_only_sample_of_a_batch() -> None:
     with infeed.DataLoader(Patchy(10, [5]), batch_size=1, sampler=[4, 5], on_error="replace") as loader:
         batches = iter(loader)
         next(batches)
-        with pytest.raises(infeed.SampleError, match="nothing can replace index=5 at position 1: there is no other") as caught:
+        with pytest.raises(infeed.SampleError, match=r"failed for index=5 at position 1 .* has no other sample") as caught:
             next(batches)
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -185,7 +185,7 @@ def test_a_function_that_raises_or_says_nonsense_is_heard_of() -> None:
 
     for decide, kind, words in (
         (stumble, LookupError, "no rule for 1"),
-        (lambda error, index: "ignore", infeed.ConfigError, "on_error returned 'ignore'; it must return one of 'raise'"),
+        (lambda error, index: "ignore", infeed.ConfigError, "on_error returned 'ignore'; return 'raise'"),
     ):
         loader = infeed.DataLoader(Patchy(4, [1]), batch_size=2, on_error=decide)
         with loader, pytest.raises(kind, match=words):
@@ -291,7 +291,7 @@ def test_more_bad_samples_than_the_budget_allows_are_an_error(budget: Any, is_en
                 assert sum(len(batch) for batch in _indices(loader)) == 9
                 continue
             batches = iter(loader)
-            with pytest.raises(infeed.SampleError, match=rf"budget={budget}.* is exceeded; the last was index=\d+ "):
+            with pytest.raises(infeed.SampleError, match=rf"budget={budget}.* exceeded: .*, the last: index=\d+ "):
                 for _ in batches:
                     pass
 
@@ -302,7 +302,7 @@ def test_the_epoch_ends_with_a_line_about_what_was_left_out(caplog: pytest.LogCa
         list(loader)
     (text,) = caplog.messages
     assert text.startswith("epoch 0 had 8 bad samples:\n  index=0 (position 0 of epoch 0) skipped: ValueError")
-    assert text.endswith("and 3 more; see bad_samples")
+    assert text.endswith("and 3 more, see bad_samples")
 
 
 def test_the_count_is_part_of_the_state() -> None:
@@ -387,7 +387,7 @@ def test_a_state_after_the_budget_was_exceeded_can_be_loaded_with_a_larger_one()
     for batch_size, bad in ((4, [1, 5]), (1, [1])):
         small, large = (infeed.ErrorPolicy("skip", budget=len(bad) - less) for less in (1, 0))
         loader = infeed.DataLoader(Patchy(12, bad), batch_size, on_error=small)
-        with pytest.raises(infeed.SampleError, match="is exceeded"):
+        with pytest.raises(infeed.SampleError, match="exceeded"):
             list(loader)
         again = infeed.DataLoader(Patchy(12, bad), batch_size, on_error=large)
         again.load_state_dict(loader.state_dict())
@@ -424,7 +424,7 @@ def test_a_batch_of_which_nothing_is_left_can_be_explained() -> None:
 def test_the_iteration_is_over_after_an_epoch_of_which_nothing_was_left() -> None:
     loader = infeed.DataLoader(Patchy(4, [0, 1, 2, 3]), batch_size=2, on_error="skip")
     batches = iter(loader)
-    with pytest.raises(infeed.SampleError, match="none of the 4 samples"):
+    with pytest.raises(infeed.SampleError, match="all 4 samples"):
         next(batches)
     assert next(batches, None) is None
     assert loader.state_dict()["epoch"] == 1

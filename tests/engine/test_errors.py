@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.engine.engine import Engine
-from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset
+from infeed.workers.pool import News
+from infeed.workers.process import ProcessPool
 from infeed.workers.protocol import StartFailed
 from tests.conftest import make_portable
 from tests.helpers import (
@@ -90,7 +90,7 @@ def test_an_error_arrives_as_it_is_with_its_place(every_engine: dict[str, Any]) 
         (note,) = caught.value.__notes__
         assert "index=5" in note
         assert "position 3 of epoch 0" in note
-        assert ("inline" if every_engine["num_workers"] == 0 else "worker ") in note
+        assert ("main process" if every_engine["num_workers"] == 0 else "worker ") in note
         shown = "".join(traceback.format_exception(caught.value))
         assert "raise error()" in shown
         assert "in load" in shown
@@ -294,18 +294,19 @@ def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], err
 def test_a_worker_that_cannot_start_takes_no_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are starting too, and would be told that there is none, before the engine has heard why."""
     make_portable(monkeypatch)
-    hear, names = Engine._hear, []
+    receive, names = ProcessPool.receive, []
 
-    def hear_late(engine: Engine, worker: WorkerId, message: Any) -> None:
-        if isinstance(message, StartFailed):
+    def receive_late(pool: ProcessPool, timeout_s: float | None) -> list[News]:
+        news = receive(pool, timeout_s)
+        if any(isinstance(message, StartFailed) for _, message in news):
             wait_until(lambda: not worker_processes(), "it to end")
             names.extend(Path("/dev/shm").glob(f"infeed.{os.getpid()}.*"))
-        hear(engine, worker, message)
+        return news
 
     def fail(number: int) -> None:
         raise ValueError("no database")
 
-    monkeypatch.setattr(Engine, "_hear", hear_late)
+    monkeypatch.setattr(ProcessPool, "receive", receive_late)
     with infeed.DataLoader(range(4), worker_init_fn=fail, num_workers=1) as loader:
         with pytest.raises(ValueError, match="no database"):
             next(iter(loader))
@@ -453,7 +454,8 @@ def test_a_timeout_names_the_worker_and_the_position(kind: Any, tmp_path: Path) 
         with (
             assert_faster_than(20),
             pytest.raises(
-                infeed.LoadTimeoutError, match=r"timeout=1\.0 .*\n.*worker \d loading index=2 \(position 2 of epoch 0\)"
+                infeed.LoadTimeoutError,
+                match=r"timeout=1\.0 .*\n.*worker \d has been loading index=2 \(position 2 of",
             ) as caught,
         ):
             next(batches)

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 import infeed
-from infeed.engine.engine import Engine
 from infeed.metrics.collector import EngineMetrics
+from infeed.scheduler.messages import Action, TaskLoaded
+from infeed.scheduler.scheduler import Scheduler
 from tests.helpers import Squares, Tree, close_fork_server, collected, flat, plain, wait_until, worker_processes
 
 
@@ -26,15 +27,14 @@ def test_a_batch_that_the_loop_did_not_get_does_not_count(
     engine: dict[str, Any], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was ready, and the way out of ``next`` was cut off: a resume begins with it."""
-    real = EngineMetrics.note
+    real = EngineMetrics.delivered
 
-    def note(self: EngineMetrics, *times: int) -> None:
-        if self.batch_count == 3:
+    def delivered(self: EngineMetrics, asked_ns: int, left_ns: int) -> bool:
+        if self.batch_count == 2:
             raise error
-        real(self, *times)
-        self.next_ns = 0  # always
+        return real(self, asked_ns, left_ns)
 
-    monkeypatch.setattr(EngineMetrics, "note", note)
+    monkeypatch.setattr(EngineMetrics, "delivered", delivered)
     with infeed.DataLoader(range(20), batch_size=2, seed=1, **engine) as loader:
         batches = iter(loader)
         assert [plain(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
@@ -52,16 +52,18 @@ def test_an_error_in_the_middle_of_what_workers_say_ends_the_epoch(
     engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else they said is lost with it: nobody may wait for that."""
-    real = Engine._hear
+    real = Scheduler.handle
     heard: list[object] = []
 
-    def hear(self: Engine, worker: Any, message: Any) -> None:
-        heard.append(message)
+    def handle(self: Scheduler, event: Any) -> list[Action]:
+        if isinstance(event, TaskLoaded):
+            heard.append(event)
         if len(heard) == 8:
+            heard.append(None)
             raise ValueError("in the middle")
-        real(self, worker, message)
+        return real(self, event)
 
-    monkeypatch.setattr(Engine, "_hear", hear)
+    monkeypatch.setattr(Scheduler, "handle", handle)
     with infeed.DataLoader(range(200), batch_size=2, **{**engine, "timeout": 30}) as loader:
         batches = iter(loader)
         with pytest.raises(ValueError, match="in the middle"):

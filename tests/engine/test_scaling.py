@@ -19,7 +19,7 @@ from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.protocol import Started
 from infeed.workers.thread import ThreadPool
-from tests.helpers import Stream, Tree, collected, kill_process, plain, wait_until, worker_processes, worker_tuning
+from tests.helpers import Stream, Tree, collected, kill_process, plain, wait_until, worker_processes
 
 MOST = 4
 LENGTH = 240
@@ -43,7 +43,7 @@ def engine_of(loader: infeed.DataLoader) -> Engine:
 
 
 def pids_of(loader: infeed.DataLoader) -> list[int]:
-    return engine_of(loader).worker_pids()
+    return [process.pid for process in engine_of(loader).worker_processes()]
 
 
 @pytest.fixture(params=[pytest.param("thread"), pytest.param("process", marks=pytest.mark.process)])
@@ -56,7 +56,7 @@ def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: 
     for step, batch in enumerate(loader):
         yield plain(batch)
         if rng.random() < 0.5:
-            worker_tuning(engine_of(loader), rng.randint(1, MOST))
+            engine_of(loader).scale(rng.randint(1, MOST))
         pids = pids_of(loader)
         if kills and step % 12 == 11 and pids:
             with suppress(OSError):
@@ -98,9 +98,9 @@ def test_who_leaves_is_gone_and_who_comes_works(process_engine: dict[str, Any], 
             return len(pids_of(loader)) == count == len(worker_processes())
 
         wait_until(lambda: has(2), "two workers")
-        worker_tuning(engine_of(loader), 1)
+        engine_of(loader).scale(1)
         wait_until(lambda: has(1), "one worker")
-        worker_tuning(engine_of(loader), 2)
+        engine_of(loader).scale(2)
         wait_until(lambda: has(2), "two workers again")
     assert "kill" not in caplog.text
     assert "died" not in caplog.text
@@ -112,7 +112,7 @@ def test_there_is_always_a_worker_and_never_more_than_there_may_be(forkserver: d
         batches = iter(loader)
         next(batches)
         for asked, had in ((0, 1), (100, 2)):
-            worker_tuning(engine_of(loader), asked)
+            engine_of(loader).scale(asked)
             wait_until(lambda had=had: next(batches) is not None and len(pids_of(loader)) == had, f"{had} workers")
 
 
@@ -122,7 +122,7 @@ def test_a_stream_keeps_its_workers(forkserver: dict[str, Any]) -> None:
         batches = iter(loader)
         first = plain(next(batches))
         pids = pids_of(loader)
-        worker_tuning(engine_of(loader), 1)
+        engine_of(loader).scale(1)
 
         assert [first, *map(plain, batches)] == collected(infeed.DataLoader(Stream(200), batch_size=2))
         assert pids
@@ -152,13 +152,14 @@ def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, A
     with closing(infeed.DataLoader(Tree(100_000, lambda i: i), **options)) as loader:
         batches = iter(loader)
         next(batches)
-        worker_tuning(engine_of(loader), 1)
+        engine_of(loader).scale(1)
         wait_until(lambda: skip(batches) and len(worker_processes()) == 1, "one worker")
         (tmp_path / "slow").touch()
-        worker_tuning(engine_of(loader), 2)
+        engine_of(loader).scale(2)
+        next(batches)
         wait_until((tmp_path / "starting").exists, "a worker that is starting")
-        worker_tuning(engine_of(loader), 1)
-        assert len(pids_of(loader)) == 1
+        engine_of(loader).scale(1)
+        wait_until(lambda: next(batches) is not None and len(pids_of(loader)) == 1, "one worker again")
         if ends_by == "looking":
             wait_until(lambda: skip(batches) and len(worker_processes()) == 1, "its end")
     assert not worker_processes()
@@ -176,14 +177,14 @@ def test_a_pool_that_cannot_grow_goes_on_as_it_is(
         batches = iter(loader)
         next(batches)
         engine = engine_of(loader)
-        worker_tuning(engine, 1)
+        engine.scale(1)
         wait_until(lambda: next(batches) is not None and len(pids_of(loader)) == 1, "one worker")
         monkeypatch.setattr(engine._pool, "start", refuse)
-        worker_tuning(engine, 2)
+        engine.scale(2)
 
         assert plain(next(batches))
         assert len(pids_of(loader)) == 1
-        assert "there are 1 workers and no more" in caplog.text
+        assert "1 worker; another cannot be started" in caplog.text
 
 
 def test_threads_that_left_are_gone() -> None:
@@ -192,7 +193,7 @@ def test_threads_that_left_are_gone() -> None:
         batches = iter(loader)
         next(batches)
         for count in (1, 3, 2, MOST, 1):
-            worker_tuning(engine_of(loader), count)
+            engine_of(loader).scale(count)
             next(batches)
 
         def count_threads() -> int:

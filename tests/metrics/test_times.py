@@ -14,10 +14,10 @@ import pytest
 
 import infeed
 from infeed.engine.engine import Engine
-from infeed.engine.scaling import WorkerScaling
 from infeed.metrics.charts import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
-from tests.helpers import Squares, Tree, kill_process, wait_until, worker_tuning
+from infeed.workers.process import ProcessPool
+from tests.helpers import Squares, Tree, kill_process, wait_until
 
 NAP_S = 0.02
 
@@ -260,9 +260,9 @@ def test_only_batches_that_are_there_are_in_flight() -> None:
 def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits while one is started in the place of another that died, or one more: that is no work on batches."""
     started: list[int] = []
-    start = WorkerScaling._start
+    start = ProcessPool.start
 
-    def slowly(self: WorkerScaling, worker: WorkerId) -> None:
+    def slowly(self: ProcessPool, worker: WorkerId) -> None:
         start(self, worker)
         time.sleep(NAP_S)  # what it takes
         started.append(worker)
@@ -272,13 +272,14 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
         next(batches)
         (engine,) = loader._session.engine_cache._out
         if how == "added":
-            worker_tuning(engine, 1)
+            engine.scale(1)
+            next(batches)
         before = loader.statistics()
-        monkeypatch.setattr(WorkerScaling, "_start", slowly)
+        monkeypatch.setattr(ProcessPool, "start", slowly)
         if how == "added":
-            engine._scaling.aim(2)  # as the tuner does, while the loop waits
+            engine.scale(2)  # as the tuner does, while the loop waits
         else:
-            kill_process(engine.worker_pids()[0])
+            kill_process(engine.worker_processes()[0].pid)
         wait_until(lambda: next(batches) is not None and started, "another worker")
         known = loader.statistics()
     assert len(started) == 1

@@ -89,7 +89,7 @@ def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
             assert files() - before <= 1, (before, files())
             batches = iter(loader)
             next(batches)
-            pids = loader._session.engine_cache._out.copy().pop().worker_pids()
+            pids = batches.worker_pids()
             limit(resource.RLIMIT_NOFILE, files() - 8)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)

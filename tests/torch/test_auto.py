@@ -14,7 +14,7 @@ import torch
 from infeed.errors import ConfigError
 from infeed.torch import DataLoader
 from infeed.torch.service import config_of
-from tests.helpers import always_threads, worker_tuning
+from tests.helpers import always_threads
 
 pytestmark = pytest.mark.process
 
@@ -110,7 +110,7 @@ def test_a_prefetch_factor_is_of_the_workers_that_there_are() -> None:
         next(batches)
         engine = batches._epoch._engine
         for count in (1, 4, 2):
-            worker_tuning(engine, count)
+            engine.scale(count)
             next(batches)
             assert engine._allocator.window == 3 * len(engine._scheduler.active_workers)
         del batches, engine

@@ -73,5 +73,5 @@ def test_the_budget_and_the_state() -> None:
     again.load_state_dict(state)
     batches = iter(again)
     assert next(batches)[1].tolist() == [4, 5]
-    with pytest.raises(infeed.SampleError, match="budget=2 is exceeded"):
+    with pytest.raises(infeed.SampleError, match="budget=2 exceeded"):
         next(batches)

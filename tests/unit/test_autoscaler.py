@@ -27,22 +27,13 @@ class Bench:
         self.aims: list[int] = []
         self.marks: list[tuple[str, int, str]] = []
         part: Any = self
-        self.autoscaler = AutoScaler(tuner, part, part, part, part, self.windows.append, memory_budget)
+        self.autoscaler = AutoScaler(tuner, part, part, memory_budget)
 
     def usage(self, worker: int) -> Any:
         return type("Usage", (), {"private_bytes": 1000 * (worker + 1)})
 
     def mark(self, *what: Any) -> None:
         self.marks.append(what)
-
-    def aim(self, count: int) -> None:
-        self.aims.append(count)
-
-    def widen(self) -> int | None:
-        if self.window >= self.most:
-            return None
-        self.window *= 2
-        return self.window
 
     def second(self, *, waited: float, busy: float, workers: int = 2) -> None:
         """A second goes by, in which the loop waited, and each worker was busy, for this share of it."""
@@ -59,7 +50,16 @@ class Bench:
             queued_ns=last.queued_ns + round(workers * busy * SECOND / 4),
             worker_count=workers,
         )
-        self.autoscaler.consider()
+        self.consider()
+
+    def consider(self) -> None:
+        """As the engine does."""
+        adjustment = self.autoscaler.consider()
+        if adjustment.worker_count is not None:
+            self.aims.append(adjustment.worker_count)
+        if adjustment.is_narrow and self.window < self.most:
+            self.window *= 2
+            self.windows.append(self.window)
 
 
 def test_a_loop_that_waits_while_workers_idle_gets_a_wider_window() -> None:
@@ -98,7 +98,7 @@ def test_a_look_that_found_nothing_new_is_none() -> None:
     bench = Bench()
     bench.second(waited=0.5, busy=0.4)
     for _ in range(20):
-        bench.autoscaler.consider()
+        bench.consider()
     assert bench.windows == []
 
 

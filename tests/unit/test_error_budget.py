@@ -28,18 +28,18 @@ def _bad(position: int) -> BadSample:
 def test_the_budget_is_a_number_or_a_fraction(
     budget: float | None, length: int | None, bad_count: int, row_count: int, is_over: bool
 ) -> None:
-    error_budget = ErrorBudget(budget)
+    error_budget = ErrorBudget(budget, epoch_length=lambda: length)
     error_budget.begin_epoch(0, 0)
     error_budget.note([_bad(position) for position in range(bad_count)], row_count)
-    assert (error_budget.excess(length) is not None) is is_over
+    assert (error_budget.excess() is not None) is is_over
 
 
 def test_an_epoch_that_goes_on_counts_what_was_bad_before() -> None:
     error_budget = ErrorBudget(2)
     error_budget.begin_epoch(4, 2)
-    assert error_budget.excess(10) is None
+    assert error_budget.excess() is None
     error_budget.note([_bad(7)], 3)
-    assert "3 samples of epoch 4 were bad, and budget=2 is exceeded; the last was index=7" in str(error_budget.excess(10))
+    assert "budget=2 exceeded: 3 samples of epoch 4 were bad, the last: index=7" in str(error_budget.excess())
 
 
 def test_only_the_latest_are_listed() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import infeed
 from infeed.engine.planning import IndexedFeed, PlannedBatch
-from infeed.engine.progress import Progress
-from infeed.engine.records import Record
+from infeed.engine.progress import Progress, Record
 from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
 from infeed.plan.order import SequentialOrder
 from infeed.plan.shards import Cut, Shard

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final, get_args
 
@@ -69,9 +70,19 @@ def new_list() -> deque[BadSample]:
 class ErrorBudget:
     """Counts the bad samples of one iteration and compares them with the ``budget`` of ``ErrorPolicy``."""
 
-    def __init__(self, budget: int | float | None = None, listed: deque[BadSample] | None = None) -> None:
-        """Create a budget. ``listed`` is the loader's list of bad samples, shared by all its epochs."""
-        self._budget = budget
+    def __init__(
+        self,
+        budget: int | float | None = None,
+        listed: deque[BadSample] | None = None,
+        epoch_length: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Create a budget.
+
+        Args:
+            listed: The loader's list of bad samples, shared by all its epochs.
+            epoch_length: Returns the number of samples per epoch, if known.
+        """
+        self._budget, self._epoch_length = budget, epoch_length
         self._listed = new_list() if listed is None else listed
         self._epoch = -1
         self._bad_count = 0  # in this epoch
@@ -99,23 +110,24 @@ class ErrorBudget:
             if len(self._of_epoch) < _SHOWN:
                 self._of_epoch.append(sample)
 
-    def excess(self, length: int | None) -> SampleError | None:
-        """Return the error to raise if the budget is exceeded. ``length`` is the epoch length, if known."""
+    def excess(self) -> SampleError | None:
+        """Return the error to raise if the budget is exceeded."""
         budget = self._budget
         if budget is None:
             return None
         if isinstance(budget, float):
+            length = self._epoch_length()
             allowed = int(budget * (max(self._seen_count, _LEAST_SEEN) if length is None else length) + _ROUNDING)
-            shown = f"budget={budget}, which is {allowed} samples here,"
+            shown = f"budget={budget} ({allowed} samples)"
         else:
             allowed = budget
             shown = f"budget={budget}"
         if self._bad_count <= allowed:
             return None
-        last = "" if self._last is None else f"; the last was {self._last}"
+        last = "" if self._last is None else f", the last: {self._last}"
         return SampleError(
-            f"{self._bad_count} samples of epoch {self._epoch} were bad, and {shown} is exceeded{last}; fix the dataset, or "
-            "raise the budget of ErrorPolicy"
+            f"{shown} exceeded: {self._bad_count} samples of epoch {self._epoch} were bad{last}; fix the dataset, or raise "
+            "the budget of ErrorPolicy"
         )
 
     def emptiness(self) -> SampleError | None:
@@ -123,8 +135,8 @@ class ErrorBudget:
         if not self._bad_count or self._last is None:
             return None
         return SampleError(
-            f"none of the {self._bad_count} samples of epoch {self._epoch} could be loaded; the last was {self._last}; look at "
-            "it with num_workers=0 and on_error='raise'"
+            f"all {self._bad_count} samples of epoch {self._epoch} were bad, the last: {self._last}; debug with num_workers=0 "
+            "and on_error='raise'"
         )
 
     def end_epoch(self) -> None:
@@ -133,7 +145,7 @@ class ErrorBudget:
             return
         lines = "".join(f"\n  {sample}" for sample in self._of_epoch)
         more = self._bad_count - len(self._of_epoch)
-        rest = f"\n  and {more} more; see bad_samples" if more > 0 else ""
+        rest = f"\n  and {more} more, see bad_samples" if more > 0 else ""
         noun = "sample" if self._bad_count == 1 else "samples"
         _LOG.warning("epoch %d had %d bad %s:%s%s", self._epoch, self._bad_count, noun, lines, rest)
         self._of_epoch = []
@@ -205,60 +217,56 @@ class BadSampleHandler:
         self._on_error = on_error
         self._plan = plan
 
-    @property
-    def is_active(self) -> bool:
-        return self._on_error != "raise"
-
     def decide(self, planned: PlannedBatch, bad_rows: BadRows, row: int, failure: Failure, place: str) -> BaseException | None:
         """Decide how to handle a bad row and record it in ``bad_rows``, or return the exception to raise for the batch."""
         assert planned.indices is not None
         index = plain_indices(planned.indices)[row]
-        diagnosis = self._judge(failure, place, index)
-        if isinstance(diagnosis, BaseException):
-            return diagnosis
+        action = self._judge(failure, place, index)
+        if isinstance(action, BaseException):
+            return action
         position = planned.first_position + bad_rows.first_row(row)
         shown, error = failure.index or repr(index), failure.line
-        if diagnosis == "skip":
+        if action == "skip":
             bad_rows.leave_out(row)
             bad_rows.done.append(BadSample(planned.epoch, position, shown, error, "skipped"))
             return None
         replacement = self._replacement(planned, bad_rows, row, position)
         if isinstance(replacement, str):
-            unmended = SampleError(f"nothing can replace index={shown} at position {position}: {replacement}; it had {error}")
-            unmended.__cause__ = failure.exception(place)
-            return unmended
+            no_replacement = SampleError(
+                f"on_error='replace' failed for index={shown} at position {position} ({error}): {replacement}"
+            )
+            no_replacement.__cause__ = failure.exception(place)
+            return no_replacement
         bad_rows.replace(row, replacement[0])
         bad_rows.done.append(BadSample(planned.epoch, position, shown, error, "replaced", repr(replacement[0])))
         return None
 
     def decide_element(self, epoch: int, element: int, failure: Failure, place: str) -> BadSample | BaseException:
         """Decide about an element of an iterable dataset, which the worker has already skipped."""
-        diagnosis = self._judge(failure, place, element)
-        if diagnosis == "replace":
-            return ConfigError(
-                "on_error returned 'replace' for an element of a stream; only 'raise' and 'skip' can be done there"
-            )
-        if isinstance(diagnosis, BaseException):
-            return diagnosis
+        action = self._judge(failure, place, element)
+        if action == "replace":
+            return ConfigError("on_error returned 'replace' for an element of an iterable dataset; return 'raise' or 'skip'")
+        if isinstance(action, BaseException):
+            return action
         return BadSample(epoch, element, f"element {element}", failure.line, "skipped")
 
     def _judge(self, failure: Failure, place: str, index: Any) -> BadSampleAction | BaseException:
         """Return the action, or the exception to raise: the failure itself, or the error of the user's ``on_error``."""
-        diagnosis = self._on_error
-        if callable(diagnosis):
+        action = self._on_error
+        if callable(action):
             try:
-                diagnosis = diagnosis(failure.exception(place), index)
+                action = action(failure.exception(place), index)
             except Exception as error:
                 return error
-            if diagnosis not in _ACTIONS:
-                return ConfigError(f"on_error returned {diagnosis!r}; it must return one of 'raise', 'skip', 'replace'")
-        return failure.exception(place) if diagnosis == "raise" else diagnosis
+            if action not in _ACTIONS:
+                return ConfigError(f"on_error returned {action!r}; return 'raise', 'skip' or 'replace'")
+        return failure.exception(place) if action == "raise" else action
 
     def _replacement(self, planned: PlannedBatch, bad_rows: BadRows, row: int, position: int) -> tuple[Any] | str:
         """Return a replacement index in a tuple, because it may be any object, or the reason why there is none."""
         tries = bad_rows.next_try(row)
         if tries > _TRIES:
-            return f"{_TRIES} others were bad as well"
+            return f"{_TRIES} replacements were bad too"
         drawn = derive(self._plan.seed, planned.epoch, position, _SALT, tries)
         index = self._plan.substitute(planned.epoch, drawn)
         if index is not None:
@@ -267,4 +275,4 @@ class BadSampleHandler:
         # samples are not excluded: which ones are known at this point depends on timing.
         first = bad_rows.first_row(row)
         others = [*bad_rows.first_indices[:first], *bad_rows.first_indices[first + 1 :]]
-        return (others[drawn % len(others)],) if others else "there is no other sample in its batch"
+        return (others[drawn % len(others)],) if others else "its batch has no other sample"

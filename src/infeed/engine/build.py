@@ -16,9 +16,11 @@ from infeed.collate.torch_compat import collate_as_torch
 from infeed.delivery.backend import find_backend, is_gpu
 from infeed.delivery.host import HostDelivery
 from infeed.engine.bad_samples import BadSampleHandler
-from infeed.engine.engine import Engine
+from infeed.engine.engine import Engine, EngineSetup
+from infeed.engine.faults import Faults
 from infeed.engine.planning import Feed, IndexedFeed, Plan, StreamFeed, StreamShares, rows_of, seed_grain
-from infeed.engine.records import EngineSetup
+from infeed.engine.scaling import AutoScaler, WorkerScaling
+from infeed.engine.slots import SlotAllocator
 from infeed.engine.watchdog import Limits, Watchdog
 from infeed.memory.arena import Arena
 from infeed.memory.dataset import send
@@ -30,6 +32,7 @@ from infeed.options import LoaderConfig, WorkerKind
 from infeed.plan.batches import BatchPlan
 from infeed.plan.state import Cursor
 from infeed.scheduler.messages import WorkerId
+from infeed.scheduler.scheduler import Scheduler
 from infeed.workers.epoch_hooks import EpochHooks
 from infeed.workers.inline import InlinePool
 from infeed.workers.launcher import prepare
@@ -85,15 +88,16 @@ def build_engine(
         kind = "inline"
     if kind == "process":
         prepare(config.start_method)
+    is_inline = kind == "inline"
     source = _source(config, table)
-    count = 1 if kind == "inline" else config.most_workers
+    count = 1 if is_inline else config.most_workers
     workers = tuple(map(WorkerId, range(count)))
     grain_size = seed_grain(config)
     limit = config.memory_limit_bytes or available_bytes() // 2
     store: SegmentStore = open_store() if kind == "process" else PrivateStore()
     arena = Arena(store, limit_bytes=limit)
     seeding = {"inline": Seeding.LEND, "thread": Seeding.LEAVE, "process": Seeding.SET}[kind]
-    if table is not None or (kind == "inline" and config.is_torch and config.seed is None):
+    if table is not None or (is_inline and config.is_torch and config.seed is None):
         seeding = Seeding.LEAVE  # no user code runs, or it draws from the process's generators as in torch
     specs = {
         worker: WorkerSpec(
@@ -123,7 +127,7 @@ def build_engine(
     # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes.
     binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
     is_whole = count == 1 or binds or source.making is not Making.ROWS or source.is_batched
-    windows = partial(_windows, config, is_inline=kind == "inline", is_whole=is_whole)
+    windows = partial(_windows, config, is_inline=is_inline, is_whole=is_whole)
     # Threads share the dataset: set_epoch for the next epoch must wait until all threads have finished this one.
     is_shared_hearer = kind == "thread" and plan.tells_epochs and bool(EpochHooks(source.dataset, source.collate_fn))
     undo = ExitStack()
@@ -133,38 +137,51 @@ def build_engine(
         undo.callback(status_board.close)
         pool = _pool(config, plan, kind, source, store, arena, status_board, specs)
         undo.callback(pool.close)
+        first_workers = workers[:first_count]
+        delivery = HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged)
+        metrics = collector.metrics(status_board, workers, kind, limit)
+        allocator = SlotAllocator(
+            arena, pool, delivery, windows, len(first_workers),
+            is_window_fixed=is_inline or not (config.prefetch is None and config.prefetch_factor is None),
+        )  # fmt: skip
+        scheduler = Scheduler(workers=first_workers, window=allocator.window, in_order=config.in_order, whole_batches=is_whole)
+        watchdog = None if is_inline else Watchdog(pool, status_board, workers, limits)
+        faults = Faults(
+            BadSampleHandler(config.error_policy.action, plan), watchdog,
+            worker_count=count, grain_size=grain_size, sample_timeout_s=limits.sample_timeout_s, is_inline=is_inline,
+        )  # fmt: skip
+        scaling = WorkerScaling(
+            pool, metrics, workers, len(first_workers),
+            has_init=not is_inline and config.worker_init_fn is not None, is_fixed=is_inline or stream is not None,
+        )  # fmt: skip
         setup = EngineSetup(
+            scheduler=scheduler,
             pool=pool,
             store=store,
             arena=arena,
+            delivery=delivery,
+            status_board=status_board,
+            metrics=metrics,
+            allocator=allocator,
+            scaling=scaling,
+            autoscaler=AutoScaler(None if is_inline or stream else tuner, metrics, scheduler, config.memory_limit_bytes),
+            faults=faults,
+            watchdog=watchdog,
             workers=workers,
-            first_workers=workers[:first_count],
-            windows=windows,
-            is_window_fixed=kind == "inline" or not (config.prefetch is None and config.prefetch_factor is None),
-            is_lazy=kind == "inline",
-            in_order=config.in_order,
-            whole_batches=is_whole,
+            first_workers=first_workers,
+            is_lazy=is_inline,
             binds_batches=binds,
             grain_size=grain_size,
             timeout_s=float(config.timeout),
-            sample_timeout_s=float(config.sample_timeout),
-            has_init=kind != "inline" and config.worker_init_fn is not None,
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
+            prefetches_epochs=not is_inline and plan.is_foreseeable and not is_shared_hearer,
             # To skip or replace bad indices, use tasks: they report each bad sample.
             gather=pool.gather
             if isinstance(pool, InlinePool) and table is not None and config.error_policy.action == "raise"
             else None,
             table_layout=None if table is None else table.layout,
-            delivery=HostDelivery(arena, find_backend() if _is_pinned(config) else None, is_staged=config.is_staged),
-            bad_sample_handler=BadSampleHandler(config.error_policy.action, plan),
-            status_board=status_board,
-            metrics=collector.metrics(status_board, workers, kind, limit),
-            memory_budget=config.memory_limit_bytes,
-            tuner=tuner if kind != "inline" and stream is None else None,
-            watchdog=None if kind == "inline" else Watchdog(pool, status_board, workers, limits),
-            epoch_length=partial(_epoch_length, config, plan),
-            prefetches_epochs=kind != "inline" and plan.is_foreseeable and not is_shared_hearer,
+            handles_bad_samples=config.error_policy.action != "raise",
         )
         engine = Engine(setup)
         undo.pop_all()  # success: the engine closes them from here on
@@ -260,17 +277,6 @@ def _make_feed(
         return IndexedFeed(cursor, iter([only]), grain_size)
     is_inline = config.kind == "inline"
     return IndexedFeed(cursor, plan.batches(cursor, asked), grain_size, plan.lookahead(cursor), is_inline=is_inline)
-
-
-def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
-    """Return the samples per epoch of this rank, if known; with a user's sampler, rounded to whole batches."""
-    identity = plan.identity(is_fresh=False)
-    if identity.epoch_length is not None:
-        return identity.epoch_length // identity.world_size
-    try:
-        return None if config.is_stream else plan.batch_count() * (config.batch_size or 1)
-    except Exception:  # a user's sampler without a length may raise anything
-        return None
 
 
 def _is_pinned(config: LoaderConfig) -> bool:

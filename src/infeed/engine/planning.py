@@ -463,34 +463,28 @@ class IndexedFeed(Feed):
         except Exception as error:  # the user's sampler
             return error if self._is_inline else kept(error)
 
-    def _next(self) -> BatchPlan | None:
-        if self.error is not None:
-            return None
-        if self._asked:
-            plan: BatchPlan | Exception | None = self._asked.popleft()
-        else:
-            plan = self._ask() if self._asked_count < self._limit else None
-        if plan is None:
-            self.is_exhausted = self._is_at_end
-        elif isinstance(plan, Exception):
-            self.error = plan
-            return None
-        return plan
-
     def take(self) -> PlannedBatch | None:
-        plan = self._next()
-        while plan is not None and self._step in self._ahead:  # delivered out of order before the state was saved
+        while self.error is None:
+            if self._asked:
+                plan: BatchPlan | Exception | None = self._asked.popleft()
+            else:
+                plan = self._ask() if self._asked_count < self._limit else None
+            if plan is None:
+                self.is_exhausted = self._is_at_end
+                break
+            if isinstance(plan, Exception):
+                self.error = plan
+                break
+            step = self._step
             self._step += 1
-            self.delivered()
-            plan = self._next()
-        if plan is None:
-            return None
-        indices, first_position, stop, rows = plan
-        count = len(indices)
-        step = self._step
-        self._step += 1
-        grains = max(1, grain_count(count, self._grain_size))
-        return PlannedBatch(self.epoch, first_position, count, grains, step, stop, indices, None, rows)
+            if step in self._ahead:  # delivered out of order before the state was saved
+                self.delivered()
+                continue
+            indices, first_position, stop, rows = plan
+            count = len(indices)
+            grains = max(1, grain_count(count, self._grain_size))
+            return PlannedBatch(self.epoch, first_position, count, grains, step, stop, indices, None, rows)
+        return None
 
 
 @final

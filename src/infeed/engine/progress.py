@@ -1,22 +1,109 @@
-"""Progress of an epoch (the delivered batches and the cursor to resume from), and the lineage of a batch for ``explain``."""
+"""Batches between plan and delivery, progress of an epoch (the cursor to resume from), and lineage for ``explain``."""
 
 from __future__ import annotations
 
 import reprlib
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
-from infeed.engine.bad_samples import ErrorBudget
+from infeed.collate.layout import Layout
+from infeed.collate.packing import Handed, Packed
+from infeed.engine.bad_samples import BadRows, ErrorBudget
 from infeed.engine.planning import PlannedBatch
-from infeed.engine.records import Part, Record
 from infeed.errors import SampleError
 from infeed.plan.batches import BatchPlan
 from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive
 from infeed.plan.state import Cursor, ShareCursor, StreamCursor
+from infeed.scheduler.messages import BatchId, TaskId, WorkerId
+from infeed.workers.exceptions import Failure
+
+# Worker, first row, number of rows, duration in ns. A plain tuple for speed: one is created per task.
+Part: TypeAlias = tuple[WorkerId, int, int, int]
+
+
+class Loss(NamedTuple):
+    """The death of a worker that had a task of the batch."""
+
+    text: str
+    sample: tuple[Any, int | None] | None  # index and position of the sample it was loading, if reported
+
+
+_NOTHING: Final[dict[int, list[list[Any]]]] = {}
+
+
+@final
+class Record:
+    """A batch between plan and delivery. One is created per batch, so rarely used fields are created on demand."""
+
+    __slots__ = (
+        "bad_rows",
+        "beside",
+        "deaths",
+        "doom",
+        "failures",
+        "is_forgotten",
+        "layout",
+        "needed_bytes",
+        "packed",
+        "parts",
+        "plan",
+        "row_count",
+        "stream_state",
+    )  # fmt: skip
+
+    def __init__(self, plan: PlannedBatch, before: Record | None = None) -> None:
+        """Create a record; ``before`` is the earlier record of the same batch if it is reloaded."""
+        self.plan = plan
+        self.layout: Layout | None = None
+        self.row_count = 0
+        self.needed_bytes = 0
+        self.packed: Packed | Handed | None = None
+        self.parts: list[Part] = []
+        self.stream_state: Any = None
+        self.beside: dict[int, list[list[Any]]] = {}  # by first row of the task
+        self.failures: dict[TaskId, tuple[WorkerId, Failure]] | None = None
+        self.deaths: list[Loss] | None = None if before is None else before.deaths
+        self.bad_rows: BadRows | None = None if before is None else before.bad_rows
+        self.doom: BaseException | None = None  # raised in its place, if it cannot be loaded
+        self.is_forgotten = False  # it is not delivered: its epoch was abandoned, or the dataset ended before it
+
+    def release(self) -> None:
+        """Release the content of the batch; the rest of the record serves ``explain``.
+
+        Release its exceptions too: their tracebacks reference the iteration, which would then never be freed.
+        """
+        self.failures = None
+        self.doom = None
+        self.beside = _NOTHING
+        self.packed = None
+        self.layout = None
+
+
+class Task(NamedTuple):
+    """Rows of a batch that a worker loads."""
+
+    worker: WorkerId
+    batch: BatchId
+    record: Record
+    first_row: int
+    row_count: int
+    layout: Layout | None
+
+
+def sample_of(record: Record, row: int | None) -> tuple[Any, int | None]:
+    """Return index and position of a row: for an iterable dataset, the element number; without a row, all indices."""
+    plan = record.plan
+    if plan.indices is None:
+        return (f"element {row}", row) if row is not None else (None, None)
+    indices = plain_indices(plan.indices)
+    if row is None or row >= len(indices):
+        return indices, None
+    first_row = row if record.bad_rows is None else record.bad_rows.first_row(row)
+    return indices[row], plan.first_position + first_row
+
 
 # Latest batches whose records are kept for ``explain`` and ``replay``.
 _KEPT: Final = 256
@@ -80,12 +167,12 @@ class Progress:
         self._failed = record
         self._recent.append(record)
 
-    def note_bad(self, record: Record, epoch_length: Callable[[], int | None]) -> SampleError | None:
+    def note_bad(self, record: Record) -> SampleError | None:
         """Count the bad samples of a batch; return the error to raise if they exceed the budget."""
         # Workers report bad samples in any order.
         bad = [] if record.bad_rows is None else sorted(record.bad_rows.done, key=attrgetter("position"))
         self.error_budget.note(bad, record.row_count)
-        return self.error_budget.excess(epoch_length())
+        return self.error_budget.excess()
 
     def show(self, cursor: Cursor) -> None:
         """Set the cursor that the training loop has reached; later batches are still in transfer to the device."""

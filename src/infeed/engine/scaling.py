@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Final, Literal, final
+from collections.abc import Iterable
+from typing import Final, Literal, NamedTuple, final
 
 from infeed.autotune.tuner import Bound, Limits, Reading, Tuner, Work, better_kind
-from infeed.engine.planning import Feed, StreamFeed
-from infeed.engine.records import EngineSetup
-from infeed.engine.slots import SlotAllocator
 from infeed.errors import WorkerStartError
 from infeed.formatting import format_count
 from infeed.memory.limits import available_bytes
 from infeed.metrics.collector import EngineMetrics
 from infeed.metrics.statistics import LOOP, Point
 from infeed.options import LoaderConfig, WorkerKind
-from infeed.scheduler.messages import Event, WorkerAdded, WorkerId, WorkerReleased
+from infeed.scheduler.messages import WorkerAdded, WorkerId, WorkerReleased
 from infeed.scheduler.scheduler import Scheduler
+from infeed.workers.pool import WorkerPool
 
 _LOG: Final = logging.getLogger("infeed")
 # Share of the memory that is free when the first worker starts, reserved for other processes.
@@ -102,79 +100,82 @@ class WorkerTuning:
         if not before_ns or work.busy_ns < _LEAST_NS or took_ns <= _WORSE * before_ns:
             return False
         self.stay("process")
-        _LOG.info("processes after all: a sample took threads %.3g ms, and processes %.3g ms", took_ns / 1e6, before_ns / 1e6)
+        _LOG.info(
+            "switching back to processes: a sample takes %.3g ms in threads and %.3g ms in processes",
+            took_ns / 1e6,
+            before_ns / 1e6,
+        )
         return True
 
 
 @final
 class WorkerScaling:
-    """Starts and stops the workers of one engine; the scheduler tracks which are active."""
+    """Starts and stops the workers of one engine, up to a target count."""
 
-    def __init__(self, setup: EngineSetup, scheduler: Scheduler, handle: Callable[[Event], None]) -> None:
-        self._setup, self._pool, self._scheduler = setup, setup.pool, scheduler
-        self._handle = handle
+    def __init__(
+        self,
+        pool: WorkerPool,
+        metrics: EngineMetrics,
+        workers: tuple[WorkerId, ...],
+        first_count: int,
+        *,
+        has_init: bool,
+        is_fixed: bool,
+    ) -> None:
+        """Create a scaling with ``first_count`` of the possible ``workers``.
+
+        Args:
+            has_init: Workers call ``worker_init_fn``.
+            is_fixed: The number of workers never changes: an iterable dataset, or loading in the main process.
+        """
+        self._pool, self._metrics, self._workers = pool, metrics, workers
+        self._has_init, self._is_fixed = has_init, is_fixed
         self._started: set[WorkerId] = set()
         self._starting: set[WorkerId] = set()  # not yet ready
-        self._wanted_count = len(setup.first_workers)
-        self._is_unsettled = False
-
-    def begin(self) -> None:
-        """Start the first workers. For an iterable dataset start only one, until it is known whether others read too."""
-        for worker in self._setup.first_workers[: None if self._setup.stream is None else 1]:
-            self._start(worker)
+        self._wanted_count = first_count
+        self.is_unsettled = False  # `settle` may have something to do
 
     @property
     def awaits_init(self) -> bool:
         """Whether ``worker_init_fn`` may still raise in a worker."""
-        return self._setup.has_init and bool(self._starting)
+        return self._has_init and bool(self._starting)
 
     def stop_awaiting(self) -> None:
         """Stop waiting for workers that take too long to start."""
         self._starting.clear()
 
-    def note_started(self, worker: WorkerId) -> None:
+    def ready(self, worker: WorkerId) -> None:
         """Note that a worker is ready."""
         self._starting.discard(worker)
 
     def aim(self, count: int) -> None:
-        """Set the target count, within the limits. An iterable dataset keeps its workers: its shares are bound to them."""
-        if self._setup.stream is None and not self._setup.is_lazy:
-            self._wanted_count = min(max(1, count), len(self._setup.workers))
-            self._is_unsettled = True
+        """Set the target count, within the limits."""
+        if not self._is_fixed:
+            self._wanted_count = min(max(1, count), len(self._workers))
+            self.is_unsettled = True
 
-    def settle(self) -> bool:
-        """Start or release workers towards the target count. The number of a worker that is still leaving is not free.
+    def settle(self, active: Iterable[WorkerId], leaving: Iterable[WorkerId]) -> list[WorkerReleased | WorkerAdded]:
+        """Start workers, or choose workers to release, to reach the target count; return the events for the scheduler.
 
-        Returns:
-            Whether the set of workers may have changed.
+        Args:
+            active: Workers that were not released.
+            leaving: Workers that were released but still have tasks; their numbers are not free.
         """
-        if not self._is_unsettled:
-            return False
-        self._is_unsettled = False
-        hired = sorted(self._scheduler.active_workers)
-        for worker in reversed(hired[self._wanted_count :]):
-            self._handle(WorkerReleased(worker))
-        missing = self._wanted_count - len(hired)
-        if missing <= 0:
-            return True
-        taken = {*hired, *self._scheduler.leaving_workers}
-        for worker in [worker for worker in self._setup.workers if worker not in taken][:missing]:
+        self.is_unsettled = False
+        current = sorted(active)
+        events: list[WorkerReleased | WorkerAdded] = [
+            WorkerReleased(worker) for worker in reversed(current[self._wanted_count :])
+        ]
+        taken = {*current, *leaving}
+        for worker in [worker for worker in self._workers if worker not in taken][: max(0, self._wanted_count - len(current))]:
             try:
-                self._start_while_waited(worker)
+                self.start_while_waited(worker)
             except WorkerStartError as error:
-                self._wanted_count = len(self._scheduler.active_workers)
-                _LOG.warning(
-                    "there are %d workers and no more, because another cannot be started: %s", self._wanted_count, error
-                )
-                return True
-            self._handle(WorkerAdded(worker))
-        return True
-
-    def replace(self, worker: WorkerId, feed: Feed | None) -> None:
-        """Restart a worker that died."""
-        self._start_while_waited(worker)
-        if isinstance(feed, StreamFeed):
-            self.open_share(worker, feed)
+                self._wanted_count = len(current) + len(events)
+                _LOG.warning("%s; another cannot be started: %s", format_count(self._wanted_count, "worker"), error)
+                break
+            events.append(WorkerAdded(worker))
+        return events
 
     def stop(self, worker: WorkerId) -> None:
         """Stop a released worker that has no tasks left."""
@@ -184,20 +185,21 @@ class WorkerScaling:
 
     def note_gone(self) -> None:
         """Note that a worker has exited, so that its number may be free."""
-        self._is_unsettled = True  # settled later: the scheduler is handling an event
+        self.is_unsettled = True
 
-    def open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
+    def start_once(self, worker: WorkerId) -> None:
+        """Start a worker unless it was started before."""
         if worker not in self._started:
-            self._start(worker)
-        self._pool.send(worker, feed.open_message(worker))
+            self.start(worker)
 
-    def _start_while_waited(self, worker: WorkerId) -> None:
+    def start_while_waited(self, worker: WorkerId) -> None:
         """Start a worker and count the time as a wait for workers: the training loop is blocked meanwhile."""
         began_ns = time.perf_counter_ns()
-        self._start(worker)
-        self._setup.metrics.waited_for_workers(time.perf_counter_ns() - began_ns)
+        self.start(worker)
+        self._metrics.waited_for_workers(time.perf_counter_ns() - began_ns)
 
-    def _start(self, worker: WorkerId) -> None:
+    def start(self, worker: WorkerId) -> None:
+        """Start a worker, or restart it after its death."""
         self._started.add(worker)
         self._starting.add(worker)
         self._pool.start(worker)
@@ -210,28 +212,30 @@ _IDLES: Final = 0.3
 _LOOKS: Final = 3
 _BOUNDS: Final = {
     "memory_limit": "memory_limit allows no more",
-    "memory": "there is memory for no more",
+    "memory": "free memory allows no more",
     "cores": "cpu_limit allows no more",
 }
 
 
+class Adjustment(NamedTuple):
+    """What the metrics suggest to change."""
+
+    worker_count: int | None = None  # None: keep it
+    is_narrow: bool = False  # more batches in flight might help
+
+
+_NO_ADJUSTMENT: Final = Adjustment()
+
+
 @final
 class AutoScaler:
-    """Adapts the worker count and the window of one engine to its metrics."""
+    """Decides from the metrics of one engine whether its worker count and its window should change."""
 
     def __init__(
-        self,
-        tuner: Tuner | None,
-        metrics: EngineMetrics,
-        scheduler: Scheduler,
-        scaling: WorkerScaling,
-        allocator: SlotAllocator,
-        set_window: Callable[[int], None],
-        memory_budget: int | None = None,
+        self, tuner: Tuner | None, metrics: EngineMetrics, scheduler: Scheduler, memory_budget: int | None = None
     ) -> None:
         """Create a scaler; ``memory_budget`` limits workers and batches together, if the user set it."""
         self._tuner, self._metrics, self._scheduler = tuner, metrics, scheduler
-        self._scaling, self._allocator, self._set_window = scaling, allocator, set_window
         self._memory_budget = memory_budget
         self._seen = 0
         self._before: Point | None = None
@@ -243,19 +247,18 @@ class AutoScaler:
         """Exclude the time between epochs from the window check. The tuner uses the training loop's time, which stops then."""
         self._before = None
 
-    def consider(self) -> None:
+    def consider(self) -> Adjustment:
         """Evaluate the metrics if there are new ones since the last call."""
         point = self._metrics.latest
         if point is None or self._metrics.tick_count == self._seen:
-            return
+            return _NO_ADJUSTMENT
         self._seen = self._metrics.tick_count
-        if self._tuner is not None:
-            self._tune(self._tuner, point)
+        worker_count = None if self._tuner is None else self._tune(self._tuner, point)
         before, self._before = self._before, point
-        if before is not None:
-            self._widen(before, point)
+        return Adjustment(worker_count, is_narrow=before is not None and self._is_narrow(before, point))
 
-    def _tune(self, tuner: Tuner, point: Point) -> None:
+    def _tune(self, tuner: Tuner, point: Point) -> int | None:
+        """Return another number of workers, if it is better."""
         usages = [self._metrics.workers.usage(worker) for worker in self._scheduler.active_workers]
         free_bytes, is_budget = self._free_bytes(tuner, point, sum(one.private_bytes for one in usages))
         bound = tuner.bound
@@ -279,9 +282,10 @@ class AutoScaler:
         if change is not None:
             _LOG.info("%s", change.why)
             self._metrics.mark("workers", LOOP, change.why)
-            self._scaling.aim(change.worker_count)
-        elif tuner.bound not in ("", bound):
+            return change.worker_count
+        if tuner.bound not in ("", bound):
             _LOG.info("no more than %s: %s", format_count(tuner.count, "worker"), _BOUNDS[tuner.bound])
+        return None
 
     def _free_bytes(self, tuner: Tuner, point: Point, taken_bytes: int) -> tuple[int, bool]:
         """Return the memory for more workers, and whether the user's budget is the limit rather than the machine.
@@ -294,7 +298,8 @@ class AutoScaler:
         left = self._memory_budget - taken_bytes - point.room_bytes + tuner.reserve_bytes
         return min(free, left), left < free
 
-    def _widen(self, before: Point, now: Point) -> None:
+    def _is_narrow(self, before: Point, now: Point) -> bool:
+        """Whether the window is the bottleneck in several checks in a row."""
         loop_ns = now.waited_ns - before.waited_ns + now.away_ns - before.away_ns
         waits = now.waited_ns - before.waited_ns > _WAITS * loop_ns
         could_ns = now.worker_count * (now.at_ns - before.at_ns)
@@ -302,9 +307,6 @@ class AutoScaler:
         # A slow sample in progress looks idle: its time is counted only when it is done.
         self._held_up = self._held_up + 1 if waits and idles and now.worker_count == before.worker_count > 1 else 0
         if self._held_up < _LOOKS:
-            return
+            return False
         self._held_up = 0
-        window = self._allocator.widen()
-        if window is not None:
-            _LOG.info("%d batches in flight instead of fewer: the loop waited while workers had nothing to do", window)
-            self._set_window(window)
+        return True

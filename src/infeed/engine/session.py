@@ -431,7 +431,8 @@ class Session:
             show.close()
 
     def _error_budget(self) -> ErrorBudget:
-        return ErrorBudget(self.config.error_policy.budget, self._bad_samples)
+        budget = self.config.error_policy.budget
+        return ErrorBudget(budget, self._bad_samples, partial(_epoch_length, self.config, self.plan))
 
     def take_back(self, progress: Progress) -> None:
         """Undo ``begin`` after a failure: the epoch is the next one again."""
@@ -448,6 +449,17 @@ def _loads_by(config: LoaderConfig, plan: Plan) -> str:
         return "__iter__"
     is_batched = config.batch_size is not None and callable(getattr(config.dataset, "__getitems__", None))
     return "__getitems__" if is_batched else "__getitem__"
+
+
+def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
+    """Return the samples per epoch of this rank, if known; with a user's sampler, rounded to whole batches."""
+    identity = plan.identity(is_fresh=False)
+    if identity.epoch_length is not None:
+        return identity.epoch_length // identity.world_size
+    try:
+        return None if config.is_stream else plan.batch_count() * (config.batch_size or 1)
+    except Exception:  # a user's sampler without a length may raise anything
+        return None
 
 
 def _no_session() -> None:

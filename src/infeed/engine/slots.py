@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterable
 from typing import Final, final
 
+from infeed.delivery.host import HostDelivery
 from infeed.engine.faults import memory_error
-from infeed.engine.records import EngineSetup
 from infeed.errors import MemoryLimitError
-from infeed.memory.arena import Block
+from infeed.memory.arena import Arena, Block
 from infeed.scheduler.messages import SlotId
-from infeed.scheduler.scheduler import Scheduler
+from infeed.workers.pool import WorkerPool
 
 # Unless the user sets prefetch, this limits the batches in flight, but not below the minimum that keeps workers busy.
 _IN_FLIGHT_BYTES: Final = 256 << 20
@@ -26,10 +27,26 @@ _WIDEST: Final = 8
 class SlotAllocator:
     """Allocates the slots of one engine, and keeps the latest memory shortage for the error message."""
 
-    def __init__(self, setup: EngineSetup, scheduler: Scheduler) -> None:
-        self._setup, self._scheduler = setup, scheduler
-        self._arena, self._pool, self._delivery = setup.arena, setup.pool, setup.delivery
-        self.window, self._least_window = setup.windows(len(setup.first_workers))
+    def __init__(
+        self,
+        arena: Arena,
+        pool: WorkerPool,
+        delivery: HostDelivery,
+        windows: Callable[[int], tuple[int, int]],
+        worker_count: int,
+        *,
+        is_window_fixed: bool,
+    ) -> None:
+        """Create an allocator for ``worker_count`` workers.
+
+        Args:
+            windows: Returns, for a worker count, the usual number of batches in flight and the minimum that keeps every worker
+                busy.
+            is_window_fixed: The prefetch options set the window, or loading is in the main process.
+        """
+        self._arena, self._pool, self._delivery = arena, pool, delivery
+        self._windows, self._is_window_fixed = windows, is_window_fixed
+        self.window, self._least_window = windows(worker_count)
         self._usual_window = self.window
         self._slot_bytes = 0  # size of the largest batch so far
         self._shortage: MemoryLimitError | None = None
@@ -44,19 +61,19 @@ class SlotAllocator:
 
     def learn_worker_count(self, count: int) -> int | None:
         """Adapt the window to the number of workers; return the new window if it changes."""
-        self._usual_window, self._least_window = self._setup.windows(count)
+        self._usual_window, self._least_window = self._windows(count)
         return self._changed_window()
 
     def widen(self) -> int | None:
         """Double the window, up to its limits; return the new window, or ``None`` if it cannot grow."""
-        if self._setup.is_window_fixed or not self._slot_bytes or self._widening >= _WIDEST:
+        if self._is_window_fixed or not self._slot_bytes or self._widening >= _WIDEST:
             return None
         self._widening *= 2
         return self._changed_window()
 
     def _changed_window(self) -> int | None:
         nbytes, window = self._slot_bytes, self._usual_window * self._widening
-        if nbytes and not self._setup.is_window_fixed:
+        if nbytes and not self._is_window_fixed:
             window = max(window, min(_TINY_WINDOW, _TINY_BYTES // nbytes))
             window = max(self._least_window, min(window, _IN_FLIGHT_BYTES // nbytes))
         if window == self.window:
@@ -74,16 +91,13 @@ class SlotAllocator:
         self._announce()
         return slot
 
-    def block(self, slot: SlotId, nbytes: int) -> Block | None:
-        """Return the slot's block, enlarged to ``nbytes``; ``None`` if memory is short even after reclaiming free slots."""
-        block = self._arena.block(slot)
-        if block.size >= nbytes:
-            return block
+    def enlarge(self, slot: SlotId, nbytes: int, free_slots: Iterable[SlotId]) -> Block | None:
+        """Return a block of at least ``nbytes`` for the slot; ``None`` if memory is short even without ``free_slots``."""
         try:
             try:
                 return self._arena.enlarge(slot, nbytes)
             except MemoryLimitError:
-                self._arena.reclaim(self._scheduler.free_slots)
+                self._arena.reclaim(free_slots)
                 return self._arena.enlarge(slot, nbytes)
         except MemoryLimitError as error:
             self._note(error)

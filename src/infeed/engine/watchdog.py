@@ -1,13 +1,17 @@
-"""Detects workers that hang while the training loop waits, and reports their stacks."""
+"""Detects workers that hang while the training loop waits: logs their stacks, and kills those over ``sample_timeout``."""
 
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
-from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from collections.abc import Mapping
+from typing import Final, NamedTuple, TypeAlias, final
 
-from infeed.scheduler.messages import WorkerId
+from infeed.engine.progress import Task, sample_of
+from infeed.errors import LoadTimeoutError
+from infeed.plan.order import plain_indices
+from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.pool import WorkerPool
 from infeed.workers.status import Doing, StatusBoard
 
@@ -22,6 +26,8 @@ _AGAIN_TIMES: Final = 2
 _LOOK_S: Final = 1.0
 _SOONEST_LOOK_S: Final = 0.01
 
+Tasks: TypeAlias = Mapping[TaskId, Task]  # sent, not yet answered
+
 
 class Limits(NamedTuple):
     """The watchdog options of the user."""
@@ -31,7 +37,7 @@ class Limits(NamedTuple):
 
 
 class Overdue(NamedTuple):
-    """A worker that has exceeded ``sample_timeout`` on one sample."""
+    """A worker that was killed because it exceeded ``sample_timeout`` on one sample."""
 
     worker: WorkerId
     doing: Doing
@@ -49,23 +55,23 @@ class Watchdog:
         shortest = [_LOOK_S]
         shortest += [limit / 4 for limit in (limits.sample_timeout_s, limits.warning_s or 0.0) if limit]
         self.look_s = max(_SOONEST_LOOK_S, min(shortest))
-        self._told: dict[WorkerId, tuple[int, float]] = {}  # start of the task in the latest warning, and its duration then
+        # Start of the task in the latest warning, and its duration then.
+        self._warned: dict[WorkerId, tuple[int, float]] = {}
+        self._killed: dict[WorkerId, Overdue] = {}  # whose death was not handled yet
 
     def doing(self, worker: WorkerId) -> Doing:
         return self._status_board.doing(worker)
 
-    def stack_of(self, worker: WorkerId) -> str | None:
-        return self._pool.stack_of(worker, self._status_board.doing(worker).stack_fd)
+    def forget(self, worker: WorkerId) -> Overdue | None:
+        """Forget a worker that died or was stopped; another may get its number. Return why it was killed, if it was."""
+        return self._killed.pop(worker, None)
 
-    def look(self, usual_s: float, rows_of: Callable[[Doing], int], describe: Callable[[Doing], str]) -> list[Overdue]:
-        """Warn of workers that make no progress, and return those over ``sample_timeout``.
+    def look(self, usual_s: float, tasks: Tasks) -> None:
+        """Warn of workers that make no progress, and kill those over ``sample_timeout``.
 
         Args:
             usual_s: Usual time of a sample; 0 if unknown.
-            rows_of: Returns the number of samples a worker may be loading, if it does not report the exact one.
-            describe: Describes the activity of a worker.
         """
-        overdue = []
         now_ns = time.perf_counter_ns()
         pids = self._pool.pids()
         for worker in self._workers:
@@ -73,29 +79,78 @@ class Watchdog:
             if not doing.since_ns:
                 continue
             for_s = (now_ns - doing.since_ns) / 1e9
-            rows = 1 if doing.exact_row is not None or doing.task is None else max(1, rows_of(doing))
+            # If the exact sample is unknown, it may be any number of those in the batch.
+            task = None if doing.task is None or doing.exact_row is not None else tasks.get(doing.task)
+            rows = 1 if task is None else max(1, task.record.plan.row_count)
             limit_s = self._limits.sample_timeout_s * rows
             if limit_s and for_s > limit_s and doing.task is not None:
-                stack = self.stack_of(worker)
-                if self._status_board.doing(worker)[:4] == doing[:4]:  # race: it may have moved on while its stack was taken
-                    overdue.append(Overdue(worker, doing, for_s, stack))
-            elif self._is_worth_telling(worker, doing, for_s, usual_s * rows):
-                stack = self.stack_of(worker)
+                stack = self._stack_of(worker)
+                # Race: it may have moved on while its stack was taken.
+                if self._status_board.doing(worker)[:4] == doing[:4] and worker not in self._killed:
+                    self._killed[worker] = Overdue(worker, doing, for_s, stack)
+                    self._pool.kill(worker)
+            elif self._must_warn(worker, doing, for_s, usual_s * rows):
+                stack = self._stack_of(worker)
                 where = "" if worker not in pids else f" (pid {pids[worker]})"
-                usual = f", where {usual_s:.2g} s is usual" if usual_s and doing.task is not None else ""
+                usual = f" (usual: {usual_s:.2g} s)" if usual_s and doing.task is not None else ""
                 _LOG.warning(
                     "worker %d%s has been %s for %.1f s%s; %s",
-                    worker, where, describe(doing), for_s, usual,
-                    f"it is here:\n{stack}" if stack else "its stack cannot be had",
+                    worker, where, _description(doing, tasks), for_s, usual,
+                    f"its stack:\n{stack}" if stack else "its stack is not available",
                 )  # fmt: skip
-        return overdue
 
-    def _is_worth_telling(self, worker: WorkerId, doing: Doing, for_s: float, usual_s: float) -> bool:
+    def timeout_error(self, timeout_s: float, tasks: Tasks) -> LoadTimeoutError:
+        """Return the error for ``timeout``: the busy workers, oldest task first, and the stack of the first."""
+        doing = {worker: self._status_board.doing(worker) for worker in self._workers}
+        at = {worker: one for worker, one in doing.items() if one.since_ns}
+        oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
+        now_ns = time.perf_counter_ns()
+        busy = [
+            f"worker {worker} has been {_description(at[worker], tasks)} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s"
+            for worker in oldest
+        ]
+        # These workers have tasks but are idle: they are stopped, or the machine is too busy to run them.
+        idle = sorted({task.worker for task in tasks.values()} - at.keys())
+        busy += [f"worker {worker} has not started its task" for worker in idle]
+        stack = self._stack_of(oldest[0]) if oldest else None
+        return timeout_error(timeout_s, busy, stack)
+
+    def _stack_of(self, worker: WorkerId) -> str | None:
+        return self._pool.stack_of(worker, self._status_board.doing(worker).stack_fd)
+
+    def _must_warn(self, worker: WorkerId, doing: Doing, for_s: float, usual_s: float) -> bool:
         warning_s = self._limits.warning_s
         default_s = _WARN_START_S if doing.task is None else max(_WARN_S, _WARN_TIMES * usual_s)
         least_s = default_s if warning_s is None else warning_s
-        since_ns, told_s = self._told.get(worker, (0, 0.0))
-        if not least_s or for_s < least_s or (since_ns == doing.since_ns and for_s < _AGAIN_TIMES * told_s):
+        since_ns, warned_s = self._warned.get(worker, (0, 0.0))
+        if not least_s or for_s < least_s or (since_ns == doing.since_ns and for_s < _AGAIN_TIMES * warned_s):
             return False
-        self._told[worker] = (doing.since_ns, for_s)
+        self._warned[worker] = (doing.since_ns, for_s)
         return True
+
+
+def timeout_error(timeout_s: float, busy: list[str], stack: str | None = None) -> LoadTimeoutError:
+    """Return the error for ``timeout``, with the busy workers and the stack of the one that blocks the next batch."""
+    listed = "; ".join(busy) or "no worker has a task"
+    where = "" if stack is None else f"\n  stack of the first:\n{stack}"
+    return LoadTimeoutError(
+        f"timeout={timeout_s} seconds passed without a batch; raise timeout, or make loading faster\n  {listed}{where}"
+    )
+
+
+def _description(doing: Doing, tasks: Tasks) -> str:
+    """Describe the activity of a worker, in words that follow "has been"."""
+    if doing.task is None:
+        return "starting (building the dataset, or in worker_init_fn)"
+    task = tasks.get(doing.task)
+    if task is None or task.record.is_forgotten:
+        return "loading a batch of an abandoned epoch"
+    plan = task.record.plan
+    if doing.exact_row is not None:
+        index, position = sample_of(task.record, doing.row)
+        return f"loading index={index!r} (position {position} of epoch {plan.epoch})"
+    if doing.row >= 0 and plan.indices is not None:
+        among = plain_indices(plan.indices)[doing.row : doing.row + doing.row_count]
+        first = plan.first_position + doing.row
+        return f"loading one of index={reprlib.repr(among)} (position {first} of epoch {plan.epoch} and following)"
+    return f"loading samples from position {plan.first_position + task.first_row} of epoch {plan.epoch} on"
