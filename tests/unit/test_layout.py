@@ -66,7 +66,7 @@ def test_offsets_are_right_for_any_number_of_different_row_counts() -> None:
         (
             [(1, 2), (1, 2), (1,)],
             "samples of one batch differ in structure at sample: tuple of length 2 and, at index=30, tuple of length 1; return "
-            "the same structure for every index, or pass collate_fn= to make batches yourself",
+            "the same structure for every index, or pass collate_fn",
         ),
         (
             [{"a": {"b": 1}}, {"a": {"b": 1}}, {"a": None}],
@@ -75,7 +75,7 @@ def test_offsets_are_right_for_any_number_of_different_row_counts() -> None:
         (
             [Sample(np.zeros((3, 4)), 1), Sample(np.zeros((3, 5)), 1), Sample(np.zeros((3, 4)), 1)],
             "arrays do not stack at sample.image: shape (3, 4) at index=10 and shape (3, 5) at index='twenty'; resize or pad "
-            "them to one shape, or pass collate_fn= to make batches yourself",
+            "them to one shape, or pass collate_fn",
         ),
         (
             [np.zeros(2), np.zeros(2), np.zeros(())],

@@ -274,5 +274,5 @@ def test_every_change_is_explained() -> None:
     run = simulate(Work(cores=4), 10)
 
     assert [change.why for change in run.changes] == [
-        "4 workers instead of 2: the loop waited 100% of the time and workers were busy 100% of theirs; 2 more cores are there"
+        "4 workers instead of 2: the training loop waited 100%, workers were busy 100% of the time; 2 cores are free"
     ]

@@ -181,14 +181,14 @@ def better_kind(gil_share: float, *, is_drawing: bool, cores: float) -> KindAdvi
             processes produce the same numbers regardless of the workers.
         cores: number of CPU cores that may be used.
     """
-    held = f"loading a sample holds the GIL for {gil_share:.0%} of its time"
+    held = f"loading holds the GIL {gil_share:.0%} of the time"
     if is_drawing:
         return KindAdvice(
             "process", f"processes: the dataset draws from global random generators, which threads would share; {held}"
         )
     if gil_share > min(_ALONE, _TOGETHER / max(1.0, cores)):
-        return KindAdvice("process", f"processes: {held}, and threads would wait for each other")
-    return KindAdvice("thread", f"threads: {held}, so they do as well as processes, and share the dataset")
+        return KindAdvice("process", f"processes: {held}, so threads would wait for each other")
+    return KindAdvice("thread", f"threads: {held}, so they are as fast as processes and share the dataset")
 
 
 # Below this wait share, the possible gain is not worth another process...
@@ -357,7 +357,7 @@ class Tuner:
             return None
         self._ceiling = most + 1
         self._trial, self._is_learning = None, True
-        change = self._change(most, f"there is memory for no more, at {reading.worker_bytes >> 20} MiB each")
+        change = self._change(most, f"no memory for more, at {reading.worker_bytes >> 20} MiB per worker")
         self.bound = "memory_limit" if reading.is_budget else "memory"
         return change
 
@@ -394,9 +394,9 @@ class Tuner:
             self._floor, self._is_learning = count + 1, True
         return self._change(
             target,
-            f"the loop waited {seen.wait_share:.0%} of the time and workers were busy {min(1.0, busy_share):.0%} of theirs"
-            + (f"; {self._limits.cores - count:.3g} more cores are there" if target <= self._limits.cores else "")
-            + ("; they mostly wait themselves" if target > self._limits.cores else ""),
+            f"the training loop waited {seen.wait_share:.0%}, workers were busy {min(1.0, busy_share):.0%} of the time"
+            + (f"; {self._limits.cores - count:.3g} cores are free" if target <= self._limits.cores else "")
+            + ("; they are I/O-bound" if target > self._limits.cores else ""),
         )
 
     def _wanted(self, count: int, seen: Summary) -> int:
@@ -438,8 +438,8 @@ class Tuner:
         if not (gain < -_LOSS and reading.worker_count >= 2 * trial.origin):
             self._ceiling = trial.origin + 1  # throughput is flat: no count in between is better
         self._refused = (reading.worker_count, after)
-        more = "a gain of" if gain >= 0 else "a loss of"
-        return self._change(trial.origin, f"the step to {reading.worker_count} brought {more} {abs(gain):.0%}")
+        change = "a gain of" if gain >= 0 else "a loss of"
+        return self._change(trial.origin, f"{reading.worker_count} workers brought {change} {abs(gain):.0%}")
 
     def _moderate(self, count: int, origin: int, gain: float) -> Change | None:
         """After a leap that gained less than its workers could have, reduce the count to what the gain needs."""
@@ -447,7 +447,9 @@ class Tuner:
         if count <= 2 * origin or enough > _SHRINK_LEAST * count:
             return None
         self._ceiling, self._has_rested, self._is_learning = enough + 1, True, True
-        return self._change(enough, f"the step from {origin} to {count} brought a gain of {gain:.0%}; these are enough for it")
+        return self._change(
+            enough, f"{count} workers instead of {origin} brought a gain of {gain:.0%}, for which fewer are enough"
+        )
 
     def _regret(self) -> Change | None:
         """Repeat a step that was reverted wrongly: its baseline came from few spells, which may have been unusually fast."""
@@ -459,7 +461,7 @@ class Tuner:
         if gain < _GAIN + _PROOF * (now.doubt**2 + then.doubt**2) ** 0.5:
             return None
         self._ceiling, self._has_rested = inf, False
-        return self._change(count, f"with these it was {gain:.0%} faster after all")
+        return self._change(count, f"throughput with them was {gain:.0%} higher after all")
 
     def _shrink(self, seen: Summary) -> Change | None:
         count = self._count
@@ -469,7 +471,7 @@ class Tuner:
         self._shrunk_to, self._is_learning = target, True
         return self._change(
             target,
-            f"the loop waited {seen.wait_share:.0%} of the time and workers were busy {seen.busy_count / count:.0%} of theirs",
+            f"the training loop waited {seen.wait_share:.0%}, workers were busy {seen.busy_count / count:.0%} of the time",
         )
 
     def _change(self, count: int, reason: str) -> Change | None:

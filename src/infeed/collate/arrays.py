@@ -56,7 +56,7 @@ class ArrayTable:
 def _checked(indices: Indices | list[Any], length: int) -> Indices:
     where = np.asarray(indices)
     if where.dtype.kind not in "iu" and where.size:
-        raise IndexError(f"indices of a dataset of arrays must be whole numbers, not {where.dtype}")
+        raise IndexError(f"indices of a dataset of arrays must be integers, not {where.dtype}")
     where = where.astype(np.int64, copy=False)
     # As unsigned numbers, negative indices exceed any length, so a single max() finds both kinds of bad index.
     if where.size and where.view(np.uint64).max() >= length and (where.min() < -length or where.max() >= length):

@@ -76,9 +76,8 @@ def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:
         node.split(samples, columns)
     except StructureMismatch as mismatch:
         raise CollateError(
-            f"samples of one batch differ in structure at sample{mismatch.path}: {mismatch.expected} "
-            f"and, at index={indices[mismatch.row]!r}, {mismatch.found}; return the same structure for every index, "
-            "or pass collate_fn= to make batches yourself"
+            f"samples of one batch differ in structure at sample{mismatch.path}: {mismatch.expected} and, at "
+            f"index={indices[mismatch.row]!r}, {mismatch.found}; return the same structure for every index, or pass collate_fn"
         ) from None
     leaves = []
     for path, column in zip(node.paths(), columns, strict=True):
@@ -87,7 +86,7 @@ def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:
         except UnequalShapes as unequal:
             raise CollateError(
                 f"arrays do not stack at sample{path}: shape {unequal.shape} at index={indices[unequal.row]!r} and shape "
-                f"{unequal.other_shape} at index={indices[unequal.other_row]!r}; resize or pad them to one shape, "
-                "or pass collate_fn= to make batches yourself"
+                f"{unequal.other_shape} at index={indices[unequal.other_row]!r}; resize or pad them to one shape, or "
+                "pass collate_fn"
             ) from None
     return Layout(node, tuple(leaves))

@@ -128,19 +128,19 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
     version = fields.get("version")
     if type(version) is not int or version != VERSION:
         raise StateError(
-            f"state version {_shown(version)} cannot be read; this infeed reads version {VERSION}: use a state that "
-            "infeed's state_dict() made, with the infeed that made it"
+            f"state has version={_shown(version)}, but this infeed reads version {VERSION}; load it with the version of infeed "
+            "that created it"
         )
     _check_same(fields, identity)
     seed = _whole(fields, "seed", least=None)
     epoch_length = identity.epoch_length
     position = _whole(fields, "position")
     if epoch_length is not None and position > epoch_length:
-        raise StateError(f"state has position={position}, but the epoch has {epoch_length} samples; it is not of this dataset")
+        raise StateError(f"state has position={position}, but the epoch has {epoch_length} samples; use the same dataset")
     step = _whole(fields, "step")
     epoch = _whole(fields, "epoch")
     if epoch > _MOST_EPOCH:
-        raise StateError(f"state has epoch={epoch}; it is out of range")
+        raise StateError(f"state has epoch={epoch}, which is out of range; pass the result of state_dict()")
     cursor = Cursor(
         epoch=epoch,
         step=step,
@@ -155,10 +155,10 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
         return cursor, seed
     is_shared_stream = identity.order == "stream" and max(world_size, identity.world_size) > 1
     if cursor.ahead or (is_shared_stream and position):
-        why = "ranks share a stream" if is_shared_stream else "batches were given out of order (in_order=False)"
+        why = "ranks share an iterable dataset" if is_shared_stream else "batches were delivered out of order (in_order=False)"
         raise StateError(
             f"state has batch_size={batch_size} and world_size={world_size}, this loader has batch_size={identity.batch_size} "
-            f"and world_size={identity.world_size}; {why}, so the two must be the same until the epoch is over"
+            f"and world_size={identity.world_size}; use the same until the end of the epoch, because {why}"
         )
     return Cursor(cursor.epoch, position // identity.step_size, position, (), cursor.stream, cursor.bad_count), seed
 
@@ -168,15 +168,15 @@ def _check_same(fields: Mapping[str, Any], identity: Identity) -> None:
     names = ["order", "length", "num_samples"] + (["seed"] if identity.is_seed_given else [])
     for name in ("order", "length", "num_samples", "seed"):
         if name not in fields:
-            raise StateError(f"state has no {name!r}; it was cut off, or is not infeed's")
+            raise StateError(f"state has no {name!r}; pass the complete result of state_dict()")
     theirs = [f"{name}={_shown(fields[name])}" for name in names if not _equal(fields[name], getattr(identity, name))]
     if theirs:
         ours = [
             f"{name}={_shown(getattr(identity, name))}" for name in names if not _equal(fields[name], getattr(identity, name))
         ]
         raise StateError(
-            f"state is of another loader: it has {', '.join(theirs)}, this loader has {', '.join(ours)}; load it into a loader "
-            "with the same dataset and options, or begin anew"
+            f"state does not match: it has {', '.join(theirs)}, this loader has {', '.join(ours)}; use the same dataset and "
+            "options, or start a new run"
         )
 
 
@@ -189,7 +189,10 @@ def _ahead(fields: Mapping[str, Any], step: int) -> tuple[int, ...]:
     steps = fields.get("ahead", [])
     is_list = isinstance(steps, list | tuple) and len(steps) <= _MOST_AHEAD
     if not is_list or not all(type(later) is int and step <= later <= _MOST for later in steps):
-        raise StateError(f"state has ahead={_shown(steps)}; it must be a list of steps from step={step} on")
+        raise StateError(
+            f"state has ahead={_shown(steps)}, which must be a list of steps from step={step} on; pass the result of "
+            "state_dict()"
+        )
     return tuple(sorted(set(steps)))
 
 
@@ -198,40 +201,47 @@ def _stream(fields: Mapping[str, Any], identity: Identity) -> StreamCursor | Non
         return None
     if fields.get("stream") is None:
         if fields.get("position") or fields.get("step"):
-            raise StateError("state has no 'stream', but is in the middle of one; it was cut off, or is not infeed's")
+            raise StateError(
+                "state has no 'stream', but is in mid-epoch of an iterable dataset; pass the complete result of state_dict()"
+            )
         return None
     stream = _mapping(fields["stream"], "stream")
     shares = stream.get("shares")
     if not isinstance(shares, list | tuple) or not 0 < len(shares) <= _MOST_SHARES:
-        raise StateError(f"state has shares={_shown(shares)}; it must be a list of the workers' shares of the stream")
+        raise StateError(
+            f"state has shares={_shown(shares)}, which must be a list with one entry per worker; pass the result of "
+            "state_dict()"
+        )
     if len(shares) > 1 and len(shares) != identity.worker_count:
         raise StateError(
-            f"state is of {len(shares)} workers, each with its own share of the stream, and this loader has "
-            f"{identity.worker_count}; use num_workers={len(shares)} until the epoch is over, or begin a new one"
+            f"state is of {len(shares)} workers, which share an iterable dataset, but this loader has "
+            f"{identity.worker_count}; use num_workers={len(shares)} until the end of the epoch, or start a new epoch"
         )
     cursors = []
     for number, entry in enumerate(shares):
         share = _mapping(entry, f"share {number}")
         is_ended = share.get("ended")
         if type(is_ended) is not bool:
-            raise StateError(f"state has ended={_shown(is_ended)} in share {number}; it must be True or False")
+            raise StateError(
+                f"state has ended={_shown(is_ended)} in share {number}, which must be a bool; pass the result of state_dict()"
+            )
         cursors.append(ShareCursor(_whole(share, "rows"), is_ended, share.get("state")))
     return StreamCursor(_whole(stream, "turn"), tuple(cursors))
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not issubclass(type(value), dict):
-        raise StateError(f"{name} must be a dict as state_dict() makes it, not {_shown(value)}")
+        raise StateError(f"{name} must be a dict, not {_shown(value)}; pass the result of state_dict()")
     return dict.copy(value)  # a plain dict: a subclass may override lookups
 
 
 def _whole(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
     value = fields.get(name)
     if type(value) is not int:
-        raise StateError(f"state has {name}={_shown(value)}; it must be a whole number")
+        raise StateError(f"state has {name}={_shown(value)}, which must be an int; pass the result of state_dict()")
     is_good = least <= value <= _MOST if least is not None else value.bit_length() <= MOST_SEED_BITS
     if not is_good:
-        raise StateError(f"state has {name}={_shown(value)}; it is out of range")
+        raise StateError(f"state has {name}={_shown(value)}, which is out of range; pass the result of state_dict()")
     return value
 
 

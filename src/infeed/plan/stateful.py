@@ -63,7 +63,7 @@ def load_own_state(value: Any, state: Any) -> None:
         StateError: the object has no ``load_state_dict(state)``.
     """
     if not is_stateful(value):
-        raise StateError(f"state holds one of {type(value).__qualname__}, which has no load_state_dict(state)")
+        raise StateError(f"state has a state of {type(value).__qualname__}, which has no load_state_dict(state); implement it")
     value.load_state_dict(copy.deepcopy(state))
 
 
@@ -93,7 +93,7 @@ def check_parts(state: Any, whose: str) -> None:
         StateError: it did not.
     """
     if not isinstance(state, dict) or not state or not state.keys() <= _PARTS:
-        raise StateError(f"the state of {whose} is not one that infeed's state_dict() made")
+        raise StateError(f"state has an invalid state of {whose}; pass the result of state_dict()")
 
 
 @final
@@ -311,11 +311,11 @@ def check_reading(record: Any, cursor: Cursor, sampler: Any) -> dict[str, Any] |
     if record is None:
         return None
     if not isinstance(record, dict) or not record.keys() <= {"state", "position", "ended"}:
-        raise StateError("state has a sampler that is not one of infeed's; use a state that state_dict() made")
+        raise StateError("state has an invalid sampler; pass the result of state_dict()")
     check_parts(record.get("state"), "the sampler")
     if sampler is None:
-        raise StateError("state holds one of a sampler, and this loader has none; load it into a loader with that sampler")
+        raise StateError("state has a sampler, but this loader has none; pass the same sampler")
     position = record.get("position")
     if type(position) is not int or not 0 <= position <= cursor.position or type(record.get("ended", False)) is not bool:
-        raise StateError("state has a sampler whose position is not in the epoch; it was cut off, or is not infeed's")
+        raise StateError("state has a sampler position outside the epoch; pass the result of state_dict()")
     return record
