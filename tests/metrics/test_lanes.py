@@ -166,7 +166,7 @@ def test_a_loop_that_does_nothing_is_shown_in_parts_too() -> None:
     trace = make_trace(batches=500)
     idle = replace(trace, spans=tuple(span for span in trace.spans if span.kind != "away"))
 
-    assert [window.title for window in windows(idle)] == ["the beginning", "later"]
+    assert [window.title for window in windows(idle)] == ["the beginning", "steady state"]
     assert all(serial(idle, window) for window in windows(idle))
 
 
@@ -186,7 +186,7 @@ def test_one_after_another_takes_as_long_as_all_loading_and_all_of_the_loops_wor
 
     assert in_a_row.seconds == pytest.approx(work_s, rel=1e-6)
     assert in_a_row.factor == pytest.approx(work_s / window.seconds, rel=1e-6)
-    assert in_a_row.text == f"{in_a_row.factor:.1f} times as long \u25b8"
+    assert in_a_row.text.startswith(f"{in_a_row.factor:.1f} times slower")
     assert len(in_a_row.steps) == 40
     assert all(before[2] == after[1] for before, after in pairwise(in_a_row.steps))
 
@@ -251,7 +251,7 @@ def test_where_workers_gain_nothing_it_is_said_so() -> None:
 
     assert in_a_row is not None
     assert in_a_row.factor < 1
-    assert in_a_row.text == "no longer than with workers"
+    assert in_a_row.text == "as fast as with workers"
 
 
 def test_a_run_without_workers_is_not_compared_with_itself() -> None:
@@ -267,7 +267,7 @@ def test_lanes_are_workers_by_number_then_the_loop() -> None:
     trace = make_trace(workers=3, marks=(Mark(5, 7, "death", ""),))
     tops = list(lane_tops(trace, has_serial=True).values())
 
-    assert list(lane_names(trace).values()) == ["worker 0", "worker 1", "worker 2", "worker 7", "your loop"]
+    assert list(lane_names(trace).values()) == ["worker 0", "worker 1", "worker 2", "worker 7", "training loop"]
     assert all(above + 1 <= below for above, below in zip([0, *tops], tops, strict=False))
     assert list(lane_names(make_trace(workers=0, kind="inline"))) == [0, LOOP]
 

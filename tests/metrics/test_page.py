@@ -100,4 +100,4 @@ def test_only_charts_need_plotly() -> None:
         """
     )
 
-    assert said == "charts are drawn by plotly, which is not installed; install it with: pip install infeed[report]"
+    assert said == "charts need plotly; install it with: pip install infeed[report]"

@@ -19,14 +19,14 @@ from tests.metrics.traces import CASES, empty_trace, faulty_trace, make_trace, s
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 HEADINGS = [
     "Throughput",
-    "What the loop did",
+    "Training loop",
     "Workers",
     "Memory",
     "Timeline",
-    "How long samples take",
+    "Time per sample",
     "Slowest samples",
-    "Each worker",
-    "What happened",
+    "Workers",
+    "Events",
     "Settings",
     "Machine",
 ]
@@ -109,7 +109,7 @@ def test_a_report_of_nothing_says_so() -> None:
     """What to do, and no empty sections."""
     html = report_page(empty_trace())
 
-    assert "No batch was given yet" in html
+    assert "No batch was delivered yet" in html
     assert headings_of(html) == []
     assert list(figures_of(html)) == []
 
@@ -123,14 +123,14 @@ def test_what_was_not_recorded_is_said() -> None:
     """One sees why a chart is not there."""
     html = report_page(CASES["untimed"]())
 
-    assert "tracing was off" in html
-    assert "not timed one by one" in html
-    assert "too short to be measured more than once" in html
+    assert "No timeline" in html
+    assert "not timed individually" in html
+    assert "too short for charts over time" in html
 
 
 def test_a_run_without_workers_says_so() -> None:
     """Instead of a chart with a line at zero."""
-    assert "None: the loop loads by itself" in report_page(make_trace(workers=0, kind="inline"))
+    assert "None: the main process loads" in report_page(make_trace(workers=0, kind="inline"))
 
 
 @pytest.mark.parametrize(("waited_s", "tone"), [(0.1, "good"), (1.0, "fair"), (5.0, "bad"), (0.0, "good")])
@@ -182,7 +182,7 @@ def test_points_at_one_time_are_counted_once() -> None:
 
 def test_a_report_is_a_web_page(tmp_path: Path) -> None:
     """Another ending is refused, with what to write instead."""
-    with pytest.raises(ConfigError, match=r"report\.pdf.*let it end in \.html"):
+    with pytest.raises(ConfigError, match=r"report\.pdf.*\.html"):
         write_report(make_trace(), tmp_path / "report.pdf")
     write_report(CASES["strange"](), tmp_path / "report.html")
 

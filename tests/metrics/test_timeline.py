@@ -99,7 +99,7 @@ def test_each_lane_has_a_name(tmp_path: Path) -> None:
     assert kinds == {
         "worker 0": {"start", "load", "write"},
         "worker 1": {"start", "load", "write"},
-        "your loop": {"wait", "away"},
+        "training loop": {"wait", "away"},
         "collation": {"write"},
         "collation (2)": {"write"},
         "delivery": {"deliver"},
@@ -203,7 +203,7 @@ def test_picture_page_and_report_say_the_same(tmp_path: Path) -> None:
     write_report(trace, tmp_path / "report.html")
     texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("run.svg", "run.html", "report.html")]
 
-    said = [re.findall(r"[0-9.]+ times as long", text) for text in texts]
+    said = [re.findall(r"[0-9.]+ times slower", text) for text in texts]
     assert said[0]
     assert said[0] == said[1] == said[2]
     assert all("late in the run, " in text for text in texts)
@@ -268,7 +268,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["run", "run.pdf", "run.json.gz"])
 def test_an_ending_that_says_nothing_is_refused(name: str, tmp_path: Path) -> None:
     """The error names those that do, and nothing is written."""
-    with pytest.raises(ConfigError, match=r"let it end in \.json, \.svg, \.png or \.html"):
+    with pytest.raises(ConfigError, match=r"use \.json, \.svg, \.png or \.html"):
         write_timeline(empty_trace(), tmp_path / name)
 
     assert list(tmp_path.iterdir()) == []

@@ -95,7 +95,7 @@ def wait_figure(points: Sequence[Point]) -> Figure:
         }
         for name, values, colour in (
             ("waiting for data", shares, "var(--wait)"),
-            ("your code", [100 - value for value in shares], "var(--away)"),
+            ("training step", [100 - value for value in shares], "var(--away)"),
         )
     ]
     layout = _layout("", few, showlegend=True)
@@ -126,7 +126,7 @@ def worker_figure(points: Sequence[Point]) -> Figure:
     ]
     if any(cores):
         style = {"line": {"color": "var(--deliver)", "width": 1.5, "dash": "dot"}, "hovertemplate": "%{y:.2f} cores"}
-        data.append({**_line("processor cores used", few, cores), **style})
+        data.append({**_line("CPU cores used", few, cores), **style})
     layout = _layout("workers, cores", few, showlegend=True)
     layout["yaxis"].update(rangemode="tozero")
     return {"data": data, "layout": layout}
@@ -139,7 +139,7 @@ def memory_figure(points: Sequence[Point]) -> Figure:
     unit, size = ("GiB", _GIB) if largest >= _GIB else ("MiB", 2**20)
     data = []
     for name, colour, values in (
-        ("processes", "var(--load)", [point.memory_bytes for point in few]),
+        ("worker processes", "var(--load)", [point.memory_bytes for point in few]),
         ("batches in flight", "var(--deliver)", [point.flight_bytes for point in few]),
     ):
         if any(values):
@@ -234,19 +234,19 @@ def timeline_page(trace: Trace) -> str:
     blocks = [diagnosis(statistics.diagnosis or "No diagnosis yet.")]
     picture = timeline_chart(trace, most=6000)
     if picture is None:
-        blocks.append(paragraph("Nothing was recorded: no batch was asked for, or tracing was off."))
+        blocks.append(paragraph("No timeline: no batch was requested, or observe is not 'timeline'."))
         return page("infeed timeline", blocks)
-    rate = format_rate(statistics.samples_per_s) if statistics.elapsed_s else "not known"
+    rate = format_rate(statistics.samples_per_s) if statistics.elapsed_s else "unknown"
     blocks.append(
         tiles(
             [
                 (
-                    "Given",
+                    "Delivered",
                     format_count(statistics.batch_count, "batch", "batches"),
                     format_count(statistics.sample_count, "sample"),
                 ),
-                ("Rate", rate, ""),
-                ("Waiting", f"{statistics.wait_share:.0%} of the loop's time", format_seconds(statistics.waited_s)),
+                ("Throughput", rate, ""),
+                ("Waiting for data", f"{statistics.wait_share:.0%} of the time", format_seconds(statistics.waited_s)),
             ]
         )
     )
@@ -256,7 +256,7 @@ def timeline_page(trace: Trace) -> str:
 
 def timeline_section(trace: Trace, picture: Block) -> Block:
     """Return the timeline as a section, with instructions for zooming and a note on missing spans."""
-    how = hint("Drag to zoom in; double-click to go back, and once more to see everything.")
+    how = hint("Drag to zoom in; double-click to reset; double-click again to show the whole run.")
     return section("Timeline", how, picture, note=_note(trace))
 
 
@@ -266,13 +266,13 @@ def _note(trace: Trace) -> str:
     in_a_row = serial(trace, shown[-1]) if shown else None
     if in_a_row is not None:
         parts.append(
-            f"The top lane is the same work as a loader without workers would do it, from the measured times: "
+            f"Top lane: the same work without workers, estimated from the measured times: "
             f"{format_seconds(in_a_row.seconds)} instead of {format_seconds(in_a_row.loop_s)}."
         )
     if len(shown) > 1 or (shown and trace.lost_span_count):
-        parts.append(f"Shown first: {shown[-1].title}, {format_seconds(shown[-1].seconds)}.")
+        parts.append(f"Initially shown: {shown[-1].title}, {format_seconds(shown[-1].seconds)}.")
     if trace.lost_span_count:
-        parts.append(f"{trace.lost_span_count:,} older spans were not kept.")
+        parts.append(f"{trace.lost_span_count:,} older spans dropped.")
     return " ".join(parts)
 
 
@@ -299,7 +299,7 @@ def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -
     data += _mark_points(trace, window, tops)
     ticks = {tops[lane] + 0.5: name for lane, name in names.items()}
     if in_a_row is not None:
-        ticks = {0.5: "one after<br>another", **ticks}
+        ticks = {0.5: "without<br>workers", **ticks}
     # Label at most about 26 lanes, so that the labels do not overlap.
     step = max(1, -(-len(ticks) // 26))
     kept = [at for row, at in enumerate(ticks) if row % step == 0 or row == len(ticks) - 1]
@@ -382,7 +382,7 @@ def _serial_bars(in_a_row: Serial, known: set[SpanKind]) -> list[dict[str, Any]]
                 "width": height,
                 "offset": 0,
                 "marker": {"color": f"var(--{kind})", "line": {"width": 1, "color": "var(--card)"}},
-                "hovertemplate": f"<b>{WORDS[kind]}</b>, one after another, %{{x:.3s}}s<extra></extra>",
+                "hovertemplate": f"<b>{WORDS[kind]}</b>, without workers, %{{x:.3s}}s<extra></extra>",
             }
         )
     return bars

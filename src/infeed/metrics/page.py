@@ -173,9 +173,7 @@ def plotly_source() -> str:
     try:
         offline = importlib.import_module("plotly.offline")
     except ImportError:
-        raise ConfigError(
-            "charts are drawn by plotly, which is not installed; install it with: pip install infeed[report]"
-        ) from None
+        raise ConfigError("charts need plotly; install it with: pip install infeed[report]") from None
     source: str = offline.get_plotlyjs()
     return source
 
@@ -183,7 +181,7 @@ def plotly_source() -> str:
 def _scripts() -> str:
     packed = base64.b64encode(gzip.compress(plotly_source().encode(), mtime=0)).decode()
     return (
-        "<noscript><p>The charts of this page are drawn by JavaScript, which is switched off here.</p></noscript>\n"
+        "<noscript><p>Enable JavaScript to see the charts.</p></noscript>\n"
         f'<script type="text/plain" id="library">{packed}</script>\n<script>\n{_part("charts.js")}</script>\n'
     )
 

@@ -66,8 +66,7 @@ def draw_picture(trace: Trace, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "pictures of a timeline are drawn by matplotlib, which is not installed; "
-            "install it with: pip install infeed[report], or ask for .json, which needs nothing"
+            "timeline pictures need matplotlib; install it with: pip install infeed[report], or write .json instead"
         ) from None
     is_svg = path.suffix.lower() == ".svg"
     default = {name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name}
@@ -170,7 +169,7 @@ def _labels(trace: Trace, tops: dict[int, float], has_serial: bool) -> dict[floa
     names = {
         tops[lane] + 0.5: name for row, (lane, name) in enumerate(lane_names(trace).items()) if row % step == 0 or lane == LOOP
     }
-    return {0.5: "one after another", **names} if has_serial else names
+    return {0.5: "without workers", **names} if has_serial else names
 
 
 def _draw_axis(axes: Axes, window: Window, tops: dict[int, float], labels: dict[float, str]) -> None:
@@ -205,13 +204,13 @@ def _headline(trace: Trace) -> list[str]:
 def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
     statistics = trace.statistics
     if not seen:
-        return "Nothing was recorded: no batch was asked for, or tracing was off."
+        return "No timeline: no batch was requested, or observe is not 'timeline'."
     parts = [
         f"{statistics.batch_count:,} batches, {statistics.sample_count:,} samples",
         f"{statistics.samples_per_s:,.0f} samples/s" if statistics.elapsed_s else "",
-        f"the loop waited {statistics.wait_share:.0%} of its time" if statistics.elapsed_s else "",
-        "paler: with gaps that are too short to see" if any(piece.density < 0.8 for part in seen for piece in part) else "",
-        f"{trace.lost_span_count:,} older spans were not kept" if trace.lost_span_count else "",
+        f"the training loop waited for data {statistics.wait_share:.0%} of the time" if statistics.elapsed_s else "",
+        "pale: gaps too short to show" if any(piece.density < 0.8 for part in seen for piece in part) else "",
+        f"{trace.lost_span_count:,} older spans dropped" if trace.lost_span_count else "",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -226,7 +225,7 @@ def _notes(trace: Trace, shown: tuple[Window, ...]) -> list[str]:
     lanes = lane_names(trace)
     notes = []
     for number, mark in enumerate(faults, 1):
-        who = lanes.get(mark.lane, "your loop")
+        who = lanes.get(mark.lane, "training loop")
         note = f"{mark.kind} at {format_seconds(mark.at_ns / 1e9)} ({who}): {shortened(mark.text, _MOST_NOTE_LETTERS)}"
         first, *more = textwrap.wrap(note, _NOTE_LETTERS)
         notes += [f"{number}  {first}", *(f"    {line}" for line in more)]

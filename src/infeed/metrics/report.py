@@ -12,15 +12,13 @@ from infeed.errors import ConfigError
 from infeed.formatting import format_bytes, format_count, format_rate, format_seconds
 from infeed.metrics import charts as measures
 from infeed.metrics.charts import timeline_chart, timeline_section
+from infeed.metrics.diagnosis import State, state_of
 from infeed.metrics.page import Block, Tone, bars, chart, diagnosis, facts, label, page, paragraph, row, section, table, tiles
 from infeed.metrics.statistics import Mark, Statistics, Trace, WorkerStatistics
 from infeed.metrics.timeline import FAULTS, lane_names
 
 __all__ = ["report_page", "write_report"]
 
-# Thresholds of the wait share: "good" below the first, "bad" from the second on.
-_GOOD_WAIT_SHARE: Final = 0.05
-_FAIR_WAIT_SHARE: Final = 0.2
 _MOST_PIECES: Final = 4000
 _MOST_MARKS: Final = 60
 
@@ -33,7 +31,7 @@ def write_report(trace: Trace, path: str | os.PathLike[str]) -> None:
     """
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"path={os.fspath(path)!r} is not that of a web page, which a report is; let it end in .html")
+        raise ConfigError(f"path={os.fspath(path)!r} is not an HTML file; use the extension .html")
     # A path in a setting may contain bytes that are not valid UTF-8.
     target.write_text(report_page(trace), encoding="utf-8", errors="backslashreplace")
 
@@ -42,7 +40,7 @@ def report_page(trace: Trace) -> str:
     """Return the report as HTML."""
     began = datetime.fromtimestamp(trace.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
     length_s = max((point.at_ns for point in trace.points), default=0) / 1e9
-    subtitle = f"begun {began}" + (f", {format_seconds(length_s)} long" if length_s else "")
+    subtitle = f"started {began}" + (f", duration {format_seconds(length_s)}" if length_s else "")
     return page("infeed report", _blocks(trace), subtitle=subtitle)
 
 
@@ -52,19 +50,17 @@ def _blocks(trace: Trace) -> Iterator[Block]:
     if statistics.batch_count:
         yield tiles(_tiles(statistics))
     elif not statistics.ended_count:
-        yield paragraph(
-            "No batch was given yet, so there is little to tell: iterate over the loader, then write the report again."
-        )
+        yield paragraph("No batch was delivered yet. Iterate over the loader, then write the report again.")
     yield from _over_time(trace)
     timeline = timeline_chart(trace, most=_MOST_PIECES)
     if timeline is not None:
         yield timeline_section(trace, timeline)
     elif statistics.batch_count:
-        yield section("Timeline", paragraph("Nothing was recorded of what happened when: tracing was off."))
+        yield section("Timeline", paragraph("No timeline: observe is not 'timeline'."))
     yield from _samples(statistics)
     yield from _workers(statistics)
     if trace.marks:
-        yield section("What happened", *_events(trace))
+        yield section("Events", *_events(trace))
     tables = [
         section(title, facts(values)) for title, values in (("Settings", trace.settings), ("Machine", trace.machine)) if values
     ]
@@ -76,36 +72,35 @@ def _tone(trace: Trace) -> Tone:
     statistics = trace.statistics
     if not statistics.elapsed_s:
         return "plain"
-    if statistics.recent_wait_share >= _FAIR_WAIT_SHARE:
-        return "bad"
-    return "good" if statistics.recent_wait_share < _GOOD_WAIT_SHARE else "fair"
+    tones: dict[State, Tone] = {"compute-bound": "good", "balanced": "fair", "data-bound": "bad"}
+    return tones.get(state_of(statistics.recent_wait_share), "plain")
 
 
 def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
     if statistics.elapsed_s:
         per_s = f"{format_bytes(statistics.byte_count / statistics.elapsed_s)}/s" if statistics.byte_count else ""
-        yield "Rate", format_rate(statistics.samples_per_s), per_s
+        yield "Throughput", format_rate(statistics.samples_per_s), per_s
         waited = f"{format_seconds(statistics.waited_s)} of {format_seconds(statistics.elapsed_s)}"
-        yield "The loop waited", f"{statistics.wait_share:.0%}", waited
-    yield "Given", format_count(statistics.batch_count, "batch", "batches"), format_count(statistics.sample_count, "sample")
+        yield "Waiting for data", f"{statistics.wait_share:.0%}", waited
+    yield "Delivered", format_count(statistics.batch_count, "batch", "batches"), format_count(statistics.sample_count, "sample")
     if statistics.kind == "inline":
-        yield "Workers", "none", "the loop loads by itself"
+        yield "Workers", "none", "loading in the main process"
     else:
         noun = ("process", "processes") if statistics.kind == "process" else ("thread", "threads")
-        decided = ", number chosen by infeed" if statistics.is_auto else ""
+        decided = ", auto" if statistics.is_auto else ""
         yield "Workers", format_count(statistics.worker_count, *noun), f"{statistics.busy_share:.0%} busy{decided}"
     if statistics.sample_times:
         slowest = f"slowest {format_seconds(statistics.sample_times['max'])}" if "max" in statistics.sample_times else ""
         yield (
-            "A sample takes",
+            "Time per sample",
             format_seconds(statistics.sample_times.get("median", 0.0)),
             f"median; {slowest}" if slowest else "median",
         )
     if statistics.memory_bytes:
         limit = f"in flight {format_bytes(statistics.bytes_in_flight)} of {format_bytes(statistics.memory_limit)}"
-        yield "Memory of workers", format_bytes(statistics.memory_bytes), limit
+        yield "Worker memory", format_bytes(statistics.memory_bytes), limit
     if statistics.started_s:
-        yield "First start", format_seconds(statistics.started_s), "until the first batch, not in the rate"
+        yield "Worker start-up", format_seconds(statistics.started_s), "until the first batch, not in the throughput"
     faults = {
         ("restart", "restarts"): statistics.restart_count,
         ("retry", "retries"): statistics.retry_count,
@@ -121,18 +116,18 @@ def _over_time(trace: Trace) -> Iterator[Block]:
     points = measures.thinned(trace.points)
     if len(points) < 3:
         if trace.statistics.batch_count:
-            yield section("Over time", paragraph("The run was too short to be measured more than once."))
+            yield section("Over time", paragraph("The run was too short for charts over time."))
         return
     marks = sorted(trace.marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))
     yield section("Throughput", chart(measures.rate_figure(points, marks)))
     yield row(
-        section("What the loop did", chart(measures.wait_figure(points)), note="Red is time in which the loop had to wait."),
-        section("Workers", chart(measures.worker_figure(points)), note="How many there were, and how many worked.")
+        section("Training loop", chart(measures.wait_figure(points)), note="Red: waiting for data."),
+        section("Workers", chart(measures.worker_figure(points)), note="Number of workers, and how many were busy.")
         if any(point.worker_count for point in points)
-        else section("Workers", paragraph("None: the loop loads by itself, so it waits for as long as loading takes.")),
+        else section("Workers", paragraph("None: the main process loads, so the training loop waits while it does.")),
     )
     if any(point.memory_bytes or point.flight_bytes for point in points):
-        note = "What processes share counts in each of them. In flight: loaded, being loaded, or kept by the loop."
+        note = "Shared memory counts in each process. In flight: loaded, loading, or referenced by your code."
         yield section("Memory", chart(measures.memory_figure(points), height_px=220), note=note)
 
 
@@ -140,16 +135,14 @@ def _samples(statistics: Statistics) -> Iterator[Block]:
     blocks = []
     if any(count for _, count in statistics.histogram):
         times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in statistics.sample_times.items())
-        blocks.append(
-            section("How long samples take", chart(measures.sample_time_figure(statistics), height_px=340), note=times)
-        )
+        blocks.append(section("Time per sample", chart(measures.sample_time_figure(statistics), height_px=340), note=times))
     if statistics.slowest:
-        note = "Look at these first if a few samples hold up the others."
+        note = "Check these first if a few samples delay the others."
         blocks.append(section("Slowest samples", _slowest(statistics), note=note))
     if blocks:
         yield row(*blocks)
     elif statistics.batch_count:
-        yield section("How long samples take", paragraph("Samples were not timed one by one in this run."))
+        yield section("Time per sample", paragraph("Samples were not timed individually in this run."))
 
 
 def _slowest(statistics: Statistics) -> Block:
@@ -171,9 +164,9 @@ def _slowest(statistics: Statistics) -> Block:
 
 def _workers(statistics: Statistics) -> Iterator[Block]:
     if statistics.workers:
-        head = ["worker", "", "samples", "busy", "", "loading", "collating", "writing", "processor", "memory", "restarts"]
+        head = ["worker", "", "samples", "busy", "", "loading", "collating", "writing", "CPU", "memory", "restarts"]
         rows = [_worker_row(one) for one in statistics.workers]
-        yield section("Each worker", table(head, rows, numbers=(2, 3, 5, 6, 7, 8, 9, 10)))
+        yield section("Workers", table(head, rows, numbers=(2, 3, 5, 6, 7, 8, 9, 10)))
 
 
 def _worker_row(one: WorkerStatistics) -> list[str | Block]:
@@ -202,6 +195,8 @@ def _events(trace: Trace) -> Iterator[Block]:
         tone: Tone = "bad" if mark.kind in FAULTS - {"restart"} else "plain"
         return [format_seconds(mark.at_ns / 1e9), names.get(mark.lane, ""), label(mark.kind, tone), mark.text]
 
-    yield table(["when", "who", "what", ""], [cells(mark) for mark in sorted(chosen, key=lambda mark: mark.at_ns)], numbers=[0])
+    yield table(
+        ["time", "source", "event", ""], [cells(mark) for mark in sorted(chosen, key=lambda mark: mark.at_ns)], numbers=[0]
+    )
     if len(trace.marks) > len(chosen):
         yield paragraph(f"And {len(trace.marks) - len(chosen):,} more.")

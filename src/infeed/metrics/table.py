@@ -36,8 +36,8 @@ class Serial:
     @property
     def text(self) -> str:
         if self.factor < 1.05:
-            return "no longer than with workers"
-        return f"{self.factor:.1f} times as long \u25b8"
+            return "as fast as with workers"
+        return f"{self.factor:.1f} times slower \u25b8"
 
 
 def serial(trace: Trace, window: Window) -> Serial | None:

@@ -38,13 +38,13 @@ _FINEST_SHARE: Final = 1 / 1500
 _MERGED_LENGTH: Final = 12
 
 WORDS: Final[dict[SpanKind, str]] = {
-    "start": "starting",
+    "start": "worker start-up",
     "load": "loading samples",
     "collate": "collating",
-    "write": "writing to memory",
-    "wait": "waiting for a batch",
+    "write": "writing to shared memory",
+    "wait": "waiting for data",
     "deliver": "delivering",
-    "away": "your code",
+    "away": "training step",
 }
 # Offset and height within a lane. Spans between samples are drawn lower, so that they stay visible next to them.
 EXTENT: Final[dict[SpanKind, tuple[float, float]]] = {
@@ -114,7 +114,7 @@ def lane_names(trace: Trace) -> dict[int, str]:
     workers = {span.lane for span in trace.spans if span.lane != LOOP} | {mark.lane for mark in trace.marks if mark.lane >= 0}
     is_inline = trace.statistics.kind == "inline"
     names = {lane: "loading" if is_inline else f"worker {lane}" for lane in sorted(workers)}
-    return {**names, LOOP: "your loop"}
+    return {**names, LOOP: "training loop"}
 
 
 def lane_tops(trace: Trace, *, has_serial: bool) -> dict[int, float]:
@@ -160,7 +160,7 @@ def windows(trace: Trace) -> tuple[Window, ...]:
     else:
         first = bisect_left([cycle.end_ns for cycle in cycles], fault.at_ns) - _STEADY_BATCH_COUNT // 3
     first = max(beginning_count, min(first, len(cycles) - _STEADY_BATCH_COUNT))
-    title = ("late in the run" if is_cut else "later") + ("" if fault is None else f", with a fault ({fault.kind})")
+    title = ("late in the run" if is_cut else "steady state") + ("" if fault is None else f", with a fault ({fault.kind})")
     later_ns = cycles[first].begin_ns
     later = Window(later_ns, max(cycles[first + _STEADY_BATCH_COUNT - 1].end_ns, later_ns + 1), title)
     return (later,) if is_cut else (Window(begin_ns, cycles[beginning_count - 1].end_ns, "the beginning"), later)
@@ -306,8 +306,7 @@ def write_timeline(trace: Trace, path: str | os.PathLike[str]) -> None:
     write = writers.get(target.suffix.lower())
     if write is None:
         raise ConfigError(
-            f"path={os.fspath(path)!r} does not say in which form the timeline is wanted; "
-            f"let it end in {', '.join([*writers][:-1])} or {[*writers][-1]}"
+            f"path={os.fspath(path)!r} has no known file extension; use {', '.join([*writers][:-1])} or {[*writers][-1]}"
         )
     write(trace, target)
 
@@ -317,7 +316,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
     names = lane_names(trace)
     yield from _names(_WORKERS, 0, "process", "infeed: workers")
     yield from _names(_BATCHES, 0, "process", "infeed: collation and delivery")
-    yield from _names(_LOOP, 0, "process", "infeed: your loop")
+    yield from _names(_LOOP, 0, "process", "infeed: training loop")
     yield from _names(_LOOP, _LOOP_ROW, "thread", names[LOOP])
     yield from _names(_BATCHES, _DELIVERY_ROW, "thread", "delivery")
     lanes: dict[int, list[Span]] = {lane: [] for lane in names}
@@ -415,7 +414,7 @@ def _counter_events(trace: Trace) -> Iterator[Event]:
         passed_ns = after.waited_ns - before.waited_ns + after.away_ns - before.away_ns
         if passed_ns > 0:
             share = (after.waited_ns - before.waited_ns) / passed_ns
-            yield _counter(before.at_ns, "waiting (% of the loop's time)", "%", 100 * share)
+            yield _counter(before.at_ns, "waiting for data (% of the time)", "%", 100 * share)
 
 
 def _counter(at_ns: int, name: str, unit: str, value: float) -> Event:
@@ -426,7 +425,7 @@ def _counter(at_ns: int, name: str, unit: str, value: float) -> Event:
 def _write_json(trace: Trace, path: Path) -> None:
     about = {
         "diagnosis": trace.statistics.diagnosis,
-        "spans that were not kept": str(trace.lost_span_count),
+        "dropped spans": str(trace.lost_span_count),
         **{f"setting {name}": value for name, value in trace.settings.items()},
         **{f"machine {name}": value for name, value in trace.machine.items()},
     }
