@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage
-from infeed.delivery.trees import map_leaves
+from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage, map_leaves
 
 
 class FakeStream:

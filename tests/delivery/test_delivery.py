@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.delivery.trees import map_leaves
+from infeed.delivery.backend import map_leaves
 from tests.delivery.fake import FakeBackend
 from tests.helpers import Tree, wait_until
 
@@ -62,7 +62,7 @@ def test_where_registering_is_refused_the_log_says_so_once(
                 _check(batch, 8 * number)
         wait_until(lambda: caplog.messages, "the word of why")
     assert caplog.messages == [
-        "batches are copied into pinned memory, because their own cannot be pinned: the limit of locked memory is reached"
+        "cannot page-lock the memory of batches, so they are copied into pinned memory: the limit of locked memory is reached"
     ]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from infeed.collate.arrays import ArrayTable, as_rows, table_of
 from infeed.collate.rows import RowReader
-from infeed.memory.leases import LeaseBook
+from infeed.memory.arena import LeaseBook
 from infeed.scheduler.messages import SlotId
 
 OFFSET = 64

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infeed.memory.leases import Lease, LeaseBook
+from infeed.memory.arena import Lease, LeaseBook
 from infeed.scheduler.messages import SlotId
 
 SLOT = SlotId(3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infeed.collate.packing import Packing, unpack
-from infeed.memory.leases import LeaseBook
+from infeed.memory.arena import LeaseBook
 from infeed.scheduler.messages import SlotId
 
 OFFSET = 192

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from infeed.collate.layout import Layout, infer_layout
 from infeed.collate.rows import RowMismatch, RowReader, RowWriter
-from infeed.memory.leases import LeaseBook
+from infeed.memory.arena import LeaseBook
 from infeed.scheduler.messages import SlotId
 
 OFFSET = 128  # of the block in its segment: not zero, so that it counts

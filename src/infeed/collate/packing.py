@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, final
 
-from infeed.memory.leases import Lease
+from infeed.memory.arena import Lease
 from infeed.memory.pickling import dump, load, spans
 
 

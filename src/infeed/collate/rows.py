@@ -18,7 +18,7 @@ import numpy as np
 from infeed.collate.layout import Layout
 from infeed.collate.leaves import ARRAY_TYPES, Kind, Leaf, LeafMismatch, UnequalShapes, finish_beside, has_own_strides, leaf_of
 from infeed.collate.tree import Column, LeafNode, Sample, SequenceNode, StructureMismatch, structure_of
-from infeed.memory.leases import Lease
+from infeed.memory.arena import Lease
 
 # Bytes of samples held in memory until they are written. Larger chunks leave the L2 cache before the copy; smaller ones
 # only add NumPy call overhead.

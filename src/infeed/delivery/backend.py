@@ -1,14 +1,18 @@
-"""The interface between delivery and an accelerator. Each kind of accelerator has one module; ``find_backend`` selects it.
+"""Delivery to a device: the interface that each kind of accelerator implements, its selection, and the queue of copies.
 
 The terms are CUDA's: page-locking, streams, events. Other accelerators have the same concepts under other names.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Final, TypeAlias, final
 
 Convert: TypeAlias = Callable[[Any], Any]
 
@@ -104,3 +108,101 @@ def find_backend() -> Backend | None:
 
         return CudaBackend()
     return None
+
+
+@final
+class DevicePrefetch:
+    """A queue of batches in transfer to the device. The note of each is the loader's progress after its delivery."""
+
+    def __init__(self, stage: Stage, depth: int) -> None:
+        self._stage = stage
+        self._depth = depth
+        self._queue: deque[tuple[Sent | BaseException, Any]] = deque()
+        self._copying: deque[tuple[Mark, Any]] = deque()  # host batches, held until their copy is done
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._queue) > self._depth
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._queue
+
+    def push(self, batch: Any, note: Any) -> None:
+        self._release()
+        while len(self._copying) > self._depth:
+            # A training loop that does not wait for the device would fill all memory with pending copies. Fewer slots also stay
+            # in the CPU cache: with 15 slots instead of 52, an H200 received 45 GB/s instead of 20.
+            self._copying.popleft()[0].wait()
+        sent = self._stage.send(batch)
+        self._queue.append((sent, note))
+        self._copying.append((sent.copied, batch))
+
+    def push_error(self, error: BaseException, note: Any) -> None:
+        """Queue an error that is returned in place of a batch."""
+        self._queue.append((error, note))
+
+    def pop(self) -> tuple[Any, Any]:
+        """Return the next batch on the device, or the error in its place, and its note."""
+        self._release()
+        sent, note = self._queue.popleft()
+        return (sent if isinstance(sent, BaseException) else sent.adopt()), note
+
+    def close(self) -> None:
+        """Drop all queued batches, and wait until the device no longer reads host memory."""
+        self._queue.clear()
+        while self._copying:
+            self._copying.popleft()[0].wait()
+
+    def _release(self) -> None:
+        while self._copying and self._copying[0][0].is_done():
+            self._copying.popleft()
+
+
+_leaf_types: Final[weakref.WeakSet[type]] = weakref.WeakSet()  # a cache, because isinstance(tree, Mapping) is slow
+
+
+def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same structure with the same types and every leaf changed. A container that cannot be rebuilt is a leaf.
+
+    >>> map_leaves({"a": [1, (2, 3)]}, lambda leaf: leaf * 10)
+    {'a': [10, (20, 30)]}
+    """
+    kind = type(tree)
+    if kind in _leaf_types or isinstance(tree, str | bytes):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        changed = {key: map_leaves(value, change) for key, value in tree.items()}
+        if type(tree) is dict:
+            return changed
+        return _rebuilt_mapping(tree, changed, change)
+    if isinstance(tree, tuple):
+        parts = [map_leaves(value, change) for value in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*parts)
+        return tuple(parts) if type(tree) is tuple else _or_leaf(lambda: type(tree)(parts), tree, change)
+    if isinstance(tree, list):
+        parts = [map_leaves(value, change) for value in tree]
+        return parts if type(tree) is list else _or_leaf(lambda: type(tree)(parts), tree, change)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
+        parts = {name: map_leaves(value, change) for name, value in fields.items()}  # type: ignore[assignment]
+        return _or_leaf(lambda: dataclasses.replace(tree, **parts), tree, change)  # type: ignore[arg-type]
+    if not isinstance(tree, type):
+        _leaf_types.add(kind)
+    return change(tree)
+
+
+def _rebuilt_mapping(tree: Mapping[Any, Any], changed: dict[Any, Any], change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, MutableMapping):
+        clone = copy.copy(tree)  # keeps attributes of a defaultdict or a user-defined type
+        clone.update(changed)
+        return clone
+    return _or_leaf(lambda: type(tree)(changed), tree, change)  # type: ignore[call-arg]
+
+
+def _or_leaf(build: Callable[[], Any], tree: Any, change: Callable[[Any], Any]) -> Any:
+    try:
+        return build()
+    except Exception:  # a user-defined constructor with other arguments
+        return change(tree)

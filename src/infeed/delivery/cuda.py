@@ -8,9 +8,8 @@ from typing import Any, Final, final
 
 import torch
 
-from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage
+from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage, map_leaves
 from infeed.delivery.plain import as_tensor, usable_device
-from infeed.delivery.trees import map_leaves
 
 _cuda: Any = torch.cuda  # mostly untyped
 

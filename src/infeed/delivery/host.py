@@ -10,8 +10,7 @@ from infeed.collate.packing import Handed, Packed, unpack
 from infeed.collate.rows import RowReader
 from infeed.delivery.backend import Backend
 from infeed.delivery.pinning import PendingReads, Pinner
-from infeed.memory.arena import Arena
-from infeed.memory.leases import Lease
+from infeed.memory.arena import Arena, Lease
 from infeed.scheduler.messages import SlotId
 
 # Readers are cached by layout and row count.
@@ -51,13 +50,13 @@ class HostDelivery:
             self._alive[id(layout)] = layout
         self.given_bytes += reader.nbytes
         parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
-        return reader.read(self._lease(slot), parts)
+        return reader.read(self._arena.lease(slot) if self._pinner is None else self._pinned_lease(slot, self._pinner), parts)
 
     def tree(self, slot: SlotId, packed: Packed | Handed) -> Any:
         """Return a batch of any type that was packed into the slot."""
         if not isinstance(packed, Handed):
             self.given_bytes += sum(packed.sizes)
-        return unpack(packed, self._lease(slot))
+        return unpack(packed, self._arena.lease(slot) if self._pinner is None else self._pinned_lease(slot, self._pinner))
 
     @property
     def is_cooling(self) -> bool:
@@ -79,8 +78,7 @@ class HostDelivery:
             self._backend.mark().wait()
             self._pinner.close()
 
-    def _lease(self, slot: SlotId) -> Lease:
-        if self._pinner is not None:
-            segment = self._arena.block(slot).segment
-            self._pinner.use(segment, self._arena.memory(segment))
+    def _pinned_lease(self, slot: SlotId, pinner: Pinner) -> Lease:
+        segment = self._arena.block(slot).segment
+        pinner.use(segment, self._arena.memory(segment))
         return self._arena.lease(slot)

@@ -7,8 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from infeed.delivery.backend import Convert, Mark, Sent, Stage
-from infeed.delivery.trees import map_leaves
+from infeed.delivery.backend import Convert, Mark, Sent, Stage, map_leaves
 
 
 @final

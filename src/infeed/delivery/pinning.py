@@ -91,7 +91,7 @@ class Pinner:
                     self._registered.add(segment)
                 except BackendError as error:
                     self._is_refused = True
-                    _LOG.warning("batches are copied into pinned memory, because their own cannot be pinned: %s", error)
+                    _LOG.warning("cannot page-lock the memory of batches, so they are copied into pinned memory: %s", error)
 
 
 @final

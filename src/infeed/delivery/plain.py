@@ -7,8 +7,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from infeed.delivery.backend import Convert, Mark, Sent, Stage
-from infeed.delivery.trees import map_leaves
+from infeed.delivery.backend import Convert, Mark, Sent, Stage, map_leaves
 from infeed.errors import ConfigError
 
 

@@ -10,8 +10,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final, NoReturn, final
 
-from infeed.delivery.backend import open_stage
-from infeed.delivery.prefetch import DevicePrefetch
+from infeed.delivery.backend import DevicePrefetch, open_stage
 from infeed.engine.engine import NOTHING, Engine, EpochEnd
 from infeed.engine.progress import Progress
 from infeed.engine.session import Session

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from infeed.delivery.trees import map_leaves
+from infeed.delivery.backend import map_leaves
 from infeed.errors import ConfigError
 
 
