@@ -30,9 +30,7 @@ class Data:
 
 
 def zip_file(folder: Path) -> zipfile.ZipFile:
-    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
-        archive.writestr("a", "b")
-    return zipfile.ZipFile(folder / "data.zip")
+    return zipfile.ZipFile(folder / "data.zip", "w")
 
 
 def h5py_dataset(folder: Path) -> Any:
@@ -49,7 +47,7 @@ def close_h5py(dataset: Any) -> None:
 HANDLES: dict[str, tuple[Callable[[Path], Any], Callable[[Any], object], str, str]] = {
     "text file": (lambda folder: (folder / "a").open("w"), lambda h: h.close(), "_io.TextIOWrapper", ""),
     "binary file": (lambda folder: (folder / "a").open("wb"), lambda h: h.close(), "_io.BufferedWriter", ""),
-    "zip file": (zip_file, lambda h: h.close(), "_io.BufferedReader", ".fp"),
+    "zip file": (zip_file, lambda h: h.close(), "_io.BufferedRandom", ".fp"),
     "sqlite3": (lambda _: sqlite3.connect(":memory:"), lambda h: h.close(), "sqlite3.Connection", ""),
     "socket": (lambda _: socket.socket(), lambda h: h.close(), "socket.socket", ""),
     "lock": (lambda _: threading.Lock(), id, "_thread.lock", ""),

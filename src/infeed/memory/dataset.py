@@ -14,6 +14,7 @@ from typing import Any, Final, final
 from infeed.errors import WorkerStartError
 from infeed.memory.inheriting import starting, tracker_fd
 from infeed.memory.pickling import dump_by_value, load, spans
+from infeed.memory.reopening import advice
 from infeed.memory.search import find_culprit
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
 
@@ -77,9 +78,11 @@ def _explained(named: dict[str, Any], error: Exception) -> WorkerStartError:
             path, found = culprit
             kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
             reason = f"{path} is a {kind}, which cannot be pickled"
+            hint = f"{advice(found)}; or ".removeprefix("; or ")
             text = (
-                f"{name} cannot be sent to workers: {reason}; open it where it is used (on first use, or in worker_init_fn), "
-                f"leave it out with __getstate__, or use worker='thread'\n  the pickler says: {error}"
+                f"{name} cannot be sent to workers: {reason}; {hint}open it where it is used (on first "
+                "use, or in worker_init_fn), leave it out with __getstate__, or use worker='thread'\n"
+                f"  the pickler says: {error}"
             )
             return _unpicklable(text, reason)
     text = f"dataset cannot be sent to workers: {error}; use worker='thread' if it must stay in this process"

@@ -27,6 +27,7 @@ import numpy as np
 from cloudpickle.cloudpickle import _lookup_module_and_qualname
 
 from infeed.memory.inheriting import is_shared_storage, reduce_shared, reduce_shared_storage
+from infeed.memory.reopening import reduce_handle
 from infeed.memory.shared_arrays import is_plain_tensor, reduce_shared_memory
 
 _DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
@@ -404,6 +405,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
         for reduce in (
             _reduce_draw,
             _reduce_memmap,
+            reduce_handle,
             reduce_shared_memory,
             _reduce_array,
             self._tensors.reduce,

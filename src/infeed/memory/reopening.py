@@ -1,0 +1,142 @@
+"""Open handles of datasets again in workers, read-only, if their library reveals path and mode.
+
+A copy in a worker has its own file position and locks. Files of h5py, LMDB and zipfile that are open for writing are not opened
+again, because readers must not meet a writer there.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+from urllib.parse import quote
+
+# Named databases that LMDB allows per environment. The original's number cannot be read; a higher one costs nothing.
+_MOST_DATABASES: Final = 1024
+
+
+def reduce_handle(obj: Any) -> Any:
+    """Reduce a read-only handle to a function that opens it again, or return ``NotImplemented``."""
+    if isinstance(obj, sqlite3.Connection):
+        return _reduce_sqlite(obj)
+    if type(obj) is zipfile.ZipFile:
+        return _reduce_zip(obj)
+    for module, reduce in _BY_LIBRARY.items():
+        if module in sys.modules:
+            reduced = reduce(sys.modules[module], obj)
+            if reduced is not NotImplemented:
+                return reduced
+    return NotImplemented
+
+
+def advice(obj: Any) -> str:
+    """Return how to open this handle so that workers can open it again; empty if they never can."""
+    module = type(obj).__module__.partition(".")[0]
+    if module == "h5py":
+        return "open the file with mode 'r', and workers will open it again"
+    if module == "lmdb" or (module == "builtins" and type(obj).__qualname__ == "Environment"):
+        return "open it with readonly=True and lock=False, and workers will open it again"
+    if isinstance(obj, sqlite3.Connection):
+        return "open one database file and commit changes, and workers will open it again"
+    if module == "pyarrow":
+        return "keep the path and open the file in __getitem__ on first use, or use infeed.open for Parquet files"
+    return ""
+
+
+def _reduce_h5py(h5py: Any, obj: Any) -> Any:
+    if not isinstance(obj, h5py.File | h5py.Group | h5py.Dataset) or not obj.id.valid:
+        return NotImplemented
+    file = obj.file
+    if file.mode != "r" or file.driver not in ("sec2", "stdio"):
+        return NotImplemented
+    opened = _open_h5py, (os.path.abspath(file.filename), file.driver, file.swmr_mode)
+    if isinstance(obj, h5py.File):
+        return opened
+    return _member_of_h5py, (*opened[1], obj.name) if obj.name is not None else NotImplemented
+
+
+def _open_h5py(path: str, driver: str, swmr: bool) -> Any:
+    return import_module("h5py").File(path, "r", driver=driver, swmr=swmr)
+
+
+def _member_of_h5py(path: str, driver: str, swmr: bool, name: str) -> Any:
+    return _open_h5py(path, driver, swmr)[name]  # keeps the file open
+
+
+def _reduce_lmdb(lmdb: Any, obj: Any) -> Any:
+    if not isinstance(obj, lmdb.Environment):
+        return NotImplemented
+    try:
+        flags = obj.flags()
+        path, info = obj.path(), obj.info()
+    except lmdb.Error:  # it is closed
+        return NotImplemented
+    if not flags["readonly"]:
+        return NotImplemented
+    kept = {name: flags[name] for name in ("readonly", "subdir", "lock", "readahead", "meminit") if name in flags}
+    return _open_lmdb, (os.path.abspath(path), {**kept, "map_size": info["map_size"], "max_readers": info["max_readers"]})
+
+
+def _open_lmdb(path: str, options: dict[str, Any]) -> Any:
+    return import_module("lmdb").open(path, create=False, max_dbs=_MOST_DATABASES, **options)
+
+
+def _reduce_sqlite(connection: sqlite3.Connection) -> Any:
+    """Reduce a connection to a file. The copy can only read, whatever the original may do."""
+    if type(connection) is not sqlite3.Connection:
+        return NotImplemented
+    try:
+        cursor = connection.cursor()
+        cursor.row_factory = None
+        files = [path for _, name, path in cursor.execute("PRAGMA database_list").fetchall() if name != "temp"]
+        has_temporary = cursor.execute("SELECT count(*) FROM sqlite_temp_master").fetchone()[0] > 0
+    except sqlite3.Error:  # it is closed, or belongs to another thread
+        return NotImplemented
+    if len(files) != 1 or not files[0] or has_temporary or connection.in_transaction:
+        return NotImplemented  # the copy would lack data
+    return _open_sqlite, (files[0], connection.isolation_level, connection.row_factory, connection.text_factory)
+
+
+def _open_sqlite(path: str, isolation_level: Any, row_factory: Any, text_factory: Any) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(path)}?mode=ro", uri=True, isolation_level=isolation_level, check_same_thread=False
+    )
+    connection.row_factory, connection.text_factory = row_factory, text_factory
+    return connection
+
+
+def _reduce_zip(archive: zipfile.ZipFile) -> Any:
+    name = archive.filename
+    # An archive over an open file of the user has no path of its own.
+    if archive.mode != "r" or archive.fp is None or not isinstance(name, str) or not os.path.isfile(name):
+        return NotImplemented
+    return _open_zip, (os.path.abspath(name), archive.pwd)
+
+
+def _open_zip(path: str, password: bytes | None) -> zipfile.ZipFile:
+    archive = zipfile.ZipFile(path)
+    archive.setpassword(password or b"")
+    return archive
+
+
+def _reduce_pillow(pillow: Any, obj: Any) -> Any:
+    """Reduce an image that is not loaded yet. A loaded one is pickled with its pixels, which the user may have changed."""
+    if not isinstance(obj, pillow.ImageFile) or getattr(obj, "fp", None) is None or getattr(obj, "is_animated", False):
+        return NotImplemented
+    path = getattr(obj, "filename", "")
+    return (_open_image, (os.path.abspath(path),)) if path and os.path.isfile(path) else NotImplemented
+
+
+def _open_image(path: str | bytes) -> Any:
+    return import_module("PIL.Image").open(path)
+
+
+_BY_LIBRARY: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "h5py": _reduce_h5py,
+    "lmdb": _reduce_lmdb,
+    "PIL.ImageFile": _reduce_pillow,
+}
