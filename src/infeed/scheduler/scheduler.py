@@ -253,9 +253,9 @@ class Scheduler:
         self._death_limit.expect(self._active_count)
 
     def _on_worker_released(self, event: WorkerReleased) -> None:
-        assert self._active_count > 1, "nobody would be left"
+        assert self._active_count > 1, "the last worker cannot be released"
         self._active_count -= 1
-        assert not any(batch.worker == event.worker for batch in self._batches.values()), "nobody else has its share"
+        assert not any(batch.worker == event.worker for batch in self._batches.values()), "no other worker has its share"
         worker = self._retire(event.worker)
         worker.is_leaving = True
         if not worker.tasks:
