@@ -389,11 +389,12 @@ class SharedTuple(_SharedSequence):
 class SharedDict(Mapping[Any, Any], Shared):
     """A dict in shared memory."""
 
-    __slots__ = ("__weakref__", "_hashes", "_keys", "_local", "_places", "_table", "_values")
+    __slots__ = ("__weakref__", "_hashes", "_key_at", "_keys", "_local", "_places", "_table", "_value_at", "_values")
 
     def __init__(self, keys: SharedTuple, values: SharedTuple, table: tuple[Extent, Extent] | None) -> None:
         self._keys = keys
         self._values = values
+        self._key_at, self._value_at = keys._get, values._get  # positions found in the table need no check
         self._table = table  # None if only Python can hash some key
         hashes, places = table or (None, None)
         self._hashes = None if hashes is None else hashes.view()
@@ -412,7 +413,7 @@ class SharedDict(Mapping[Any, Any], Shared):
         number = bisect_left(hashes, key_hash)
         while number < len(hashes) and hashes[number] == key_hash:
             place: int = places[number]
-            if _are_equal(self._keys[place], key):
+            if _are_equal(self._key_at(place), key):
                 return place
             number += 1
         return None
@@ -424,14 +425,14 @@ class SharedDict(Mapping[Any, Any], Shared):
         place = self._find(key)
         if place is None:
             raise KeyError(key)
-        return self._values[place]
+        return self._value_at(place)
 
     def __contains__(self, key: Any) -> bool:
         return self._find(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
         place = self._find(key)
-        return default if place is None else self._values[place]
+        return default if place is None else self._value_at(place)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._keys)
