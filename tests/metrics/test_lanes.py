@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infeed.metrics.lanes import Piece, Window, lane_names, lane_tops, marks_in, pieces, serial, whole, windows
 from infeed.metrics.statistics import LOOP, Mark, Span, Trace
-from infeed.metrics.table import serial
-from infeed.metrics.timeline import Piece, Window, lane_names, lane_tops, marks_in, pieces, whole, windows
 from tests.metrics.traces import MS, empty_trace, faulty_trace, make_trace, with_statistics
 
 

@@ -10,22 +10,23 @@ from itertools import pairwise
 from typing import Any, Final
 
 from infeed.formatting import format_count, format_rate, format_seconds
-from infeed.metrics.page import Block, Figure, chart, diagnosis, hint, page, paragraph, section, tiles
-from infeed.metrics.statistics import LOOP, Mark, Point, SpanKind, Statistics, Trace
-from infeed.metrics.table import Serial, serial
-from infeed.metrics.timeline import (
+from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
     WORDS,
     Piece,
+    Serial,
     Window,
     lane_names,
     lane_tops,
     marks_in,
     pieces,
+    serial,
     whole,
     windows,
 )
+from infeed.metrics.page import Block, Figure, chart, diagnosis, hint, page, paragraph, section, tiles
+from infeed.metrics.statistics import LOOP, Mark, Point, SpanKind, Statistics, Trace
 
 _MOST_POINTS: Final = 120
 _MOST_MARKS_SHOWN: Final = 100

@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 from infeed.errors import ConfigError
 from infeed.formatting import format_seconds
-from infeed.metrics.statistics import LOOP, SpanKind, Trace
-from infeed.metrics.table import Serial, serial
-from infeed.metrics.timeline import (
+from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
     WORDS,
     Piece,
+    Serial,
     Window,
     lane_names,
     lane_tops,
     marks_in,
     pieces,
+    serial,
     windows,
 )
+from infeed.metrics.statistics import LOOP, SpanKind, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +59,7 @@ _MOST_NOTE_LETTERS: Final = 400
 
 
 def draw_picture(trace: Trace, path: Path) -> None:
-    """Draw the most informative part of a run (see ``timeline.windows``) into an ``.svg`` or ``.png`` file."""
+    """Draw the most informative part of a run (see ``lanes.windows``) into an ``.svg`` or ``.png`` file."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
