@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from infeed.options import StatisticsCallback as StatisticsCallback
     from infeed.workers.info import WorkerInfo as WorkerInfo
     from infeed.workers.info import get_worker_info as get_worker_info
+    from infeed.workers.ray_options import RayWorkers as RayWorkers
     from infeed.workers.rng import get_rng as get_rng
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _HOMES: Final = {
     "ErrorPolicy": "infeed.options",
     "Lineage": "infeed.engine.progress",
     "RandomSampler": "infeed.options",
+    "RayWorkers": "infeed.workers.ray_options",
     "SlowSample": "infeed.metrics.statistics",
     "Statistics": "infeed.metrics.statistics",
     "StatisticsCallback": "infeed.options",
@@ -81,6 +83,7 @@ __all__ = [
     "LoaderClosedError",
     "MemoryLimitError",
     "RandomSampler",
+    "RayWorkers",
     "SampleError",
     "ShardError",
     "SlowSample",

@@ -49,10 +49,10 @@ class DataLoader:
         in_order: ``False`` yields batches in the order in which they become ready.
 
     Args: Workers
-        worker: kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process) or ``"auto"``. Threads suit
-            datasets that release the GIL. ``"auto"`` starts with processes, and switches to threads in the next epoch if
+        worker: kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process), ``"auto"`` or ``"ray"``. Threads
+            suit datasets that release the GIL. ``"auto"`` starts with processes, and switches to threads in the next epoch if
             measurements show that they are as fast; ``num_workers`` is then the maximum. Use it only for datasets that threads
-            can share.
+            can share. ``"ray"`` or an ``infeed.RayWorkers`` starts workers on the nodes of a Ray cluster.
         start_method: how to start worker processes: ``"auto"``, ``"forkserver"`` or ``"spawn"``. ``"forkserver"`` forks them
             from a clean helper process, ``"spawn"`` starts a new interpreter for each, ``"auto"`` uses ``"forkserver"`` where
             it is safe.

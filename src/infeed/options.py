@@ -20,9 +20,11 @@ from infeed.memory.limits import available_cores, parse_bytes
 from infeed.metrics.statistics import Statistics
 from infeed.plan.shards import ALONE, Shard
 from infeed.plan.state import MOST_SEED_BITS
+from infeed.workers.ray_options import RayWorkers
 
 WorkerKind = Literal["process", "thread", "inline"]
-WorkerChoice = Literal["process", "thread", "inline", "auto"]
+WorkerName = Literal["process", "thread", "inline", "auto", "ray"]
+WorkerChoice: TypeAlias = WorkerName | RayWorkers
 StartMethod = Literal["auto", "forkserver", "spawn"]
 Output = Literal["jax"]
 BadSampleAction: TypeAlias = Literal["raise", "skip", "replace"]
@@ -172,6 +174,10 @@ def _on_statistics(name: str, value: Any) -> Any:
 def _any(name: str, value: Any) -> Any:
     del name
     return value
+
+
+def _worker(name: str, value: Any) -> Any:
+    return value if isinstance(value, RayWorkers) else _one_of(*get_args(WorkerName))(name, value)
 
 
 def _worker_count(name: str, value: Any) -> int:
@@ -480,8 +486,8 @@ class LoaderConfig:
     in_order: bool = _option(True, "``False`` yields batches in the order in which they become ready.", _boolean)
     worker: WorkerChoice = _option(
         "process",
-        'kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process) or ``"auto"``.',
-        _one_of(*get_args(WorkerChoice)),
+        'kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process), ``"auto"`` or ``"ray"``.',
+        _worker,
         "workers",
         torch=True,
     )
@@ -657,7 +663,16 @@ class LoaderConfig:
     def kind(self) -> WorkerKind:
         if self.num_workers == 0:
             return "inline"
-        return "process" if self.worker == "auto" else self.worker
+        if isinstance(self.worker, RayWorkers) or self.worker == "ray" or self.worker == "auto":
+            return "process"
+        return self.worker
+
+    @property
+    def ray(self) -> RayWorkers | None:
+        """The options of workers on a Ray cluster; ``None`` if all workers are on this machine."""
+        if isinstance(self.worker, RayWorkers):
+            return self.worker
+        return RayWorkers() if self.worker == "ray" else None
 
     @property
     def is_auto(self) -> bool:
@@ -707,6 +722,10 @@ class LoaderConfig:
         if self.sample_timeout and self.kind == "thread":
             raise ConfigError(
                 "sample_timeout is not supported with worker='thread', because threads cannot be killed; use worker='process'"
+            )
+        if isinstance(self.worker, RayWorkers) and self.worker.local > self.most_workers > 0:
+            raise ConfigError(
+                f"RayWorkers(local={self.worker.local}) exceeds num_workers={count}, which counts local workers too; raise it"
             )
         if self.worker == "inline" and self.num_workers != 0:
             raise ConfigError(

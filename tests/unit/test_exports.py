@@ -24,6 +24,7 @@ PUBLIC = [
     "LoaderClosedError",
     "MemoryLimitError",
     "RandomSampler",
+    "RayWorkers",
     "SampleError",
     "ShardError",
     "SlowSample",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from math import ceil
@@ -23,7 +23,7 @@ from infeed.engine.scaling import AutoScaler, WorkerScaling
 from infeed.engine.slots import SlotAllocator
 from infeed.engine.watchdog import Limits, Watchdog
 from infeed.memory.arena import Arena
-from infeed.memory.dataset import send
+from infeed.memory.dataset import copy_out, send
 from infeed.memory.limits import available_bytes
 from infeed.memory.search import advise
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
@@ -32,6 +32,7 @@ from infeed.options import LoaderConfig, WorkerKind
 from infeed.plan.batches import BatchPlan
 from infeed.plan.state import Cursor
 from infeed.scheduler.messages import WorkerId
+from infeed.scheduler.pacing import REMOTE_TASKS
 from infeed.scheduler.scheduler import Scheduler
 from infeed.workers.epoch_hooks import EpochHooks
 from infeed.workers.inline import InlinePool
@@ -41,6 +42,7 @@ from infeed.workers.pool import WorkerPool
 from infeed.workers.process import ProcessPool
 from infeed.workers.process_tools import is_importing
 from infeed.workers.protocol import Making, Seeding, Source, WorkerSpec
+from infeed.workers.ray_options import RayWorkers
 from infeed.workers.status import StatusBoard
 from infeed.workers.thread import ThreadPool
 
@@ -86,7 +88,8 @@ def build_engine(
         # The workers would import the same module and start workers again, without end.
         _LOG.warning("%s", _MSG_IMPORTING)
         kind = "inline"
-    if kind == "process":
+    ray = config.ray if kind == "process" else None
+    if kind == "process" and (ray is None or ray.local):
         prepare(config.start_method)
     is_inline = kind == "inline"
     source = _source(config, table)
@@ -94,7 +97,8 @@ def build_engine(
     workers = tuple(map(WorkerId, range(count)))
     grain_size = seed_grain(config)
     limit = config.memory_limit_bytes or available_bytes() // 2
-    store: SegmentStore = open_store() if kind == "process" else PrivateStore()
+    is_mapped = kind == "process" and (ray is None or ray.local > 0)  # by workers in other processes
+    store: SegmentStore = open_store() if is_mapped else PrivateStore()
     arena = Arena(store, limit_bytes=limit)
     seeding = {"inline": Seeding.LEND, "thread": Seeding.LEAVE, "process": Seeding.SET}[kind]
     if table is not None or (is_inline and config.is_torch and config.seed is None):
@@ -126,14 +130,16 @@ def build_engine(
     # If worker_init_fn seeds a generator, its numbers depend on which batches the worker loads. To make that independent of
     # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes.
     binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
-    is_whole = count == 1 or binds or source.making is not Making.ROWS or source.is_batched
-    windows = partial(_windows, config, is_inline=is_inline, is_whole=is_whole)
+    # A round trip to another machine takes a millisecond, and a part of a batch would have to be copied column by column.
+    is_whole = ray is not None or count == 1 or binds or source.making is not Making.ROWS or source.is_batched
+    remote = frozenset(workers[ray.local :]) if ray is not None else frozenset()
+    windows = partial(_windows, config, is_inline=is_inline, is_whole=is_whole, is_remote=bool(remote))
     # Threads share the dataset: set_epoch for the next epoch must wait until all threads have finished this one.
     is_shared_hearer = kind == "thread" and plan.tells_epochs and bool(EpochHooks(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
     with undo:
-        status_board = StatusBoard(workers, store if kind == "process" else None)
+        status_board = StatusBoard(workers, store if is_mapped else None)
         undo.callback(status_board.close)
         pool = _pool(config, plan, kind, source, store, arena, status_board, specs)
         undo.callback(pool.close)
@@ -144,7 +150,10 @@ def build_engine(
             arena, pool, delivery, windows, len(first_workers),
             is_window_fixed=is_inline or not (config.prefetch is None and config.prefetch_factor is None),
         )  # fmt: skip
-        scheduler = Scheduler(workers=first_workers, window=allocator.window, in_order=config.in_order, whole_batches=is_whole)
+        scheduler = Scheduler(
+            workers=first_workers, window=allocator.window, in_order=config.in_order, whole_batches=is_whole,
+            remote_workers=remote,
+        )  # fmt: skip
         watchdog = None if is_inline else Watchdog(pool, status_board, workers, limits)
         faults = Faults(
             BadSampleHandler(config.error_policy.action, plan), watchdog,
@@ -202,7 +211,7 @@ def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
     return Source(dataset, making, config.is_stream, config.collate_fn, config.worker_init_fn, table, torch_collate)
 
 
-def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: bool) -> tuple[int, int]:
+def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: bool, is_remote: bool = False) -> tuple[int, int]:
     """Return the usual number of batches in flight, and the minimum that keeps every worker busy at any batch size."""
     if is_inline:
         return 1, 1
@@ -212,7 +221,8 @@ def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: boo
         window = max(1, config.prefetch_factor * count)
         return window, window
     # A large batch filled by several workers keeps them busy, and few slots stay in the CPU cache.
-    return max(_USUAL_BATCHES, 2 * count + 2), 2 + (count if is_whole else count // 4)
+    least = REMOTE_TASKS * count if is_remote else count if is_whole else count // 4
+    return max(_USUAL_BATCHES, 2 * count + 2), 2 + least
 
 
 def _pool(
@@ -246,6 +256,65 @@ def _pool(
         "collate_fn": config.collate_fn,
         "worker_init_fn": config.worker_init_fn,
     }
+    ray = config.ray
+    if ray is not None:
+        return _ray_pool(config, ray, given, source, store, arena, status_board, specs)
+    return _process_pool(config, plan, given, source, store, status_board, specs)
+
+
+def _ray_pool(
+    config: LoaderConfig,
+    ray: RayWorkers,
+    given: dict[str, Any],
+    source: Source,
+    store: SegmentStore,
+    arena: Arena,
+    status_board: StatusBoard,
+    specs: dict[WorkerId, WorkerSpec],
+) -> WorkerPool:
+    from infeed.workers.ray_pool import RayPool  # imports Ray
+
+    def make(on_news: Callable[[], None] | None) -> RayPool:
+        return RayPool(
+            parts=copy_out(given, source),
+            segments=arena,
+            status_board=status_board,
+            specs=specs,
+            options=ray,
+            threads=config.threads_per_worker,
+            sample_timeout_s=float(config.sample_timeout),
+            on_news=on_news,
+        )
+
+    if not ray.local:
+        return make(None)
+    from infeed.workers.mixed import MixedPool
+
+    local = ProcessPool(
+        serialized=send(given, source, store),
+        store=store,
+        status_board=status_board,
+        specs=specs,
+        start_method=config.start_method,
+        threads=config.threads_per_worker,
+        init_fn=config.worker_init_fn,
+    )
+    try:
+        return MixedPool(local, make, ray.local)
+    except BaseException:
+        local.close()
+        raise
+
+
+def _process_pool(
+    config: LoaderConfig,
+    plan: Plan,
+    given: dict[str, Any],
+    source: Source,
+    store: SegmentStore,
+    status_board: StatusBoard,
+    specs: dict[WorkerId, WorkerSpec],
+) -> WorkerPool:
     serialized = send(given, source, store)
     if plan not in _advised:
         _advised.add(plan)

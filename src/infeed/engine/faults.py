@@ -192,7 +192,9 @@ class Faults:
         return BatchHasBadSamples(entry.batch, None, worker)
 
     def _name(self, worker: WorkerId) -> str:
-        return "main process" if self._is_inline else f"worker {worker}"
+        if self._is_inline or self._watchdog is None:
+            return "main process"
+        return f"worker {worker}{self._watchdog.place_of(worker)}"
 
 
 def start_error(worker: WorkerId, failure: Failure) -> BaseException:

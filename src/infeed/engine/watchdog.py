@@ -91,7 +91,7 @@ class Watchdog:
                     self._pool.kill(worker)
             elif self._must_warn(worker, doing, for_s, usual_s * rows):
                 stack = self._stack_of(worker)
-                where = "" if worker not in pids else f" (pid {pids[worker]})"
+                where = self._pool.place_of(worker) if worker not in pids else f" (pid {pids[worker]})"
                 usual = f" (usual: {usual_s:.2g} s)" if usual_s and doing.task is not None else ""
                 _LOG.warning(
                     "worker %d%s has been %s for %.1f s%s; %s",
@@ -114,6 +114,10 @@ class Watchdog:
         busy += [f"worker {worker} has not started its task" for worker in idle]
         stack = self._stack_of(oldest[0]) if oldest else None
         return timeout_error(timeout_s, busy, stack)
+
+    def place_of(self, worker: WorkerId) -> str:
+        """Return the node of a worker on another machine, such as " on node 10.0.0.3"; else an empty text."""
+        return self._pool.place_of(worker)
 
     def _stack_of(self, worker: WorkerId) -> str | None:
         return self._pool.stack_of(worker, self._status_board.doing(worker).stack_fd)

@@ -8,6 +8,8 @@ If pickling fails, the error names the object that cannot be pickled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -17,6 +19,7 @@ from infeed.memory.pickling import dump_by_value, load, spans
 from infeed.memory.reopening import advice
 from infeed.memory.search import find_culprit
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
+from infeed.memory.shared_arrays import copying_shared
 
 _FIX: Final = "let the dataset map its files instead of storing them (workers get a copy of it), or use worker='thread'"
 
@@ -44,13 +47,8 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedD
         WorkerStartError: Something in it cannot be pickled; the message names the object and its path.
     """
     modules: set[str] = set()
-    try:
-        with starting() as fds:
-            data, buffers = dump_by_value(obj, modules, keeps_shared=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # a user-defined __getstate__ or __reduce__ may raise anything
-        raise _explained(named, error) from error
+    with _explaining(named), starting() as fds:
+        data, buffers = dump_by_value(obj, modules, keeps_shared=True)
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]
     offsets, total = spans(sizes)
@@ -62,6 +60,30 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedD
     if tracker is not None:
         fds = [*fds, tracker]
     return SerializedDataset(segment.handle, offsets, sizes, frozenset(modules), tuple(fds), tracker is not None)
+
+
+def copy_out(named: dict[str, Any], obj: object) -> list[Any]:
+    """Pickle ``obj`` for other machines: the pickle and its buffers. Memory that is shared on this machine is copied.
+
+    Args:
+        named: as in ``send``.
+
+    Raises:
+        WorkerStartError: Something in it cannot be pickled; the message names the object and its path.
+    """
+    with _explaining(named), copying_shared():
+        data, buffers = dump_by_value(obj, set())
+    return [data, *buffers]
+
+
+@contextmanager
+def _explaining(named: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # a user-defined __getstate__ or __reduce__ may raise anything
+        raise _explained(named, error) from error
 
 
 def receive(serialized: SerializedDataset, reader: SegmentReader) -> Any:

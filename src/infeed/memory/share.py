@@ -41,6 +41,7 @@ from infeed.memory.shared_arrays import (
     SharedArray,
     allocate,
     copy_into,
+    is_copying,
     is_plain_tensor,
     order_of,
     share_array,
@@ -343,7 +344,7 @@ class _SharedSequence(Sequence[Any], Shared):
         return f"<shared {self._original.__name__} of {len(self):,} {kind}, {_format_size(self.extents)}>"
 
     def __reduce__(self) -> Any:
-        return type(self), (self._column, self._places)
+        return (share, (self._original(self),)) if is_copying() else (type(self), (self._column, self._places))
 
 
 def _share_sequence(cls: Any, values: Sequence[Any]) -> Any:
@@ -473,7 +474,7 @@ class SharedDict(Mapping[Any, Any], Shared):
         return f"<shared dict of {len(self):,} items, {_format_size(extents)}>"
 
     def __reduce__(self) -> Any:
-        return SharedDict, (self._keys, self._values, self._table)
+        return (share, (dict(self.items()),)) if is_copying() else (SharedDict, (self._keys, self._values, self._table))
 
 
 class _Keys(KeysView[Any]):

@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, final
@@ -39,6 +41,28 @@ class Shared:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+
+@final
+class _Copying(threading.local):
+    depth = 0
+
+
+_copying: Final = _Copying()
+
+
+@contextmanager
+def copying_shared() -> Iterator[None]:
+    """In this thread, pickle shared objects with their contents instead of their location: for other machines."""
+    _copying.depth += 1
+    try:
+        yield
+    finally:
+        _copying.depth -= 1
+
+
+def is_copying() -> bool:
+    return _copying.depth > 0
 
 
 _Keeps: TypeAlias = SegmentStore | mmap.mmap | None
@@ -131,6 +155,8 @@ class Bins:
 
     def locate(self, pointer: int) -> tuple[Address, int] | None:
         """Return the address of the bin that contains this memory address, and the offset in it."""
+        if is_copying():
+            return None
         with self._lock:
             for memory, entry in self._bins.items():
                 if entry.pointer <= pointer < entry.pointer + entry.address.size:

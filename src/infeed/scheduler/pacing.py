@@ -21,6 +21,8 @@ _AWAY_TIMES: Final = 2
 # workers were idle 3 to 10% of the time. If fewer batches wait, a task queued behind a slow one delays its batch while other
 # workers are idle.
 _NEXT_NS: Final = {1: 50_000_000, 2: 20_000_000}
+# Tasks of a worker on another machine: while the result of one is on its way, the worker loads the next.
+REMOTE_TASKS: Final = 2
 # Limits until the training loop's time per batch is known (the first training step is often by far the longest): queue this
 # much work, and always one task behind the current one. Not the whole window, because queued tasks cannot move to a worker that
 # starts later.

@@ -63,7 +63,7 @@ from infeed.scheduler.messages import (
     WorkerReleased,
     WorkersLost,
 )
-from infeed.scheduler.pacing import DeathLimit, Pacing
+from infeed.scheduler.pacing import REMOTE_TASKS, DeathLimit, Pacing
 from infeed.scheduler.state import Batch, Slots, SlotState, Task, Worker
 
 # Handler method of each event: _on_batch_planned for BatchPlanned.
@@ -74,8 +74,18 @@ _HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).low
 class Scheduler:
     """The state machine. ``handle`` is the only input; the properties serve the engine and the tests."""
 
-    def __init__(self, *, workers: tuple[WorkerId, ...], window: int, in_order: bool, whole_batches: bool) -> None:
-        self._workers = {worker: Worker() for worker in workers}
+    def __init__(
+        self,
+        *,
+        workers: tuple[WorkerId, ...],
+        window: int,
+        in_order: bool,
+        whole_batches: bool,
+        remote_workers: frozenset[WorkerId] = frozenset(),
+    ) -> None:
+        """Create a scheduler; ``remote_workers`` answer late, so each of them always gets a task behind the current one."""
+        self._remote_workers = remote_workers
+        self._workers = {worker: self._new_worker(worker) for worker in workers}
         self._active_count = len(workers)  # workers that were not released
         self._window = window
         self._in_order = in_order
@@ -248,7 +258,7 @@ class Scheduler:
 
     def _on_worker_added(self, event: WorkerAdded) -> None:
         assert event.worker not in self._workers, "it is there, or on its way out"
-        self._workers[event.worker] = Worker()
+        self._workers[event.worker] = self._new_worker(event.worker)
         self._active_count += 1
         self._death_limit.expect(self._active_count)
 
@@ -644,7 +654,11 @@ class Scheduler:
     def _has_room(self, worker: Worker, grain_count: int) -> bool:
         """Whether the worker may take another task; its current tasks have ``grain_count`` grains each."""
         is_plenty = len(self._waiting) > self._active_count and not self._whole_batches
-        return self._pacing.has_room(len(worker.tasks), grain_count, is_plenty=is_plenty)
+        task_count = len(worker.tasks)
+        return task_count < worker.least_tasks or self._pacing.has_room(task_count, grain_count, is_plenty=is_plenty)
+
+    def _new_worker(self, worker: WorkerId) -> Worker:
+        return Worker(REMOTE_TASKS if worker in self._remote_workers else 0)
 
     def _retire(self, worker: WorkerId) -> Worker:
         """Stop sending tasks to the worker."""

@@ -90,9 +90,10 @@ class Task:
 
 @final
 class Worker:
-    __slots__ = ("is_leaving", "is_ready", "tasks")
+    __slots__ = ("is_leaving", "is_ready", "least_tasks", "tasks")
 
-    def __init__(self) -> None:
+    def __init__(self, least_tasks: int = 0) -> None:
+        self.least_tasks = least_tasks  # it may have this many, however long they take
         self.is_ready = False
         self.is_leaving = False  # released, with tasks left
         self.tasks: set[TaskId] = set()

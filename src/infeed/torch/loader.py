@@ -55,8 +55,9 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         num_workers: number of workers; 0 loads in the main process, ``"auto"`` adds workers while they help. It starts with
             few, and measures how long the training loop waits, how busy workers are, and the available CPU cores and memory.
             The attribute of the loader holds the maximum.
-        worker: kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process) or ``"auto"``. Threads suit
-            datasets that release the GIL. ``"auto"`` measures whether threads are as fast; ``num_workers`` is then the maximum.
+        worker: kind of worker: ``"process"``, ``"thread"``, ``"inline"`` (the main process), ``"auto"`` or ``"ray"``. Threads
+            suit datasets that release the GIL. ``"auto"`` measures whether threads are as fast; ``num_workers`` is then the
+            maximum. ``"ray"`` or an ``infeed.RayWorkers`` starts workers on the nodes of a Ray cluster.
         threads_per_worker: threads that NumPy, torch, OpenCV and other libraries may use in each worker process.
         cpu_limit: with ``"auto"``, number of CPU cores that workers may use; by default all available cores.
 

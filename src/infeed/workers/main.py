@@ -144,7 +144,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], 
         if threading.active_count() > before or _has_children():
             return  # a thread or process of user code is still running, so the worker cannot be reused
         with suppress(OSError):
-            end.send(_encoded(Idle(_own_files())))
+            end.send(encoded(Idle(_own_files())))
         # Frees reference cycles of the dataset. Runs after the answer, because a collection is slow with torch imported.
         gc.unfreeze()
         gc.collect()
@@ -197,7 +197,7 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
     except BaseException as error:  # report everything, including an import that calls sys.exit()
         # If the engine is gone too, it caused this error, and no process is left to report to.
         with suppress(OSError):
-            end.send(_encoded(StartFailed(Failure.of(error, doing).packed())))
+            end.send(encoded(StartFailed(Failure.of(error, doing).packed())))
             keep_attached_names()  # other workers are starting and still have to open the segments by name
         return False
     # The dataset lives until the worker is reset or exits, so the garbage collector need not scan it again.
@@ -205,7 +205,7 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
     gc.enable()
     cell.rest()
     try:
-        end.send(_encoded(Started()))
+        end.send(encoded(Started()))
         _serve(end, runner, segments, cell, report_imports)
     except (EOFError, BrokenPipeError):
         runner.finish()
@@ -240,7 +240,7 @@ def _serve(
             return False
         answer = runner.place_aside(message)
         if answer is not None:
-            end.send(_encoded(answer))
+            end.send(encoded(answer))
         return True
 
     turns = Turns(receive, runner.held_count, place)
@@ -263,7 +263,7 @@ def _serve(
         if answer is not None:
             assert not isinstance(answer, Started | StartFailed | Idle | Stack)
             cell.begin(answer.task)  # pickling user objects may take any time, so the status board shows the task
-            frame = _encoded(answer)
+            frame = encoded(answer)
             cell.rest()
             if report_imports is not None:
                 report_imports()
@@ -296,7 +296,8 @@ def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWor
                 raise
 
 
-def _encoded(answer: FromWorker) -> bytes:
+def encoded(answer: FromWorker) -> bytes:
+    """Encode an answer whose exceptions and user objects must leave this process."""
     if isinstance(answer, LoadFailed):
         answer = answer._replace(failure=answer.failure.packed())
     if isinstance(answer, LoadFailed | RowsLoaded | PackedLoaded | Emptied) and answer.bad:

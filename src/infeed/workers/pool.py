@@ -86,6 +86,11 @@ class WorkerPool(ABC):
         """Return the pids of the workers that are processes."""
         return {worker: process.pid for worker, process in self.processes().items()}
 
+    def place_of(self, worker: WorkerId) -> str:
+        """Return where a worker runs, such as " on node 10.0.0.3", or an empty text for this machine."""
+        del worker
+        return ""
+
     @abstractmethod
     def wake(self) -> None:
         """Interrupt ``receive``. Callable from any thread."""

@@ -67,6 +67,7 @@ _SPAN_NUMBERS: Final = 7
 _HISTOGRAM_AT: Final = _SUMS
 _SLOW_AT: Final = _HISTOGRAM_AT + BUCKETS
 _RING_AT: Final = _SLOW_AT + SLOWEST * _SLOW_NUMBERS
+COUNTER_NUMBERS: Final = _RING_AT  # all but the spans
 RECORDER_NUMBERS: Final = _RING_AT + _RING * _SPAN_NUMBERS
 _SUM_STRUCT: Final = Struct("8q")
 _SPLIT_STRUCT: Final = Struct("3q")
@@ -375,6 +376,12 @@ class RecorderReader:
         self._begin = begin
         self._next = 0  # the first unread span
 
+    def counters(self) -> bytes:
+        """Return all numbers but the spans, for ``mirror_counters``. They count the spans that were taken."""
+        numbers = array("q", self._part(0, COUNTER_NUMBERS))
+        numbers[_SPANS] = self._next
+        return numbers.tobytes()
+
     def sums(self) -> Sums:
         load, collate, write, samples, retries, spans, rows, busy, gil, draw, *split = self._part(0, _SPLIT + 3)
         if rows or busy:
@@ -434,3 +441,26 @@ def spans_of(raw: bytes) -> list[RawSpan]:
 
 def span_count(raw: bytes) -> int:
     return len(raw) // _SPAN.size
+
+
+def resume_counters(numbers: Any, begin: int, counters: bytes) -> None:
+    """Set the counters that the next recorder at ``begin`` continues."""
+    numbers[begin : begin + COUNTER_NUMBERS] = array("q", counters)
+
+
+def mirror_counters(numbers: Any, begin: int, counters: bytes, spans: bytes, shift_ns: int) -> None:
+    """Copy counters and new spans of a recorder on another machine, whose clock is ``shift_ns`` behind."""
+    copied = array("q", counters)
+    for at in range(_SLOW_AT, _RING_AT, _SLOW_NUMBERS):
+        if copied[at]:
+            copied[at + _SLOW_NUMBERS - 1] += shift_ns
+    span_numbers = array("q", spans)
+    count = len(span_numbers) // _SPAN_NUMBERS
+    stop = copied[_SPANS]
+    for row in range(count):
+        one = span_numbers[row * _SPAN_NUMBERS : (row + 1) * _SPAN_NUMBERS]
+        one[1] += shift_ns
+        one[2] += shift_ns
+        at = begin + _RING_AT + (stop - count + row) % _RING * _SPAN_NUMBERS
+        numbers[at : at + _SPAN_NUMBERS] = one
+    numbers[begin : begin + COUNTER_NUMBERS] = copied

@@ -24,7 +24,15 @@ from typing import Any, Final, NamedTuple, final
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.process_tools import MemoryUse
-from infeed.workers.recorder import RECORDER_NUMBERS, NullRecorder, Observe, Recorder, RecorderReader
+from infeed.workers.recorder import (
+    RECORDER_NUMBERS,
+    NullRecorder,
+    Observe,
+    Recorder,
+    RecorderReader,
+    mirror_counters,
+    resume_counters,
+)
 
 _NUMBERS: Final = 16  # per cell: two cache lines
 _NUMBER_BYTES: Final = 8
@@ -144,6 +152,41 @@ class StatusBoard:
             worker * _PAGE : worker * _PAGE + _NUMBERS
         ]
         return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns, queued_ns, private)
+
+    def copy_of_cell(self, worker: WorkerId) -> bytes:
+        """Return the cell of a worker, for ``mirror``."""
+        cell: bytes = self._numbers[worker * _PAGE : worker * _PAGE + _NUMBERS].tobytes()
+        return cell
+
+    def resume(self, worker: WorkerId, counters: bytes) -> None:
+        """Set the counters that the next recorder of a worker continues."""
+        resume_counters(self._numbers, worker * _PAGE + _NUMBERS, counters)
+
+    def mirror(self, worker: WorkerId, cell: bytes, counters: bytes, spans: bytes, shift_ns: int) -> None:
+        """Show what a worker on another machine is doing and has recorded.
+
+        Args:
+            cell: what ``copy_of_cell`` returned there.
+            counters: what ``RecorderReader.counters`` returned there.
+            spans: its spans since the last call.
+            shift_ns: how far the clock of this machine is ahead of the other.
+        """
+        begin = worker * _PAGE
+        numbers = memoryview(cell).cast("q").tolist()
+        if numbers[_SINCE]:
+            numbers[_SINCE] += shift_ns
+        numbers[_STACK] = UNKNOWN
+        numbers[_PRIVATE] = 0  # of another machine's memory
+        self._numbers[begin : begin + _NUMBERS] = array("q", numbers)
+        mirror_counters(self._numbers, begin + _NUMBERS, counters, spans, shift_ns)
+
+    def show_silent(self, worker: WorkerId, task: TaskId | None, since_ns: int) -> None:
+        """Show that a worker on another machine has not replied since this time, probably because of this task."""
+        numbers = self._numbers
+        begin = worker * _PAGE
+        numbers[begin + _TASK] = 0 if task is None else task + 1
+        numbers[begin + _ROW] = UNKNOWN
+        numbers[begin + _SINCE] = since_ns
 
     def close(self) -> None:
         """Release the memory, because a mapping holds a file descriptor. This also closes the readers."""

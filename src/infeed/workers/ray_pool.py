@@ -1,0 +1,537 @@
+"""The pool of workers on a Ray cluster. Each worker is an actor; Ray chooses its node and reports its death.
+
+The training loop's thread submits tasks. When the result of a task has reached the object store of this node, Ray calls back.
+The pool's thread then copies the batch into its slot and passes the answer on, so the copy does not delay the training loop.
+
+NOTE [late results]
+  A slot may be reused as soon as its task was answered or its worker is dead. So only the pool's thread writes into slots and
+  reports deaths: once it has reported the death of an actor, it drops what still arrives from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+
+import numpy as np
+
+import infeed
+from infeed.collate.layout import Layout
+from infeed.errors import ConfigError, WorkerStartError
+from infeed.formatting import format_count
+from infeed.memory.arena import Block
+from infeed.memory.segments import SegmentHandle
+from infeed.scheduler.messages import TaskId, WorkerId
+from infeed.workers.exceptions import BUILDING, Failure
+from infeed.workers.interpreter import command_line, explaining_limits, search_path
+from infeed.workers.pool import Death, News, WorkerPool
+from infeed.workers.process_tools import current_directory
+from infeed.workers.protocol import (
+    DropTask,
+    FromWorker,
+    LoadFailed,
+    LoadGrains,
+    LoadNext,
+    MapSegment,
+    OpenStream,
+    PackedLoaded,
+    PlaceTask,
+    RowsLoaded,
+    Started,
+    StartFailed,
+    TaskEncoder,
+    TellStack,
+    ToWorker,
+    UnmapSegment,
+    Unplaced,
+    WorkerSpec,
+    decode_answer,
+)
+from infeed.workers.ray_options import RayWorkers
+from infeed.workers.remote import RemoteBirth, RemoteWorker, Reply, Report
+from infeed.workers.status import StatusBoard
+from infeed.workers.write import Segments
+
+_LOG: Final = logging.getLogger("infeed")
+# How often the pool asks a busy worker what it is doing.
+_LOOK_S: Final = 1.0
+_SOONEST_LOOK_S: Final = 0.02
+# A worker that has not replied for this many looks holds the GIL.
+_SILENT_LOOKS: Final = 2
+# How long a worker has to reply with its stack.
+_STACK_S: Final = 1.0
+# How long workers have to exit before they are killed. An idle actor needs 10 ms.
+_END_S: Final = 0.5
+# Warn if workers have waited this long for resources of the cluster, and again when the wait has doubled.
+_WAIT_S: Final = 10.0
+# Results may take this share of a node's object store. Above 80% Ray writes objects to disk.
+_STORE_SHARE: Final = 0.5
+_CONTROL: Final = "control"
+
+
+def connect() -> Any:
+    """Return the ``ray`` module, connected to a cluster.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster is known.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("worker='ray' needs Ray; install it with: pip install 'infeed[ray]'") from error
+    if not ray.is_initialized():
+        if not os.environ.get("RAY_ADDRESS"):
+            raise ConfigError("worker='ray' needs a Ray cluster; call ray.init() first, or set RAY_ADDRESS")
+        ray.init(log_to_driver=True)
+    if ray.util.client.ray.is_connected():
+        raise ConfigError("worker='ray' does not support ray:// addresses; run the training process on a node of the cluster")
+    return ray
+
+
+Call: TypeAlias = Literal["start", "task", "look"]
+
+
+class _Sent(NamedTuple):
+    """A task that a worker has not answered."""
+
+    frames: list[bytes]
+    block: Block | None
+    layout: Layout | None
+    at_ns: int
+
+
+class _Arrived(NamedTuple):
+    """An answer, and the batch if it has no block yet or does not fit into it."""
+
+    answer: bytes
+    is_placed: bool
+    data: Any
+    layout: Layout | None
+
+
+class _Held(NamedTuple):
+    """A batch that waits for a block."""
+
+    answer: RowsLoaded | PackedLoaded
+    data: Any
+
+
+class _Done(NamedTuple):
+    """A call of an actor has returned or failed."""
+
+    member: _Member
+    call: Call
+    task: TaskId
+    future: Any
+
+
+class _Place(NamedTuple):
+    """A held batch has got a block."""
+
+    member: _Member
+    held: _Held
+    block: Block
+
+
+_NO_TASK: Final = TaskId(-1)
+
+
+@final
+class _Member:
+    """One actor."""
+
+    def __init__(self, worker: WorkerId, actor: Any, at_ns: int) -> None:
+        self.worker, self.actor = worker, actor
+        self.encoder = TaskEncoder()
+        self.frames: list[bytes] = []  # of messages that are sent with the next task
+        self.tasks: dict[TaskId, _Sent] = {}  # submitted, not answered
+        self.queued: deque[tuple[TaskId, _Sent]] = deque()  # not submitted: the object store of the node is full
+        self.held: dict[TaskId, _Held] = {}
+        self.began_ns = at_ns
+        self.heard_ns = at_ns  # time of the latest reply
+        self.report: Report | None = None  # None: Ray has not placed it yet
+        self.shift_ns: int | None = None  # of this machine's clock against that of its node
+        self.asked_ns = 0  # when it was asked what it is doing; 0: it has replied
+        self.is_started = False
+        self.is_dead = False  # its death is reported
+
+
+@final
+class RayPool(WorkerPool):
+    def __init__(
+        self,
+        *,
+        parts: Sequence[Any],
+        segments: Segments,
+        status_board: StatusBoard,
+        specs: dict[WorkerId, WorkerSpec],
+        options: RayWorkers,
+        threads: int,
+        sample_timeout_s: float,
+        on_news: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            parts: the pickled dataset and its buffers.
+            segments: the engine's memory, into which the pool copies batches.
+            threads: per native thread pool of a worker.
+            on_news: called from another thread when ``receive`` has something to return.
+        """
+        ray = self._ray = connect()
+        self._segments, self._status_board, self._specs = segments, status_board, specs
+        self._threads = threads
+        self._on_news = on_news
+        self._actor_class = ray.remote(concurrency_groups={_CONTROL: 1})(RemoteWorker).options(
+            num_cpus=options.cpus,
+            memory=options.memory,
+            resources=dict(options.resources) or None,
+            runtime_env=None if options.runtime_env is None else dict(options.runtime_env),
+            # Not the default strategy: that would place the actors of a Ray Train worker in its placement group.
+            scheduling_strategy="SPREAD",
+            max_restarts=0,  # a restart by Ray would delay the news of the death by a second
+            max_task_retries=0,
+        )
+        self._options = options
+        self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])
+        self._members: dict[WorkerId, _Member] = {}
+        self._stopped: list[Any] = []  # actors that were asked to exit
+        self._lock = threading.Lock()  # guards the members' tasks and the status board: two threads submit
+        self._inbox: queue.SimpleQueue[_Done | _Place | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[_Member, FromWorker | Death | _Arrived] | None] = queue.SimpleQueue()
+        self._batch_bytes = 0  # of the largest batch so far
+        self._store_bytes = _store_sizes(ray)
+        self._look_s = min(_LOOK_S, max(_SOONEST_LOOK_S, sample_timeout_s / 4)) if sample_timeout_s else _LOOK_S
+        self._warned_s = _WAIT_S / 2
+        self._owner_pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="infeed:ray", daemon=True)
+        with explaining_limits():
+            self._thread.start()
+
+    # --- called by the training loop's thread
+
+    def start(self, worker: WorkerId) -> None:
+        counters = self._status_board.reader(worker).counters()
+        birth = RemoteBirth(
+            infeed.__version__,
+            self._specs[worker],
+            search_path(),
+            command_line(),
+            current_directory(),
+            self._threads,
+            counters,
+        )
+        actor = self._actor_class.remote()
+        member = _Member(worker, actor, time.perf_counter_ns())
+        with self._lock:
+            self._status_board.vacate(worker)
+            self._members[worker] = member
+            self._look(member)
+        self._call(member, "start", _NO_TASK, actor.start, pickle.dumps(birth, 5), self._parts)
+
+    def stop(self, worker: WorkerId) -> None:
+        with self._lock:
+            member = self._members.pop(worker, None)
+            if member is not None:
+                self._status_board.vacate(worker)
+        if member is not None:
+            self._stopped.append(member.actor)
+            self._end(member)
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        member = self._members.get(worker)
+        if member is None or isinstance(message, MapSegment | UnmapSegment | TellStack):
+            return
+        if isinstance(message, DropTask):
+            member.held.pop(message.task, None)
+        elif isinstance(message, PlaceTask):
+            held = member.held.pop(message.task)
+            self._inbox.put(_Place(member, held, message.block))
+        else:
+            self._send(member, message)
+
+    def _send(self, member: _Member, message: LoadGrains | LoadNext | OpenStream) -> None:
+        with self._lock:
+            if isinstance(message, OpenStream):
+                member.encoder.encode(message, member.frames)
+                return
+            # The worker writes into its own memory: its place in the slot means nothing there.
+            member.encoder.encode(message._replace(block=None), member.frames)
+            sent = _Sent(member.frames, message.block, message.layout, time.perf_counter_ns())
+            member.frames = []
+            if not member.is_dead:  # else `receive` is about to return its death
+                member.queued.append((message.task, sent))
+                self._submit(member)
+
+    def flush(self) -> None:
+        return  # every task is submitted at once
+
+    def receive(self, timeout_s: float | None) -> list[News]:
+        news: list[News] = []
+        try:
+            item = self._news.get(timeout=timeout_s) if timeout_s != 0 else self._news.get_nowait()
+            while True:
+                if item is not None and self._members.get(item[0].worker) is item[0]:
+                    news.append(self._heard(*item))
+                item = self._news.get_nowait()
+        except queue.Empty:
+            return news
+
+    def _heard(self, member: _Member, item: FromWorker | Death | _Arrived) -> News:
+        if isinstance(item, Death):
+            with self._lock:
+                del self._members[member.worker]
+            return member.worker, item
+        if not isinstance(item, _Arrived):
+            member.is_started |= isinstance(item, Started)
+            return member.worker, item
+        answer = decode_answer(item.answer)
+        if item.is_placed or not isinstance(answer, RowsLoaded | PackedLoaded):
+            return member.worker, answer
+        layout = None
+        if isinstance(answer, RowsLoaded):
+            layout = answer.layout or item.layout
+            answer = answer._replace(layout=layout)
+        member.held[answer.task] = _Held(answer, item.data)
+        return member.worker, Unplaced(answer.task, 0 if item.data is None else item.data.nbytes, layout)
+
+    def add_segment(self, handle: SegmentHandle) -> None:
+        del handle
+
+    def remove_segment(self, number: int) -> None:
+        del number
+
+    def kill(self, worker: WorkerId) -> None:
+        member = self._members.get(worker)
+        if member is not None:
+            self._ray.kill(member.actor)
+
+    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
+        del stack_fd
+        member = self._members.get(worker)
+        if member is None or member.report is None:
+            return None
+        try:
+            ref = member.actor.stack.options(concurrency_group=_CONTROL).remote()
+            stack: str = self._ray.get(ref, timeout=_STACK_S)
+        except self._ray.exceptions.RayError:  # it holds the GIL, or has died
+            return None
+        return stack or None
+
+    def place_of(self, worker: WorkerId) -> str:
+        member = self._members.get(worker)
+        return "" if member is None or member.report is None else f" on node {member.report.node}"
+
+    def wake(self) -> None:
+        self._news.put(None)
+
+    def close(self, *, keeps_workers: bool = False) -> None:
+        del keeps_workers
+        if os.getpid() != self._owner_pid:
+            return  # in a forked child: Ray belongs to the parent
+        self._inbox.put(None)
+        self._thread.join()
+        members, self._members = list(self._members.values()), {}
+        actors = [*self._stopped, *(member.actor for member in members)]
+        self._stopped = []
+        if not self._ray.is_initialized():
+            return  # the user has called ray.shutdown(), which ends all actors
+        ends = [self._end(member) for member in members if member.is_started]
+        try:
+            if ends:
+                self._ray.wait(ends, num_returns=len(ends), timeout=_END_S)
+        finally:
+            for actor in actors:
+                self._ray.kill(actor)
+            self._parts = None
+
+    def _end(self, member: _Member) -> Any:
+        """Ask an actor to exit after its current task; return a reference that becomes ready when it has."""
+        return member.actor.__ray_terminate__.remote()
+
+    # --- called by both threads
+
+    def _call(
+        self, member: _Member, call: Literal["start", "task", "look"], task: TaskId, method: Any, *arguments: Any
+    ) -> None:
+        future = method.remote(*arguments).future()
+        future.add_done_callback(lambda done: self._inbox.put(_Done(member, call, task, done)))
+
+    def _submit(self, member: _Member) -> None:
+        """Submit queued tasks, as far as the node's object store can take their results. Call it with the lock."""
+        while member.queued and (not member.tasks or self._has_room(member)):
+            task, sent = member.queued.popleft()
+            member.tasks[task] = sent
+            self._call(member, "task", task, member.actor.handle, sent.frames)
+
+    def _has_room(self, member: _Member) -> bool:
+        if member.report is None or not self._batch_bytes:
+            return True
+        node = member.report.node
+        if node.number not in self._store_bytes:  # it has joined since
+            self._store_bytes = {node.number: 0.0, **_store_sizes(self._ray)}
+        room = self._store_bytes[node.number]
+        others = sum(len(one.tasks) for one in self._members.values() if one.report is not None and one.report.node == node)
+        return not room or (others + 1) * self._batch_bytes <= _STORE_SHARE * room
+
+    # --- the pool's thread
+
+    def _run(self) -> None:
+        next_look = time.monotonic() + self._look_s
+        while True:
+            left_s = next_look - time.monotonic()
+            if left_s <= 0:
+                next_look = time.monotonic() + self._look_s
+                self._look_at_all()
+                continue
+            try:
+                event = self._inbox.get(timeout=left_s)
+            except queue.Empty:
+                continue
+            if event is None:
+                return
+            if self._members.get(event.member.worker) is event.member and not event.member.is_dead:
+                if isinstance(event, _Place):
+                    self._copy(event.held.data, event.block)
+                    self._tell(event.member, event.held.answer)
+                else:
+                    self._take(event)
+            del event  # do not reference a batch while this thread waits
+
+    def _tell(self, member: _Member, item: FromWorker | Death | _Arrived) -> None:
+        self._news.put((member, item))
+        if self._on_news is not None:
+            self._on_news()
+
+    def _take(self, done: _Done) -> None:
+        member, call, task, future = done
+        error = future.exception()
+        if call == "look":
+            member.asked_ns = 0
+            if error is None:
+                self._note(member, future.result())
+            return
+        if error is not None:
+            self._fail(member, call, task, error)
+            return
+        reply: Reply = future.result()
+        self._note(member, reply.report)
+        if call == "start":
+            self._tell(member, decode_answer(reply.answer))
+            return
+        with self._lock:
+            sent = member.tasks.pop(task)
+        data = reply.data
+        nbytes = 0 if data is None else data.nbytes
+        self._batch_bytes = max(self._batch_bytes, nbytes)
+        is_placed = sent.block is not None and nbytes <= sent.block.size
+        if sent.block is not None and is_placed:
+            self._copy(data, sent.block)
+            data = None
+        with self._lock:
+            self._submit(member)
+            for other in self._members.values():
+                if other.queued:
+                    self._submit(other)
+        self._tell(member, _Arrived(reply.answer, is_placed, data, sent.layout))
+
+    def _copy(self, data: Any, block: Block) -> None:
+        if data is not None:
+            np.copyto(np.frombuffer(self._segments.memory(block.segment), np.uint8, data.nbytes, block.offset), data)
+
+    def _fail(self, member: _Member, call: str, task: TaskId, error: BaseException) -> None:
+        """Handle a failed call: the actor has died, its result is lost, or infeed's own code raised there."""
+        exceptions = self._ray.exceptions
+        if isinstance(error, exceptions.RayTaskError) and call == "task":
+            with self._lock:
+                member.tasks.pop(task, None)
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            self._tell(member, LoadFailed(task, Failure.of(cause, "loading a batch")))
+            return
+        text = _reason(error)
+        is_hopeless = isinstance(
+            error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError | exceptions.ActorUnschedulableError
+        )
+        if call == "start" and (is_hopeless or "creation task" in text):
+            self._tell(member, StartFailed(Failure.of(WorkerStartError(text), BUILDING)))
+            return
+        report = member.report
+        who = "(not placed yet)" if report is None else f"(pid {report.pid} on node {report.node})"
+        is_lost = not isinstance(error, exceptions.RayActorError)
+        if is_lost:  # the result is gone, but the actor may live and has answered: start another, to load it again
+            self._ray.kill(member.actor)
+        is_node = "node has died" in text or "node was" in text
+        cause_text = "Ray killed it because its node ran out of memory" if "low on memory" in text else None
+        self._tell(member, Death(f"{who} died: {text}", cause_text, is_blamed=not (is_lost or is_node)))
+        with self._lock:
+            member.is_dead = True  # see NOTE [late results]
+            member.tasks.clear()
+            member.queued.clear()
+
+    # --- what workers are doing
+
+    def _note(self, member: _Member, report: Report) -> None:
+        now_ns = time.perf_counter_ns()
+        member.heard_ns = now_ns
+        shift_ns = now_ns - report.sent_ns
+        member.shift_ns = shift_ns if member.shift_ns is None else min(member.shift_ns, shift_ns)
+        if member.report is not None and report.sent_ns < member.report.sent_ns:
+            return  # an answer has overtaken it
+        member.report = report
+        with self._lock:
+            self._status_board.mirror(member.worker, report.cell, report.counters, report.spans, member.shift_ns)
+
+    def _look(self, member: _Member) -> None:
+        member.asked_ns = time.perf_counter_ns()
+        self._call(member, "look", _NO_TASK, member.actor.look.options(concurrency_group=_CONTROL))
+
+    def _look_at_all(self) -> None:
+        now_ns = time.perf_counter_ns()
+        waiting_s: list[float] = []
+        for member in list(self._members.values()):
+            if member.is_dead:
+                continue
+            if member.report is None:
+                waiting_s.append((now_ns - member.began_ns) / 1e9)
+            elif member.is_started and not member.tasks:
+                continue
+            elif not member.asked_ns:
+                self._look(member)
+            elif now_ns - member.asked_ns > _SILENT_LOOKS * self._look_s * 1e9:
+                task = min(member.tasks, default=None)
+                with self._lock:
+                    self._status_board.show_silent(member.worker, task, member.heard_ns)
+        if waiting_s and max(waiting_s) > 2 * self._warned_s:
+            self._warned_s = max(waiting_s)
+            self._warn_of_waiting(len(waiting_s))
+
+    def _warn_of_waiting(self, count: int) -> None:
+        needs = {"CPU": self._options.cpus, **self._options.resources}
+        if self._options.memory is not None:
+            needs["memory"] = self._options.memory
+        has, free = self._ray.cluster_resources(), self._ray.available_resources()
+        listed = ", ".join(f"{needs[name]:g} {name} ({free.get(name, 0):g} of {has.get(name, 0):g} free)" for name in needs)
+        _LOG.warning(
+            "%s of %d wait for resources of the Ray cluster, for %.0f s so far; each needs %s; they start when a node joins or "
+            "other work ends, or lower num_workers",
+            format_count(count, "worker"), len(self._members), self._warned_s, listed,
+        )  # fmt: skip
+
+
+def _reason(error: BaseException) -> str:
+    """Return why an actor died, in one line: the last part of Ray's message, which begins with a list of its properties."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:"))]
+    text = " ".join(told).removeprefix("The actor died unexpectedly before finishing this task.").strip()
+    return text or type(error).__name__
+
+
+def _store_sizes(ray: Any) -> dict[str, float]:
+    """Return the size of each node's object store."""
+    return {node["NodeID"]: node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"]}

@@ -1,0 +1,67 @@
+"""A real Ray cluster of two nodes on this machine, and the guard against what a loader could leave behind on it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers import DEADLINE_S
+
+ray = pytest.importorskip("ray", reason="needs infeed[ray]")
+
+from tests.ray.clusters import TwoNodes  # noqa: E402  # imports Ray
+
+_VANISH_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[TwoNodes]:
+    """Two nodes of 3 CPUs and 200 MB of object store each; the test process is on the first."""
+    with TwoNodes() as two:
+        yield two
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(cluster: TwoNodes) -> Iterator[None]:
+    """Whatever a test does, afterwards there is no actor, placement group or object on the cluster, and no thread of infeed."""
+    cluster.settle(_VANISH_S)
+    yield
+    deadline = time.monotonic() + _VANISH_S
+    while left := [*cluster.left_behind(), *_threads()]:
+        gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail("left behind:\n  " + "\n  ".join(left))
+        time.sleep(0.05)
+
+
+def _threads() -> list[str]:
+    return [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("infeed")]
+
+
+_RAY: dict[str, Any] = {"num_workers": 2, "worker": "ray", "timeout": 2 * DEADLINE_S}
+
+
+@pytest.fixture
+def engine(cluster: TwoNodes) -> dict[str, Any]:
+    """The fixture of the same name in the tests of the engine, for workers on the cluster."""
+    return _RAY
+
+
+@pytest.fixture
+def every_engine(cluster: TwoNodes) -> dict[str, Any]:
+    return _RAY
+
+
+@pytest.fixture
+def light_engine(cluster: TwoNodes) -> dict[str, Any]:
+    return _RAY
+
+
+@pytest.fixture
+def process_engine(cluster: TwoNodes) -> dict[str, Any]:
+    return _RAY

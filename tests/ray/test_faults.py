@@ -1,0 +1,245 @@
+"""Actors and nodes are killed at random moments: batches are the same as without faults, exactly once and in order."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import infeed
+import ray
+from tests.helpers import DEADLINE_S, assert_same, plain
+from tests.ray.clusters import TwoNodes
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+class Work:
+    """Samples of 2 ms with random numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        time.sleep(0.002)
+        return np.random.rand(50).astype(np.float32), index
+
+
+def actors() -> list[int]:
+    """The processes of all remote workers, on all nodes."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.NoSuchProcess):
+            if (process.info["cmdline"] or [""])[0].startswith("ray::RemoteWorker"):
+                found.append(process.pid)
+    return found
+
+
+@contextmanager
+def repeated(act: Callable[[], bool], every_s: Callable[[], float], most: int) -> Iterator[list[float]]:
+    """Call ``act`` from another thread until it has returned True ``most`` times; yields the times at which it has."""
+    times: list[float] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        while len(times) < most and not is_over.wait(every_s()):
+            if act():
+                times.append(time.monotonic())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield times
+    finally:
+        is_over.set()
+        thread.join()
+
+
+ARGUMENTS: dict[str, Any] = {"batch_size": 10, "shuffle": True, "seed": 3}
+
+
+def assert_survives_kills(count: int, kills: int, worker: Any, seed: int) -> None:
+    with infeed.DataLoader(Work(count), **ARGUMENTS) as inline:
+        expected = list(inline)
+    draw = random.Random(seed)
+
+    def kill() -> bool:
+        found = actors()
+        if found:
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(found), signal.SIGKILL)
+                return True
+        return False
+
+    with (
+        infeed.DataLoader(Work(count), num_workers=4, worker=worker, timeout=4 * DEADLINE_S, **ARGUMENTS) as loader,
+        repeated(kill, lambda: draw.uniform(0.05, 0.6), kills) as times,
+    ):
+        epochs = 0
+        while len(times) < kills:
+            loader.set_epoch(0)
+            assert_same(list(loader), expected)
+            epochs += 1
+        assert epochs
+
+
+def test_batches_survive_killed_actors() -> None:
+    """Three kills during one or more epochs."""
+    assert_survives_kills(1500, 3, "ray", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("worker", ["ray", infeed.RayWorkers(local=1)], ids=["remote", "mixed"])
+def test_batches_survive_fifty_kills(worker: Any) -> None:
+    """Fifty kills, over some epochs."""
+    assert_survives_kills(4000, 50, worker, 2)
+
+
+def _epochs_until(loader: Any, expected: list[Any], is_enough: Callable[[], bool]) -> None:
+    while not is_enough():
+        loader.set_epoch(0)
+        assert_same(list(loader), expected)
+
+
+def test_a_lost_node_and_one_that_joins_in_mid_epoch(cluster: TwoNodes, caplog: pytest.LogCaptureFixture) -> None:
+    """The node's batches are loaded again elsewhere; its workers start on the node that joins."""
+    with infeed.DataLoader(Work(1000), **ARGUMENTS) as inline:
+        expected = list(inline)
+    third = cluster.add_node(cpus=3)
+    with infeed.DataLoader(Work(1000), num_workers=9, worker="ray", timeout=4 * DEADLINE_S, **ARGUMENTS) as loader:
+        _epochs_until(loader, expected, lambda: loader.statistics().worker_count == 9)
+        batches = iter(loader)
+        loader.set_epoch(0)
+        batches = iter(loader)
+        got = [next(batches) for _ in range(10)]
+        cluster.kill_node(third)
+        got += [next(batches) for _ in range(40)]
+        got += list(batches)
+        assert_same(got, expected)
+        _epochs_until(loader, expected, lambda: loader.statistics().worker_count == 6)
+        fourth = cluster.add_node(cpus=3)
+        _epochs_until(loader, expected, lambda: loader.statistics().worker_count == 9)
+    assert "died" in caplog.text
+    cluster.remove(fourth)
+    cluster.remove(third)
+
+
+@pytest.mark.long
+def test_batches_survive_twelve_lost_nodes(cluster: TwoNodes) -> None:
+    """A node is killed again and again, and another joins."""
+    with infeed.DataLoader(Work(3000), **ARGUMENTS) as inline:
+        expected = list(inline)
+    draw = random.Random(4)
+    nodes = [cluster.add_node(cpus=2)]
+
+    def kill() -> bool:
+        cluster.kill_node(nodes[-1])
+        time.sleep(draw.uniform(0, 3))
+        cluster.remove(nodes.pop())
+        nodes.append(cluster.add_node(cpus=2))
+        return True
+
+    with (
+        infeed.DataLoader(Work(3000), num_workers=7, worker="ray", timeout=8 * DEADLINE_S, **ARGUMENTS) as loader,
+        repeated(kill, lambda: draw.uniform(1, 5), 12) as times,
+    ):
+        _epochs_until(loader, expected, lambda: len(times) == 12)
+    cluster.remove(nodes.pop())
+
+
+def test_an_iterable_dataset_continues_after_a_kill() -> None:
+    """The replacement reads on where its predecessor was."""
+
+    class Stream:
+        def __iter__(self) -> Iterator[int]:
+            info = infeed.get_worker_info()
+            assert info is not None
+            for number in range(info.id, 300, info.num_workers):
+                time.sleep(0.005)
+                yield number
+
+    with infeed.DataLoader(Stream(), batch_size=10, num_workers=2, worker="ray", timeout=4 * DEADLINE_S) as loader:
+        expected = [plain(batch) for batch in loader]
+        batches = iter(loader)
+        got = [plain(next(batches)) for _ in range(5)]
+        os.kill(actors()[0], signal.SIGKILL)
+        got += [plain(batch) for batch in batches]
+    assert got == expected
+
+
+def test_a_sample_that_kills_every_worker_is_an_error_with_its_indices() -> None:
+    """Not an endless series of new actors."""
+
+    class Deadly:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return index
+
+    with infeed.DataLoader(Deadly(), batch_size=2, num_workers=2, worker="ray", timeout=4 * DEADLINE_S) as loader:
+        batches = iter(loader)
+        assert [plain(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(infeed.WorkerDiedError, match=r"indices \[4, 5\].*on node"):
+            next(batches)
+
+
+def test_a_dataset_that_cannot_be_built_on_a_node_is_an_error() -> None:
+    """It is not tried again and again."""
+
+    class Unbuildable:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __setstate__(self, state: Any) -> None:
+            raise OSError("no such disk here")
+
+        def __getstate__(self) -> dict[str, int]:
+            return {"a": 1}
+
+    with (
+        infeed.DataLoader(Unbuildable(), num_workers=2, worker="ray", timeout=4 * DEADLINE_S) as loader,
+        pytest.raises(infeed.WorkerStartError, match="no such disk here"),
+    ):
+        next(iter(loader))
+
+
+def test_the_training_process_leaves_no_actor_when_it_is_killed(cluster: TwoNodes) -> None:
+    """Ray ends the actors of a job whose driver has died."""
+    import subprocess
+    import sys
+
+    program = (
+        "import time, sys, ray, infeed\n"
+        f"ray.init(address={cluster.address!r}, log_to_driver=False)\n"
+        "class Slow:\n"
+        "    def __len__(self): return 10**6\n"
+        "    def __getitem__(self, index): time.sleep(0.01); return index\n"
+        "for number, _ in enumerate(infeed.DataLoader(Slow(), batch_size=4, num_workers=2, worker='ray')):\n"
+        "    print(number, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    assert ray.available_resources()["CPU"] < ray.cluster_resources()["CPU"]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    # The guard of all tests here then waits until nothing is in use.

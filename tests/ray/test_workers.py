@@ -1,0 +1,342 @@
+"""What is particular to workers on a Ray cluster: placing, errors, limits, mixed pools."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infeed
+import ray
+from tests.helpers import DEADLINE_S, assert_same, plain
+from tests.ray.clusters import STORE_BYTES, TwoNodes
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+OPTIONS: dict[str, Any] = {"num_workers": 2, "worker": "ray", "timeout": 2 * DEADLINE_S}
+
+
+class Noisy:
+    """Samples with random numbers, of which some hold text."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": np.random.rand(3, 4).astype(np.float32), "i": index, "t": str(index)}
+
+
+def test_every_mix_of_workers_gives_the_same_batches() -> None:
+    """Local, remote and both together: bit for bit what the main process loads."""
+    arguments: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 5}
+    with infeed.DataLoader(Noisy(), **arguments) as inline:
+        expected = [list(inline), list(inline)]
+    for worker, count in (("ray", 3), (infeed.RayWorkers(local=1), 3), (infeed.RayWorkers(local=2), 2)):
+        with infeed.DataLoader(Noisy(), num_workers=count, worker=worker, timeout=2 * DEADLINE_S, **arguments) as loader:
+            assert_same([list(loader), list(loader)], expected)
+
+
+class Slow:
+    """Samples that take 10 ms and say which process loaded them."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        time.sleep(0.01)
+        return index, os.getpid()
+
+
+def test_a_mixed_pool_uses_local_and_remote_workers() -> None:
+    """Both kinds load, and each delivers in the order of the plan."""
+    with infeed.DataLoader(
+        Slow(), batch_size=4, num_workers=3, worker=infeed.RayWorkers(local=1), timeout=2 * DEADLINE_S
+    ) as loader:
+        seen: set[int] = set()
+        indices: list[int] = []
+        epochs = 0
+        while len(seen) < 3 and epochs < 5:
+            epochs += 1
+            for index, pid in loader:
+                indices += plain(index)
+                seen |= set(plain(pid))
+    assert len(seen) == 3
+    assert indices == list(range(400)) * epochs
+
+
+def test_workers_are_spread_over_the_nodes(cluster: TwoNodes) -> None:
+    """Not packed onto the first node, whose cores the training process needs."""
+
+    class Where:
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> str:
+            time.sleep(0.005)
+            return ray.get_runtime_context().get_node_id()
+
+    with infeed.DataLoader(Where(), batch_size=2, num_workers=4, worker="ray", timeout=2 * DEADLINE_S) as loader:
+        nodes: set[str] = set()
+        for _ in range(5):
+            nodes |= {node for batch in loader for node in batch}
+            if len(nodes) == 2:
+                break
+    assert len(nodes) == 2
+
+
+def test_an_error_names_index_position_worker_and_node() -> None:
+    """With the type that it has in the dataset, and the traceback of the worker."""
+
+    class Broken:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise LookupError("five is missing")
+            return index
+
+    with infeed.DataLoader(Broken(), batch_size=4, **OPTIONS) as loader:
+        batches = iter(loader)
+        assert plain(next(batches)) == [0, 1, 2, 3]
+        with pytest.raises(LookupError, match="five is missing") as caught:
+            next(batches)
+    (note,) = caught.value.__notes__
+    assert "index=5" in note
+    assert "position 5 of epoch 0" in note
+    assert f"on node {ray.util.get_node_ip_address()} (" in note
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    """As for workers on this machine."""
+
+    class Locked:
+        def __init__(self) -> None:
+            self.cache = {"lock": threading.Lock()}
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    with (
+        infeed.DataLoader(Locked(), **OPTIONS) as loader,
+        pytest.raises(infeed.WorkerStartError, match=r"dataset\.cache\['lock'\]"),
+    ):
+        next(iter(loader))
+
+
+def test_shared_objects_are_copied_to_the_workers() -> None:
+    """Memory of this machine cannot be mapped on another, so its contents travel."""
+
+    class Sharing:
+        def __init__(self) -> None:
+            self.names = infeed.share([f"name {number}" for number in range(50)])
+            self.sizes = infeed.share({f"name {number}": number for number in range(50)})
+            self.array = infeed.share(np.arange(100.0))
+
+        def __len__(self) -> int:
+            return 50
+
+        def __getitem__(self, index: int) -> tuple[str, int, float]:
+            name = self.names[index]
+            return name, self.sizes[name], self.array[index]
+
+    dataset = Sharing()
+    with infeed.DataLoader(dataset, batch_size=50, **OPTIONS) as loader:
+        names, sizes, values = next(iter(loader))
+    assert names == list(dataset.names)
+    assert plain(sizes) == plain(values) == list(range(50))
+
+
+def test_a_large_dataset_is_stored_once_and_read_without_a_copy() -> None:
+    """Its arrays are read-only views of the object store, one copy for all workers of a node."""
+
+    class Large:
+        def __init__(self) -> None:
+            self.table = np.arange(9_000_000, dtype=np.float64)  # 72 MB
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> tuple[float, bool]:
+            return self.table[index], self.table.flags.writeable
+
+    with infeed.DataLoader(Large(), batch_size=10, **OPTIONS) as loader:
+        values = [value for batch in loader for value in plain(batch[0])]
+        assert not any(flag for batch in loader for flag in plain(batch[1]))
+    assert values == list(range(100))
+
+
+@pytest.mark.long
+def test_workers_without_resources_are_reported_and_the_others_load(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool that is larger than the cluster works with those workers that fit, and says what the others wait for."""
+    with (
+        caplog.at_level(logging.WARNING, "infeed"),
+        infeed.DataLoader(range(20), batch_size=4, num_workers=9, worker="ray", timeout=2 * DEADLINE_S) as loader,
+    ):
+        assert [plain(batch) for batch in loader] == [list(range(begin, begin + 4)) for begin in range(0, 20, 4)]
+        deadline = time.monotonic() + DEADLINE_S
+        while "wait for resources" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert "3 workers of 9 wait for resources of the Ray cluster" in caplog.text
+    assert "each needs 1 CPU (0 of 6 free)" in caplog.text
+
+
+class Sleeping:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            self.doze()
+        return index
+
+    def doze(self) -> None:
+        time.sleep(self.seconds)
+
+
+def test_a_hanging_worker_is_reported_with_index_node_and_stack(caplog: pytest.LogCaptureFixture) -> None:
+    """While user code runs, another thread of the actor answers what it is doing."""
+    with (
+        caplog.at_level(logging.WARNING, "infeed"),
+        infeed.DataLoader(Sleeping(4.0), batch_size=1, hang_warning=1.0, **OPTIONS) as loader,
+    ):
+        assert [value for batch in loader for value in plain(batch)] == list(range(6))
+    assert "index=3" in caplog.text
+    assert "on node" in caplog.text
+    assert "in doze" in caplog.text
+
+
+def test_a_sample_over_its_limit_is_given_up_and_its_worker_replaced() -> None:
+    """sample_timeout kills the actor, and on_error='skip' leaves the sample out."""
+    with infeed.DataLoader(Sleeping(3600.0), batch_size=2, sample_timeout=1.0, on_error="skip", **OPTIONS) as loader:
+        assert [plain(batch) for batch in loader] == [[0, 1], [2], [4, 5]]
+        (bad,) = loader.bad_samples
+    assert bad.index == "3"
+
+
+def test_close_does_not_wait_for_user_code() -> None:
+    """Actors in user code are killed after half a second."""
+    loader = infeed.DataLoader(Sleeping(3600.0), batch_size=1, **OPTIONS)
+    batches = iter(loader)
+    assert [plain(next(batches)) for _ in range(3)] == [[0], [1], [2]]
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 5
+
+
+def test_results_in_flight_do_not_fill_the_object_store() -> None:
+    """Tasks wait in the training process while the results of others would take more than half of a node's store."""
+
+    class Big:
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> Any:
+            return np.full(20 << 20, index, np.uint8)
+
+    least = float(2 * STORE_BYTES)
+    with infeed.DataLoader(Big(), batch_size=1, num_workers=4, worker="ray", timeout=2 * DEADLINE_S) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[0, 0] == batch[0, -1] == number
+            least = min(least, ray.available_resources().get("object_store_memory", 0.0))
+            time.sleep(0.01)
+    assert least > 0.3 * STORE_BYTES
+
+
+def test_a_state_moves_between_kinds_of_workers() -> None:
+    """A run on a cluster continues in the main process, and the other way round."""
+    arguments: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 5}
+    with infeed.DataLoader(Noisy(), **arguments) as inline:
+        expected = list(inline)
+    with infeed.DataLoader(Noisy(), **OPTIONS, **arguments) as loader:
+        batches = iter(loader)
+        got = [next(batches) for _ in range(3)]
+        state = loader.state_dict()
+    with infeed.DataLoader(Noisy(), **arguments) as inline:
+        inline.load_state_dict(state)
+        batches = iter(inline)
+        got += [next(batches) for _ in range(2)]
+        state = inline.state_dict()
+    with infeed.DataLoader(Noisy(), **OPTIONS, **arguments) as loader:
+        loader.load_state_dict(state)
+        got += list(loader)
+    assert_same(got, expected)
+
+
+def test_statistics_count_the_work_of_remote_workers() -> None:
+    """Samples and times arrive with the answers."""
+    with infeed.DataLoader(Slow(), batch_size=20, **OPTIONS) as loader:
+        for _ in loader:
+            pass
+        seen = loader.statistics()
+    assert seen.sample_count == 400
+    assert sum(one.sample_count for one in seen.workers) == 400
+    assert 0.009 < seen.sample_times["median"] < 0.03
+
+
+class Stream:
+    """Numbers, split among the workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = infeed.get_worker_info()
+        yield from range(0 if info is None else info.id, 30, 1 if info is None else info.num_workers)
+
+
+def test_an_iterable_dataset_is_shared_among_local_and_remote_workers() -> None:
+    """Every element comes once."""
+    with infeed.DataLoader(
+        Stream(), batch_size=4, num_workers=3, worker=infeed.RayWorkers(local=1), timeout=2 * DEADLINE_S
+    ) as loader:
+        for _ in range(2):
+            assert sorted(value for batch in loader for value in plain(batch)) == list(range(30))
+
+
+@pytest.mark.torch
+def test_the_torch_loader_has_remote_workers_too() -> None:
+    """With tensors, and with worker_init_fn, as in torch."""
+    torch = pytest.importorskip("torch")
+    from infeed.torch import DataLoader
+
+    def seed_own(worker: int) -> None:
+        os.environ["OWN"] = str(worker)
+
+    class Tensors:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((2,), index), int(os.environ["OWN"])
+
+    batches = list(DataLoader(Tensors(), batch_size=3, num_workers=2, worker="ray", worker_init_fn=seed_own))
+    assert torch.equal(torch.cat([batch[0] for batch in batches]), torch.arange(12)[:, None].expand(12, 2))
+    assert [batch[1].tolist() for batch in batches] == [[0] * 3, [1] * 3] * 2
+
+
+def test_without_a_cluster_the_error_says_what_to_do() -> None:
+    """infeed starts no cluster by itself."""
+    program = "import infeed; next(iter(infeed.DataLoader(range(4), num_workers=1, worker='ray')))"
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=100, check=False
+    )
+    assert "ConfigError: worker='ray' needs a Ray cluster; call ray.init() first, or set RAY_ADDRESS" in done.stderr
+
+
+def test_nothing_imports_ray_unasked() -> None:
+    """Neither infeed nor a loader with other workers."""
+    program = "import sys, infeed; list(infeed.DataLoader(range(4), num_workers=1)); assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
