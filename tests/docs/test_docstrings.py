@@ -43,7 +43,8 @@ def test_every_argument_and_field_of_a_public_name_is_documented(name: str) -> N
 # Results that users do not create, and methods whose effect an example cannot show.
 EXAMPLES = [
     "infeed.DataLoader", "infeed.DataLoader.explain", "infeed.DataLoader.state_dict", "infeed.DataLoader.statistics",
-    "infeed.Device", "infeed.ErrorPolicy", "infeed.InfeedError", "infeed.RandomSampler", "infeed.StatisticsCallback",
+    "infeed.Device", "infeed.ErrorPolicy", "infeed.InfeedError", "infeed.RandomSampler", "infeed.RayWorkers",
+    "infeed.StatisticsCallback",
     "infeed.get_rng", "infeed.get_worker_info", "infeed.share", *(f"infeed.testing.{name}" for name in infeed.testing.__all__),
 ]  # fmt: skip
 
