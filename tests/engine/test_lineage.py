@@ -420,7 +420,7 @@ def test_a_lineage_is_readable() -> None:
     assert len(loaded) < 500
     with made(Stream(8), batch_size=4) as loader:
         next(iter(loader))
-        assert "elements of a stream" in str(loader.explain(0))
+        assert "elements of an iterable dataset" in str(loader.explain(0))
 
 
 # --- what is known, and what is not
@@ -458,9 +458,9 @@ def test_of_a_sampler_the_latest_batches_are_remembered(options: dict[str, Any])
         for step in range(3):
             next(iterator)
             assert loader.explain(step).indices == [step]
-        with pytest.raises(IndexError, match="batch 3 of epoch 0 is not remembered"):
+        with pytest.raises(IndexError, match="batch 3 of epoch 0 is no longer stored"):
             loader.explain(3)
-        with pytest.raises(IndexError, match="not remembered"):
+        with pytest.raises(IndexError, match="no longer stored"):
             loader.replay(0, epoch=1)
         for _ in iterator:
             pass
@@ -472,7 +472,7 @@ def test_of_a_long_sampler_the_oldest_batches_are_forgotten() -> None:
     with made(Squares(10), sampler=[1] * 1000) as loader:
         collected(loader)
         assert loader.explain(999).indices == [1]
-        with pytest.raises(IndexError, match="batch 0 of epoch 0 is not remembered"):
+        with pytest.raises(IndexError, match="batch 0 of epoch 0 is no longer stored"):
             loader.explain(0)
 
 
@@ -503,7 +503,7 @@ def test_a_batch_of_a_stream_has_seeds_and_a_worker() -> None:
             assert lineage.first_position == 8 * step
             assert [loading.row_count for loading in lineage.loadings] == [count]
             assert plain(batch) == drawn_under(lineage.seeds, lineage.grain_size, count)
-        with pytest.raises(IndexError, match="not remembered"):
+        with pytest.raises(IndexError, match="no longer stored"):
             loader.explain(7)
 
 

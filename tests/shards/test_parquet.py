@@ -124,7 +124,7 @@ def test_files_with_other_columns_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(infeed.ShardError, match=r"a\.parquet: is no Parquet file"):
+    with pytest.raises(infeed.ShardError, match=r"a\.parquet: is not a Parquet file"):
         infeed.open(tmp_path)
 
 

@@ -68,9 +68,9 @@ def test_globs_and_folders_match_local_files(tmp_path: Path) -> None:
     ("pattern", "message"),
     [
         ("s3://b/q/*.tar", "matches no shards"),
-        ([], "names no shards"),
+        ([], "lists no shards"),
         ([3], "must be a path"),
-        (["s3://b/z/3.tar", "s3://b/z/*"], "names 's3://b/z/3.tar' twice"),
+        (["s3://b/z/3.tar", "s3://b/z/*"], "lists 's3://b/z/3.tar' twice"),
     ],
 )
 def test_a_pattern_without_shards_is_refused(pattern: Any, message: str) -> None:

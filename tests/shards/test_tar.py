@@ -51,7 +51,7 @@ def test_several_samples_are_returned_in_the_order_asked_for(tmp_path: Path) -> 
 @pytest.mark.parametrize("index", [6, -7])
 def test_an_index_out_of_range_raises(tmp_path: Path, index: int) -> None:
     dataset = infeed.open(write_shards(tmp_path, 2, 3))
-    with pytest.raises(IndexError, match=f"index {index} is out of range for 6 samples"):
+    with pytest.raises(IndexError, match=f"index {index} is out of bounds for 6 samples"):
         dataset[index]
 
 
@@ -84,10 +84,10 @@ def test_an_exception_of_decode_keeps_its_type_and_names_the_sample(tmp_path: Pa
         ({"decode": {"cls": 3}}, r"decode\['cls'\]=3 must be a function"),
         ({"decode": {"cls": int}, "columns": ["bin"]}, "decode has 'cls', which is not among columns"),
         ({"decode": 3}, "decode=3 must be a dict"),
-        ({"storage_options": {"region": "x"}}, "storage_options has no meaning"),
+        ({"storage_options": {"region": "x"}}, "storage_options is not supported"),
         ({"cache": "c", "cache_limit": "1MiB"}, "cache_limit=1048576 is too small"),
         ({"cache": "c", "cache_limit": "much"}, "cache_limit='much' is not a size"),
-        ({"format": "zip"}, "format='zip' is not one of"),
+        ({"format": "zip"}, "format='zip' is not supported"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -101,7 +101,7 @@ def test_a_sample_without_a_requested_column_is_named(tmp_path: Path) -> None:
     dataset = infeed.open(tmp_path / "a.tar", columns=["txt"])
 
     assert dataset[1] == {"txt": b"t"}
-    with pytest.raises(infeed.ShardError, match=r"a\.tar: sample '0' has no 'txt', which columns asks for; it has cls"):
+    with pytest.raises(infeed.ShardError, match=r"a\.tar: sample '0' has no 'txt', which columns requests; it has cls"):
         dataset[0]
 
 
@@ -154,8 +154,8 @@ def test_a_shard_without_end_marker_is_complete() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (shard(range(2))[:1200], "cut off inside the header at offset 1024"),
-        (shard(range(2))[: 3 * 512], "cut off inside the member at offset 1536"),
+        (shard(range(2))[:1200], "truncated inside the header at offset 1024"),
+        (shard(range(2))[: 3 * 512], "truncated inside the member at offset 1536"),
         (b"x" * 5120, "no tar header at offset 0"),
         (shard(range(1))[:1024] + b"y" * 5120, "no tar header at offset 1024"),
         (gzip.compress(shard(range(2))), r"compressed as a whole \(gzip\)"),

@@ -111,7 +111,7 @@ def test_torch_s_class_ends_the_same_way(started: Started) -> None:
     assert_one_interrupt(end_by(looping, "blocked", interrupt_twice))
     ended = end_by(closing, "blocked", signalled(signal.SIGTERM))
     assert (ended.code, ended.err) == (0, "")
-    assert "the loader was closed while it was iterated" in ended.out
+    assert "the loader was closed during iteration" in ended.out
 
 
 def interrupt_twice(program: Program) -> None:
@@ -197,7 +197,7 @@ def test_a_handler_may_close_the_loader_that_is_being_waited_for(started: Starte
     for program in started.start(ALL, samples, "handler closes"):
         ended = end_by(program, line, signalled(signal.SIGTERM))
         assert (ended.code, ended.err) == (0, ""), program.name
-        assert "the loader was closed while it was iterated" in ended.out or "this loader is closed" in ended.out
+        assert "the loader was closed during iteration" in ended.out or "this loader is closed" in ended.out
 
 
 def test_a_terminal_that_is_closed_takes_all_along(tmp_path: Path) -> None:

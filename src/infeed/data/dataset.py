@@ -91,7 +91,7 @@ class ShardDataset(ABC):
         rows[rows < 0] += self._length
         wrong = (rows < 0) | (rows >= self._length)
         if wrong.any():
-            raise IndexError(f"index {indices[int(np.flatnonzero(wrong)[0])]} is out of range for {self._length} samples")
+            raise IndexError(f"index {indices[int(np.flatnonzero(wrong)[0])]} is out of bounds for {self._length} samples")
         samples = self._load(rows)
         decode = self._decode_sample
         return samples if decode is None else [decode(sample) for sample in samples]

@@ -136,7 +136,7 @@ class IndexStore:
             try:
                 index = self._read(place)
             except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-                _LOG.warning("%s: the index is damaged and is built again: %s", place.url, error)
+                _LOG.warning("%s: the index is damaged and is re-created: %s", place.url, error)
                 continue
             if index is not None:
                 return place, index
@@ -149,12 +149,12 @@ class IndexStore:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             shards = json.loads(archive["shards"].tobytes())
             if [name for name, _, _ in shards] != self._names:
-                raise ValueError("it lists other shards")
+                raise ValueError("the index lists other shards")
             arrays = {name: archive[name] for name in self._scan.names}
             counts = {name: archive[f"{name}_counts"] for name in self._scan.names}
         for name in self._scan.names:
             if len(counts[name]) != len(shards) or counts[name].sum() != len(arrays[name]):
-                raise ValueError(f"its array {name!r} has a wrong length")
+                raise ValueError(f"its array {name!r} has the wrong length")
         return Index(self._urls, [Stat(size, version) for _, size, version in shards], arrays, counts)
 
     def _build(self, stats: list[Stat], before: Index | None, progress: bool | None) -> Index:
@@ -199,7 +199,7 @@ class IndexStore:
             else:
                 self.saved_at = place.url
                 return
-        _LOG.warning("the index of %s cannot be stored; pass index= with a folder that is writable", self._folder)
+        _LOG.warning("the index of %s cannot be stored; pass index= with a writable folder", self._folder)
 
     saved_at: str | None = None
 
@@ -212,7 +212,7 @@ def _shown(done: Iterator[Part], count: int, progress: bool | None) -> Iterator[
             from tqdm import tqdm
         except ImportError as error:
             if progress:
-                raise ConfigError("progress=True needs the package tqdm; run: pip install 'infeed[progress]'") from error
+                raise ConfigError("progress=True needs tqdm; install it with: pip install infeed[progress]") from error
         else:
             yield from tqdm(done, total=count, desc="indexing", unit="shard")
             return

@@ -91,13 +91,13 @@ def find_shards(pattern: Patterns, format: str | None, options: dict[str, Any] |
     schemes = sorted({scheme_of(url) for url in urls})
     if len(schemes) > 1:
         raise ConfigError(
-            f"pattern names shards of {len(schemes)} kinds of storage ({', '.join(schemes)}); open them separately"
+            f"pattern matches shards in {len(schemes)} kinds of storage ({', '.join(schemes)}); open them separately"
         )
     if format is not None and format not in ("tar", "parquet"):
-        raise ConfigError(f"format={format!r} is not one of 'tar', 'parquet'; choose one of these")
+        raise ConfigError(f"format={format!r} is not supported; use 'tar' or 'parquet'")
     formats = {format or _format_of(url) for url in urls}
     if len(formats) > 1:
-        raise ConfigError("pattern names tar and Parquet files; open them separately")
+        raise ConfigError("pattern matches tar and Parquet files; open them separately")
     storage = storages.get(schemes[0]) or storage_for(urls[0], options)
     return Shards(urls, "tar" if formats == {"tar"} else "parquet", storage)
 
@@ -132,4 +132,4 @@ def _parsed(limit: int | str) -> int:
     try:
         return parse_bytes(limit)
     except ConfigError:
-        raise ConfigError(f"cache_limit={limit!r} is not a size; give bytes, or text such as '100GiB'") from None
+        raise ConfigError(f"cache_limit={limit!r} is not a size; pass bytes, or text such as '100GiB'") from None

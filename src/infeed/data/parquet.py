@@ -183,7 +183,7 @@ def _parquet(url: str) -> Any:
     try:
         return import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(f"{url} needs the package pyarrow; run: pip install 'infeed[parquet]'") from error
+        raise ConfigError(f"{url} needs pyarrow; install it with: pip install infeed[parquet]") from error
 
 
 def _footer(url: str, size: int, read: Callable[[Sequence[Range]], list[bytes]]) -> Any:
@@ -195,7 +195,7 @@ def _footer(url: str, size: int, read: Callable[[Sequence[Range]], list[bytes]])
     try:
         return parquet.read_metadata(file)
     except (OSError, ValueError) as error:
-        raise ShardError(f"{url}: is no Parquet file: {error}") from error
+        raise ShardError(f"{url}: is not a Parquet file: {error}") from error
 
 
 def _chunks(group: Any, columns: set[str]) -> list[tuple[int, int]]:

@@ -91,10 +91,10 @@ def expand(
             raise ConfigError(f"pattern={pattern!r} matches no shards; check the path")
         found += matched
     if not found:
-        raise ConfigError("pattern=[] names no shards; pass at least one")
+        raise ConfigError("pattern=[] lists no shards; pass at least one")
     if len(set(found)) != len(found):
         twice = next(url for number, url in enumerate(found) if url in found[:number])
-        raise ConfigError(f"pattern names {twice!r} twice; list each shard once")
+        raise ConfigError(f"pattern lists {twice!r} twice; list each shard once")
     return found
 
 

@@ -108,7 +108,7 @@ def storage_for(url: str, options: dict[str, Any] | None = None) -> Storage:
     scheme = scheme_of(url)
     if scheme in ("", "file"):
         if options:
-            raise ConfigError(f"storage_options has no meaning for the local path {url!r}; leave it out")
+            raise ConfigError(f"storage_options is not supported for the local path {url!r}; omit it")
         return LocalStorage()
     return ObjectStorage(options or {})
 
@@ -382,7 +382,7 @@ def _obstore() -> Any:
     try:
         return import_module("obstore")
     except ImportError as error:
-        raise ConfigError("object storage needs the package obstore; run: pip install 'infeed[shards]'") from error
+        raise ConfigError("object storage needs obstore; install it with: pip install infeed[shards]") from error
 
 
 def version_from(meta: Any) -> str:

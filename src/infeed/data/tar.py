@@ -102,7 +102,7 @@ class TarDataset(ShardDataset):
             start = int(self._member_stops[row - 1]) if row else 0
             found = [self._names[code] for code in self._codes[start : int(self._member_stops[row])].tolist()]
             raise ShardError(
-                f"{url}: sample {self.key(row)!r} has no {error.args[0]!r}, which columns asks for; it has {', '.join(found)}"
+                f"{url}: sample {self.key(row)!r} has no {error.args[0]!r}, which columns requests; it has {', '.join(found)}"
             ) from None
 
     def key(self, row: int) -> str:

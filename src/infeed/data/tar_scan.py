@@ -107,7 +107,7 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         if header == _END:
             break
         if len(header) < _BLOCK:
-            raise ShardError(f"{url}: the file is cut off inside the header at offset {position}; copy or write it again")
+            raise ShardError(f"{url}: the file is truncated inside the header at offset {position}; copy or write it again")
         if not position:
             _check_start(url, header)
         kind = header[156]
@@ -118,7 +118,7 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         begin = position + _BLOCK
         position = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if begin + size > file_size:
-            raise ShardError(f"{url}: the file is cut off inside the member at offset {begin}; copy or write it again")
+            raise ShardError(f"{url}: the file is truncated inside the member at offset {begin}; copy or write it again")
         if kind in b"xgLK":
             if size > _MOST_HEADER:
                 raise ShardError(f"{url}: extended header of {size} bytes at offset {begin}; the shard is damaged")

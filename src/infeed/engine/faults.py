@@ -87,7 +87,9 @@ class Faults:
             place = f"position {element} of epoch {record.plan.epoch}, {self._name(worker)}"
             outcome = self._handler.decide_element(record.plan.epoch, element, failure, place)
             if isinstance(outcome, BaseException):
-                record.failures = (record.failures or {}) | {task: (worker, Failure.of(outcome, "reading the stream"))}
+                record.failures = (record.failures or {}) | {
+                    task: (worker, Failure.of(outcome, "reading the iterable dataset"))
+                }
                 return TaskFailed(worker, task)
             bad_rows.done.append(outcome)
         return None

@@ -19,7 +19,7 @@ from infeed.workers.exceptions import kept
 from infeed.workers.launcher import Process
 
 _MSG_ALREADY: Final = (
-    "this iteration is asked for a batch by code that runs while it gets one (a callback, a handler, the dataset)"
+    "next() was called by code that runs inside next() of the same iterator (a callback, a signal handler, the dataset)"
 )
 
 _FOREVER_S: Final = 3600.0

@@ -350,7 +350,7 @@ def _table_for(config: LoaderConfig) -> ArrayTable | None:
 
 def _length(value: Any, name: str) -> int:
     if not callable(getattr(type(value), "__len__", None)):
-        raise TypeError(f"{name} of type {type(value).__qualname__} has no len(), so the loader has none; add __len__ to it")
+        raise TypeError(f"{name} of type {type(value).__qualname__} has no len(), so the loader has none; implement __len__")
     return len(value)
 
 

@@ -276,18 +276,18 @@ class Lineage:
     loadings: tuple[Loading, ...]
 
     def __str__(self) -> str:
-        what = "elements of a stream" if self.indices is None else f"indices {reprlib.repr(self.indices)}"
+        what = "elements of an iterable dataset" if self.indices is None else f"indices {reprlib.repr(self.indices)}"
         lines = [
             f"batch {self.step} of epoch {self.epoch}, from position {self.first_position}: {what}",
-            f"  seeds of {self.grain_size} samples each: {reprlib.repr(self.seeds)}",
+            f"  one seed per {self.grain_size} samples: {reprlib.repr(self.seeds)}",
         ]
         if not self.attempts:
-            lines.append("  not loaded yet, or too long ago to be remembered")
+            lines.append("  not loaded yet, or no longer stored")
         for loading in self.loadings:
             last = loading.first_row + loading.row_count - 1
             lines.append(f"  rows {loading.first_row} to {last} by worker {loading.worker} in {loading.seconds * 1e3:.3f} ms")
         if self.attempts > 1:
-            lines.append(f"  it took {self.attempts} attempts: workers died")
+            lines.append(f"  {self.attempts} attempts, because workers died")
         return "\n".join(lines)
 
 

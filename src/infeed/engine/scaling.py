@@ -172,7 +172,7 @@ class WorkerScaling:
                 self.start_while_waited(worker)
             except WorkerStartError as error:
                 self._wanted_count = len(current) + len(events)
-                _LOG.warning("%s; another cannot be started: %s", format_count(self._wanted_count, "worker"), error)
+                _LOG.warning("%s; no other can be started: %s", format_count(self._wanted_count, "worker"), error)
                 break
             events.append(WorkerAdded(worker))
         return events

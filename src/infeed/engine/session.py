@@ -32,7 +32,7 @@ from infeed.plan.batches import BatchPlan
 from infeed.plan.state import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.plan.stateful import is_stateful, load_own_state, own_state, source_state
 
-MSG_CLOSED: Final = "this loader is closed; make another, or do not close the one you iterate"
+MSG_CLOSED: Final = "this loader is closed; create another, or close it later"
 
 
 @final
@@ -176,10 +176,10 @@ class Session:
         try:
             epoch = operator.index(epoch)
         except TypeError:
-            raise ConfigError(f"epoch={epoch!r} must be a whole number; pass the number of the epoch, from 0") from None
+            raise ConfigError(f"epoch={epoch!r} must be an int; pass the number of the epoch") from None
         if epoch < 0 or epoch >> 62:
-            shown = epoch if epoch.bit_length() < 128 else "(of many digits)"
-            raise ConfigError(f"epoch={shown} must be 0 or more; pass the number of the epoch, from 0 to 2**62")
+            shown = epoch if epoch.bit_length() < 128 else "(many digits)"
+            raise ConfigError(f"epoch={shown} must be from 0 to 2**62 - 1; pass the number of the epoch")
         sampler = self.config.batch_sampler if self.config.sampler is None else self.config.sampler
         for one in (sampler, getattr(sampler, "sampler", None)):
             hear = getattr(one, "set_epoch", None)
@@ -249,11 +249,13 @@ class Session:
         config = self.config
         name = type(config.dataset).__qualname__
         if config.is_stream or not is_stateful(config.dataset):
-            raise StateError(f"state holds one of the dataset, but {name} has no state_dict() and load_state_dict(state)")
+            raise StateError(
+                f"state has a state of the dataset, but {name} has no state_dict() and load_state_dict(state); implement both"
+            )
         if config.kind != "inline" or config.is_staged:
             raise StateError(
-                f"the dataset {name} has a state_dict, but workers load ahead, each from its own copy of it, so its state is "
-                "not that of what was delivered; use num_workers=0 without device, or a dataset without state_dict"
+                f"dataset={name} has a state_dict(), which is not supported with workers or device=: they load ahead, so its "
+                "state does not match the delivered batches; use num_workers=0 without device, or remove state_dict()"
             )
 
     def restore_dataset(self, start: Cursor) -> None:
@@ -272,7 +274,9 @@ class Session:
         start = Cursor(epoch, step)
         if past is not None and past.plan.indices is not None:
             if not len(past.plan.indices):
-                raise IndexError(f"batch {step} of epoch {epoch} has nothing to replay; all its samples were bad and left out")
+                raise IndexError(
+                    f"batch {step} of epoch {epoch} has nothing to replay, because all its samples were bad and skipped"
+                )
             plan = BatchPlan(past.plan.indices, past.plan.first_position, past.plan.stop, past.plan.rows)
         elif past is not None:
             start = self._stream_start(start, past)
@@ -292,10 +296,7 @@ class Session:
     def _stream_start(self, start: Cursor, past: Past) -> Cursor:
         """Return the cursor that re-reads an iterable dataset from its beginning up to a batch."""
         if self._progress is None or self._progress.share_count > 1:
-            raise ConfigError(
-                "replay cannot read the share of one worker of a stream again; use num_workers=1 to replay, or replay what "
-                "__iter__ reads by hand"
-            )
+            raise ConfigError("replay() is not supported for iterable datasets that several workers share; use num_workers=1")
         rows = past.plan.first_position
         return Cursor(start.epoch, start.step, rows, stream=StreamCursor(0, (ShareCursor(rows),)))
 
@@ -311,15 +312,15 @@ class Session:
             return epoch, None, past
         if self.plan.is_given:
             raise IndexError(
-                f"batch {step} of epoch {epoch} is not remembered; of samplers and streams only the latest batches are, of the "
-                "epoch that was begun last"
+                f"batch {step} of epoch {epoch} is no longer stored; with a sampler or an iterable dataset, only the latest "
+                "batches of the latest epoch are"
             )
         start = progress.start if progress is not None else self._next
         if start.epoch != epoch or step < start.step:
             start = Cursor(epoch)
         plan = self.plan.batch(start, step)
         if plan is None:
-            raise IndexError(f"epoch {epoch} has no batch {step}; it has {self.plan.batch_count()} batches, counted from 0")
+            raise IndexError(f"epoch {epoch} has no batch {step}; it has {self.plan.batch_count()} batches, numbered from 0")
         return epoch, plan, None
 
     def _cursor(self) -> Cursor:
@@ -360,7 +361,7 @@ class Session:
             if not worker_tuning.is_back(config):
                 raise
             # Threads have used the dataset in the meantime and left something in it that cannot be pickled.
-            _LOG.info("workers stay threads: %s", error)
+            _LOG.info("still using threads, because processes cannot be started: %s", error)
             worker_tuning.stay("thread")
             return build(kind="thread")
 
@@ -396,7 +397,7 @@ class Session:
         """
         config = self.config
         if config.observe != "timeline":
-            raise ConfigError(f"observe={config.observe!r} keeps no timeline; use observe='timeline', which is the default")
+            raise ConfigError(f"observe={config.observe!r} records no timeline; use observe='timeline' (the default)")
         statistics = self.statistics()
         return self.collector.trace(statistics, config.shown(), describe_machine(statistics.core_count))
 
