@@ -296,7 +296,7 @@ def test_a_stream_that_shares_itself_out_cannot_be_replayed(forkserver: dict[str
     with made(Drawing(shares=True), batch_size=4, **forkserver) as loader:
         iterator = iter(loader)
         next(iterator)
-        with pytest.raises(infeed.ConfigError, match=r"share of one worker.*use num_workers=1"):
+        with pytest.raises(infeed.ConfigError, match=r"several workers share; use num_workers=1"):
             loader.replay(0)
 
 
