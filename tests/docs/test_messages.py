@@ -1,0 +1,32 @@
+"""``tests/messages.txt`` holds every text that infeed shows to its users, for reviewers."""
+
+import ast
+
+from tools.messages import SNAPSHOT, messages, messages_in
+
+
+def test_the_list_of_messages_is_that_of_the_code() -> None:
+    """A conflict in the file is resolved by writing it again."""
+    assert SNAPSHOT.read_text(encoding="utf-8") == messages(), "run python tools/messages.py"
+
+
+def test_messages_are_found_wherever_they_are_written() -> None:
+    code = '''
+"""A module docstring."""
+TITLE = "time per sample"
+def check(name, value):
+    """A docstring of a function."""
+    if value < 0:
+        raise ValueError(f"{name}={value.real!r} must be " + "at least 0; use 0")
+    warnings.warn("batches are copied", stacklevel=2)
+    _LOG.info("%d workers were added", value)
+    print(f"{value} {'new workers' if value else 'no'}")
+    return {"key": "value", "path": f"/{name}/{value}"}
+'''
+    assert [(use, text) for _, use, text in messages_in(ast.parse(code))] == [
+        ("text", "time per sample"),
+        ("ValueError", "{name}={real} must be at least 0; use 0"),
+        ("warning", "batches are copied"),
+        ("log.info", "%d workers were added"),
+        ("print", "new workers"),
+    ]
