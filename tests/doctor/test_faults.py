@@ -84,7 +84,7 @@ for batch in DataLoader(Stream(), batch_size=8, num_workers=2): step()
 """,
     ),
     "data-bound": (
-        "there are no workers",
+        "main-process",
         """
 class Slow(Base):
     def __getitem__(self, index): return sum(range(1_500_000))
@@ -93,7 +93,7 @@ for batch in DataLoader(Slow(), batch_size=8): time.sleep(0.01)
 """,
     ),
     "num-workers": (
-        "would be better than 0",
+        "instead of 0",
         """
 class Slow(Base):
     def __getitem__(self, index): return sum(range(1_500_000))
@@ -154,7 +154,7 @@ for batch in DataLoader(Large(), batch_size=8, num_workers=1): step()
 """,
     ),
     "memory-growth": (
-        "a minute each",
+        "per minute each",
         """
 class Leaky(Base):
     kept = []
