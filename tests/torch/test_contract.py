@@ -324,7 +324,7 @@ def test_a_stream_longer_than_it_said_warns_only_if_it_was_asked(num_workers: in
 
 
 # Asked here, and not by the test: where there is one, the question opens files that stay open.
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+@pytest.mark.skipif(hasattr(torch, "accelerator") and torch.accelerator.is_available(), reason="there is one")
 def test_pin_memory_without_an_accelerator_gives_plain_batches() -> None:
     """With the warning that torch gives, and no other."""
     with pytest.warns(UserWarning, match="no accelerator is found"):
