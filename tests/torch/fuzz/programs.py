@@ -116,7 +116,7 @@ class Run:
         random.seed(12)
         np.random.seed(13)
         # Two cores: more workers than cores are tried on every machine.
-        with warnings.catch_warnings(record=True) as caught, patch("torch._utils.cpu_count", lambda: 2):
+        with warnings.catch_warnings(record=True) as caught, patch("torch._utils.cpu_count", lambda: 2, create=True):
             warnings.simplefilter("always")
             before = torch.is_warn_always_enabled()
             torch.set_warn_always(True)  # else the second loader finds that the first one was warned
