@@ -234,7 +234,9 @@ def test_objects_of_local_classes_travel_by_value() -> None:
     assert pickle.loads(dumps(Local())).value == 3
 
 
-def test_what_cannot_be_pickled_is_refused_by_the_sender() -> None:
-    """The worker then reports the failure in place of the answer."""
-    with pytest.raises(TypeError):
-        encode_answer(RowsLoaded(TASK, 5, 1, None, [[(n for n in range(3))]]))
+def test_an_answer_that_cannot_be_pickled_becomes_a_failure_of_its_task() -> None:
+    found = decode_answer(encode_answer(RowsLoaded(TASK, 5, 1, None, [[(n for n in range(3))]])))
+
+    assert isinstance(found, LoadFailed)
+    assert found.task == TASK
+    assert isinstance(found.failure.exception("here"), TypeError)

@@ -72,7 +72,8 @@ class Failure:
     def packed(self) -> Failure:
         """Return a copy that can be pickled."""
         error = self.error
-        assert error is not None
+        if error is None:
+            return self
         import traceback  # slow to import, and most workers never fail
 
         trace = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Run tasks of indexed datasets: load grains, or gather rows from in-memory arrays, and write them into the slot.
+"""Run tasks of map-style datasets: load grains, or gather rows from in-memory arrays, and write them into the slot.
 
 Loading rows with an expected layout has three outcomes:
 
@@ -11,6 +11,7 @@ Loading rows with an expected layout has three outcomes:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, final
 
@@ -49,22 +50,16 @@ class IndexedLoader:
         self._recorder = recorder
         self._fetcher = fetcher
         self._slot_writer = slot_writer
-
-    def load(self, message: LoadGrains) -> FromWorker:
-        """Run a task.
-
-        Raises:
-            LoadError: user code raised.
-        """
-        making = self._source.making
-        if making is Making.GATHERED:
-            return self._gather(message)
-        if making is Making.ROWS:
-            return self._load_rows(message)
-        samples = self._fetcher.grains(message)
-        return self._slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
+        # Runs a task; raises LoadError if user code raises.
+        self.load: Callable[[LoadGrains], FromWorker] = {Making.GATHERED: self._gather, Making.ROWS: self._load_rows}.get(
+            source.making, self._load_packed
+        )
 
     # --- samples
+
+    def _load_packed(self, message: LoadGrains) -> FromWorker:
+        samples = self._fetcher.grains(message)
+        return self._slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
 
     def _load_rows(self, message: LoadGrains) -> FromWorker:
         slot_writer = self._slot_writer

@@ -7,16 +7,16 @@ from typing import final
 
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import WorkerId
-from infeed.workers.loop import Runner, Work
+from infeed.workers.loop import Runner
 from infeed.workers.pool import News, WorkerPool
-from infeed.workers.protocol import FromWorker, MapSegment, OpenStream, Started, TellStack, ToWorker, UnmapSegment
+from infeed.workers.protocol import FromWorker, OpenStream, Started, ToWorker, UnmapSegment
 
 
 @final
 class InlinePool(WorkerPool):
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._todo: deque[Work] = deque()
+        self._todo: deque[ToWorker] = deque()
         self._news: list[News] = []
         self._worker = WorkerId(0)
 
@@ -30,8 +30,7 @@ class InlinePool(WorkerPool):
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         del worker
-        if not isinstance(message, MapSegment | UnmapSegment | TellStack):
-            self._todo.append(message)
+        self._todo.append(message)
 
     def flush(self) -> None:
         """Open an iterable dataset now. Otherwise its first batch would open it."""
@@ -62,7 +61,7 @@ class InlinePool(WorkerPool):
         del handle
 
     def remove_segment(self, number: int) -> None:
-        self._runner.forget_segment(number)
+        self._runner.handle(UnmapSegment(number))
 
     def wake(self) -> None:
         return

@@ -1,7 +1,7 @@
-"""Message handling, the same in every kind of worker.
+"""The loop of a worker, the same for processes and threads.
 
-``Runner`` handles one message after another. ``Turns`` selects the next message; while user code runs for long, its thread
-lets the worker place samples that are already loaded.
+``serve`` takes one message after another: ``Turns`` selects it, ``Runner`` handles it. With ``num_workers=0`` the engine calls
+``Runner`` itself.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import monotonic, perf_counter_ns
-from typing import Any, Final, Generic, TypeAlias, TypeVar, assert_never, final
+from typing import Any, Final, Generic, NoReturn, TypeVar, assert_never, final
 
 from infeed.collate.layout import Layout
 from infeed.memory.arena import Block
 from infeed.plan.seeds import derive
 from infeed.scheduler.messages import TaskId
 from infeed.workers.epoch_hooks import EpochHooks, Recalls
+from infeed.workers.exceptions import Failure
 from infeed.workers.fetch import Fetcher, LoadError
 from infeed.workers.gil import Probe
 from infeed.workers.indexed import IndexedLoader
@@ -25,6 +26,7 @@ from infeed.workers.info import introduce
 from infeed.workers.iterable import IterableLoader
 from infeed.workers.process_tools import MemoryUse
 from infeed.workers.protocol import (
+    DecodeError,
     DropTask,
     FromWorker,
     LoadFailed,
@@ -38,6 +40,9 @@ from infeed.workers.protocol import (
     RowsLoaded,
     Seeding,
     Source,
+    TellStack,
+    ToWorker,
+    UnmapSegment,
     Unplaced,
     WorkerSpec,
 )
@@ -55,7 +60,7 @@ _LEAST_S: Final = 0.001
 _MOST_S: Final = 0.01
 
 T = TypeVar("T")
-Placing = PlaceTask | DropTask | MapSegment
+Placing = PlaceTask | DropTask
 
 
 @final
@@ -166,10 +171,69 @@ class Turns(Generic[T]):
                 self._put_off.append(error)
 
 
+# How often a worker records its CPU time and memory use, which help to explain why it was killed.
+_MEASURE_NS: Final = 100_000_000
+
+
+def serve(
+    runner: Runner,
+    receive: Callable[[float | None], ToWorker],
+    send: Callable[[FromWorker], None],
+    send_aside: Callable[[FromWorker], None],
+    measure: Callable[[], None],
+) -> NoReturn:
+    """Handle messages in turn until ``receive`` raises ``EOFError``.
+
+    Args:
+        receive: returns the next message, or raises ``TimeoutError`` if none arrives in time.
+        send: sends an answer. Not batched with later answers: the next message may take any time.
+        send_aside: the same, called from another thread while the worker is busy.
+        measure: records CPU time and memory use.
+
+    Raises:
+        EOFError: the worker is no longer needed.
+    """
+
+    def place(message: Placing) -> bool:
+        if not runner.can_place_aside:
+            return False
+        answer = runner.place_aside(message)
+        if answer is not None:
+            send_aside(answer)
+        return True
+
+    turns = Turns(receive, runner.held_count, place)
+    measured = 0
+    try:
+        while True:
+            answer: FromWorker | None
+            try:
+                message = turns.next()
+            except DecodeError as error:
+                answer = LoadFailed(error.task, Failure.of(error.__cause__ or error, "receiving a task"))
+            else:
+                try:
+                    answer = runner.handle(message)
+                except BaseException as error:  # also SystemExit and MemoryError: the training loop raises them
+                    if not isinstance(message, LoadGrains | LoadNext | PlaceTask):
+                        raise
+                    answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
+                turns.done()
+                del message  # release the batch before the worker waits for the next message
+            if answer is not None:
+                send(answer)
+                now = perf_counter_ns()
+                if now - measured > _MEASURE_NS:
+                    measured = now
+                    measure()
+            del answer
+    finally:
+        turns.close()
+
+
 # The position that seeds the random numbers drawn in set_epoch.
 _TELLING: Final = 1 << 63
-
-Work: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask
+_NOTHING: Final = nullcontext()
 
 
 @final
@@ -193,10 +257,11 @@ class Runner:
         self._fetcher = Fetcher(spec, source, self._place_now, cell, recorder)
         self._slot_writer = SlotWriter(spec, source, segments, cell, recorder, self._place_now, self._fetcher)
         self._indexed = IndexedLoader(spec, source, recorder, self._fetcher, self._slot_writer)
-        self._streamed = IterableLoader(spec, source, self._fetcher, self._slot_writer)
+        self._iterable = IterableLoader(spec, source, self._fetcher, self._slot_writer)
         self._probe = Probe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
         self._recalls = recalls or Recalls()
+        self._is_lending = spec.seeding is Seeding.LEND
         self._epoch = -1  # epoch of the latest task
 
     def start(self) -> None:
@@ -212,7 +277,7 @@ class Runner:
         if spec.is_as_torch:
             keep_user_seeds(spec.worker_seed)
 
-    def handle(self, message: Work) -> FromWorker | None:
+    def handle(self, message: ToWorker) -> FromWorker | None:
         """Handle one message and return its answer, if any. The answer contains exceptions of user code."""
         match message:
             case LoadGrains() | LoadNext():
@@ -226,8 +291,13 @@ class Runner:
                 self._slot_writer.held.pop(task, None)
                 return None
             case OpenStream():
-                self._streamed.open(message)
+                self._iterable.open(message)
                 return None
+            case UnmapSegment(number):
+                self._slot_writer.forget_segment(number)
+                return None
+            case MapSegment() | TellStack():
+                return None  # handled where messages are received, if at all
             case _:
                 assert_never(message)
 
@@ -275,10 +345,6 @@ class Runner:
         """Flush the recorder before the worker exits."""
         self._recorder.flush()
 
-    def forget_segment(self, number: int) -> None:
-        """Drop every view into a segment before it is unmapped."""
-        self._slot_writer.forget_segment(number)
-
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
         began = self._slot_writer.began_ns = self._cell.begin(message.task)
         self._recorder.begin(began, message.epoch, message.first_position)
@@ -286,14 +352,18 @@ class Runner:
             self._probe.begin()
         before = swap_place(self._place_now)
         try:
-            if self._spec.seeding is Seeding.LEND:
-                with lent_generators():
-                    answer = self._load_now(message)
-            else:
-                answer = self._load_now(message)
+            with lent_generators() if self._is_lending else _NOTHING:
+                if message.epoch != self._epoch or self._epoch_hooks:
+                    self._begin_epoch(message.epoch, message.task)
+                if isinstance(message, LoadGrains):
+                    row_count = len(message.indices)
+                    answer = self._indexed.load(message)
+                else:
+                    answer = self._iterable.load(message)
+                    row_count = self._read_count(answer)
             now_ns = perf_counter_ns()
             self._fetcher.learn(now_ns - began, message.row_count)
-            self._recorder.end(self._loaded_count(message, answer), now_ns)
+            self._recorder.end(row_count, now_ns)
             if isinstance(answer, Unplaced):
                 self._recorder.flush()  # nothing is written yet, so its split must not apply to other tasks
             if self._probe is not None:
@@ -306,12 +376,10 @@ class Runner:
             swap_place(before)
             self._cell.rest()
 
-    def _loaded_count(self, message: LoadGrains | LoadNext, answer: FromWorker) -> int:
-        """Return how many samples the dataset returned for a task."""
-        if isinstance(message, LoadGrains):
-            return len(message.indices)
+    def _read_count(self, answer: FromWorker) -> int:
+        """Return how many elements of an iterable dataset were read for a task."""
         if isinstance(answer, Unplaced):
-            return self._slot_writer.held[message.task].row_count
+            return self._slot_writer.held[answer.task].row_count
         return answer.row_count if isinstance(answer, RowsLoaded | PackedLoaded) else 0
 
     def open_now(self, message: OpenStream) -> None:
@@ -322,18 +390,14 @@ class Runner:
         """
         before = swap_place(self._place_now)
         try:
-            with lent_generators() if self._spec.seeding is Seeding.LEND else nullcontext():
+            with lent_generators() if self._is_lending else _NOTHING:
                 self._begin_epoch(message.epoch)
-                self._streamed.open(message)
-                self._streamed.begin()
+                self._iterable.open(message)
+                self._iterable.begin()
         except LoadError as error:
             raise error.__cause__ or error from None
         finally:
             swap_place(before)
-
-    def _load_now(self, message: LoadGrains | LoadNext) -> FromWorker:
-        self._begin_epoch(message.epoch, message.task)
-        return self._indexed.load(message) if isinstance(message, LoadGrains) else self._streamed.load(message)
 
     def _begin_epoch(self, epoch: int, task: TaskId | None = None) -> None:
         if epoch != self._epoch:

@@ -30,7 +30,7 @@ from infeed.memory.segments import (
     remove_attached_names,
 )
 from infeed.workers.exceptions import BUILDING, Failure
-from infeed.workers.loop import Placing, Runner, Turns
+from infeed.workers.loop import Runner, serve
 from infeed.workers.native_threads import limit_pools
 from infeed.workers.process_tools import (
     adopt_environment,
@@ -52,33 +52,23 @@ from infeed.workers.protocol import (
     RESET,
     TELL_STACK,
     Birth,
-    DecodeError,
-    Emptied,
     FromWorker,
     Idle,
-    LoadFailed,
-    LoadGrains,
-    LoadNext,
     MapSegment,
-    PackedLoaded,
-    PlaceTask,
-    RowsLoaded,
     Source,
     Stack,
     Started,
     StartFailed,
     TaskDecoder,
-    TellStack,
     ToWorker,
     UnmapSegment,
     encode_answer,
+    encode_plain,
 )
 from infeed.workers.rng import seed_lazily
 from infeed.workers.status import UNKNOWN, Cell, arm, main_stack, recorder_over
 from infeed.workers.transport import WorkerEnd
 
-# How often a worker records its memory use, which helps explain why it was killed.
-_MEASURE_NS: Final = 100_000_000
 # The share of END_S for flushing the multiprocessing queues of user code. A queue without a reader may never drain.
 _QUEUES_S: Final = 0.8 * END_S
 # How long the reader thread has to reach the end of the pipe after a send has failed.
@@ -144,7 +134,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], 
         if threading.active_count() > before or _has_children():
             return  # a thread or process of user code is still running, so the worker cannot be reused
         with suppress(OSError):
-            end.send(encoded(Idle(_own_files())))
+            end.send(encode_answer(Idle(_own_files())))
         # Frees reference cycles of the dataset. Runs after the answer, because a collection is slow with torch imported.
         gc.unfreeze()
         gc.collect()
@@ -197,7 +187,7 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
     except BaseException as error:  # report everything, including an import that calls sys.exit()
         # If the engine is gone too, it caused this error, and no process is left to report to.
         with suppress(OSError):
-            end.send(encoded(StartFailed(Failure.of(error, doing).packed())))
+            end.send(encode_answer(StartFailed(Failure.of(error, doing).packed())))
             keep_attached_names()  # other workers are starting and still have to open the segments by name
         return False
     # The dataset lives until the worker is reset or exits, so the garbage collector need not scan it again.
@@ -205,7 +195,7 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
     gc.enable()
     cell.rest()
     try:
-        end.send(encoded(Started()))
+        end.send(encode_answer(Started()))
         _serve(end, runner, segments, cell, report_imports)
     except (EOFError, BrokenPipeError):
         runner.finish()
@@ -221,94 +211,43 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
 def _serve(
     end: WorkerEnd, runner: Runner, segments: _MappedSegments, cell: Cell, report_imports: Callable[[], None] | None
 ) -> None:
-    decoder = TaskDecoder()
+    decode = TaskDecoder().decode
+    # CPU time of imports and of building the dataset does not count as loading.
+    cpu_before, queued_before = process_time_ns(), queued_ns()
 
     def receive(timeout_s: float | None) -> ToWorker:
         while True:
             frame = end.receive(timeout_s)
             if frame == RESET:
                 raise _ResetError
-            message = decoder.decode(frame)
-            if message is not None:
+            message = decode(frame)
+            if isinstance(message, MapSegment):
+                segments.add(message.handle)
+            elif message is not None:
+                if isinstance(message, UnmapSegment):
+                    segments.remove(message.number)  # all tasks that use it have been answered
                 return message
 
-    def place(message: Placing) -> bool:
-        if isinstance(message, MapSegment):
-            segments.add(message.handle)
-            return True
-        if not runner.can_place_aside:
-            return False
-        answer = runner.place_aside(message)
-        if answer is not None:
-            end.send(encoded(answer))
-        return True
-
-    turns = Turns(receive, runner.held_count, place)
-    measured = 0
-    # CPU time of imports and of building the dataset does not count as loading.
-    cpu_before, queued_before = process_time_ns(), queued_ns()
-    if report_imports is not None:
-        report_imports()
-    while True:
-        answer: FromWorker | None
-        try:
-            message = turns.next()
-            answer = _do(message, runner, segments)
-            turns.done()
-            del message  # release the batch before the worker waits for the next message
-        except DecodeError as error:
-            cause = error.__cause__
-            assert cause is not None
-            answer = LoadFailed(error.task, Failure.of(cause, "receiving a task"))
-        if answer is not None:
+    def send(answer: FromWorker) -> None:
+        frame = encode_plain(answer)
+        if frame is None:
             assert not isinstance(answer, Started | StartFailed | Idle | Stack)
             cell.begin(answer.task)  # pickling user objects may take any time, so the status board shows the task
-            frame = encoded(answer)
+            frame = encode_answer(answer)
             cell.rest()
-            if report_imports is not None:
-                report_imports()
-            end.send(frame)  # not batched with later answers: the next message may take any time
-            now = perf_counter_ns()
-            if now - measured > _MEASURE_NS:
-                measured = now
-                cell.note_usage(memory_use(), process_time_ns() - cpu_before, queued_ns() - queued_before)
-        del answer
+        if report_imports is not None:
+            report_imports()
+        end.send(frame)
 
+    def send_aside(answer: FromWorker) -> None:
+        end.send(encode_answer(answer))
 
-def _do(message: ToWorker, runner: Runner, segments: _MappedSegments) -> FromWorker | None:
-    match message:
-        case MapSegment(handle):
-            segments.add(handle)
-            return None
-        case UnmapSegment(number):
-            runner.forget_segment(number)
-            segments.remove(number)
-            return None
-        case TellStack():
-            return None
-        case _:
-            try:
-                return runner.handle(message)
-            except BaseException as error:
-                # SystemExit and similar exceptions must reach the training loop, as without workers. So must MemoryError.
-                if isinstance(message, LoadGrains | LoadNext | PlaceTask):
-                    return LoadFailed(message.task, Failure.of(error, "loading a batch"))
-                raise
+    def measure() -> None:
+        cell.note_usage(memory_use(), process_time_ns() - cpu_before, queued_ns() - queued_before)
 
-
-def encoded(answer: FromWorker) -> bytes:
-    """Encode an answer whose exceptions and user objects must leave this process."""
-    if isinstance(answer, LoadFailed):
-        answer = answer._replace(failure=answer.failure.packed())
-    if isinstance(answer, LoadFailed | RowsLoaded | PackedLoaded | Emptied) and answer.bad:
-        answer = answer._replace(bad=tuple((row, failure.packed()) for row, failure in answer.bad))
-    try:
-        return encode_answer(answer)
-    except BaseException as error:  # an object in a sample that does not pickle
-        if isinstance(answer, Started | StartFailed | Idle | Stack):
-            raise
-        failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
-        return encode_answer(LoadFailed(answer.task, failure.packed()))
+    if report_imports is not None:
+        report_imports()
+    serve(runner, receive, send, send_aside, measure)
 
 
 def _change_directory(directory: str | None) -> None:

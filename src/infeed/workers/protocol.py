@@ -385,8 +385,6 @@ class TaskDecoder:
         if tag == _LAYOUT:
             self._learn(frame)
             return None
-        if tag == _TELL_STACK:
-            return None  # the engine does not ask workers without a reader thread, and this worker is not busy
         number, content = pickle.loads(memoryview(frame)[1:])
         message: ToWorker = content
         if isinstance(message, LoadNext | PlaceTask):
@@ -414,15 +412,36 @@ def _loaded(task: TaskId, body: memoryview) -> Any:
         raise DecodeError(task) from error
 
 
-def encode_answer(message: FromWorker) -> bytes:
-    if isinstance(message, RowsLoaded) and message.stream_state is None and not message.bad:
-        head = (message.task, message.elapsed_ns, message.row_count, message.shards_itself)
-        if message.layout is None and not message.beside:
-            return _DONE.pack(_ROWS, *head)
-        return _DONE.pack(_ROWS_PICKLED, *head) + dumps((message.layout, message.beside))
-    # The header repeats the task, so that the engine can report a body that it cannot decode.
-    task = _NONE if isinstance(message, Started | StartFailed | Idle | Stack) else message.task
-    return _DONE.pack(_OTHER, task, 0, 0, 0) + dumps(message)
+def encode_plain(answer: FromWorker) -> bytes | None:
+    """Return the frame of an answer without user objects; ``None`` if the answer has any: pickling them may take any time."""
+    if type(answer) is not RowsLoaded:
+        return None
+    task, elapsed_ns, row_count, layout, beside, shards_itself, stream_state, bad = answer
+    if layout is not None or beside or stream_state is not None or bad:
+        return None
+    return _DONE.pack(_ROWS, task, elapsed_ns, row_count, shards_itself)
+
+
+def encode_answer(answer: FromWorker) -> bytes:
+    """Return the frame of an answer; if an object in it cannot be pickled, that of a failure of its task."""
+    plain = encode_plain(answer)
+    if plain is not None:
+        return plain
+    if isinstance(answer, Started | StartFailed | Idle | Stack):
+        return _DONE.pack(_OTHER, _NONE, 0, 0, 0) + dumps(answer)
+    try:
+        if isinstance(answer, LoadFailed):
+            answer = answer._replace(failure=answer.failure.packed())
+        if isinstance(answer, LoadFailed | RowsLoaded | PackedLoaded | Emptied) and answer.bad:
+            answer = answer._replace(bad=tuple((row, failure.packed()) for row, failure in answer.bad))
+        if isinstance(answer, RowsLoaded) and answer.stream_state is None and not answer.bad:
+            head = _DONE.pack(_ROWS_PICKLED, answer.task, answer.elapsed_ns, answer.row_count, answer.shards_itself)
+            return head + dumps((answer.layout, answer.beside))
+        # The header repeats the task, so that the engine can report a body that it cannot decode.
+        return _DONE.pack(_OTHER, answer.task, 0, 0, 0) + dumps(answer)
+    except BaseException as error:  # a user object that cannot be pickled may raise anything
+        failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
+        return encode_answer(LoadFailed(answer.task, failure))
 
 
 def decode_answer(frame: bytes) -> FromWorker:

@@ -7,6 +7,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from time import thread_time_ns
 from typing import Final, final
 
 from infeed.memory.segments import SegmentHandle
@@ -14,18 +16,15 @@ from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.epoch_hooks import Recalls
 from infeed.workers.exceptions import Failure
 from infeed.workers.interpreter import explaining_limits
-from infeed.workers.loop import Placing, Runner, Turns
+from infeed.workers.loop import Runner, serve
 from infeed.workers.pool import News, WorkerPool
 from infeed.workers.process_tools import queued_ns
 from infeed.workers.protocol import (
-    LoadFailed,
+    FromWorker,
     LoadGrains,
     LoadNext,
-    MapSegment,
-    PlaceTask,
     Started,
     StartFailed,
-    TellStack,
     ToWorker,
     UnmapSegment,
 )
@@ -36,9 +35,6 @@ _LOG: Final = logging.getLogger("infeed")
 # How long close() waits for threads in user code. A longer wait gains nothing, because they cannot be stopped and are daemons.
 # With a shorter one, close() could return before a worker that is about to end.
 _CLOSE_S: Final = 1.0
-
-# How often a thread records its CPU time.
-_MEASURE_S: Final = 0.1
 
 _STOP: Final = None
 _Inbox = queue.SimpleQueue[ToWorker | None]
@@ -81,7 +77,7 @@ class ThreadPool(WorkerPool):
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         inbox = self._inboxes.get(worker)
-        if inbox is not None and not isinstance(message, MapSegment):
+        if inbox is not None:
             inbox.put(message)
 
     def flush(self) -> None:
@@ -128,56 +124,42 @@ class ThreadPool(WorkerPool):
 
 
 def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _Inbox, news: _News) -> None:
+    def send(answer: FromWorker) -> None:
+        news.put((inbox, (worker, answer)))
+
     try:
         runner = make_runner(worker)
         runner.start()
     except BaseException as error:  # report whatever worker_init_fn raises
-        news.put((inbox, (worker, StartFailed(Failure.of(error, "running worker_init_fn")))))
+        send(StartFailed(Failure.of(error, "running worker_init_fn")))
         return
-    news.put((inbox, (worker, Started())))
+    send(Started())
+    # The training loop blocks on the first task, so any draw during it comes from the dataset.
+    before: dict[str, object] | None = None
     is_first = worker == 0
-    measured = 0.0
 
-    def receive(timeout_s: float | None) -> ToWorker | None:
+    def receive(timeout_s: float | None) -> ToWorker:
+        nonlocal before, is_first
         try:
-            return inbox.get(timeout=timeout_s)
+            message = inbox.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError from None
+        if message is _STOP:
+            inbox.put(_STOP)  # for the next call: the first one may come from the thread that places samples
+            raise EOFError
+        if is_first and isinstance(message, LoadGrains | LoadNext):
+            is_first, before = False, generator_states()
+        return message
 
-    def place(message: Placing) -> bool:
-        if isinstance(message, MapSegment) or not runner.can_place_aside:
-            return False
-        answer = runner.place_aside(message)
-        if answer is not None:
-            news.put((inbox, (worker, answer)))
-        return True
-
-    turns = Turns(receive, runner.held_count, place)
-    while (message := turns.next()) is not _STOP:
-        if isinstance(message, UnmapSegment):
-            runner.forget_segment(message.number)
-            continue
-        assert not isinstance(message, MapSegment | TellStack)
-        # The training loop blocks on the first task, so any draw during it comes from the dataset.
-        before = generator_states() if is_first and isinstance(message, LoadGrains | LoadNext) else None
-        try:
-            answer = runner.handle(message)
-        except BaseException as error:  # SystemExit and the like must reach the training loop, as without workers
-            if not isinstance(message, LoadGrains | LoadNext | PlaceTask):
-                raise
-            answer = LoadFailed(message.task, Failure.of(error, "loading a batch"))
-        turns.done()
+    def send_loaded(answer: FromWorker) -> None:
+        nonlocal before
         if before is not None:
-            is_first = False
             _warn_of_draws(before)
-        if answer is not None:
-            news.put((inbox, (worker, answer)))
-        if time.monotonic() - measured > _MEASURE_S:
-            measured = time.monotonic()
-            runner.note_usage(time.thread_time_ns(), queued_ns())
-        # Do not reference a batch while this thread waits.
-        del message, answer
-    turns.close()
+            before = None
+        send(answer)
+
+    with suppress(EOFError):
+        serve(runner, receive, send_loaded, send, lambda: runner.note_usage(thread_time_ns(), queued_ns()))
     runner.finish()
 
 
