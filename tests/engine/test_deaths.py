@@ -63,7 +63,7 @@ def test_the_log_says_who_died_and_how(
         assert flat(collected(loader)) == list(range(40))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("infeed", "WARNING")
-    how = rf"(was killed by|ended by itself with) {KILLED_TEXT}"
+    how = rf"(was killed by|exited with) {KILLED_TEXT}"
     assert re.fullmatch(
         rf"worker \d \(pid \d+\) {how}; it had \d+ samples? to load, .*; infeed replaces it", record.getMessage()
     )

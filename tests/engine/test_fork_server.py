@@ -187,4 +187,4 @@ def test_where_the_server_cannot_fork_spawned_workers_are_kept_for_the_next_epoc
     result = run_script(tmp_path, dedent(code))
 
     assert (result.code, result.out) == (0, "1\n")
-    assert result.err.count("spawned instead of forked") == 1
+    assert result.err.count("spawning workers instead of forking") == 1

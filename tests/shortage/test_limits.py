@@ -102,10 +102,9 @@ def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
     told = lines(result)
     for part in (told[:3], told[3:]):
         for line in (part[first], part[replaced]):
-            assert line.startswith("WorkerStartError | a worker cannot be started: this process has all the ")
+            assert line.startswith("WorkerStartError | cannot start a worker: this process has reached its limit of ")
             assert line.endswith(
-                "files open that it may (ulimit -n), and every worker takes two; raise that limit, use fewer workers, or close "
-                "what you keep open"
+                "open files (ulimit -n), and each worker needs two; raise the limit, use fewer workers, or close files"
             )
         assert part[after] == "works"
 
@@ -125,8 +124,8 @@ def test_no_more_processes_or_threads_is_told(tmp_path: Path) -> None:
     result = run_script(tmp_path, HEAD + dedent(code))
     for line in lines(result):
         assert line == (
-            "WorkerStartError | a worker cannot be started: the system allows no more processes and threads (1 for this user "
-            "by ulimit -u; a container may have a limit of its own); use fewer workers, raise the limit, or end other programs"
+            "WorkerStartError | cannot start a worker: the limit of processes and threads is reached (ulimit -u: 1; a "
+            "container may have its own limit); raise the limit, use fewer workers, or end other programs"
         )
     assert len(lines(result)) == 3
 
@@ -148,7 +147,8 @@ def test_a_fork_server_that_cannot_fork_is_replaced_by_spawning(tmp_path: Path) 
     result = run_script(tmp_path, HEAD + dedent(code))
     assert lines(result) == ["works"]
     assert result.err == (
-        "workers are spawned instead of forked: the fork server cannot fork: Resource temporarily unavailable\n"
+        "spawning workers instead of forking them, which starts more slowly: "
+        "the fork server cannot fork: Resource temporarily unavailable\n"
     )
 
 
@@ -290,6 +290,6 @@ def test_without_proc_workers_are_spawned(tmp_path: Path) -> None:
     result = run_with_mounts(tmp_path, "mount -t tmpfs none /proc", HEAD + dedent(code))
     assert lines(result) == ["works"] * 3
     assert result.err == (
-        "workers are spawned instead of forked: without /proc nobody knows which libraries started threads, and a process with "
-        "threads cannot be forked safely\n"
+        "spawning workers instead of forking them, which starts more slowly: "
+        "the number of threads is unknown without /proc, and a process with threads cannot fork safely\n"
     )

@@ -141,17 +141,17 @@ def test_where_there_is_no_python_to_start_one_error_says_so(tmp_path: Path) -> 
         attempt(start_method="spawn")
     """))  # fmt: skip
     assert_clean(result)
-    cure = "name one with multiprocessing.set_executable(path), or use worker='thread'"
+    cure = "set one with multiprocessing.set_executable(path), or use worker='thread'"
     lines = result.out.splitlines()
     assert lines[:10] == [
-        *[f"sys.executable=None names no Python to start workers with; {cure}"] * 2,
-        *[f"sys.executable='' names no Python to start workers with; {cure}"] * 2,
-        *[f"'/nowhere/python' cannot be started as a worker's Python; {cure}"] * 2,
-        *[f"sys.executable={sys.executable!r} is a frozen program and no Python for workers; {cure}"] * 2,
+        *[f"sys.executable=None is not a Python that can run workers; {cure}"] * 2,
+        *[f"sys.executable='' is not a Python that can run workers; {cure}"] * 2,
+        *[f"'/nowhere/python' cannot be run as the Python of workers; {cure}"] * 2,
+        *[f"sys.executable={sys.executable!r} is a frozen program, not a Python that can run workers; {cure}"] * 2,
         *[LOADED.rstrip()] * 2,
     ]
     script = str(tmp_path / "script.py")  # which may not be executed
-    assert lines[10:] == [f"{script!r} cannot be started as a worker's Python; {cure}"]
+    assert lines[10:] == [f"{script!r} cannot be run as the Python of workers; {cure}"]
 
 
 @pytest.mark.linux("closes descriptors before exec")

@@ -28,7 +28,7 @@ StartMethod = Literal["auto", "forkserver", "spawn"]
 
 # Set when a fork server of this process has finally refused to fork.
 _REFUSED: Final = threading.Event()
-_CURE: Final = "name one with multiprocessing.set_executable(path), or use worker='thread'"
+_CURE: Final = "set one with multiprocessing.set_executable(path), or use worker='thread'"
 
 
 def uses_fork(start_method: StartMethod) -> bool:
@@ -45,7 +45,7 @@ def uses_fork(start_method: StartMethod) -> bool:
     calls = ((os, "fork"), (os, "memfd_create"), (socket, "send_fds"), (select, "poll"))
     can_fork = sys.platform == "linux" and all(getattr(module, name, None) is not None for module, name in calls)
     if start_method == "forkserver" and not can_fork:
-        raise ConfigError("start_method='forkserver' needs what only Linux has; use 'auto' or 'spawn' on this platform")
+        raise ConfigError("start_method='forkserver' is supported on Linux only; use 'auto' or 'spawn'")
     return can_fork and not _REFUSED.is_set()
 
 
@@ -74,22 +74,22 @@ def explaining_limits() -> Iterator[None]:
         text = _limit_met(errno.EAGAIN)
     else:
         return
-    raise WorkerStartError(f"a worker cannot be started: {text}")
+    raise WorkerStartError(f"cannot start a worker: {text}")
 
 
 def _limit_met(number: int) -> str:
     if number == errno.EMFILE:
         return (
-            f"this process has all the {process_limit('NOFILE')} files open that it may (ulimit -n), and every worker takes "
-            "two; raise that limit, use fewer workers, or close what you keep open"
+            f"this process has reached its limit of {process_limit('NOFILE')} open files (ulimit -n), and each worker needs "
+            "two; raise the limit, use fewer workers, or close files"
         )
     if number == errno.ENFILE:
-        return "the system has all the files open that it can; use fewer workers, or end other programs"
+        return "the system has reached its limit of open files; use fewer workers, or end other programs"
     if number == errno.EAGAIN:
         limit = process_limit("NPROC")
         return (
-            f"the system allows no more processes and threads ({'no limit' if limit is None else f'{limit} for this user'} by "
-            "ulimit -u; a container may have a limit of its own); use fewer workers, raise the limit, or end other programs"
+            f"the limit of processes and threads is reached (ulimit -u: {'unlimited' if limit is None else limit}; a container "
+            "may have its own limit); raise the limit, use fewer workers, or end other programs"
         )
     return "the system has no memory for another process; use fewer workers, or worker='thread'"
 
@@ -152,7 +152,7 @@ def _start(
             **_platform_options(fds),
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-        raise WorkerStartError(f"{python!r} cannot be started as a worker's Python; {_CURE}") from error
+        raise WorkerStartError(f"{python!r} cannot be run as the Python of workers; {_CURE}") from error
 
 
 def search_path() -> list[str]:
@@ -194,10 +194,12 @@ def _interpreter() -> str:
     if named and os.fsdecode(named) != sys.executable:
         return os.fsdecode(named)
     if not sys.executable:
-        raise WorkerStartError(f"sys.executable={sys.executable!r} names no Python to start workers with; {_CURE}")
+        raise WorkerStartError(f"sys.executable={sys.executable!r} is not a Python that can run workers; {_CURE}")
     if getattr(sys, "frozen", False):
         # Each worker would run the whole program again, which would start further workers.
-        raise WorkerStartError(f"sys.executable={sys.executable!r} is a frozen program and no Python for workers; {_CURE}")
+        raise WorkerStartError(
+            f"sys.executable={sys.executable!r} is a frozen program, not a Python that can run workers; {_CURE}"
+        )
     return sys.executable
 
 

@@ -176,7 +176,7 @@ class Starter:
                 self.uses_fork = False
                 if refused.is_final:
                     forbid_forks()
-                _LOG.warning("workers are spawned instead of forked: %s", refused)
+                _LOG.warning("spawning workers instead of forking them, which starts more slowly: %s", refused)
         self._spawn(launch)
 
     if sys.platform == "linux":

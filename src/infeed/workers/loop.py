@@ -406,7 +406,7 @@ class Runner:
         if self._epoch_hooks:
             with self._recalls.lock:
                 if task is not None and self._recalls.take(task):
-                    raise LoadError("loading a batch of an epoch that was left", None, None) from LookupError(task)
+                    raise LoadError("loading a batch of an abandoned epoch", None, None) from LookupError(task)
                 self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
@@ -416,7 +416,7 @@ class Runner:
             try:
                 self._epoch_hooks.tell(epoch_hook, epoch)
             except Exception as error:
-                raise LoadError(f"telling it about epoch {epoch} (set_epoch)", None, None) from error
+                raise LoadError(f"calling set_epoch({epoch})", None, None) from error
 
     def _place(self, task: TaskId, block: Block, layout: Layout | None) -> FromWorker:
         self._recorder.begin(self._cell.begin(task), self._epoch, 0)

@@ -440,7 +440,7 @@ def encode_answer(answer: FromWorker) -> bytes:
         # The header repeats the task, so that the engine can report a body that it cannot decode.
         return _DONE.pack(_OTHER, answer.task, 0, 0, 0) + dumps(answer)
     except BaseException as error:  # a user object that cannot be pickled may raise anything
-        failure = Failure.of(error, "sending a batch (a sample holds an object that cannot be pickled)")
+        failure = Failure.of(error, "sending a batch (it contains an object that cannot be pickled)")
         return encode_answer(LoadFailed(answer.task, failure))
 
 
@@ -459,7 +459,7 @@ def decode_answer(frame: bytes) -> FromWorker:
     except Exception as error:  # the user's __setstate__ or __init__ may raise anything
         if task == _NONE:
             raise
-        doing = "receiving a batch (an object of it cannot be built again in this process)"
+        doing = "receiving a batch (it contains an object that cannot be unpickled in this process)"
         return LoadFailed(TaskId(task), Failure.of(error, doing), bool(shards_itself))
     return RowsLoaded(TaskId(task), elapsed_ns, row_count, layout, beside, bool(shards_itself))
 

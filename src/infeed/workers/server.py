@@ -59,8 +59,8 @@ from infeed.workers.transport_pipes import PipeEnd
 # The server exits after this long without workers and requests; the next loader starts another. A shorter time would cost
 # notebooks a server start per cell; a longer one would waste memory.
 _IDLE_S: Final = 120.0
-_RULE: Final = "a process with threads cannot be forked safely"
-_AT_START: Final = "what runs when Python starts (a debugger, sitecustomize)"
+_RULE: Final = "a process with threads cannot fork safely"
+_AT_START: Final = "code that runs at Python start-up (a debugger, sitecustomize)"
 # The size up to which a write to a pipe is atomic (PIPE_BUF).
 _CHUNK: Final = 4096
 # How often the server replaces itself because of modules that start threads. After that it imports no new modules.
@@ -314,7 +314,7 @@ class _Server:
         """Return why it is not safe to fork, or ``None`` if it is."""
         count = _thread_count()
         if count == 0:
-            return f"without /proc nobody knows which libraries started threads, and {_RULE}"
+            return f"the number of threads is unknown without /proc, and {_RULE}"
         if count > 1:
             culprit = _AT_START if self._had_threads else "a module that the dataset needs"
             return f"{culprit} started threads in the fork server, and {_RULE}"

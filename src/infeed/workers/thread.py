@@ -120,7 +120,7 @@ class ThreadPool(WorkerPool):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                _LOG.debug("%s is still in user code and ends when that returns", thread.name)
+                _LOG.debug("%s is still running user code and ends when it returns", thread.name)
 
 
 def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _Inbox, news: _News) -> None:
@@ -168,7 +168,7 @@ def _warn_of_draws(before: dict[str, object]) -> None:
     drawn = [name for name, state in after.items() if name in before and before[name] != state]
     if drawn:
         _LOG.warning(
-            "the dataset draws from %s, which all threads of the process share: with worker='thread' its random numbers differ "
-            "from run to run; draw from infeed.get_rng() instead, or use worker='process'",
+            "worker='thread': the dataset draws from %s, which all threads share, so its random numbers differ from run to "
+            "run; use infeed.get_rng() in the dataset, or worker='process'",
             " and ".join(drawn),
         )

@@ -220,7 +220,7 @@ class SlotWriter:
             try:
                 tree = collate(tree)
             except Exception as error:
-                raise LoadError("collate_fn ran on the batch of", indices, None) from error
+                raise LoadError("running collate_fn on the batch of", indices, None) from error
             finally:
                 if self._recorder.is_fine:
                     self._recorder.collated()
@@ -229,7 +229,7 @@ class SlotWriter:
             is_handed = self._spec.torch_seed is not None and self._spec.kind != "process"
             packing = Handed(tree) if is_handed else Packing(tree)
         except Exception as error:  # pickling user objects may raise anything
-            raise LoadError("sending the batch of", indices, None) from error
+            raise LoadError("pickling the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
             held = self.held[task] = Held(0, row_count, samples, None, packing)
             held.elapsed_ns = perf_counter_ns() - self.began_ns
