@@ -26,7 +26,6 @@ from infeed.memory.pickling import load
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.exceptions import BUILDING, Failure
 from infeed.workers.loop import Runner
-from infeed.workers.main import encoded
 from infeed.workers.native_threads import limit_pools, thread_variables
 from infeed.workers.process_tools import importing, keep_freed_memory, memory_use, queued_ns
 from infeed.workers.protocol import (
@@ -48,6 +47,7 @@ from infeed.workers.protocol import (
     UnmapSegment,
     Unplaced,
     WorkerSpec,
+    encode_answer,
 )
 from infeed.workers.rng import seed_lazily
 from infeed.workers.status import StatusBoard, thread_stack
@@ -230,10 +230,10 @@ class RemoteWorker:
     def _grow(self, runner: Runner, nbytes: int) -> None:
         before = self._buffer.segment
         if self._buffer.is_grown_to(nbytes):
-            runner.forget_segment(before)
+            runner.handle(UnmapSegment(before))
 
     def _reply(self, answer: FromWorker, nbytes: int = 0) -> Reply:
-        return Reply(encoded(answer), self._buffer.array(nbytes) if nbytes else None, self._report())
+        return Reply(encode_answer(answer), self._buffer.array(nbytes) if nbytes else None, self._report())
 
     def _report(self) -> Report:
         with self._report_lock:  # each span is reported once
