@@ -35,7 +35,7 @@ def test_sizes_are_read_as_people_write_them(value: Any, count: int) -> None:
 @pytest.mark.parametrize("value", ["", "GB", "1e3", "-1", "1.GB", "1 000", "1GiBs", "0x10", True, None, "1,5GB"])
 def test_what_is_no_size_is_refused(value: Any) -> None:
     """The message shows what was given and what would do."""
-    with pytest.raises(ConfigError, match="is not a size; give bytes, or text such as '2GiB'") as caught:
+    with pytest.raises(ConfigError, match="is not a size; pass bytes, or text such as '2GiB'") as caught:
         parse_bytes(value)
     assert f"memory_limit={value!r}" in str(caught.value)
 

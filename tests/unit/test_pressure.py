@@ -22,7 +22,7 @@ def test_a_container_that_killed_is_named_with_its_limit(tmp_path: Path) -> None
     watchdog = _watchdog(tmp_path)
     assert watchdog.diagnosis() is None
     _write(tmp_path / "cgroup/memory.events", "low 0\noom 2\noom_kill 2\n")
-    assert watchdog.diagnosis() == "the container's memory limit of 4.0 GiB was reached, and the kernel killed it for that"
+    assert watchdog.diagnosis() == "the OOM killer killed it: the container reached its memory limit of 4.0 GiB"
     assert watchdog.diagnosis() is None  # told once
 
 
@@ -34,7 +34,7 @@ def test_the_group_of_this_process_is_looked_at(tmp_path: Path) -> None:
     _write(counters.with_name("memory.max"), "max\n")
     watchdog = _watchdog(tmp_path)
     _write(counters, "oom_kill 3\n")
-    assert watchdog.diagnosis() == "the container's memory limit was reached, and the kernel killed it for that"
+    assert watchdog.diagnosis() == "the OOM killer killed it: the container reached its memory limit"
 
 
 def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_machine_that_killed_is_named(tmp_path: Path) -> None:
     _write(tmp_path / "vmstat", "nr_free_pages 1\noom_kill 5\n")
     watchdog = _watchdog(tmp_path)
     _write(tmp_path / "vmstat", "nr_free_pages 1\noom_kill 6\n")
-    assert watchdog.diagnosis() == "the machine ran out of memory, and the kernel killed it for that"
+    assert watchdog.diagnosis() == "the OOM killer killed it: the machine ran out of memory"
 
 
 def test_where_nobody_counts_nothing_is_said(tmp_path: Path) -> None:

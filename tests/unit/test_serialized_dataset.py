@@ -81,9 +81,9 @@ def test_what_cannot_be_sent_is_named_by_its_path_with_a_cure(store: SegmentStor
     """The user reads which attribute of which argument it is, of what type, and what to do."""
     dataset = WithCache()
     text = (
-        "dataset cannot be sent to workers: dataset.cache.lock is a _thread.lock, which cannot be pickled; open it where it is "
-        "used (on first use, or in worker_init_fn), leave it out with __getstate__, or use worker='thread'\n"
-        "  the pickler says: "
+        "dataset cannot be sent to workers: dataset.cache.lock is a _thread.lock, which cannot be pickled; open it on "
+        "first use or in worker_init_fn, exclude it in __getstate__, or use worker='thread'\n"
+        "  pickle error: "
     )
 
     with pytest.raises(WorkerStartError, match="^" + re.escape(text)) as caught:

@@ -237,7 +237,7 @@ def _death_text(death: Death, doing: Doing | None, held: list[list[Any]]) -> str
     if doing is not None and doing.rss_bytes:
         text += f"; its memory at the last measurement: {format_bytes(doing.rss_bytes)}"
     if death.cause is not None:
-        text += f"; {death.cause}: use fewer workers, or smaller samples and batches"
+        text += f"; {death.cause}; use fewer workers, or smaller samples and batches"
     return text
 
 

@@ -102,9 +102,8 @@ def _explained(named: dict[str, Any], error: Exception) -> WorkerStartError:
             reason = f"{path} is a {kind}, which cannot be pickled"
             hint = f"{advice(found)}; or ".removeprefix("; or ")
             text = (
-                f"{name} cannot be sent to workers: {reason}; {hint}open it where it is used (on first "
-                "use, or in worker_init_fn), leave it out with __getstate__, or use worker='thread'\n"
-                f"  the pickler says: {error}"
+                f"{name} cannot be sent to workers: {reason}; {hint}open it on first use or in "
+                f"worker_init_fn, exclude it in __getstate__, or use worker='thread'\n  pickle error: {error}"
             )
             return _unpicklable(text, reason)
     text = f"dataset cannot be sent to workers: {error}; use worker='thread' if it must stay in this process"

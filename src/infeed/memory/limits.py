@@ -64,7 +64,7 @@ def parse_bytes(value: int | str) -> int:
     text = value.lower() if isinstance(value, str) else ""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text)
     if match is None:
-        raise ConfigError(f"memory_limit={value!r} is not a size; give bytes, or text such as '2GiB'")
+        raise ConfigError(f"memory_limit={value!r} is not a size; pass bytes, or text such as '2GiB'")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -137,9 +137,9 @@ class OomWatch:
         if self._container > before[0]:
             limit = self._limit()
             shown = "" if limit is None else f" of {format_bytes(limit)}"
-            return f"the container's memory limit{shown} was reached, and the kernel killed it for that"
+            return f"the OOM killer killed it: the container reached its memory limit{shown}"
         if self._machine > before[1]:
-            return "the machine ran out of memory, and the kernel killed it for that"
+            return "the OOM killer killed it: the machine ran out of memory"
         return None
 
     def _counts(self) -> tuple[int, int]:

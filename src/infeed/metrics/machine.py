@@ -19,9 +19,9 @@ def describe_machine(core_count: float) -> dict[str, str]:
     facts = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "cores": f"{core_count:g} to use, {os.cpu_count() or 1} in the machine",
+        "cores": f"{core_count:g} available of {os.cpu_count() or 1}",
         "free memory": format_bytes(available_bytes()),
-        "start of workers": "forkserver, where it is safe" if sys.platform == "linux" else "spawn",
+        "start method": "forkserver if safe, else spawn" if sys.platform == "linux" else "spawn",
     }
     for name in _LIBRARIES:
         version = getattr(sys.modules.get(name), "__version__", None)

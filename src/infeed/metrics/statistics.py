@@ -73,7 +73,7 @@ class Times(dict[str, float]):
     """A read-only dict of seconds by name. It is a dict so that it compares, pickles and converts to JSON like one."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("statistics cannot be changed; make a dict of them to change that: dict(statistics.sample_times)")
+        raise TypeError("statistics are read-only; change a copy, such as dict(statistics.sample_times)")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 

@@ -38,7 +38,7 @@ _MAKING: Final = threading.RLock()  # held while a Session is created
 _REFUSED: Final = "_infeed_refused"
 # Loader attribute: the reason why its dataset cannot be pickled for infeed's workers, after the first attempt.
 _UNPICKLABLE: Final = "_infeed_unpicklable"
-_LEAVE_OUT: Final = "remove it in __getstate__ and open it in each worker on first use"
+_LEAVE_OUT: Final = "exclude it in __getstate__ and open it in each worker on first use"
 _NEW_CONTEXT: Final = "create it with multiprocessing.get_context('spawn')"
 
 
