@@ -94,6 +94,14 @@ def test_two_ranks_share_an_epoch(tmp_path: Path) -> None:
     assert "epoch 1: [100, 100] samples per rank, each sample once" in out
 
 
+@pytest.mark.linux("Ray is tested on Linux")
+def test_ranks_have_workers_on_other_nodes(tmp_path: Path) -> None:
+    """It starts a cluster of three nodes."""
+    out = run("workers_on_ray.py", tmp_path, needs=["ray"])
+
+    assert "2 ranks, 500 and 500 samples: together each sample once" in out
+
+
 def test_jax_fits_a_line(tmp_path: Path) -> None:
     out = run("jax_training.py", tmp_path, needs=["jax"])
 

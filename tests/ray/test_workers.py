@@ -340,3 +340,16 @@ def test_nothing_imports_ray_unasked() -> None:
     """Neither infeed nor a loader with other workers."""
     program = "import sys, infeed; list(infeed.DataLoader(range(4), num_workers=1)); assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
+
+
+def test_auto_adds_workers_on_the_cluster() -> None:
+    """With one core here, the tuner goes on beyond it: with workers on the cluster."""
+    with infeed.DataLoader(
+        Slow(), batch_size=4, num_workers="auto", worker=infeed.RayWorkers(local=1), cpu_limit=1, timeout=2 * DEADLINE_S
+    ) as loader:
+        deadline = time.monotonic() + 2 * DEADLINE_S
+        seen: set[int] = set()
+        while len(seen) < 3 and time.monotonic() < deadline:
+            for _, pid in loader:
+                seen |= set(plain(pid))
+    assert len(seen) >= 3

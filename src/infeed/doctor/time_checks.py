@@ -313,7 +313,8 @@ def _limit(run: Run, loader: LoaderSeen, best: int) -> tuple[str, str]:
         return "most", "the maximum that is ever proposed"
     if best > run.core_count:
         return "cores", "all cores used; more than one worker per core, because loading is I/O-bound"
-    return "cores", "all cores used"
+    # Not above: I/O-bound loading gains nothing from the cores of other machines.
+    return "cores", "all cores used; workers on other machines would help, with worker='ray' of infeed's loaders"
 
 
 # --- contention between workers: thread pools of libraries, and the GIL

@@ -339,6 +339,15 @@ class Session:
         self.plan.begin(start, lambda: progress.cursor().step)
         return progress
 
+    def _cores_of_workers(self, config: LoaderConfig) -> float:
+        """Return the CPU cores for which the tuner may add workers: also those of a Ray cluster, if the user allows it."""
+        if config.ray is None or not config.is_auto:
+            return self.cores
+        from infeed.workers.ray_pool import capacity  # imports Ray
+
+        world_size = 1 if config.shard is None else config.shard.world_size  # type: ignore[union-attr]
+        return min(self.cores, config.ray.local) + capacity(config.ray) / world_size
+
     @property
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
@@ -346,7 +355,7 @@ class Session:
     def build(self, config: LoaderConfig) -> Engine:
         """Build an engine with the best known number and kind of workers."""
         worker_tuning = self.worker_tuning
-        tuner = worker_tuning.tuner(config, self.cores)
+        tuner = worker_tuning.tuner(config, self._cores_of_workers(config))
         # Only one of several concurrent engines is tuned; the others use its worker count.
         is_alone = not self.engine_cache.has_engines_out
         build = partial(

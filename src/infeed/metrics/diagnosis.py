@@ -520,7 +520,7 @@ def _add_text(numbers: Mapping[str, Any]) -> str:
 def _reduce_text(numbers: Mapping[str, Any]) -> str:
     best = "More workers bring no gain. " if numbers.get("is_best") else ""
     gil = _GIL_IF if numbers.get("is_gil_possible") else ""
-    return f"{best}Make it cheaper or use more cores{gil}.{_burst(numbers)}"
+    return f"{best}Make it cheaper or use more cores, here or on other machines (worker='ray'){gil}.{_burst(numbers)}"
 
 
 def _per_core_text(numbers: Mapping[str, Any]) -> str:

@@ -74,6 +74,8 @@ _WAIT_S: Final = 10.0
 # Results may take this share of a node's object store. Above 80% Ray writes objects to disk.
 _STORE_SHARE: Final = 0.5
 _CONTROL: Final = "control"
+# The number of workers that a cluster has resources for, if they need none.
+_NO_LIMIT: Final = 1024
 
 
 def connect() -> Any:
@@ -512,9 +514,7 @@ class RayPool(WorkerPool):
             self._warn_of_waiting(len(waiting_s))
 
     def _warn_of_waiting(self, count: int) -> None:
-        needs = {"CPU": self._options.cpus, **self._options.resources}
-        if self._options.memory is not None:
-            needs["memory"] = self._options.memory
+        needs = _needs(self._options)
         has, free = self._ray.cluster_resources(), self._ray.available_resources()
         listed = ", ".join(f"{needs[name]:g} {name} ({free.get(name, 0):g} of {has.get(name, 0):g} free)" for name in needs)
         _LOG.warning(
@@ -522,6 +522,19 @@ class RayPool(WorkerPool):
             "other work ends, or lower num_workers",
             format_count(count, "worker"), len(self._members), self._warned_s, listed,
         )  # fmt: skip
+
+
+def capacity(options: RayWorkers) -> float:
+    """Return how many workers the cluster has resources for, if it does nothing else."""
+    has, needs = connect().cluster_resources(), _needs(options)
+    return min((has.get(name, 0.0) // need for name, need in needs.items() if need), default=float(_NO_LIMIT))
+
+
+def _needs(options: RayWorkers) -> dict[str, float]:
+    needs = {"CPU": float(options.cpus), **options.resources}
+    if options.memory is not None:
+        needs["memory"] = float(options.memory)
+    return needs
 
 
 def _reason(error: BaseException) -> str:
