@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray [--workers 2] [--batches 20] [--repeat 3] [--without-ray-data]
 
-The cluster is two nodes on this machine (``ray.cluster_utils.Cluster``), so transfers between them cross the loopback interface.
+The cluster is two nodes on this machine (``ray.cluster_utils.Cluster``): transfers between them cross the loopback interface.
 ``cpu`` has samples of 5 ms of CPU time in batches of 16; ``big`` has batches of 64 images of 3x224x224 float32, 38.5 MB, that
 take no time to create. Variants alternate; the table shows medians.
 """

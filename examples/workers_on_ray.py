@@ -5,8 +5,8 @@ Without an address this program starts a cluster of three nodes on this machine:
     python workers_on_ray.py [address of a cluster]
 
 On a real cluster, `RayWorkers(resources={"cpu_node": 1})` keeps workers on nodes that were started with
-`ray start --address=... --resources='{"cpu_node": 16}'`. The same works in the `train_loop_per_worker` of Ray Train and in programs under
-torchrun (set RAY_ADDRESS=auto there): pass the rank and the number of ranks, or `shard="auto"`.
+`ray start --address=... --resources='{"cpu_node": 16}'`. The same works in the `train_loop_per_worker` of Ray Train and in
+programs under torchrun (set RAY_ADDRESS=auto there): pass the rank and the number of ranks, or `shard="auto"`.
 """
 
 import sys
