@@ -302,7 +302,7 @@ class RandomSampler:
         num_samples: number of samples per epoch; by default the length of the dataset.
         block_size: shuffle blocks of this many consecutive samples, and the samples within windows of blocks, so that a batch
             is read in few large pieces. ``"auto"``: the block size of the dataset. 1 shuffles single samples.
-        window: number of blocks whose samples are shuffled together; by default 16, or fewer for large row groups of Parquet.
+        window: number of blocks whose samples are shuffled together; by default 4.
 
     Raises:
         ConfigError: an argument is invalid.

@@ -72,7 +72,7 @@ def test_an_exception_of_decode_keeps_its_type_and_names_the_sample(tmp_path: Pa
     with pytest.raises(ValueError, match="invalid literal") as caught:
         dataset[1]
 
-    assert "decode['bin'] for sample 'train/000001' of" in caught.value.__notes__[0]
+    assert "decode['bin'] for 'train/000001' of" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from infeed import __version__
-from infeed.cli import bench, demo, doctor, run
+from infeed.cli import bench, demo, doctor, run, shards
 from infeed.cli.arguments import replacing
 
 __all__ = ["main"]
@@ -25,6 +25,8 @@ examples:
   infeed doctor train.py                      find what slows down or endangers its data loading
   infeed doctor -v --html report.html train.py
   infeed bench data:train_set --batch-size 64 find the best worker settings for a dataset
+  infeed pack images/ shards/ --shard-size 1GB write tar shards from a folder of files
+  infeed index "s3://bucket/{000..127}.tar"   index shards for infeed.open
 
 help for one command: infeed COMMAND --help
 """
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_parser(commands)
     bench.add_parser(commands)
     demo.add_parser(commands)
+    shards.add_parsers(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)

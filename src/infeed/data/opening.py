@@ -72,6 +72,20 @@ def open(
 open.__module__ = "infeed"  # the public path, which pickles refer to
 
 
+def build_index(
+    pattern: Patterns, format: str | None, index: str | None, options: dict[str, Any] | None
+) -> tuple[ShardDataset, str | None]:
+    """Index shards and store the index beside them, also on object storage.
+
+    Returns:
+        The dataset, and where the index was written; ``None`` if it was up to date.
+    """
+    found = find_shards(pattern, format, options)
+    store = index_store(found, index, options)
+    opened = store.open(publish=True)
+    return _dataset(found, opened, None, None, None), store.saved_at
+
+
 class Shards(NamedTuple):
     """Shards of one format on one storage."""
 

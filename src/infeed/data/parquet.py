@@ -6,6 +6,7 @@ import io
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, final
 
@@ -97,7 +98,7 @@ class ParquetDataset(ShardDataset):
                 decode = self._decoders.get(name)
                 for place, value in zip(places.tolist(), values, strict=True):
                     if decode is not None:
-                        value = decoded(decode, value, name, f"row {rows[place]} of the dataset")
+                        value = decoded(decode, value, name, partial("row {} of the dataset".format, int(rows[place])))
                     samples[place][name] = value
         return samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -87,7 +88,7 @@ class TarDataset(ShardDataset):
             for code in codes:
                 name, value = names[code], next(contents)
                 if name in decoders:
-                    value = decoded(decoders[name], value, name, f"sample {self.key(row)!r} of {urls[shard]}")
+                    value = decoded(decoders[name], value, name, partial(self._described, row, urls[shard]))
                 sample[name] = value
             if self._required is not None:
                 sample = self._arranged(sample, self._required, row, urls[shard])
@@ -104,6 +105,9 @@ class TarDataset(ShardDataset):
             raise ShardError(
                 f"{url}: sample {self.key(row)!r} has no {error.args[0]!r}, which columns requests; it has {', '.join(found)}"
             ) from None
+
+    def _described(self, row: int, url: str) -> str:
+        return f"{self.key(row)!r} of {url}"
 
     def key(self, row: int) -> str:
         """Return the key of a sample: its path in the shard without extension."""

@@ -1,0 +1,171 @@
+"""Write tar shards in WebDataset's conventions from a folder of files or a map-style dataset."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from infeed.data.storage import LocalStorage, Range, unversioned
+from infeed.data.tar_scan import LOCAL, scan_tar
+from infeed.errors import ConfigError, ShardError
+
+_PART_SUFFIX: Final = ".part"
+_DIGITS: Final = 6
+
+
+class Sample(NamedTuple):
+    """A key and the content of its members by extension."""
+
+    key: str
+    members: Mapping[str, bytes | Path]
+
+    def size(self) -> int:
+        return sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in self.members.values())
+
+
+class Packed(NamedTuple):
+    """What was written."""
+
+    shards: int
+    samples: int
+    resumed_samples: int  # of them, those that an earlier run had written
+
+
+def samples_of_folder(folder: Path) -> list[Sample]:
+    """Return the samples of a folder: files of one folder and basename are one sample, in the order of their paths.
+
+    Raises:
+        ConfigError: The folder has no file with an extension.
+    """
+    groups: dict[str, dict[str, bytes | Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        name, dot, extension = path.name.partition(".")
+        if path.is_file() and name and dot:
+            key = (path.relative_to(folder).parent / name).as_posix()
+            groups.setdefault(key, {})[extension.lower()] = path
+    if not groups:
+        raise ConfigError(f"{folder}: has no files with an extension; name a folder of files such as 0001.jpg and 0001.cls")
+    return [Sample(key, groups[key]) for key in sorted(groups)]
+
+
+def samples_of_dataset(dataset: Any, start: int = 0) -> Iterator[Sample]:
+    """Yield the samples of a map-style dataset from ``start`` on, as bytes."""
+    for number in range(start, len(dataset)):
+        sample = dataset[number]
+        if isinstance(sample, tuple | list):
+            sample = {f"{place}": value for place, value in enumerate(sample)}
+        elif not isinstance(sample, Mapping):
+            sample = {"0": sample}
+        members = dict(_member(name, value) for name, value in sample.items() if not name.startswith("__"))
+        yield Sample(f"{number:09d}", members)
+
+
+def _member(name: str, value: Any) -> tuple[str, bytes]:
+    """Return extension and bytes of a value: bytes unchanged, text and numbers as text, arrays as .npy, images as .png."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return name, bytes(value)
+    if isinstance(value, str):
+        return name, value.encode()
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        return name, str(value).encode()
+    if hasattr(value, "save") and hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
+        stream = io.BytesIO()
+        value.save(stream, "PNG")
+        return _with_extension(name, "png"), stream.getvalue()
+    if hasattr(value, "__array__"):
+        stream = io.BytesIO()
+        np.save(stream, np.asarray(value), allow_pickle=False)
+        return _with_extension(name, "npy"), stream.getvalue()
+    try:
+        return _with_extension(name, "json"), json.dumps(value).encode()
+    except TypeError:
+        raise ConfigError(
+            f"column {name!r} is a {type(value).__qualname__}, which has no file format; return bytes, text, numbers, arrays, "
+            "PIL images or JSON values"
+        ) from None
+
+
+def _with_extension(name: str, extension: str) -> str:
+    return name if name.endswith(extension) else f"{name}.{extension}"
+
+
+def written_shards(out: Path, prefix: str) -> tuple[list[Path], int, str | None]:
+    """Return the complete shards of an earlier run, how many samples they have, and the key of the last one."""
+    shards: list[Path] = []
+    count, last = 0, None
+    while (path := shard_path(out, prefix, len(shards))).exists():
+        storage = LocalStorage()
+
+        def read(offset: int, size: int, path: Path = path, storage: LocalStorage = storage) -> bytes:
+            return storage.read([Range(str(path), offset, size)], unversioned)[0]
+
+        found = scan_tar(str(path), read, path.stat().st_size, LOCAL)
+        shards.append(path)
+        count += len(found.keys)
+        last = found.keys[-1] if found.keys else last
+    return shards, count, last
+
+
+def shard_path(out: Path, prefix: str, number: int) -> Path:
+    return out / f"{prefix}-{number:0{_DIGITS}d}.tar"
+
+
+def check_resumed(out: Path, last: str | None, expected: str | None) -> None:
+    """Check that the shards of an earlier run have the first samples of this one.
+
+    Raises:
+        ShardError: They are of other data.
+    """
+    if last != expected:
+        raise ShardError(f"{out}: has shards whose last sample is {last!r} instead of {expected!r}; pack into an empty folder")
+
+
+def write_shards(samples: Iterable[Sample], out: Path, prefix: str, shard_bytes: int, first: int) -> Iterator[int]:
+    """Write samples to shards from number ``first`` on; yield the number of the shard of each sample.
+
+    A shard has a temporary name until it is complete, so that an interrupted run continues with the first missing one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    number, size = first, 0
+    part = shard_path(out, prefix, number).with_suffix(_PART_SUFFIX)
+    archive: tarfile.TarFile | None = None
+    try:
+        for sample in samples:
+            if archive is not None and size + sample.size() > shard_bytes:
+                archive.close()
+                archive = None
+                os.replace(part, shard_path(out, prefix, number))
+                number, size = number + 1, 0
+                part = shard_path(out, prefix, number).with_suffix(_PART_SUFFIX)
+            if archive is None:
+                archive = tarfile.open(part, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+            for extension, data in sample.members.items():
+                _add(archive, f"{sample.key}.{extension}", data)
+            size += sample.size()
+            yield number
+        if archive is not None:
+            archive.close()
+            archive = None
+            os.replace(part, shard_path(out, prefix, number))
+    finally:
+        if archive is not None:  # interrupted
+            archive.close()
+            part.unlink()
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes | Path) -> None:
+    info = tarfile.TarInfo(name)
+    if isinstance(data, bytes):
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+        return
+    with open(data, "rb") as file:
+        info.size = os.fstat(file.fileno()).st_size
+        archive.addfile(info, file)
