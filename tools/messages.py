@@ -3,7 +3,7 @@
     python tools/messages.py           # write the file
     python tools/messages.py --check   # fail if the file differs from the code
 
-Texts are string literals and f-strings of at least two words that are neither docstrings nor markup, in the order of the
+Texts are string literals and f-strings of at least two words that are not docstrings, assertions or markup, in the order of the
 source. A line starts with how the text is used: the exception, ``warning``, ``log.info``, ``print``, or ``text`` for everything
 else, such as labels and parts of longer texts. Expressions in f-strings are shortened to a name: ``{count}``.
 """
@@ -104,7 +104,7 @@ def messages_in(tree: ast.AST, use: str = "text") -> Iterator[tuple[int, str, st
         use = use if within == "text" else within
     for child in ast.iter_child_nodes(tree):
         is_docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-        if not is_docstring and not isinstance(child, ast.arg | ast.FormattedValue):
+        if not is_docstring and not isinstance(child, ast.arg | ast.Assert | ast.FormattedValue):
             yield from messages_in(child, use if isinstance(child, ast.expr | ast.keyword | ast.comprehension) else "text")
 
 

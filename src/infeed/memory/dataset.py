@@ -21,7 +21,7 @@ from infeed.memory.search import find_culprit
 from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore
 from infeed.memory.shared_arrays import copying_shared
 
-_FIX: Final = "let the dataset map its files instead of storing them (workers get a copy of it), or use worker='thread'"
+_FIX: Final = "memory-map files instead of storing their contents in the dataset, or use worker='thread'"
 
 
 @final
