@@ -13,6 +13,8 @@ TREE = {
     "LoaderClosedError": (errors.InfeedError, RuntimeError),
     "SampleError": (errors.InfeedError,),
     "CollateError": (errors.SampleError, ValueError),
+    "ShardError": (errors.InfeedError, ValueError),
+    "StorageError": (errors.InfeedError, OSError),
     "WorkerError": (errors.InfeedError, RuntimeError),
     "WorkerStartError": (errors.WorkerError,),
     "WorkerDiedError": (errors.WorkerError,),

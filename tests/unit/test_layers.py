@@ -8,7 +8,7 @@ from tests.unit.fresh import SOURCE
 
 HEAVY = {"torch", "jax", "ray", "cv2", "tqdm", "rich", "PIL", "pandas", "pyarrow", "psutil", "matplotlib", "plotly"}
 ALLOWED = {
-    "cli/pictures.py": {"PIL"},
+    "cli/demo_images.py": {"PIL"},
     "delivery/jax.py": {"jax"},
     "delivery/cuda.py": {"torch"},
     "delivery/plain.py": {"torch"},
