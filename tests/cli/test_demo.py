@@ -151,6 +151,7 @@ def test_the_rate_covers_the_time_from_the_first_batch_on() -> None:
 
 def test_a_report_that_cannot_be_written_is_refused_first(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before any image is generated."""
+    pytest.importorskip("PIL")
     assert main([*SMALL, "--report", str(temp_root / "absent" / "demo.html")]) == 2
 
     assert "--report" in capsys.readouterr().err

@@ -18,6 +18,8 @@ if sys.platform == "win32":
 
 from tests.metrics.browser import DESK_PX, NAMES, PHONE_PX, Browser, find_browser
 
+pytest.importorskip("plotly")
+
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,

@@ -71,6 +71,7 @@ def test_a_chart_cannot_end_its_script() -> None:
 
 def test_a_page_has_the_library_once_and_only_if_there_is_a_chart() -> None:
     """It is what makes a page large."""
+    pytest.importorskip("plotly")
     plain = page("Page", [section("Title", paragraph("text"))])
     charts = page("Page", [row(section("Title", chart(FIGURE))), chart(FIGURE)])
 

@@ -16,6 +16,8 @@ from infeed.metrics.report import report_page, write_report
 from infeed.metrics.statistics import Trace
 from tests.metrics.traces import CASES, empty_trace, faulty_trace, make_trace, strange_trace, with_statistics
 
+pytest.importorskip("plotly")
+
 ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 HEADINGS = [
     "Throughput",
