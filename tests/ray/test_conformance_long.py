@@ -1,4 +1,4 @@
-"""More tests of the engine with workers on a Ray cluster: iterable datasets, seeds, states, errors, bad samples, epochs."""
+"""Tests of the engine with workers on a Ray cluster: conformance, iterable datasets, seeds, states, errors, epochs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from tests.engine import (
     test_bad_samples,
     test_batches,
+    test_conformance,
     test_epochs,
     test_errors,
     test_rng,
@@ -23,7 +24,17 @@ _LOCAL_ONLY = {
     "test_a_worker_that_cannot_start_takes_no_memory_from_others",
 }
 
-for _suite in (test_bad_samples, test_batches, test_epochs, test_errors, test_rng, test_seeds, test_state, test_streams):
+for _suite in (
+    test_bad_samples,
+    test_batches,
+    test_conformance,
+    test_epochs,
+    test_errors,
+    test_rng,
+    test_seeds,
+    test_state,
+    test_streams,
+):
     _topic = _suite.__name__.rpartition("test_")[2]
     for _name, _value in list(vars(_suite).items()):
         if _name.startswith("test_") and _name not in _LOCAL_ONLY:

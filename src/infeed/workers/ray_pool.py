@@ -542,6 +542,7 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:"))]
     text = " ".join(told).removeprefix("The actor died unexpectedly before finishing this task.").strip()
+    text = text.partition(" Some common causes include")[0]  # a paragraph of guesses
     return text or type(error).__name__
 
 
