@@ -20,8 +20,7 @@ from typing import Any, Final
 import pytest
 
 BUCKET: Final = "data"
-_START_S: Final = 60.0
-_INSTALL_S: Final = 120.0
+_INSTALL_S: Final = 40.0
 _PROGRAM: Final = """
 const S3rver = require("s3rver");
 const options = {port: 0, address: "127.0.0.1", silent: true, directory: process.argv[1], configureBuckets: [{name: "data"}]};
