@@ -77,7 +77,7 @@ def test_an_exception_shows_the_programs_own_frames(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [([], "name a script, or -m and a module"), (["absent.py"], "'absent.py' is not a file; name a script")],
+    [([], "missing program; pass a script or -m MODULE"), (["absent.py"], "'absent.py' is not a file; pass a script")],
 )
 def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], text: str) -> None:
     """With a cure, and the exit code of wrong usage."""
