@@ -18,9 +18,14 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def obstore_threads() -> None:
+    """Start obstore's threads, which stay until the process ends, before the leak guard of a test looks."""
+    obstore = pytest.importorskip("obstore")
+    obstore.put(obstore.store.MemoryStore(), "a", b"")
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory, obstore_threads: None) -> Iterator[Server]:
     """One S3 server for all tests of this process. Every test uses keys of its own."""
-    pytest.importorskip("obstore")
     with serving(tmp_path_factory.mktemp("s3")) as server:
-        server.names("")  # starts obstore's threads, which stay
         yield server

@@ -218,9 +218,8 @@ def test_the_cache_serves_what_was_read_before(s3: Server, tmp_path: Path) -> No
         assert proxy.request_count == before + 2
 
 
-def test_http_servers_are_read_too(tmp_path: Path) -> None:
+def test_http_servers_are_read_too(tmp_path: Path, obstore_threads: None) -> None:
     """By ranges; the pattern lists the shards, because HTTP has no listing."""
-    pytest.importorskip("obstore")
     import functools
     import http.server
     import threading
