@@ -9,7 +9,7 @@ class InfeedError(Exception):
     Exceptions from the dataset or other user code keep their own type, plus a note that names where they were raised. So
     ``except ValueError`` works the same with and without workers.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> try:
         ...     infeed.DataLoader(range(6), batch_size=0)

@@ -104,7 +104,7 @@ class DataLoader:
     Raises:
         ConfigError: an argument or a combination of arguments is invalid.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> with infeed.DataLoader(range(6), batch_size=2, shuffle=True, seed=0, num_workers=2, worker="thread") as loader:
         ...     [batch.tolist() for batch in loader]
@@ -192,7 +192,7 @@ class DataLoader:
     def statistics(self) -> Statistics:
         """Return counters of all epochs and a diagnosis: whether the training loop waits for data, the bottleneck, the fix.
 
-        Example:
+        Examples:
             >>> import infeed
             >>> loader = infeed.DataLoader(range(6), batch_size=2)
             >>> batches = list(loader)
@@ -253,7 +253,7 @@ class DataLoader:
         Raises:
             StateError: the dataset is map-style and has its own ``state_dict``, which the loader cannot track in workers.
 
-        Example:
+        Examples:
             >>> import infeed
             >>> loader = infeed.DataLoader(range(6), batch_size=2)
             >>> first = next(iter(loader))
@@ -290,7 +290,7 @@ class DataLoader:
         Raises:
             IndexError: the batch does not exist, or it came from a sampler or an iterable dataset and is no longer stored.
 
-        Example:
+        Examples:
             >>> import infeed
             >>> infeed.DataLoader(range(6), batch_size=2).explain(1).indices
             [2, 3]

@@ -307,7 +307,7 @@ class RandomSampler:
     Raises:
         ConfigError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> few = infeed.RandomSampler(num_samples=4)
         >>> len(infeed.DataLoader(range(1000), batch_size=2, sampler=few))
@@ -345,7 +345,7 @@ class ErrorPolicy:
     Raises:
         ConfigError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> loader = infeed.DataLoader(range(100), 10, on_error=infeed.ErrorPolicy("skip", budget=0.01, retries=2))
     """
@@ -375,7 +375,7 @@ class Device:
     Raises:
         ConfigError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> loader = infeed.DataLoader(range(100), 10, device=infeed.Device("cpu", prefetch=1))
     """
@@ -408,7 +408,7 @@ class StatisticsCallback:
     Raises:
         ConfigError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> seen = []
         >>> callback = infeed.StatisticsCallback(lambda statistics: seen.append(statistics.batch_count), interval=0)

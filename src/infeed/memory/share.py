@@ -72,7 +72,7 @@ def share(obj: Any) -> Any:
         TypeError: ``obj`` has another type.
         MemoryLimitError: not enough memory is available.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> names = infeed.share(["cat", "dog", "bird"])
         >>> names[1], len(names), "dog" in names, list(names[1:])

@@ -43,7 +43,7 @@ class SlowDataset(_Numbers):
         length: number of samples.
         seconds: time per sample.
 
-    Example:
+    Examples:
         >>> from infeed.testing import SlowDataset
         >>> SlowDataset(10, 0.001)[3]
         3
@@ -68,7 +68,7 @@ class UnevenDataset(_Numbers):
         slow_seconds: time of a sample whose index is a multiple of ``every``.
         every: one sample in this many is slow.
 
-    Example:
+    Examples:
         >>> from infeed.testing import UnevenDataset
         >>> UnevenDataset(100, 0, slow_seconds=0.001, every=50)[50]
         50
@@ -98,7 +98,7 @@ class FaultyDataset(_Numbers):
         bad: indices that raise.
         error: function of the index that returns the exception; by default a ``ValueError``.
 
-    Example:
+    Examples:
         >>> from infeed.testing import FaultyDataset
         >>> FaultyDataset(10, bad=[4], error=KeyError)[4]
         Traceback (most recent call last):
@@ -130,7 +130,7 @@ class CrashingDataset(_Numbers):
         times: number of deaths for each index; ``None`` for every time.
         how: ``"kill"`` sends SIGKILL like the OOM killer; ``"exit"`` calls ``os._exit`` as some libraries do.
 
-    Example:
+    Examples:
         >>> from infeed.testing import CrashingDataset
         >>> dataset = CrashingDataset(10, crash_at=[4], count_file="deaths.txt")
         >>> dataset[3], dataset.deaths
@@ -193,7 +193,7 @@ class RandomDataset(_Numbers):
         length: number of samples.
         sources: names of the generators.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> from infeed.testing import RandomDataset
         >>> first, second = (list(infeed.DataLoader(RandomDataset(2), batch_size=None, seed=1)) for _ in range(2))

@@ -24,7 +24,7 @@ def assert_resumable(loader: Any, *, steps: Iterable[int] | None = None, in_orde
     Raises:
         AssertionError: the remaining batches differ; the message names the step and the batch.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> from infeed.testing import RandomDataset, assert_resumable
         >>> assert_resumable(infeed.DataLoader(RandomDataset(10), batch_size=4, shuffle=True))

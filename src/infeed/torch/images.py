@@ -27,7 +27,7 @@ class ImageConvert:
     Raises:
         ConfigError: ``dtype`` is not floating point, ``std`` has a zero, or ``mean`` and ``std`` differ in length.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from infeed.torch import ImageConvert
         >>> convert = ImageConvert(torch.float32, mean=(0.5,), std=(0.5,))

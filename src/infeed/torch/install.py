@@ -33,7 +33,7 @@ def install() -> None:
     ``StatefulDataLoader`` becomes infeed's, if it is imported from now on. All this also applies to processes that
     ``multiprocessing`` starts from now on, with any start method. Idempotent; ``uninstall`` reverts it.
 
-    Example:
+    Examples:
         >>> import infeed.torch, torch
         >>> infeed.torch.install()
         >>> [batch.tolist() for batch in torch.utils.data.DataLoader(range(4), batch_size=2)]

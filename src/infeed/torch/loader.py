@@ -88,7 +88,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
     The other arguments are torch's. ``infeed.DataLoader`` documents infeed's own in more detail.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from infeed.torch import DataLoader
         >>> dataset = torch.utils.data.TensorDataset(torch.arange(4))

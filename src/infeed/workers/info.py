@@ -51,7 +51,7 @@ def get_worker_info() -> WorkerInfo | None:
     An iterable dataset that several workers read uses it to select its share. If an iterable dataset never calls it, only one
     worker reads it. Either way each element is delivered once.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> class Numbers:
         ...     def __iter__(self):

@@ -29,7 +29,7 @@ class RayWorkers:
     Raises:
         ConfigError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> loader = infeed.DataLoader(range(100), 10, num_workers=8, worker=infeed.RayWorkers(cpus=1, local=2))
     """

@@ -182,7 +182,7 @@ def get_rng() -> np.random.Generator:
     on the batch size. In an iterable dataset it belongs to the element. Outside a loader, each call returns a new, unseeded
     generator.
 
-    Example:
+    Examples:
         >>> import infeed
         >>> class Dice:
         ...     def __len__(self):
