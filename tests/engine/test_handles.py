@@ -77,5 +77,5 @@ def test_a_handle_that_cannot_travel_is_named_with_its_place_and_the_cure(tmp_pa
 
     text = str(caught.value)
     assert f"dataset.shards['first'][0]{inside} is a {kind}, which cannot be pickled" in text
-    assert "open it where it is used (on first use, or in worker_init_fn)" in text
+    assert "on first use or in worker_init_fn" in text
     assert "worker='thread'" in text

@@ -22,7 +22,7 @@ from infeed.memory.pickling import ByValuePickler, TensorReducer
 from infeed.memory.shared_arrays import BINS, Shared, pointer_of
 
 # Modules whose objects have no attributes of interest.
-_OPAQUE_MODULES: Final = ("builtins", "numpy", "weakref")
+_OPAQUE_MODULES: Final = ("builtins", "_io", "numpy", "weakref")
 
 # How to append a part to the path of its owner: a format, and its argument.
 Step: TypeAlias = tuple[str, Any]
