@@ -187,10 +187,10 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
         assert dataset.startswith(
             "MemoryLimitError | cannot allocate 300.0 MiB of shared memory: address space is limited to "
         ), dataset
-        assert dataset.endswith("(workers get a copy of it), or use worker='thread'"), dataset
+        assert dataset.endswith("or use worker='thread'"), dataset
         assert worker.startswith("WorkerStartError | worker 0 could not build the dataset: "), worker
         assert "Unable to allocate 1.00 GiB" in worker, worker
-        assert worker.endswith("use fewer workers, let it map its files, or use worker='thread'"), worker
+        assert worker.endswith("use fewer workers, memory-map its files, or use worker='thread'"), worker
         assert file.startswith(
             "MemoryLimitError | cannot allocate 4.0 MiB of shared memory: files, and so shared memory, are limited to 2.0 MiB "
         ), file
