@@ -354,21 +354,21 @@ _LEAVING: Final = ("break", "take", "open", "drop", "zip", "nest")
 DIFFERENCES: Final[dict[str, Difference]] = {
     "warning of many workers": Difference(
         "What differs",
-        "infeed warns of more workers than cores when the loader is created; torch warns again at each `iter()`.",
+        "infeed warns about more workers than CPU cores when you create the loader; torch warns again at each `iter()`.",
         lambda program: program.options.num_workers > 2,
         without_warnings("This DataLoader will create"),
         Program(options=OptionsSpec(num_workers=3)),
     ),
     "warnings of collation": Difference(
         "What differs",
-        "infeed makes batches with fewer calls of torch, so that torch warns less often of `complex32` and of sparse tensors.",
+        "infeed calls torch less often to create a batch, so torch issues fewer warnings about `complex32` and sparse tensors.",
         lambda program: any(word in repr(program.dataset.sample) for word in ("complex32", "sparse")),
         without_warnings("ComplexHalf support is experimental", "Sparse "),
         Program(DatasetSpec(sample="tensor complex32")),
     ),
     "exceptions of workers": Difference(
         "What differs",
-        "An exception arrives with its own type and arguments",
+        "infeed raises an exception from a worker with its own type and arguments",
         has_workers,
         original_errors,
         Program(DatasetSpec(bad=((1, "Several"),)), _TWO, _DRAIN),
@@ -405,7 +405,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "which worker": Difference(
         "What differs",
-        "Which worker loads which sample.",
+        "The worker that loads a sample may differ.",
         lambda program: (
             program.options.num_workers > 1
             and program.dataset.kind in ("located", "counted")
@@ -417,7 +417,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "failed start": Difference(
         "What differs",
-        "If `worker_init_fn` or `__iter__` of an iterable dataset raises in a worker, infeed raises it once",
+        "If `worker_init_fn` or `__iter__` of an iterable dataset raises in a worker, infeed raises the exception once",
         lambda program: (
             has_workers(program) and (program.options.worker_init_fn == "fail" or program.dataset.kind == "stream, closed")
         ),
@@ -426,7 +426,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "in_order=False": Difference(
         "What differs",
-        "With `in_order=False`, the order itself.",
+        "With `in_order=False`, the order of batches differs.",
         lambda program: program.options.num_workers > 1 and not program.options.in_order,
         in_any_order,
         Program(DatasetSpec(length=9), OptionsSpec(num_workers=2, in_order=False)),
@@ -434,7 +434,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "ended sampler": Difference(
         "What differs",
-        "An iteration does not call `next` of its sampler again after `StopIteration`.",
+        "Within an iteration, infeed does not call `next` on the sampler again after `StopIteration`.",
         lambda program: has_sampler(program, "own iterator", "failing"),
         asked_once_at_the_end,
         Program(
@@ -444,21 +444,21 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "collation in workers": Difference(
         "What differs",
-        "Samples are collated in workers as with `num_workers=0`.",
+        "Workers collate samples as the main process does with `num_workers=0`.",
         lambda program: has_workers(program) and program.options.collate_fn in ("", "default_collate"),
         up_to_collation,
         Program(DatasetSpec(sample="tensor and number"), OptionsSpec(batch_size=2, num_workers=1)),
     ),
     "gradients from workers": Difference(
         "What differs",
-        "Tensors that need a gradient arrive from workers as leaves. torch's loader hangs if they are not leaves.",
+        "Tensors that require gradients arrive from workers as leaf tensors. torch's loader hangs if they are not.",
         lambda program: program.hangs_with_torch,
         up_to_hang,
         Program(DatasetSpec("tensor", sample=_GRADIENT), OptionsSpec(batch_size=None, num_workers=1), (Operation("take"),)),
     ),
     "left iteration": Difference(
         "What differs",
-        "Persistent workers drop what was in flight when an iteration is left; torch's load it.",
+        "If you leave an iteration early, infeed's persistent workers drop the samples in flight; torch's workers load them.",
         lambda program: (
             has_workers(program)
             and program.options.persistent_workers
@@ -475,7 +475,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "failing sampler": Difference(
         "What differs",
-        "A sampler that raises does not cost a batch.",
+        "A sampler error does not lose a batch.",
         lambda program: has_workers(program) and has_sampler(program, "failing"),
         up_to_failed_sampler,
         Program(
@@ -487,7 +487,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "StopIteration": Difference(
         "What differs",
-        "`StopIteration` from `__getitem__` is a `RuntimeError`, where torch ends the epoch in silence.",
+        "`StopIteration` from `__getitem__` becomes a `RuntimeError`; torch ends the epoch without an error.",
         lambda program: "StopIteration" in dict(program.dataset.bad).values(),
         up_to_stop_iteration,
         Program(DatasetSpec(bad=((1, "StopIteration"),))),
