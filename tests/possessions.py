@@ -83,6 +83,6 @@ def _descriptors() -> dict[int, str]:
 
 
 def _tcp_sockets() -> set[str]:
-    """The TCP sockets of the machine. infeed opens none; obstore and Ray open and close theirs at any time, in their own threads."""
+    """The TCP sockets of the machine. infeed opens none; obstore and Ray open and close theirs in threads of their own."""
     tables = [path for path in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")) if path.exists()]
     return {f"socket:[{line.split()[9]}]" for table in tables for line in table.read_text().splitlines()[1:]}

@@ -135,7 +135,8 @@ def test_a_stream_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
 
 def test_a_worker_that_does_not_come_up_is_told_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """It hangs in worker_init_fn: the log says so, with the stack where that can be had."""
-    # Windows has no signals, and a worker that is starting does not read its pipe. Elsewhere the first stack may be in an import.
+    # Windows has no signals, and a worker that is starting does not read its pipe.
+    # Elsewhere the first stack may be in an import.
     shown = "in init" if sys.platform != "win32" else "its stack is not available"
 
     def init(_worker: int) -> None:
