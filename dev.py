@@ -1,22 +1,22 @@
-"""Everything a contributor runs, in one script that needs nothing but Python 3.11 or newer.
+"""All commands for contributors. Needs only Python 3.11 or newer.
 
-    python dev.py demo  [options]       see infeed work, on pictures that it makes itself
-    python dev.py test  [pytest args]   lint, format, types, then the tests: what CI runs
+    python dev.py demo  [options]       run a demo on generated images
+    python dev.py test  [pytest args]   lint, format and type checks, then the tests: the same as CI
     python dev.py test --quick [pytest args]
-                                        the tests that start no process and need no torch: about a minute
+                                        the tests that start no processes and need no torch: about a minute
     python dev.py test --windows [--python 3.13] [pytest args]
-                                        the tests on Windows' Python, under Wine: see tools/windows.py
+                                        the tests with a Windows build of Python, under Wine: see tools/windows.py
     python dev.py test --libraries [pytest args]
                                         the tests with third-party libraries: see tools/libraries.py
     python dev.py test --python 3.13 [pytest args]
                                         the tests that need no torch, with another Python (a version or a path)
     python dev.py check                 lint, format, layers and types only
-    python dev.py docs  [serve]         build the documentation into site/; serve: show it, and build it again when it changes
-    python dev.py build                 build wheel and sdist into dist/, and check their metadata
+    python dev.py docs  [serve]         build the documentation into site/; with serve: serve it and rebuild on changes
+    python dev.py build                 build the wheel and sdist into dist/ and check their metadata
     python dev.py bench [options]       run benchmarks/run.py
 
-The first call makes `.venv` beside this file and installs infeed into it, editable. Later calls install again only when
-the requirements in pyproject.toml changed. Another Python has an environment of its own, such as `.venv-3.13`. The exit code is
+The first call creates `.venv` beside this file and installs infeed into it in editable mode. Later calls install again only if
+the requirements in pyproject.toml changed. Each other Python has its own environment, such as `.venv-3.13`. The exit code is
 that of the first step that fails.
 """
 
@@ -39,14 +39,14 @@ from pathlib import Path
 MIN_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-# Inside the environment, so that removing .venv also removes the memory of what was installed there.
+# The stamp is inside the environment, so removing .venv also removes it.
 STAMP = "infeed-installed.json"
 
-# Which extra each command needs.
+# The extra that each command needs.
 EXTRAS = {"demo": "demo", "test": "dev", "check": "dev", "docs": "docs", "build": "build", "bench": "dev"}
-# Tests that have an environment of their own, and need none here.
+# These tests have their own environments and do not need .venv.
 TIERS = {"--windows": "tools/windows.py", "--libraries": "tools/libraries.py"}
-# `test --quick`: pure code, loading in the main process and threads.
+# `test --quick`: pure functions, and loading in the main process and in threads.
 QUICK = ["tests/unit", "tests/engine", "tests/metrics"]
 QUICK_MARKERS = "not (long or libraries or process or torch or slow or stress)"
 # `test --python`: all tests that need neither torch nor the tools of the `dev` extra.
@@ -57,8 +57,8 @@ INTERRUPTED = 130
 
 
 def check_steps() -> list[list[str]]:
-    """Give the static checks, each as arguments to Python."""
-    # One cache for each platform: mypy throws a cache away when the platform differs, and reading torch is slow.
+    """Return the static checks, each as arguments to Python."""
+    # One cache per platform: mypy discards a cache of another platform, and analyzing torch is slow.
     types = [
         ["-m", "mypy", "--platform", platform, "--cache-dir", f".mypy_cache/{platform}"] for platform in ("win32", "darwin")
     ]
@@ -67,7 +67,7 @@ def check_steps() -> list[list[str]]:
 
 
 def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
-    """Give what `command` runs, in order, as arguments to the environment's Python; what is listed together runs together."""
+    """Return the steps of `command` as arguments to the environment's Python; commands within one step run in parallel."""
     if command == "demo":
         return [[["-m", "infeed", "demo", *arguments]]]
     if command == "bench":
@@ -86,17 +86,17 @@ def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
 
 
 def pytest_step(arguments: list[str]) -> list[str]:
-    # One more than there are cores: tests wait for processes for half of their time.
+    # One more than the CPU cores: tests spend half of their time waiting for processes.
     return ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables for the steps: the user's own, without the one that makes every interpreter compile infeed again."""
+    """Return the environment for the steps, without the variable that makes each interpreter recompile infeed."""
     return {name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"NO_MKDOCS_2_WARNING": "1"}
 
 
 def requirement_hash(pyproject: dict, extra: str) -> str:
-    """Give a digest of all that decides what installing `.[extra]` brings."""
+    """Return a digest of everything that determines what `.[extra]` installs."""
     project = pyproject["project"]
     extras = project["optional-dependencies"]
     parts = [
@@ -110,7 +110,7 @@ def requirement_hash(pyproject: dict, extra: str) -> str:
 
 
 def read_stamp(path: Path) -> dict[str, str]:
-    """Give the digest of each extra that is installed; nothing when the file is absent or was cut short."""
+    """Return the digest of each installed extra; empty if the file is missing or truncated."""
     try:
         stamp = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -123,15 +123,15 @@ def is_installed(stamp: dict[str, str], pyproject: dict, extra: str) -> bool:
 
 
 def call(command: list[str]) -> int:
-    """Run one command from the repository root, after printing it; give its exit code."""
+    """Print a command, run it in the repository root and return its exit code."""
     print("+", shlex.join(command), flush=True)
     return end_of(subprocess.Popen(command, cwd=ROOT, env=environment(os.environ)))
 
 
 def call_together(commands: list[list[str]]) -> int:
-    """Run commands at the same time, and print what each has to say when its turn comes; give the first code that is not 0."""
+    """Run commands in parallel, print their output in order, and return the first nonzero exit code."""
     if len(commands) == 1:
-        return call(commands[0])  # a program that may want the terminal
+        return call(commands[0])  # the command may need the terminal
     codes = []
     with ExitStack() as files:
         running = []
@@ -148,12 +148,12 @@ def call_together(commands: list[list[str]]) -> int:
 
 
 def end_of(process: subprocess.Popen) -> int:
-    """Wait for the end of a process; give its exit code, as a shell does."""
+    """Wait for a process to exit and return its exit code as a shell does."""
     while True:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            # The terminal sends Ctrl+C to the child as well; it cleans up and ends by itself, and is waited for.
+            # The terminal sends Ctrl+C to the child too. Wait until the child has cleaned up and exited.
             continue
         return code if code >= 0 else 128 - code  # a negative code is a signal; shells say 128 + signal
 
@@ -163,7 +163,7 @@ def python_of(venv: Path) -> Path:
 
 
 def find_python(wanted: str) -> str | None:
-    """Give the path of the interpreter `wanted`, a version such as 3.13 or a path; None if there is none."""
+    """Return the path of the interpreter `wanted`, a version such as 3.13 or a path; None if it does not exist."""
     if not re.fullmatch(r"3\.\d+", wanted):
         return shutil.which(wanted)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -180,14 +180,14 @@ def find_python(wanted: str) -> str | None:
 
 
 def version_of(command: list[str]) -> str | None:
-    """Give the version of an interpreter, such as 3.13; None if it does not run."""
+    """Return the version of an interpreter, such as 3.13; None if it does not run."""
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     done = subprocess.run([*command, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def test_other_python(arguments: list[str]) -> int:
-    """Run the tests that need no torch with another interpreter; give the exit code."""
+    """Run the tests that need no torch with another interpreter and return the exit code."""
     at = arguments.index(OTHER_PYTHON)
     rest = arguments[:at] + arguments[at + 2 :]
     if at + 1 == len(arguments):
@@ -205,8 +205,8 @@ def test_other_python(arguments: list[str]) -> int:
 
 
 def prepare(extra: str, venv: Path = VENV, python: str = sys.executable) -> int:
-    """Make the environment hold `extra`; give 0, or the exit code of the step that failed."""
-    import tomllib  # not at the head: older Pythons lack it, and must get as far as the sentence in main
+    """Install `extra` into the environment; return 0 or the exit code of the failed step."""
+    import tomllib  # imported here: older Pythons lack it, and must reach the version check in main
 
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     stamp = read_stamp(venv / STAMP) if python_of(venv).exists() else {}
@@ -220,7 +220,7 @@ def prepare(extra: str, venv: Path = VENV, python: str = sys.executable) -> int:
                 "on Debian and Ubuntu install the package python3-venv, elsewhere use a Python from python.org"
             )
             return 2
-        # Without --clear: this also repairs an environment whose making was interrupted, and spares one made by hand.
+        # Without --clear: this repairs an incomplete environment and keeps one that was created manually.
         if code := call([python, "-m", "venv", str(venv)]):
             return code
     pip = [str(python_of(venv)), "-m", "pip", "--disable-pip-version-check"]

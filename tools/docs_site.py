@@ -1,8 +1,8 @@
-"""A hook of MkDocs: shows files of the repository that are not in `docs/`, and keeps links right on GitHub and on the site.
+"""MkDocs hook: publishes repository files outside `docs/` and makes links work both on GitHub and on the site.
 
-Pages link to each other by paths in the repository, so that links also work where people read the source. ARCHITECTURE.md and
-others are pages of the site without being copied, and result files are part of it. The hook translates links to them. A link to
-anything else outside `docs/` stays as it is, and a strict build fails.
+Pages link to each other by repository paths, so links also work in the source. The hook adds ARCHITECTURE.md and other files as
+pages without copying them, adds result files as assets, and translates links to both. It leaves any other link to a file
+outside `docs/` unchanged, which fails a strict build.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Files of the repository that are pages, and where they are on the site.
+# Repository files that are pages, and their paths on the site.
 PAGES = {
     "ARCHITECTURE.md": "internals/architecture.md",
     "CHANGELOG.md": "internals/changelog.md",
@@ -29,10 +29,10 @@ PAGES = {
     "examples/README.md": "examples.md",
 }
 SOURCES = {page: source for source, page in PAGES.items() if page != "index.md"}
-# Files that pages link to, as they are.
+# Files that pages link to, published unchanged.
 ASSETS = ("LICENSE", "benchmarks/results/*.json", "examples/*.py", "examples/*.ipynb")
 ASSET_FOLDER = "files"
-# Folders that have no page of their own.
+# Folders without a page.
 FOLDERS = {"benchmarks": "benchmarks.md", "benchmarks/results": "benchmarks.md", "examples": "examples.md"}
 
 LINK = re.compile(r"(\]\(|<img [^>]*src=\"|<a [^>]*href=\")([^)\s\"]+)")
@@ -40,7 +40,7 @@ FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
 def assets() -> list[str]:
-    """Paths in the repository of all files that the site holds as they are."""
+    """Return the repository paths of all files that the site publishes unchanged."""
     return sorted(path.relative_to(ROOT).as_posix() for pattern in ASSETS for path in ROOT.glob(pattern))
 
 
@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def translate(text: str, source: str, uri: str) -> str:
-    """Give `text`, which `source` has in the repository, with its links as the page `uri` needs them."""
+    """Return `text` of the repository file `source` with its links rewritten for the page `uri`."""
 
     def translated(match: re.Match[str]) -> str:
         path, sharp, anchor = match[2].partition("#")
@@ -78,7 +78,7 @@ def translate(text: str, source: str, uri: str) -> str:
 
 
 def site_path(target: str) -> str | None:
-    """Where the site has the file or folder `target` of the repository; None if it has not."""
+    """Return the site path of the repository file or folder `target`; None if it is not on the site."""
     if target in PAGES:
         return PAGES[target]
     if target in FOLDERS:

@@ -1,12 +1,12 @@
-"""Runs the tests with third-party libraries, `tests/libraries`, in an environment of their own.
+"""Runs the tests with third-party libraries, `tests/libraries`, in a separate environment.
 
     python dev.py test --libraries [pytest args]
 
 The first run builds `.libraries` in about ten minutes: torch, infeed (editable) and the newest version of each library. Later
-runs install only libraries that are missing or whose requirements changed here. Remove `.libraries` to get new versions.
+runs install only libraries that are missing or whose requirements changed in this file. Remove `.libraries` for new versions.
 
-torch is installed first, pinned to the version of the `dev` extra, and no library may replace it. A library that cannot be
-installed fails nothing: its tests are skipped, and the reason is what pip said.
+torch is installed first, pinned to the version of the `dev` extra, and no library may replace it. If a library cannot be
+installed, its tests are skipped with the error of pip as the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".libraries"
 PYTHON = HOME / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-# For each library what was installed, or why it could not be; tests/libraries reads it.
+# For each library: the installed requirements, or the installation error. tests/libraries reads this file.
 STATE = HOME / "state.json"
 CONSTRAINTS = HOME / "constraints.txt"
 
@@ -44,7 +44,7 @@ LIBRARIES = (
     Library("lightning"),
     Library("litdata"),
     Library("monai"),
-    # It requires numpy<2.2 and transformers<5, and the clients of five cloud providers.
+    # Its requirements include numpy<2.2, transformers<5 and the clients of five cloud providers.
     Library("mosaicml-streaming", ("brotli", "catalogue", "python-snappy", "xxhash", "zstd"), ignores_pins=True),
     Library("skorch"),
     Library("tensordict"),
@@ -54,7 +54,7 @@ LIBRARIES = (
     Library("ultralytics"),
     Library("webdataset"),
 )
-# What datasets import beside these; `benchmarks/modules.py` measures with them.
+# Other modules that datasets import; `benchmarks/modules.py` measures with them.
 MODULES = tuple(
     Library(name)
     for name in ("av", "numba", "opencv-python-headless", "pandas", "polars", "pyarrow", "scikit-learn", "scipy", "zarr")
@@ -79,7 +79,7 @@ def pip(*arguments: str) -> list[str]:
 
 
 def read_state() -> dict[str, dict[str, str]]:
-    """Give what is known about the environment; nothing if there is none, or its making was interrupted."""
+    """Return the recorded state of the environment; empty if it does not exist or was not completed."""
     try:
         return json.loads(STATE.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -91,7 +91,7 @@ def write_state(state: dict[str, dict[str, str]]) -> None:
 
 
 def build() -> int:
-    """Bring the environment up to date; give 0, or the exit code of what failed. Libraries may fail."""
+    """Update the environment; return 0 or the exit code of the failed step. A library that fails is not an error."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     torch = next(requirement for requirement in extras["dev"] if requirement.startswith("torch=="))
     runner = [requirement for requirement in extras["dev"] if requirement.startswith(("pytest", "hypothesis"))]
@@ -116,7 +116,7 @@ def build() -> int:
 
 
 def install(library: Library) -> str:
-    """Install a library; give why that failed, or nothing."""
+    """Install a library; return the error, or an empty string on success."""
     limits = ("-c", str(CONSTRAINTS))
     steps = [pip(*limits, library.name, *library.also)]
     if library.ignores_pins:
@@ -133,7 +133,7 @@ def install(library: Library) -> str:
 
 
 def allow_torchvision_without_operators() -> None:
-    """Make torchvision importable, if it is installed and is not."""
+    """Make torchvision importable if it is installed but cannot be imported."""
     for path in [
         *HOME.glob("lib/python*/site-packages/torchvision/extension.py"),
         *HOME.glob("Lib/site-packages/torchvision/extension.py"),
@@ -147,8 +147,8 @@ def allow_torchvision_without_operators() -> None:
 def main(argv: list[str]) -> int:
     if code := build():
         return code
-    # Without xdist: each test starts two programs, each with workers, and importing these libraries takes both cores. The
-    # programs have a time limit of their own, longer than the suite's.
+    # Without xdist: each test starts two programs with workers, and importing these libraries uses both cores. The programs
+    # have their own time limit, which is longer than that of the suite.
     return call([str(PYTHON), "-m", "pytest", "-m", "libraries", "-o", "faulthandler_timeout=660", "tests/libraries", *argv])
 
 

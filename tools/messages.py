@@ -1,4 +1,4 @@
-"""Write every text that infeed shows to its users into ``tests/messages.txt``, so that they can be read in one place.
+"""Write every text that infeed shows to users into ``tests/messages.txt``, for review in one place.
 
     python tools/messages.py           # write the file
     python tools/messages.py --check   # fail if the file differs from the code

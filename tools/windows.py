@@ -1,19 +1,19 @@
 """Runs infeed's tests on a real Windows build of CPython, under Wine on Debian or Ubuntu.
 
-    python dev.py test --windows [--python 3.13] [pytest args]      what CI runs: about ten minutes on two cores
+    python dev.py test --windows [--python 3.13] [pytest args]      the tests that CI runs: about ten minutes on two cores
     python dev.py test --windows tests/unit tests/engine            these tests, as with pytest
 
-The first run builds `.windows/<version>`: a Wine prefix with CPython at C:\\py, NumPy, torch and what else the tests need.
-It installs Wine and mingw-w64 with apt-get if they are missing and it may (root). Later runs copy the sources and test at once.
+The first run builds `.windows/<version>`: a Wine prefix with CPython at C:\\py, NumPy, torch and the other test requirements.
+If Wine or mingw-w64 is missing, it installs them with apt-get (as root only). Later runs copy the sources and start the tests.
 
-No installer of python.org is used, because registries are all that many build machines reach:
+It does not use the installer of python.org, because many build machines can reach only package registries:
 
-* the DLLs and extension modules, built with MSVC, come from panda3d's Windows wheel, which ships them to freeze programs;
-* the standard library comes from an interpreter of exactly the same version on this machine: the running one, or pyenv's;
-* `python.exe` and `python3.dll` (the stable ABI, for psutil) are a few lines compiled here;
-* Wine 8 lacks some complex-number functions of the C runtime; `mathshim.dll` has them, and NumPy is pointed at it.
+* the DLLs and extension modules, built with MSVC, come from panda3d's Windows wheel, which contains them to freeze programs;
+* the standard library comes from an interpreter of exactly the same version on this machine: the running one or one of pyenv;
+* `python.exe` and `python3.dll` (the stable ABI, for psutil) are small C files that this tool compiles;
+* Wine 8 lacks some complex-number functions of the C runtime; `mathshim.dll` provides them, and NumPy's modules import it.
 
-A pass is evidence, not proof: a failure may be Wine's own.
+A pass does not prove that infeed works on Windows, and a failure may be caused by Wine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMMANDS = ("wine", "wineboot", "wineserver", "gendef", COMPILER)
 TESTED = ("src", "tests", "docs", "examples", "benchmarks", "tools", "dev.py", "pyproject.toml", "README.md")
 
 
-# What runs without other arguments: all that depends on the platform, and the rest of the engine's tests by request.
+# The default tests: everything that depends on the platform. Pass paths to run other tests of the engine.
 DEFAULT = (
     "tests/unit",
     *(f"tests/engine/test_{name}.py" for name in ("conformance", "scripts", "errors", "deaths", "interpreter_exit", "close")),
@@ -57,7 +57,7 @@ class Version(NamedTuple):
     wheels: tuple[str, ...]
 
 
-# With their dependencies: pip would look for those of this platform.
+# Includes dependencies, because pip would resolve them for this platform.
 _PACKAGES = (
     *("numpy", "cloudpickle", "threadpoolctl", "psutil", "tqdm", "colorama", "rich", "markdown-it-py", "mdurl", "pygments"),
     *("pytest", "pluggy", "iniconfig", "packaging", "hypothesis", "sortedcontainers", "pytest-xdist", "execnet", "pillow"),
@@ -78,11 +78,11 @@ SOME_FAILED = 1  # of pytest
 
 
 class MissingError(Exception):
-    """Something that this machine lacks; the text says what, and how to get it."""
+    """The machine lacks a requirement; the message names it and how to install it."""
 
 
 class Prefix:
-    """A Wine prefix with a Windows CPython in it."""
+    """A Wine prefix that contains a Windows build of CPython."""
 
     def __init__(self, name: str) -> None:
         self.name, self.version = name, VERSIONS[name]
@@ -96,7 +96,7 @@ class Prefix:
         return self._stamp.exists() and self._stamp.read_text() == _digest(self.version)
 
     def build(self) -> None:
-        """Build it in a few minutes. Raises `MissingError`."""
+        """Build the prefix, which takes a few minutes. Raises `MissingError`."""
         library = _find_library(self.version.full)
         _install_wine()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -107,7 +107,7 @@ class Prefix:
         self._server("-w")
         self._add_python(library)
         self._add_packages()
-        # Else /proc, /sys and /dev of this machine are folders of the current drive.
+        # Without this, /proc, /sys and /dev of this machine are folders of the current drive.
         (self.root / "dosdevices/z:").unlink(missing_ok=True)
         modules = "sys, ctypes, mmap, _multiprocessing, socket, ssl, numpy, psutil, pytest"
         if self.run(["-c", f"import {modules}; print(sys.version, sys.platform, numpy.__version__)"]):
@@ -161,7 +161,7 @@ class Prefix:
         return wheel
 
     def _add_complex_functions(self) -> None:
-        """Build mathshim.dll, and rename what extension modules import: the names have the same length."""
+        """Build mathshim.dll and replace the DLL name that extension modules import; both names have the same length."""
         library = b"api-ms-win-crt-math-l1-1-0.dll"
         needed: set[str] = set()
         for path in (self.python / "Lib/site-packages/numpy").rglob("*.pyd"):
@@ -183,7 +183,7 @@ class Prefix:
         subprocess.run([str(word) for word in command], cwd=self.folder / "build", check=True)
 
     def copy_sources(self) -> None:
-        """Replace the copy of this checkout on drive C: by its present state."""
+        """Replace the copy of this checkout on drive C: with its current state."""
         target = self.drive / "infeed"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
@@ -195,13 +195,13 @@ class Prefix:
                 shutil.copy2(ROOT / name, target / name)
 
     def run(self, arguments: list[str], *, folder: str = "", env: dict[str, str] | None = None) -> int:
-        """Run the Windows Python with these arguments in a folder of drive C:, and print its output; give its exit code."""
+        """Run the Windows Python with these arguments in a folder of drive C:, and print its output; return its exit code."""
         environ = self._environ() | {"PYTHONPATH": r"C:\infeed\src", **(env or {})}
         process = subprocess.Popen(
             ["wine", r"C:\py\python.exe", *arguments],
             cwd=self.drive / folder,
             env=environ,
-            # Pipes, not files or a terminal: Wine would give the program a console for these, and wait for it.
+            # Use pipes: for files and terminals, Wine creates a console and waits for it.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -216,7 +216,7 @@ class Prefix:
         subprocess.run(command, env=self._environ(), stdin=subprocess.DEVNULL, capture_output=True, check=True)
 
     def close(self) -> None:
-        """End every process of this prefix."""
+        """Terminate all processes of this prefix."""
         self._server("-k")
 
     def _server(self, option: str) -> None:
@@ -235,13 +235,13 @@ class Prefix:
 
 
 def _digest(version: Version) -> str:
-    """Changes with whatever decides what is built."""
+    """Return a digest of everything that determines the content of the prefix."""
     sources = "".join(inspect.getsource(part) for part in (Prefix, _imported, _complex_functions))
     return hashlib.sha256(f"{sources}{_COMPLEX_HEAD}{version}".encode()).hexdigest()
 
 
 def _find_library(full: str) -> Path:
-    """The standard library of exactly this version of Python."""
+    """Return the standard library folder of exactly this Python version."""
     name = ".".join(full.split(".")[:2])
     candidates = [Path.home() / f".pyenv/versions/{full}/lib/python{name}"]
     if sys.version.split()[0] == full:
@@ -277,7 +277,7 @@ def _output(*command: object) -> str:
 
 
 def _imported(path: Path, library: str) -> set[str]:
-    """The names that a DLL imports from a library."""
+    """Return the names that a DLL imports from a library."""
     names: set[str] = set()
     is_library = False
     for line in _output("x86_64-w64-mingw32-objdump", "-p", path).splitlines():
@@ -298,7 +298,7 @@ typedef struct { double r, i; } D;"""
 
 
 def _complex_functions() -> dict[str, str]:
-    """C code of each complex function as MSVC calls it: numbers are structures of two, and `long double` is double."""
+    """Return C code of the complex functions with MSVC's ABI: numbers are structs of two, and `long double` is double."""
     found = {}
     unary = [
         "acos",
@@ -360,15 +360,15 @@ def main(argv: list[str]) -> int:
         prefix.copy_sources()
         if options.run:
             return run(prefix, arguments)
-        # One more than there are cores: tests wait for processes for half of their time.
+        # One more than the CPU cores: tests spend half of their time waiting for processes.
         count = (os.cpu_count() or 1) + 1
         workers = [] if "-n" in arguments else ["-n", str(count), "--dist", "worksteal"]
         chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in arguments) else DEFAULT
-        # torch takes 20 s to import here, in each process.
+        # Under Wine, importing torch takes 20 s in each process.
         tests = ["-m", "pytest", "-q", "-o", "faulthandler_timeout=400", *chosen, *arguments]
         code = run(prefix, [*tests, "--cache-clear", *workers])
         if code == SOME_FAILED:
-            # Starting a process takes seconds under Wine, so that a time limit may be too short when several tests run.
+            # Starting a process takes seconds under Wine, so time limits may be too short when several tests run in parallel.
             print("what failed once more, one test after another:", flush=True)
             code = run(prefix, [*tests, "--last-failed", "-n", "0"])
         return code
