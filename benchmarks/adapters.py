@@ -1,24 +1,24 @@
-"""The same request, in each library's own public calls.
+"""Adapters that translate a ``LoaderSpec`` into public calls of each library.
 
-Every adapter keeps what it can over epochs (workers, pipeline), because that is how each library is meant to be used
-when speed matters, and closes all of it in ``close``. No adapter imports its library before ``prepare``.
+Every adapter keeps workers and pipelines between epochs where the library supports it, as its users would for speed, and closes
+them in ``close``. No adapter imports its library before ``prepare``.
 
 infeed  ``infeed.DataLoader``; ``infeed-torch`` is ``infeed.torch.DataLoader`` with torch's arguments.
 torch   ``torch.utils.data.DataLoader``, ``persistent_workers=True``, one intra-op thread in the main process. ``torch``
-        uses the platform's start method, ``torch-fork`` and ``torch-spawn`` the one they name.
-spdl    ``spdl.pipeline.PipelineBuilder`` with threads, SPDL's own recommendation. A thread loads a whole batch: single
-        samples, spread over threads in input order, were tried in ``uneven`` and ``jpeg`` and were slower. One pipeline
-        over an endless source, cut into epochs here, because a pipeline that ends must be built anew.
-grain   ``grain.MapDataset``, batched before it is spread over worker processes, which was twice as fast with small
-        samples as ``grain.DataLoader`` and keeps the order. No reader threads inside the workers: that is the library's
-        advice for data in memory, and the only way that ``num_workers`` means the same as elsewhere. One iterator over
-        endless epochs, cut into epochs here, because its workers live as long as one iterator.
+        uses the platform's start method; ``torch-fork`` and ``torch-spawn`` use the one in their name.
+spdl    ``spdl.pipeline.PipelineBuilder`` with threads, as SPDL recommends. A thread loads a whole batch; loading single
+        samples in threads, in input order, was slower in ``uneven`` and ``jpeg``. The adapter splits one pipeline over an
+        endless source into epochs, because a pipeline that ends must be re-created.
+grain   ``grain.MapDataset``, batched before it is distributed to worker processes, which was twice as fast with
+        small samples as ``grain.DataLoader`` and keeps the order. Workers have no reader threads: Grain recommends this
+        for data in memory, and only then does ``num_workers`` mean the same as in the other libraries. The adapter splits
+        one endless iterator into epochs, because workers live as long as one iterator.
 tensorflow
         ``tf.data.Dataset`` of shuffled indices, batched; ``numpy_function`` loads a whole batch, on as many threads as there
         are workers, in order.
 ray     Ray Data on this machine: ``from_numpy`` with the indices of one batch per block, and ``map_batches`` over as many tasks
-        as there are workers, in order; the dataset is in the object store. ``ray.init`` has run before anything is timed. Each
-        epoch is an execution of its own: that is how Ray Data is iterated twice.
+        as there are workers, in order; the dataset is in the object store. ``ray.init`` runs before the measurement. Each
+        epoch is a separate execution, because Ray Data iterates a dataset again that way.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class TorchLoader:
         return iter(self._loader)
 
     def close(self) -> None:
-        # There is no public way to stop the workers but to drop the last reference to the loader.
+        # The only public way to stop the workers is to drop the last reference to the loader.
         self._loader = None
 
 
 class _ArraySamples:
-    """In-memory arrays as a dataset of samples, for libraries that know only samples."""
+    """In-memory arrays as a map-style dataset, for libraries that load only single samples."""
 
     def __init__(self, arrays: tuple[np.ndarray, ...]) -> None:
         self._arrays = arrays
@@ -152,7 +152,7 @@ class SpdlLoader:
 
 def _batch_loader(spec: LoaderSpec) -> Callable[[list[int]], Batch]:
     if spec.is_arrays:
-        # The gather is the user's own line here: SPDL has no notion of arrays.
+        # User code gathers the rows here, because SPDL does not support arrays.
         return lambda indices: tuple(array[indices] for array in spec.dataset)
     return lambda indices: _collate([spec.dataset[index] for index in indices])
 
@@ -269,18 +269,18 @@ _MODULES: Final = {"spdl": "spdl.pipeline", "ray": "ray.data"}
 
 
 def family_of(library: str) -> str:
-    """Whose process it runs in: ``infeed-torch`` needs torch, and is left out where that is."""
+    """Return the library that a variant needs: ``infeed-torch`` needs torch and is skipped without it."""
     return "torch" if library == "infeed-torch" else library.split("-")[0]
 
 
 def is_installed(family: str) -> bool:
-    # A directory of that name without an __init__ would be found too, with no origin.
+    # find_spec also finds a directory of that name without an __init__, but with no origin.
     found = importlib.util.find_spec(family)
     return found is not None and found.origin is not None
 
 
 def prepare(library: str) -> None:
-    """Import the library and set what a careful user would set before measuring."""
+    """Import the library and apply the settings that a careful user would choose."""
     family = family_of(library)
     importlib.import_module(_MODULES.get(family, family))
     if family == "infeed":
@@ -291,10 +291,10 @@ def prepare(library: str) -> None:
         importlib.import_module("torch.utils.data")
         importlib.import_module("torch").set_num_threads(1)
     if family == "grain":
-        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # Grain reads flags of absl, which nobody else parses
+        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # Grain reads absl flags, which must be parsed first
     if family == "ray":
         ray = importlib.import_module("ray")
-        ray.init(num_cpus=max(64, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)  # as many as workers
+        ray.init(num_cpus=max(64, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)  # same number as workers
 
 
 def build(library: str, spec: LoaderSpec) -> Loader:

@@ -2,7 +2,7 @@
 
     python benchmarks/chart.py [benchmarks/results/2026-11-18-peers-2-cores.json] [docs/images/benchmarks.svg]
 
-Bars are medians, the thin lines smallest and largest value. The colors can be read on light and on dark pages.
+Bars show medians; thin lines show the smallest and the largest value. The colors are readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PANELS = (
 
 
 def spread(results: dict[str, Any], panel: Panel, library: str) -> tuple[float, float, float]:
-    """Smallest value, median and largest value of one bar.
+    """Return the smallest value, the median and the largest value of one bar.
 
     Raises:
         KeyError: the result file has no such measurement.
@@ -56,7 +56,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Text as paths: it looks the same without the font. The salt makes the file the same in every run.
+    # Text as paths renders the same without the font. The salt makes the output identical in every run.
     with rc_context({"font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "infeed"}):
         figure = Figure(figsize=(10.4, 2.3), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):

@@ -1,7 +1,7 @@
-"""Drives one loader in the way all cases share, so that every library meets the same consumer.
+"""Drives one loader with the consumer that all cases and libraries share.
 
-The consumer takes a batch, adds its length to a count, and drops it when the next one has come. It looks at no value,
-except in the checked epoch, which is never timed and in which every label must appear exactly once.
+The consumer receives a batch, adds its length to a count, and drops the batch when the next one arrives. It reads values
+only in the checked epoch, which is never timed and in which every label must appear exactly once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.spec import Figures, LoaderSpec
 
 
 class WrongDataError(Exception):
-    """A library delivered other samples than it was asked for; its time would mean nothing."""
+    """A library delivered the wrong samples, so its time is invalid."""
 
 
 class Run:
@@ -29,7 +29,7 @@ class Run:
         self._first_batch_s: float | None = None
 
     def first_batch_s(self) -> float:
-        """Begin an epoch, take one batch and abandon the rest; seconds from ``iter`` to the batch."""
+        """Start an epoch, take one batch and drop the rest; return the seconds from ``iter`` to the batch."""
         began = time.perf_counter()
         batches = iter(self.loader)
         batch = next(batches)
@@ -41,7 +41,7 @@ class Run:
         return arrived - began
 
     def epoch_s(self) -> float:
-        """Seconds from ``iter`` to the end of the epoch."""
+        """Return the seconds from ``iter`` to the end of the epoch."""
         began = time.perf_counter()
         batches = iter(self.loader)
         samples = len(next(batches)[0])
@@ -54,7 +54,7 @@ class Run:
         return elapsed
 
     def checked_epoch(self) -> None:
-        """Run an epoch untimed and look at every label: warm-up, and proof that the library does the work."""
+        """Run an untimed epoch as a warm-up and check every label."""
         labels: list[np.ndarray] = []
         for batch in self.loader:
             self._note_first(time.perf_counter())
@@ -81,7 +81,7 @@ class Run:
 
 
 def steady(library: str, spec: LoaderSpec, epochs: int) -> tuple[float, Figures]:
-    """Seconds per epoch once workers run: one checked epoch to warm up, then the mean of ``epochs`` timed ones."""
+    """Return the seconds per epoch with running workers: the mean of ``epochs`` timed epochs after a checked one."""
     run = Run(library, spec)
     run.checked_epoch()
     elapsed = sum(run.epoch_s() for _ in range(epochs))

@@ -1,9 +1,9 @@
-"""Batches into a GPU: how fast, at what cost to the main process, and whether a training step has to wait for them.
+"""Measures transfer of batches to a GPU: throughput, CPU cost in the main process, and waiting time of training steps.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu.json
 
-Each measurement runs in a fresh process, libraries in turn, and the median of the repeats counts. Needs a CUDA device, torch
-and, for the training steps, torchvision.
+Each measurement runs in a new process. Libraries alternate, and the result is the median of the repeats. Needs a CUDA device,
+torch and, for the training steps, torchvision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: Final = ("torch", "torch_pin", "infeed_pin", "infeed_device")
 
 
 class Images:
-    """Samples that cost one copy: a picture that is there already, and its label."""
+    """Samples that cost one copy: an existing image and its label."""
 
     def __init__(self, length: int, dtype: str) -> None:
         self._length = length
@@ -87,7 +87,7 @@ def on_device(mode: str, loader: Any, convert: Callable[[Any], Any] | None) -> I
 
 
 def measure_copy(mode: str, dtype: str, batch_size: int, workers: int, length: int) -> dict[str, float]:
-    """Bytes into the GPU, with nothing else to do there."""
+    """Measure the transfer to a GPU that does no other work."""
     import torch
 
     dataset = Images(length, dtype)
@@ -109,7 +109,7 @@ def measure_copy(mode: str, dtype: str, batch_size: int, workers: int, length: i
 
 
 def measure_step(mode: str, net_name: str, source: str, batch_size: int, workers: int, steps: int) -> dict[str, float]:
-    """A training step, alone and fed."""
+    """Measure a training step alone and with a loader."""
     import torch
     import torchvision
 
@@ -156,7 +156,7 @@ def measure_step(mode: str, net_name: str, source: str, batch_size: int, workers
 
 
 def measure_bus() -> dict[str, float]:
-    """The limit: one pinned buffer, copied again and again."""
+    """Measure the upper limit: repeated copies of one pinned buffer."""
     import torch
 
     host = torch.empty(64 * 3 * SIDE * SIDE, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Datasets for `auto`: what loading can be like. In a module of its own, which workers import."""
+"""Datasets with different loading costs for `auto`, in a separate module that workers import."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Computing(_Kind):
 
 
 class Decoding(_Kind):
-    """Native code that leaves the GIL: a decompression of about a millisecond, as of an image."""
+    """Native code that releases the GIL: about a millisecond of decompression, as for an image."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -46,7 +46,7 @@ class Decoding(_Kind):
 
 
 class Waiting(_Kind):
-    """As for a network: five milliseconds in which nothing is done."""
+    """Sleeps for five milliseconds, as when waiting for a network."""
 
     def work(self, index: int) -> None:
         del index
@@ -54,7 +54,7 @@ class Waiting(_Kind):
 
 
 class Uneven(_Kind):
-    """One sample in fifty takes fifty times as long; they compute."""
+    """CPU-bound; one sample in fifty takes fifty times as long."""
 
     def work(self, index: int) -> None:
         is_slow = (index * 0x9E3779B97F4A7C15 % 2**64 >> 32) % 50 == 0

@@ -1,4 +1,4 @@
-"""What the numbers were taken on. Nothing here tells whose machine it is: no host name, no user, no path."""
+"""Describes the machine of a measurement, without host name, user or paths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _memory_bytes() -> int | None:
 
 
 def _git(*arguments: str) -> str | None:
-    # No optional locks: asking must not write to the repository.
+    # No optional locks: reading the status must not write to the repository.
     command = ["git", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

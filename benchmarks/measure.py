@@ -1,9 +1,9 @@
-"""The child process: runs cases, each for one library, and prints one line of JSON for each.
+"""The child process: runs cases, each with one library, and prints one line of JSON per case.
 
     python -m benchmarks.measure CASE:LIBRARY:SIZE [CASE:LIBRARY:SIZE ...]
 
-The runner always asks for exactly one, so that nothing measured has a history. The tests ask for many, because they
-look at no time. Imports at the head are few on purpose: workers that are spawned import this file again.
+The runner passes exactly one case, so that earlier cases do not affect the measurement. The tests pass many, because they
+ignore the times. Keep top-level imports few: spawned workers import this file again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures how workers start for datasets that use modules people import: forked or spawned, and when the first batch comes.
+"""Measures worker start for datasets that import common modules: forked or spawned, and the time to the first batch.
 
     .libraries/bin/python benchmarks/modules.py                     all modules, three repeats
     .libraries/bin/python benchmarks/modules.py --modules polars,av --repeats 1
 
-Each run is a fresh process: a script that imports the module at its top, a dataset that uses it, and two loaders with two
-workers each, one after the other. `python dev.py test --libraries` creates the environment `.libraries`.
+Each run is a new process with a script that imports the module, a dataset that uses it, and two loaders in sequence with two
+workers each. `python dev.py test --libraries` creates the environment `.libraries`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from benchmarks import machine  # noqa: E402  # found only through the path set above
 from benchmarks.programs import environment  # noqa: E402
 
-# For each module an expression that uses it; `index` is the index of a sample.
+# For each module, an expression that uses it; `index` is the sample index.
 MODULES: Final = {
     "av": 'av.VideoFrame(16, 16, "rgb24").to_ndarray().mean()',
     "cv2": 'cv2.resize(np.full((8, 8, 3), index, "u1"), (4, 4)).mean()',
@@ -47,7 +47,7 @@ MODULES: Final = {
     "transformers": "float(transformers.BatchEncoding({'x': index})['x'])",
     "zarr": "float(zarr.array(np.full(4, index))[:].mean())",
 }
-# Where the name of the module does not say it.
+# Distribution names and import statements that differ from the module name.
 DISTRIBUTIONS: Final = {"cv2": "opencv-python-headless", "sklearn": "scikit-learn", "PIL": "pillow"}
 IMPORTS: Final = {
     "numba": "import numba\n@numba.njit\ndef double(x): return 2 * x",
@@ -90,7 +90,7 @@ _TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Start:
-    """Of one loader; times in seconds."""
+    """Start-up of one loader; times in seconds."""
 
     imports: float
     """How long the program took to import the module."""
@@ -100,7 +100,7 @@ class Start:
 
 
 def measure(module: str) -> list[Start]:
-    """How the workers of the first and of the second loader of a process started.
+    """Return how the workers of the first and the second loader of a process started.
 
     Raises:
         RuntimeError: the script failed.

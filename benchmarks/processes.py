@@ -1,7 +1,7 @@
 """CPU time and memory of this process and of all its descendants.
 
-Descendants are asked directly, not only through ``RUSAGE_CHILDREN``: that counts a process only once it has been waited
-for, and never a worker which is the child of a helper process that still lives.
+Descendants are read directly as well, because ``RUSAGE_CHILDREN`` counts a process only after it has been waited for, and never
+counts a worker whose parent is a helper process that is still running.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class CpuSeconds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBytes:
-    """``pss`` counts a page shared by n processes as 1/n in each, so that sums are real memory; ``uss`` is unshared."""
+    """``pss`` counts a page shared by n processes as 1/n in each, so sums are physical memory; ``uss`` is unshared memory."""
 
     pss: int
     uss: int
 
 
 def descendants() -> list[psutil.Process]:
-    # Imported late: the cold-start cases must not pay for what only the accounting needs.
+    # Imported here, so that the cold-start cases do not include its import time.
     import psutil
 
     children: list[psutil.Process] = psutil.Process().children(recursive=True)
@@ -45,7 +45,7 @@ def cpu_seconds() -> CpuSeconds:
     import psutil
 
     children = 0.0
-    if sys.platform != "win32":  # which counts no children that have ended
+    if sys.platform != "win32":  # does not count children that have exited
         import resource
 
         reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -111,7 +111,7 @@ def rss_bytes() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Make ``peak_rss_bytes`` count from now on, where the system allows it (Linux: proc(5), clear_refs)."""
+    """Reset the peak of ``peak_rss_bytes`` where the system supports it (Linux: proc(5), clear_refs)."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -1,16 +1,16 @@
-"""Measures small programs, each under torch's DataLoader with fork and unchanged under `infeed run`.
+"""Measures small programs, each with torch's DataLoader (fork) and unchanged under `infeed run`.
 
     .libraries/bin/python benchmarks/programs.py                          all of `benchmarks/scripts`, three repeats
     .libraries/bin/python benchmarks/programs.py --programs plain,with_timm --repeats 1
 
-Each run gets a fresh process and an empty folder. The two ways alternate, and every other repeat begins with the other one. The
-programs print time stamps: after their imports, at the start of each epoch, at each batch and at the end.
+Each run gets a new process and an empty folder. torch and infeed alternate, and they swap their order in every other repeat.
+The programs print time stamps: after their imports, at the start of each epoch, at each batch and at the end.
 
-infeed imports libraries on a second core while the program does on the first. So each run waits for a second in which other
-programs use less than a quarter of a core, for two minutes at most. A run in which they used more, on average, is discarded and
-repeated, whichever way it is and however long it took.
+infeed imports libraries on a second core while the program imports them on the first. So each run waits for a second in which
+other programs use less than a quarter of a core, for two minutes at most. A run in which they used more on average is discarded
+and repeated, for torch and for infeed, whatever its duration.
 
-`python dev.py test --libraries` creates the environment `.libraries`. A program that fails is reported and left out.
+`python dev.py test --libraries` creates the environment `.libraries`. A program that fails is reported and skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks import machine  # noqa: E402  # found only through the path set 
 PROGRAMS: Final = tuple(sorted(path.stem for path in (ROOT / "benchmarks/scripts").glob("*.py") if path.stem != "marks"))
 WAYS: Final = {"torch": (), "infeed": ("-m", "infeed", "run")}
 _TIMEOUT_S: Final = 300.0
-# Cores that others may use on average during a run.
+# Cores that other programs may use on average during a run.
 _DISTURBED: Final = 0.25
 _MOST_TRIES: Final = 5
 _WAIT_S: Final = 120.0
@@ -46,7 +46,7 @@ _WAIT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Times:
-    """Of one run, in seconds."""
+    """Times of one run, in seconds."""
 
     imports: float
     """From the start of the program to the end of its imports."""
@@ -58,7 +58,7 @@ class Times:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The user's variables and `more`, without the one that makes every interpreter compile this tree again."""
+    """Return the environment and `more`, without the variable that makes each interpreter recompile this tree."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | more
 
 
@@ -66,7 +66,7 @@ def measure(program: str, way: str) -> Times:
     """Run a program once.
 
     Raises:
-        RuntimeError: it failed, printed no time stamps, or did not run on infeed's engine under `infeed run`.
+        RuntimeError: the program failed, printed no time stamps, or did not run on infeed's engine under `infeed run`.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *WAYS[way], str(ROOT / f"benchmarks/scripts/{program}.py")]
@@ -87,14 +87,14 @@ def measure(program: str, way: str) -> Times:
 
 
 def others_seconds() -> float:
-    """CPU time of all processes but this one and those it has waited for."""
+    """Return the CPU time of all processes except this one and the children that it has waited for."""
     whole = psutil.cpu_times()
     own = os.times()
     return whole.user + whole.nice + whole.system - sum(own[:4])
 
 
 def measure_undisturbed(program: str, way: str) -> Times:
-    """Run a program until one run was not disturbed; after some tries give the least disturbed.
+    """Run a program until a run is undisturbed; after several attempts, return the least disturbed run.
 
     Raises:
         RuntimeError: as `measure`.
@@ -112,7 +112,7 @@ def measure_undisturbed(program: str, way: str) -> Times:
 
 
 def middle(runs: list[Times]) -> Times:
-    """The median of each time; of others the most."""
+    """Return the median of each time, and the maximum for other programs."""
     return Times(
         median(run.imports for run in runs),
         median(run.first_batch for run in runs),
@@ -122,7 +122,7 @@ def middle(runs: list[Times]) -> Times:
 
 
 def rows(results: dict[str, dict[str, list[Times]]]) -> list[str]:
-    """A Markdown table of medians. The target: the first batch comes at most 0.5 s + 0.3 x imports later than with torch."""
+    """Return a Markdown table of medians. Target: the first batch at most 0.5 s + 0.3 x imports later than with torch."""
     columns = ("program", "imports", "first batch: torch", "infeed", "later by (target)")
     epochs = ("epoch 1: torch", "infeed", "epoch 2: torch", "infeed", "others at most")
     lines = [" | ".join((*columns, *epochs)), " | ".join("---" for _ in (*columns, *epochs))]
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
                     print(error, file=sys.stderr)
                     results.pop(program, None)
                     break
-                if repeat:  # repeat 0 only brings files into the page cache
+                if repeat:  # repeat 0 only loads files into the page cache
                     results[program][way].append(times)
                     print(f"{repeat} {program} {way}: {times}", flush=True)
     print(f"load after: {os.getloadavg()[0]:.2f}", "", *rows(results), sep="\n")

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster against workers on this machine and against Ray Data, in one run.
+"""Compares workers on a Ray cluster with local workers and with Ray Data, in one run.
 
     python -m benchmarks.ray [--workers 2] [--batches 20] [--repeat 3] [--without-ray-data]
 
@@ -45,7 +45,7 @@ class Cpu:
 
 
 class Big:
-    """Images of 602 kB that exist already."""
+    """Images of 602 kB that are already in memory."""
 
     batch_size = 64
 
@@ -74,7 +74,7 @@ def with_infeed(dataset: Any, workers: int, worker: Any) -> tuple[float, float]:
 
 
 def with_ray_data(dataset: Any, workers: int) -> tuple[float, float]:
-    """The same samples with ``iter_torch_batches``; the workers are tasks of one CPU each."""
+    """Measure the same samples with ``iter_torch_batches``; each worker is a task with one CPU."""
     import ray.data
 
     context = ray.data.DataContext.get_current()

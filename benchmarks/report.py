@@ -1,4 +1,4 @@
-"""From records to medians, ratios, verdicts and tables. Knows no case: all of that is in ``spec.Case``."""
+"""Converts records to medians, ratios, target results and tables. ``spec.Case`` contains everything specific to a case."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CostRow:
 
 
 def advantage(metric: Metric, ours: float, theirs: float) -> float | None:
-    """How many times better ``ours`` is than ``theirs``; above one is better, whichever way the metric points."""
+    """Return how many times better ``ours`` is than ``theirs``; above 1 is better for every metric."""
     above, below = (ours, theirs) if metric.better == "higher" else (theirs, ours)
     if metric.better == "neither" or above <= 0 or below <= 0:
         return None
@@ -116,7 +116,7 @@ def cost_rows(case: Case, records: Iterable[Record]) -> list[CostRow]:
 
 
 def summary(cases: Iterable[Case], records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What the JSON file holds beside the raw records."""
+    """Return the content of the JSON file other than the raw records."""
     return [
         {
             "case": case.name,

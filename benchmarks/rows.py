@@ -1,4 +1,4 @@
-"""A dataset in a module of its own, as users have them: a worker that imports it must not have to import a benchmark."""
+"""A dataset in a separate module, as in user code, so that workers do not import a benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Rows:
-    """A dataset that needs NumPy and nothing else."""
+    """A dataset that needs only NumPy."""
 
     def __init__(self, length: int) -> None:
         self._length = length

@@ -1,11 +1,11 @@
-"""Measures infeed against other loaders: one fresh process for each case, library and repeat.
+"""Measures infeed against other loaders: one new process for each case, library and repeat.
 
-    python benchmarks/run.py                                    everything, some tens of minutes
+    python benchmarks/run.py                                    all cases; takes tens of minutes
     python benchmarks/run.py --quick --cases big,tiny           smaller sizes, two repeats
     python benchmarks/run.py --libraries infeed,torch --json result.json
 
-Libraries take turns within a repeat, and each repeat begins with another one, so that a machine that becomes slower or
-faster does so for all of them.
+Libraries alternate within a repeat, and each repeat starts with a different library, so that changes in the speed of the
+machine affect all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final
 import psutil
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-# This tree comes before anything installed: the result file names this tree's commit.
+# Import this tree before installed packages: the result file names the commit of this tree.
 _PATHS: Final = (str(ROOT), str(ROOT / "src"))
 if __name__ == "__main__":
     sys.path[:0] = _PATHS
@@ -32,7 +32,7 @@ from benchmarks import adapters, cases, machine, report  # noqa: E402  # found o
 from benchmarks.measure import LINE_PREFIX  # noqa: E402
 from benchmarks.spec import Case  # noqa: E402
 
-# The longest case takes under a minute on two cores; a hang should not cost an evening.
+# The longest case takes less than a minute on two cores; the limit ends a hang.
 _CHILD_TIMEOUT_S: Final = 900.0
 
 
@@ -42,14 +42,14 @@ def _environment() -> dict[str, str]:
 
 
 def _kill_all(child: subprocess.Popen[str]) -> None:
-    """End a process and its workers."""
+    """Kill a process and its workers."""
     for process in (*psutil.Process(child.pid).children(recursive=True), child):
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
-    """Run one case for one library in a fresh process; a failure or a hang is a record too."""
+    """Run one case with one library in a new process; record failures and hangs too."""
     command = [sys.executable, "-m", "benchmarks.measure", f"{case_name}:{library}:{size}"]
     child = subprocess.Popen(
         command,
@@ -58,7 +58,7 @@ def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A session of its own: Ctrl+C is for this process, which ends the child and its workers.
+        # New session: only this process receives Ctrl+C and then kills the child and its workers.
         start_new_session=True,
     )
     failed: report.Record = {"case": case_name, "library": library, "size": size}
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
     if options.versions:
         print(json.dumps(described, indent=2))
         return 0
-    # As an installed package is, as the other libraries are, and as a module of the user's is after its first import: compiled.
+    # Compile bytecode, as for installed libraries and for user modules after their first import.
     for folder in ("src", "benchmarks"):
         compileall.compile_dir(ROOT / folder, quiet=1)
     size = "quick" if options.quick else "full"

@@ -1,10 +1,10 @@
-"""Reading shards: infeed, WebDataset, litdata and torch on the same samples, from a local disk and from an S3 server.
+"""Measures reading of shards with infeed, WebDataset, litdata and torch, from a local disk and from an S3 server.
 
     python -m benchmarks.shards [--samples 8000] [--size 30000] [--s3] [--json FILE]
 
-Each run is a process of its own; libraries alternate, and the median counts. Samples are random bytes and a label.
+Each run is a new process; libraries alternate, and the result is the median. Samples are random bytes and a label.
 Every library decodes them with the same function in its workers, and yields batches. The S3 server (s3rver) runs locally
-and competes for its cores: ratios are meaningful, rates are not those of a cloud. Shards are in the page cache.
+and competes for CPU cores: ratios are meaningful, but rates differ from those of cloud storage. Shards are in the page cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def decode_image(data: bytes) -> np.ndarray:
 
 
 class Files:
-    """The samples as single files, read by torch's loader."""
+    """The samples as single files, for torch's loader."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = sorted(folder.glob("*.img"))
@@ -118,7 +118,7 @@ def measure(name: str, place: dict[str, Any], workers: int, epochs: int) -> floa
 
 
 def measure_resume(place: dict[str, Any], workers: int) -> float:
-    """Return the seconds from loading a state in the middle of an epoch to its first batch, with workers to start."""
+    """Return the seconds from loading a mid-epoch state to the first batch, including worker start-up."""
     first: Any = infeed_block(place, workers)
     state = {**first.state_dict(), "position": BATCH_SIZE * 20, "step": 20}
     next(iter(first))

@@ -1,4 +1,4 @@
-"""What a case is: its metrics, targets and sizes as data, so that the runner and the report need to know no case."""
+"""Declares metrics, targets and sizes of a case as data, so that the runner and the report are independent of cases."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound that infeed is held to.
+    """A limit that infeed should meet.
 
-    With ``against`` the bound is on the advantage over that library: how many times better the median is, whichever
-    way is better. Without it the bound is on the median itself.
+    With ``against``, the limit applies to the advantage over that library: how many times better the median is. Without it,
+    the limit applies to the median.
     """
 
     metric: str
@@ -36,14 +36,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LoaderSpec:
-    """What every library is asked to do; an adapter turns it into that library's own calls."""
+    """Loader options for every library; an adapter translates them into calls of its library."""
 
     dataset: Any
     batch_size: int
     num_workers: int
     shuffle: bool = False
     seed: int = 7
-    # The dataset is a tuple of arrays with equal first dimension, to be gathered in whatever way the library offers.
+    # The dataset is a tuple of arrays with equal first dimension; the adapter gathers rows with the means of the library.
     is_arrays: bool = False
 
     @property
@@ -53,7 +53,7 @@ class LoaderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is reported of one loader in every case, from its construction to its close."""
+    """Figures of one loader that every case reports, from construction to close."""
 
     first_batch_s: float
     close_s: float
@@ -72,8 +72,8 @@ class Outcome:
 class Case:
     """One benchmark.
 
-    ``metrics`` begins with the one that counts; ``libraries`` names the variants that run it, ``baseline`` the one that
-    ratios are given to (none where the libraries do different amounts of work).
+    The first of ``metrics`` is the main one. ``libraries`` lists the variants that run the case; ratios compare with
+    ``baseline`` (None if the libraries do different amounts of work).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The cases by name, imported only when asked for: workers import this package too, and must not pay for Pillow."""
+"""Imports cases by name on demand: workers import this package too and must not import Pillow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that are already in memory: a shuffled batch is one gather, if the loader knows."""
+"""Arrays in memory: a loader that supports arrays gathers a shuffled batch in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether infeed finds the best number and kind of workers by itself, against a grid of fixed settings."""
+"""Compares infeed's automatic number and kind of workers with a grid of fixed settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.spec import Case, Figures, Metric, Outcome, Parameters, Target
 
 
 def _rates(loader: Any, warm_s: float, timed_s: float, rounds: int) -> list[float]:
-    """Samples per second in each of several stretches, after a warm-up."""
+    """Return samples per second in each of several intervals after a warm-up."""
     batches = iter(loader)
     next(batches)
     deadline = time.perf_counter() + warm_s
@@ -60,7 +60,7 @@ def run(kind: str, library: str, parameters: Parameters) -> Outcome:
             grid[f"{worker}:{count}"] = _rates(loader, parameters["grid_warm_s"], timed_s, 1)
     best = max(grid, key=lambda name: grid[name][0])
     worker, count = best.split(":")
-    # A machine becomes slower and faster: the best is measured again, before and after.
+    # The speed of the machine drifts, so measure the best setting again before and after.
     shares, chosen = [], []
     for _ in range(rounds):
         with make(num_workers=int(count), worker=worker) as loader:

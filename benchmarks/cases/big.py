@@ -1,4 +1,4 @@
-"""Large batches: what moving bytes from worker to consumer costs."""
+"""Large batches: the cost of moving bytes from workers to the consumer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPE: Final = (3, 224, 224)
 
 
 class SameImage:
-    """Gives one preallocated array again and again, so that making samples costs nothing."""
+    """Returns the same preallocated array for every index, so that creating samples costs nothing."""
 
     def __init__(self, length: int) -> None:
         self._length = length

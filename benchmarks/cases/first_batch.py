@@ -1,4 +1,4 @@
-"""How long until there is something to train on: the first time, and every later time."""
+"""Time to the first batch, for the first loader and for later loaders and epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JPEG decoding: work that fills both cores, so that whatever the loader itself needs is missing from the result."""
+"""JPEG decoding on all cores, so that CPU time of the loader itself reduces the throughput."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENCODED_COUNT: Final = 16
 
 
 def _encode(seed: int, side: int) -> bytes:
-    # Smooth noise with some grain on it: flat colour would decode faster, white noise slower than a photograph.
+    # Smooth noise with grain: flat color would decode faster than a photograph, white noise slower.
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
     pixels = np.asarray(coarse, dtype=np.int16) + rng.integers(-12, 13, (side, side, 3), dtype=np.int16)
@@ -30,7 +30,7 @@ def _encode(seed: int, side: int) -> bytes:
 
 
 class Jpegs:
-    """Decodes an image from memory and cuts a window out of it, as float32 in channel-first order."""
+    """Decodes an image from memory and crops it, as float32 in channel-first order."""
 
     def __init__(self, length: int, side: int, crop: int) -> None:
         self._length = length
@@ -58,7 +58,7 @@ def _inline_rate(dataset: Jpegs, samples: int) -> float:
 
 
 def _plain_loops_rate(parameters: Parameters) -> float:
-    """What as many plain loops as there are workers reach together, each in a process of its own, at the same time."""
+    """Return the total rate of one plain loop per worker, each in its own process, at the same time."""
     arguments = ", ".join(str(parameters[name]) for name in ("samples", "side", "crop"))
     code = (
         "from benchmarks.cases.jpeg import Jpegs, _inline_rate\n"
@@ -91,7 +91,7 @@ def run(library: str, parameters: Parameters) -> Outcome:
     loading.checked_epoch()
     rate = len(dataset) / loading.epoch_s()
     figures = loading.close()
-    # One core alone is measured on both sides of the loader, because the speed of a shared machine drifts.
+    # One core is measured before and after the loader, because the speed of a shared machine drifts.
     after = _inline_rate(dataset, inline_samples)
     plain_after = _plain_loops_rate(parameters)
     one_core, plain = (before + after) / 2, (plain_before + plain_after) / 2

@@ -15,7 +15,7 @@ _COUNTS: Final = (1, 2, 8, 64)
 
 
 class Waiting:
-    """Waits, as for I/O, so that many workers fit on few cores."""
+    """Sleeps, as for I/O, so that many workers fit on few cores."""
 
     def __init__(self, length: int, wait_s: float) -> None:
         self._length = length
@@ -33,7 +33,7 @@ def run(library: str, parameters: Parameters) -> Outcome:
     metrics: dict[str, float] = {}
     detail: dict[str, float] = {}
     for workers in parameters["worker_counts"]:
-        # More workers are faster, so they get more batches: each count is measured over some seconds.
+        # More workers load more batches, so that each count is measured for several seconds.
         batch_count = min(max(parameters["least_batches"], 100 * workers), parameters["most_batches"])
         dataset = Waiting(batch_count * BATCH_SIZE, parameters["wait_s"])
         loading = Run(library, LoaderSpec(dataset, BATCH_SIZE, num_workers=workers))

@@ -1,4 +1,4 @@
-"""What a dataset in memory costs again when workers are added."""
+"""The additional memory that workers need for a dataset in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS: Final = 1024
 
 
 class OneArray:
-    """Rows of one large array. Every page is written, so all of it is real memory."""
+    """Rows of one large array. Every page is written, so the array is resident."""
 
     def __init__(self, length: int, hold: Callable[[Any], Any]) -> None:
         self._rows = hold(np.ones((length, _COLUMNS), dtype=np.float32))
@@ -31,7 +31,7 @@ class OneArray:
 
 
 class Strings:
-    """A list of many small Python objects, as of file names."""
+    """A list of many small Python objects, such as file names."""
 
     def __init__(self, length: int, hold: Callable[[Any], Any]) -> None:
         names = [f"train/{index % 1000:04d}/image_{index:08d}.jpg" for index in range(length)]
@@ -87,7 +87,7 @@ def _run(library: str, parameters: Parameters, make: type[OneArray | Strings], h
 
 
 def _holding(library: str) -> Callable[[Any], Any]:
-    """How a careful user of this library holds a large object: infeed has a call for it."""
+    """Return a large object as a careful user would store it: with infeed, through `infeed.share`."""
     if library != "infeed":
         return _as_it_is
     import infeed

@@ -1,4 +1,4 @@
-"""What counters and timeline cost: the same tiny batches with and without them, in one process, taking turns."""
+"""The cost of counters and timeline: tiny batches with and without them, alternating in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(library: str, parameters: Parameters) -> Outcome:
     first_s = close_s = 0.0
     times: dict[str, list[float]] = {level: [] for level in _LEVELS}
     ratios: dict[str, list[float]] = {level: [] for level in _LEVELS}
-    # Which cores a loader's workers happen to run on matters more than what is measured: so there are many loaders of each.
+    # The cores on which workers run affect the times more than `observe` does, so measure many loaders per level.
     for _ in range(parameters["loaders"]):
         loaders = {
             level: infeed.DataLoader(dataset, 32, num_workers=2, shuffle=True, seed=7, observe=level)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def run(library: str, parameters: Parameters) -> Outcome:
             first_s = first_s or time.perf_counter() - began
             _epoch_s(loader)
         own: dict[str, list[float]] = {level: [] for level in _LEVELS}
-        # And so does who is measured after whom: all orders come equally often.
+        # The order of measurements matters too, so use all orders equally often.
         for order in itertools.islice(itertools.cycle(itertools.permutations(_LEVELS)), parameters["rounds"]):
             for level in order:
                 own[level].append(_epoch_s(loaders[level]))

@@ -1,4 +1,4 @@
-"""JPEGs decoded and resized with OpenCV, with as many workers as a training machine has: throughput and page faults."""
+"""JPEGs decoded and resized with OpenCV, with the worker count of a training machine: throughput and page faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Photos:
         self._length = length
         self._encoded: list[Any] = []
         for _ in range(min(length, _ENCODED_COUNT)):
-            # Smooth noise with some grain on it: flat colour would decode faster, white noise slower than a photograph.
+            # Smooth noise with grain: flat color would decode faster than a photograph, white noise slower.
             coarse = rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)
             pixels = cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC).astype(np.int16)
             pixels += rng.integers(-12, 12, pixels.shape, dtype=np.int16)
@@ -49,7 +49,7 @@ class Photos:
 
 
 def plain_loop(seconds: float) -> float:
-    """Images per second of one process that only decodes."""
+    """Return images per second of one process that only decodes."""
     photos = Photos(_ENCODED_COUNT)
     count, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -59,7 +59,7 @@ def plain_loop(seconds: float) -> float:
 
 
 def _plain_loops_rate(count: int, seconds: float) -> float:
-    """What as many plain loops as there are workers reach together, at the same time."""
+    """Return the total rate of one plain loop per worker, at the same time."""
     code = f"from benchmarks.cases.opencv import plain_loop; plain_loop(0.1); print(); input(); print(plain_loop({seconds}))"
     command = [sys.executable, "-uc", code]
     loops = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
@@ -74,7 +74,7 @@ def _plain_loops_rate(count: int, seconds: float) -> float:
 
 
 def _minor_faults() -> dict[int, int]:
-    """Page faults of each process below this one; none where there is no /proc."""
+    """Return the page faults of each descendant process; empty without /proc."""
     found = {}
     for process in processes.descendants():
         try:

@@ -1,4 +1,4 @@
-"""Shuffling a very long dataset: whether the order is computed or written down."""
+"""Shuffling a very long dataset: is the order computed on demand or stored?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.spec import Case, Figures, LoaderSpec, Metric, Outcome, Paramete
 
 
 class Range:
-    """A dataset of any length that holds nothing."""
+    """A dataset of any length that stores no data."""
 
     def __init__(self, length: int) -> None:
         self._length = length

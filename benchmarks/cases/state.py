@@ -1,4 +1,4 @@
-"""Saving where a loader is, in the middle of an epoch, and going on from there."""
+"""Saving the state of a loader in mid-epoch, and resuming from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny samples: what a batch costs beside its content."""
+"""Tiny samples: the fixed cost per batch."""
 
 from __future__ import annotations
 

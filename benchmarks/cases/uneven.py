@@ -1,4 +1,4 @@
-"""Samples of uneven cost: whether one slow sample holds up the workers that did not get it."""
+"""Samples of uneven cost: does one slow sample delay the other workers?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOW_EVERY: Final = 50
 
 
 class Uneven:
-    """Waits, as for I/O: a short time for most samples, fifty times as long for about one in fifty."""
+    """Sleeps, as for I/O: briefly for most samples, fifty times as long for about one in fifty."""
 
     def __init__(self, length: int, fast_s: float) -> None:
         self._length = length
@@ -46,8 +46,8 @@ def run(library: str, parameters: Parameters) -> Outcome:
     dataset = Uneven(parameters["samples"], parameters["fast_s"])
     slow_count = sum(map(dataset.is_slow, range(len(dataset))))
     fast_count = len(dataset) - slow_count
-    # A sleep of 1 ms takes longer than 1 ms. What it takes when nothing else runs is the cost of a sample; what the
-    # loader's own load adds to it counts against the loader.
+    # A sleep of 1 ms takes longer than 1 ms. The cost of a sample is the duration of its sleep on an idle machine; any
+    # delay that the load of the loader adds counts against the loader.
     fast_s = _sleep_takes_s(dataset.fast_s, parameters["calibration"])
     slow_s = _sleep_takes_s(dataset.slow_s, max(1, parameters["calibration"] // 50))
     ideal_s = (fast_count * fast_s + slow_count * slow_s) / workers

@@ -1,4 +1,4 @@
-"""Samples that wait, as for storage: the throughput of many workers, and what it costs the main process."""
+"""I/O-bound samples: the throughput of many workers, and its CPU cost in the main process."""
 
 from __future__ import annotations
 
