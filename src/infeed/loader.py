@@ -149,11 +149,18 @@ class DataLoader:
         options = dict(locals())
         del options["self"]
         config = LoaderConfig(**options)
-        self._session = Session(config, Planner(config, _drawn_seed(config) if seed is None else int(seed)))
+        self._open(config, _drawn_seed(config) if seed is None else int(seed))
+
+    def _open(self, config: LoaderConfig, seed: int) -> None:
+        self._session = Session(config, Planner(config, seed))
         # Safety net for `close`: references the engine cache, not the loader, and runs at interpreter exit at the latest.
         self._finalizer = weakref.finalize(self, self._session.engine_cache.close_unasked)
         if config.kind == "process" and self._session.plan.table is None:
-            start_for_loader(config.start_method, dataset, collate_fn, worker_init_fn)
+            start_for_loader(config.start_method, config.dataset, config.collate_fn, config.worker_init_fn)
+
+    def __reduce__(self) -> tuple[Callable[[LoaderConfig, int], DataLoader], tuple[LoaderConfig, int]]:
+        """Pickle or copy the options and the seed. The copy has workers of its own, and starts at the first batch."""
+        return _rebuilt, (self._session.config, self._session.plan.seed)
 
     def __iter__(self) -> Iterator[Any]:
         return EpochIterator(self._session, self)
@@ -337,3 +344,9 @@ def _drawn_seed(config: LoaderConfig) -> int:
     # All ranks need the same seed and cannot communicate here, so the default is a constant.
     is_shared = isinstance(config.shard, Shard) and config.shard.world_size > 1
     return 0 if is_shared else int.from_bytes(os.urandom(8)) >> 1
+
+
+def _rebuilt(config: LoaderConfig, seed: int) -> DataLoader:
+    loader = DataLoader.__new__(DataLoader)
+    loader._open(config, seed)
+    return loader

@@ -282,10 +282,15 @@ def _check_fields(value: Any, except_for: tuple[str, ...] = ()) -> None:
             object.__setattr__(value, one.name, one.metadata["check"](one.name, getattr(value, one.name)))
 
 
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an option has its default value. Strings of an unpickled loader are equal to the default, but not identical."""
+    return value is default or (type(value) is type(default) and isinstance(value, str | float) and value == default)
+
+
 def _group_repr(group: Any) -> str:
     """Format a group of options as code, without the defaults."""
     first, *rest = ((one, getattr(group, one.name)) for one in fields(group))
-    shown = [short(first[1])] + [f"{one.name}={short(value)}" for one, value in rest if value is not one.default]
+    shown = [short(first[1])] + [f"{one.name}={short(value)}" for one, value in rest if not _is_default(value, one.default)]
     return f"{type(group).__qualname__}({', '.join(shown)})"
 
 
@@ -615,7 +620,7 @@ class LoaderConfig:
             value = getattr(self, one.name)
             if one.name == "shard":
                 value = None if value == ALONE else tuple(value)
-            if value is not one.default:
+            if not _is_default(value, one.default):
                 shown[one.name] = short(value)
         return shown
 

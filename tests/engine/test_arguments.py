@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,3 +91,15 @@ def test_a_fork_server_is_refused_where_there_can_be_none(monkeypatch: pytest.Mo
     make_portable(monkeypatch)
     with pytest.raises(infeed.ConfigError, match="use 'auto' or 'spawn'"):
         next(iter(infeed.DataLoader(range(4), num_workers=1, start_method="forkserver")))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copied_loader_has_the_options_and_the_seed_of_the_original(copied: Callable[[Any], Any]) -> None:
+    """And its own workers and progress: it starts at the first batch."""
+    loader = infeed.DataLoader(range(20), 4, shuffle=True)
+    first = [batch.tolist() for batch in loader]
+
+    again = copied(loader)
+
+    assert [batch.tolist() for batch in again] == first
+    assert repr(again) == repr(loader)

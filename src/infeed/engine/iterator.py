@@ -129,8 +129,13 @@ class EpochIterator(Iterator[Any]):
         if ahead.is_empty:
             engine.ended(asked_ns)
             raise EpochEnd
-        batch, reached = ahead.pop()
-        engine.given(asked_ns, perf_counter_ns())
+        try:
+            batch, reached = ahead.pop()
+            engine.given(asked_ns, perf_counter_ns())
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                engine.close()  # an interrupt: this batch is lost, so no later batch may follow
+            raise
         self._progress.show(reached)
         if isinstance(batch, BaseException):
             raise batch

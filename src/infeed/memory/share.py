@@ -190,7 +190,7 @@ def _pack_objects(values: Sequence[Any]) -> _Column:
         pickler.dump(value)
         pickler.clear_memo()  # each pickle must be readable without the others
         ends.append(stream.tell())
-    extents = _store_pieces(stream.getbuffer(), np.diff(ends))
+    extents = _store_pieces(stream.getbuffer(), np.diff(np.asarray(ends, np.int64)))
     keeps = tuple(pickler.keeps)
     if not pickler.beside:
         return _Column("objects", extents, keeps)
@@ -207,7 +207,7 @@ def _store_numbers(numbers: Any, code: str) -> Extent:
 def _store_pieces(data: Any, sizes: Any) -> tuple[Extent, Extent]:
     """Store concatenated bytes, and the offset of each piece in the bin, so that readers need no addition."""
     extent = store(np.frombuffer(data, np.uint8))
-    ends = np.cumsum([extent.begin, *sizes])
+    ends = np.cumsum([extent.begin, *sizes], dtype=np.int64)  # on Windows, NumPy 1 has integers of 32 bits
     return extent, _store_numbers(ends, "I" if ends[-1] < 1 << 32 else "Q")
 
 
