@@ -219,11 +219,18 @@ def worker_processes() -> list[Any]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if not has_ended(process) and not is_fork_server(process) and not is_resource_tracker(process):
+            if not (has_ended(process) or is_fork_server(process) or is_resource_tracker(process) or is_of_ray(process)):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def is_of_ray(process: Any) -> bool:
+    """Whether a process belongs to the cluster of tests/ray, which stays until this process ends."""
+    words = process.cmdline()
+    is_script = any(word.endswith(".py") and "/ray/" in word for word in words)
+    return is_script or process.name() in ("raylet", "gcs_server") or (bool(words) and words[0].startswith("ray::"))
 
 
 def has_ended(process: Any) -> bool:
