@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,7 +85,7 @@ def webdataset(place: dict[str, Any], workers: int) -> Iterable[Any]:
 def litdata(place: dict[str, Any], workers: int) -> Iterable[Any]:
     import litdata as ld
 
-    dataset = ld.StreamingDataset(place["litdata"], shuffle=True, seed=1)
+    dataset = ld.StreamingDataset(place["litdata"], shuffle=True, seed=1, transform=_litdata_decoded)
     return ld.StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=workers, persistent_workers=True)
 
 
@@ -144,12 +145,20 @@ def write(folder: Path, samples: int, size: int) -> dict[str, Any]:
         (folder / "files" / f"{number:07d}.cls").write_text(str(number % 1000))
         written.append(Sample(f"{number:07d}", {"img": data, "cls": b"%d" % (number % 1000)}))
     shards = folder / "shards"
-    for _ in write_shards(written, shards, "s", -(-samples // SHARDS) * (size + 4), 0):
+    shard_bytes = -(-samples // SHARDS) * (size + 4)
+    for _ in write_shards(written, shards, "s", shard_bytes, 0):
         pass
     if importlib.util.find_spec("litdata"):
         from litdata import optimize
 
-        optimize(fn=_litdata_sample, inputs=list(range(samples)), output_dir=str(folder / "litdata"), chunk_bytes="64MB")
+        optimize(
+            fn=partial(_litdata_sample, folder / "files"),
+            inputs=list(range(samples)),
+            output_dir=str(folder / "litdata"),
+            chunk_bytes=shard_bytes,
+            num_workers=1,
+            verbose=False,
+        )
     urls = sorted(str(path) for path in shards.glob("*.tar"))
     return {
         "shards": urls, "urls": urls, "files": str(folder / "files"), "litdata": str(folder / "litdata"), "is_s3": False,
@@ -157,8 +166,13 @@ def write(folder: Path, samples: int, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _litdata_sample(number: int) -> tuple[np.ndarray, int]:
-    return np.random.default_rng(number).integers(0, 256, 30_000, dtype=np.uint8), number % 1000
+def _litdata_sample(folder: Path, number: int) -> tuple[bytes, int]:
+    path = folder / f"{number:07d}.img"
+    return path.read_bytes(), int(path.with_suffix(".cls").read_bytes())
+
+
+def _litdata_decoded(sample: tuple[bytes, int]) -> tuple[np.ndarray, int]:
+    return decode_image(sample[0]), sample[1]
 
 
 def upload(server: Any, place: dict[str, Any], folder: Path) -> dict[str, Any]:
