@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed.collate.arrays import ArrayTable
 from infeed.testing import FaultyDataset
 from infeed.workers.pool import News
 from infeed.workers.process import ProcessPool
@@ -470,6 +471,21 @@ def test_an_index_outside_of_the_dataset_is_the_datasets_own_error(engine: dict[
     for dataset in ([1, 2, 3], np.arange(3), (np.arange(3), np.arange(3))):
         with infeed.DataLoader(dataset, batch_size=2, sampler=[0, 1, 3], **engine) as loader, pytest.raises(IndexError):
             list(loader)
+
+
+def test_no_batch_is_lost_if_arrays_cannot_be_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: the rows are then loaded like those of any dataset."""
+    real = ArrayTable.gather
+    calls = []
+
+    def gather(self: ArrayTable, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise MemoryError
+        real(self, *arguments)
+
+    monkeypatch.setattr(ArrayTable, "gather", gather)
+    assert flat(collected(infeed.DataLoader(np.arange(40), batch_size=4))) == list(range(40))
 
 
 @pytest.mark.process

@@ -251,6 +251,22 @@ def test_a_key_with_a_hash_of_its_own_is_looked_for_as_python_does() -> None:
     assert infeed.share({Sly("a"): 1, "b": 2})["b"] == 2
 
 
+class SlyNumber(float):
+    """As above, for a number."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return id(SlyNumber)  # another in each process
+
+    __eq__ = float.__eq__
+
+
+def test_a_number_with_a_hash_of_its_own_is_looked_for_as_python_does() -> None:
+    assert stable_hash(SlyNumber(2.5)) is None
+    assert infeed.share({SlyNumber(2.5): 1})[SlyNumber(2.5)] == 1
+
+
 def test_many_keys_are_all_found() -> None:
     """More than fit into one bucket, and of those that are not there none."""
     values = {f"key {number}": number for number in range(5000)} | {number: str(number) for number in range(5000)}

@@ -392,6 +392,7 @@ class Engine:
 
         Returns:
             Whether it did. If not (no slot is free or large enough, or an index is invalid), tasks load the batch.
+            Their errors name the sample.
         """
         for ended in self._delivery.ended_slots():
             self._handle(SlotFreed(ended))
@@ -410,8 +411,8 @@ class Engine:
                     record.parts.append((self._setup.workers[0], 0, row_count, took_ns))
                     self._deliver(record, slot)
                     return True
-            except IndexError:
-                pass
+            except Exception:
+                _LOG.debug("rows cannot be gathered; tasks load them", exc_info=True)
         self._handle(SlotFreed(slot))
         if planned is not None:
             self._add(planned)

@@ -519,7 +519,8 @@ def _build_table(keys: Mapping[Any, Any]) -> tuple[Extent, Extent] | None:
 
 _MASK: Final = (1 << 64) - 1
 # Types that use Python's numeric hash: equal for equal numbers, and the same in every process.
-_NUMBERS: Final = (int, float, complex, Decimal, Fraction, np.number, np.bool_)
+_PYTHON_NUMBERS: Final = (int, float, complex, Decimal, Fraction)
+_PYTHON_KEYS: Final = (str, bytes, *_PYTHON_NUMBERS, tuple, frozenset)
 
 
 def stable_hash(key: Any) -> int | None:
@@ -539,7 +540,7 @@ def stable_hash(key: Any) -> int | None:
     if type(key) is int:
         return own & _MASK
     # Treat a subclass as its base type only if both hash alike: only then can a dict look up one with the other.
-    base = next((base for base in (str, bytes, int, tuple, frozenset) if isinstance(key, base)), None)
+    base = next((base for base in _PYTHON_KEYS if isinstance(key, base)), None)
     if base is not None and own != base.__hash__(key):
         return None
     if key is None:
@@ -548,7 +549,7 @@ def stable_hash(key: Any) -> int | None:
         return zlib.crc32(str.encode(key, "utf-8", _TEXT_ERRORS))
     if isinstance(key, bytes):
         return zlib.crc32(key)
-    if isinstance(key, _NUMBERS) and not isinstance(key, np.timedelta64):
+    if isinstance(key, (*_PYTHON_NUMBERS, np.number, np.bool_)) and not isinstance(key, np.timedelta64):
         return own & _MASK if key == key else 0  # NaN equals no key, and its own hash depends on its address
     if isinstance(key, tuple | frozenset):
         parts = list(map(stable_hash, key))
