@@ -227,7 +227,7 @@ def worker_processes() -> list[Any]:
 
 
 def is_of_ray(process: Any) -> bool:
-    """Whether a process belongs to the cluster of tests/ray, which stays until this process ends."""
+    """Whether a process belongs to the cluster of tests/ray, if it still runs."""
     words = process.cmdline()
     is_script = any(word.endswith(".py") and "/ray/" in word for word in words)
     return is_script or process.name() in ("raylet", "gcs_server") or (bool(words) and words[0].startswith("ray::"))
