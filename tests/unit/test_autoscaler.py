@@ -166,7 +166,7 @@ def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatc
     with caplog.at_level(logging.INFO, logger="infeed"):
         for _ in range(20):
             bench.second(waited=0.9, busy=1.0)
-    assert [record.getMessage() for record in caplog.records] == ["no more than 2 workers: memory_limit allows no more"]
+    assert [record.getMessage() for record in caplog.records] == ["staying at 2 workers: memory_limit allows no more"]
     assert not bench.aims
 
 

@@ -244,7 +244,7 @@ def test_a_step_is_not_judged_by_a_loop_that_has_become_slower() -> None:
     run.become(away_s=0.03)
     run.run(REST)
 
-    assert not [change.why for change in run.changes if "loss" in change.why or "-" in change.why]
+    assert not [change.why for change in run.changes if "lowered" in change.why or "-" in change.why]
 
 
 def test_a_loop_that_hardly_waits_needs_nobody() -> None:

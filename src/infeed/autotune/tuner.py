@@ -13,6 +13,8 @@ from math import ceil, exp, floor, inf, log
 from statistics import fmean, median, pstdev
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
+from infeed.formatting import format_bytes, format_count
+
 # Minimum length of a spell (a measurement interval): the clock is coarse, and batches differ...
 _LEAST_S: Final = 0.1
 _LEAST_BATCHES: Final = 2
@@ -184,11 +186,11 @@ def better_kind(gil_share: float, *, is_drawing: bool, cores: float) -> KindAdvi
     held = f"loading holds the GIL {gil_share:.0%} of the time"
     if is_drawing:
         return KindAdvice(
-            "process", f"processes: the dataset draws from global random generators, which threads would share; {held}"
+            "process", f"using processes: the dataset draws from global random generators, which threads would share; {held}"
         )
     if gil_share > min(_ALONE, _TOGETHER / max(1.0, cores)):
-        return KindAdvice("process", f"processes: {held}, so threads would wait for each other")
-    return KindAdvice("thread", f"threads: {held}, so they are as fast as processes and share the dataset")
+        return KindAdvice("process", f"using processes: {held}, so threads would wait for each other")
+    return KindAdvice("thread", f"using threads: {held}, so they are as fast as processes and share the dataset")
 
 
 # Below this wait share, the possible gain is not worth another process...
@@ -357,7 +359,7 @@ class Tuner:
             return None
         self._ceiling = most + 1
         self._trial, self._is_learning = None, True
-        change = self._change(most, f"no memory for more, at {reading.worker_bytes >> 20} MiB per worker")
+        change = self._change(most, f"no memory for more, at {format_bytes(reading.worker_bytes)} per worker")
         self.bound = "memory_limit" if reading.is_budget else "memory"
         return change
 
@@ -395,7 +397,7 @@ class Tuner:
         return self._change(
             target,
             f"the training loop waited {seen.wait_share:.0%}, workers were busy {min(1.0, busy_share):.0%} of the time"
-            + (f"; {self._limits.cores - count:.3g} cores are free" if target <= self._limits.cores else "")
+            + (_free_text(self._limits.cores - count) if target <= self._limits.cores else "")
             + ("; they are I/O-bound" if target > self._limits.cores else ""),
         )
 
@@ -438,8 +440,8 @@ class Tuner:
         if not (gain < -_LOSS and reading.worker_count >= 2 * trial.origin):
             self._ceiling = trial.origin + 1  # throughput is flat: no count in between is better
         self._refused = (reading.worker_count, after)
-        change = "a gain of" if gain >= 0 else "a loss of"
-        return self._change(trial.origin, f"{reading.worker_count} workers brought {change} {abs(gain):.0%}")
+        change = f"raised throughput by only {gain:.0%}" if gain >= 0 else f"lowered throughput by {-gain:.0%}"
+        return self._change(trial.origin, f"{reading.worker_count} workers {change}")
 
     def _moderate(self, count: int, origin: int, gain: float) -> Change | None:
         """After a leap that gained less than its workers could have, reduce the count to what the gain needs."""
@@ -448,7 +450,7 @@ class Tuner:
             return None
         self._ceiling, self._has_rested, self._is_learning = enough + 1, True, True
         return self._change(
-            enough, f"{count} workers instead of {origin} brought a gain of {gain:.0%}, for which fewer are enough"
+            enough, f"{count} workers raised throughput by {gain:.0%} over {origin}, for which fewer are enough"
         )
 
     def _regret(self) -> Change | None:
@@ -461,7 +463,7 @@ class Tuner:
         if gain < _GAIN + _PROOF * (now.doubt**2 + then.doubt**2) ** 0.5:
             return None
         self._ceiling, self._has_rested = inf, False
-        return self._change(count, f"throughput with them was {gain:.0%} higher after all")
+        return self._change(count, f"throughput was {gain:.0%} higher with {count} workers after all")
 
     def _shrink(self, seen: Summary) -> Change | None:
         count = self._count
@@ -479,8 +481,12 @@ class Tuner:
         self._spells, self._is_moved, self.bound = [], True, ""
         if count == before:
             return None
-        noun = "worker" if count == 1 else "workers"
-        return Change(count, f"{count} {noun} instead of {before}: {reason}")
+        return Change(count, f"{format_count(count, 'worker')} instead of {before}: {reason}")
+
+
+def _free_text(cores: float) -> str:
+    free = format_count(cores, "core")
+    return f"; {free} {'is' if free == '1 core' else 'are'} free"
 
 
 def _whole(count: float) -> int:

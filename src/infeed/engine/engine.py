@@ -93,7 +93,7 @@ from infeed.workers.protocol import (
 from infeed.workers.status import StatusBoard
 
 _LOG: Final = logging.getLogger("infeed")
-_MSG_FORKED: Final = "the parent of this process began this epoch and still owns it; iterate the loader again in this process"
+_MSG_FORKED: Final = "this epoch began in the parent process; iterate the loader again in this process"
 _MSG_CLOSED: Final = "the loader was closed during iteration; iterate it again, or close it later"
 _COOLING_LOOK_S: Final = 0.0005
 # A training loop that finds its batches ready need not read worker messages. But workers would starve: their queued tasks may
@@ -377,8 +377,9 @@ class Engine:
             adjustment = self._autoscaler.consider()
             if adjustment.worker_count is not None:
                 self._scaling.aim(adjustment.worker_count)
+            before = self._allocator.window
             if adjustment.is_narrow and (window := self._allocator.widen()) is not None:
-                _LOG.info("%d batches in flight instead of fewer: the training loop waited while workers were idle", window)
+                _LOG.info("%d batches in flight, not %d: the training loop waited while workers were idle", window, before)
                 self._change_window(window)
 
     def _take_error(self) -> BaseException:

@@ -172,7 +172,7 @@ class WorkerScaling:
                 self.start_while_waited(worker)
             except WorkerStartError as error:
                 self._wanted_count = len(current) + len(events)
-                _LOG.warning("%s; no other can be started: %s", format_count(self._wanted_count, "worker"), error)
+                _LOG.warning("staying at %s: %s", format_count(self._wanted_count, "worker"), error)
                 break
             events.append(WorkerAdded(worker))
         return events
@@ -284,7 +284,7 @@ class AutoScaler:
             self._metrics.mark("workers", LOOP, change.why)
             return change.worker_count
         if tuner.bound not in ("", bound):
-            _LOG.info("no more than %s: %s", format_count(tuner.count, "worker"), _BOUNDS[tuner.bound])
+            _LOG.info("staying at %s: %s", format_count(tuner.count, "worker"), _BOUNDS[tuner.bound])
         return None
 
     def _free_bytes(self, tuner: Tuner, point: Point, taken_bytes: int) -> tuple[int, bool]:

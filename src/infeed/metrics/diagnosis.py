@@ -468,7 +468,7 @@ BOTTLENECKS: Final[dict[str, Any]] = {
     "delivery": "delivery of batches in the main process ({share:.0%} of the wait)",
     "start": "worker start-up ({share:.0%} of the wait)",
     "restarts": "worker start-up in every epoch ({share:.0%} of the wait)",
-    "replacements": "start of replacements for dead workers ({share:.0%} of the wait)",
+    "replacements": "restarts of workers that died ({share:.0%} of the wait)",
     "pending-sample": lambda one: (
         f"one sample, which {'the main process' if one['worker'] is None else 'worker ' + str(one['worker'])} has been loading "
         f"for {format_seconds(one['pending_s'])} (median: {format_seconds(one['median_s'])})"
@@ -477,7 +477,7 @@ BOTTLENECKS: Final[dict[str, Any]] = {
         f"slow samples ({one['sample']} took {format_seconds(one['seconds'])}; median: {format_seconds(one['median_s'])})"
     ),
     "gil": lambda one: f"probably the GIL: threads use {one['used_cores']:.1f} of {format_count(one['cores'], 'core')}",
-    "idle-workers": "not the number of workers, which are busy {busy_share:.0%} of the time",
+    "idle-workers": "idle workers (busy {busy_share:.0%} of the time)",
     "prefetch": "prefetch={prefetch}, which is too small for all workers",
     "one-reader": "one worker, which reads the whole iterable dataset",
     "memory": "memory, which allows no more workers",
@@ -508,7 +508,7 @@ def _more(numbers: Mapping[str, Any]) -> str:
 def _burst(numbers: Mapping[str, Any]) -> str:
     """Return why workers with idle time are too few, if they have any."""
     share = numbers.get("busy_share")
-    return "" if share is None else f" They are busy {share:.0%} of the time and idle mostly during training steps."
+    return "" if share is None else f" Workers are busy {share:.0%} of the time and idle mostly during training steps."
 
 
 def _add_text(numbers: Mapping[str, Any]) -> str:
@@ -533,7 +533,7 @@ ACTIONS: Final[dict[str, Any]] = {
     "no-batch": lambda one: f"no batch in {format_count(one['epochs'], 'epoch')}; check the length of the dataset.",
     "too-early": lambda one: f"{format_count(one['batches'], 'batch', 'batches')} in {one['seconds']:.2f} s so far.",
     "none": "Faster data loading would not help.",
-    "fewer-workers": lambda one: f"{_more(one)} would be enough: they are busy {one['busy_share']:.0%} of the time.",
+    "fewer-workers": lambda one: f"{_more(one)} would be enough: workers are busy {one['busy_share']:.0%} of the time.",
     "add-workers": _add_text,
     "add-workers-beyond-cores": lambda one: f"Add {_more(one)}; more than one per core is fine here.{_burst(one)}",
     "reduce-work": _reduce_text,
@@ -548,7 +548,7 @@ ACTIONS: Final[dict[str, Any]] = {
     "share-iterable-with-workers": f"{_SHARE} and set num_workers=2 or more.",
     "larger-batches": "Use larger batches.",
     "raise-prefetch": "Raise prefetch above {prefetch}.",
-    "raise-num-workers": lambda one: f"Raise num_workers: all {_more(one)} that it allows are running.{_burst(one)}",
+    "raise-num-workers": lambda one: f"Raise num_workers: it allows no more than {_more(one)}.{_burst(one)}",
     "raise-memory": lambda one: f"Free memory: there is room for no more than {_more(one)}.{_burst(one)}",
     "raise-memory-limit": lambda one: f"Raise memory_limit: it allows no more than {_more(one)}.{_burst(one)}",
     "raise-cpu-limit": lambda one: f"Raise cpu_limit={one['cpu_limit']:g}: it allows no more than {_more(one)}.{_burst(one)}",
@@ -558,13 +558,13 @@ ACTIONS: Final[dict[str, Any]] = {
     ),
     "wait-for-tuner": lambda one: f"Wait: infeed is still searching for the best number of workers (now {one['workers']}).",
     "persistent-workers": "Set persistent_workers=True.",
-    "workers-stay": "No action needed: these workers stay.",
+    "workers-stay": "No action needed: the workers keep running.",
     "see-log": lambda one: f"See the log: {format_count(one['deaths'], 'worker')} died.",
     "see-timeline": lambda one: (
         ("More workers would not help. " if one["is_enough"] else "") + "See the timeline: loader.timeline('run.html')."
     ),
     "fix-samples": "Fix or skip these samples (sample_timeout, on_error='skip').",
-    "sample-timeout": "Set sample_timeout to skip such samples, or hang_warning to log their stack.",
+    "sample-timeout": "Set hang_warning to log where it hangs, or sample_timeout and on_error='skip' to skip such samples.",
 }
 
 
