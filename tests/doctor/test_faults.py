@@ -154,7 +154,7 @@ for batch in DataLoader(Large(), batch_size=8, num_workers=1): step()
 """,
     ),
     "memory-growth": (
-        "per minute each",
+        "per minute",
         """
 class Leaky(Base):
     kept = []

@@ -445,9 +445,9 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
     [
         ({"num_workers": 0, "kind": "inline"}, "num_workers=1 or more"),
         ({"num_workers": 0, "kind": "inline", "is_gathered": True}, "larger batches"),
-        ({"probe": costly(0.1)}, "num_workers=4; do work beforehand"),
+        ({"probe": costly(0.1)}, "num_workers=4; preprocess the dataset once"),
         ({"probe": costly(0.01), "num_workers": 0, "kind": "inline"}, "num_workers=4, to load during"),
-        ({"probe": costly(0.1), "num_workers": 4}, "do work beforehand"),
+        ({"probe": costly(0.1), "num_workers": 4}, "preprocess the dataset once"),
         ({"probe": costly(1e-4)}, "num_workers=0"),
         ({"probe": costly(0.02)}, "fewer, larger arrays"),
     ],

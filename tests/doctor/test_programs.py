@@ -39,7 +39,7 @@ def test_a_program_that_runs_for_ever_is_stopped_in_the_middle_of_its_epoch(tmp_
 
     assert result.out.startswith("begun\n")
     assert "went on" not in result.out
-    assert "was stopped when its time was up" in result.out
+    assert "was stopped at the time limit" in result.out
     assert result.code == 0
 
 
@@ -98,9 +98,9 @@ def test_a_program_that_fails_is_no_clean_one(tmp_path: Path, code: str, text: s
     """What it ended with is told, and what was seen before counts; but that nothing was found proves nothing."""
     result = doctor(tmp_path, f"load()\n{code}", "--html", "found.html")
 
-    assert f"no cause found, but the program {text}" in result.out
+    assert f"no problems found, but the program {text}" in result.out
     assert "1 loader, 1 epoch, 4 batches" in result.out
-    assert f"No cause found, but the program {text}." in (tmp_path / "found.html").read_text()
+    assert f"No problems found, but the program {text}." in (tmp_path / "found.html").read_text()
     assert result.code == 3
 
 
@@ -131,7 +131,7 @@ class Broken:
     def __getitem__(self, index): raise ValueError("no such disk")
 broken, empty = Broken(), []
 """
-    told = f"nothing examined, because no batch arrived: the program {text}"
+    told = f"no batch arrived, so nothing was examined: the program {text}"
 
     result = doctor(tmp_path, broken + code, "--seconds", "0.5", program=program)
     beside = doctor(tmp_path, broken + code, "--seconds", "0.5", "--json", "-", program=program)

@@ -186,7 +186,7 @@ def ending(run: Run) -> str:
         "finished": "ran to its end",
         "exit": f"exited with code {run.exit_code}",
         "error": f"failed: {run.error}",
-        "time": "was stopped when its time was up",
+        "time": "was stopped at the time limit",
         "stuck": "requested no more batches and was stopped",
         "died": _death(run.exit_code or 0),
     }[run.ending]
@@ -195,9 +195,9 @@ def ending(run: Run) -> str:
 def conclusion(run: Run) -> str:
     """Return the message for no findings, which is good news only if the program yielded batches and did not fail."""
     if not run.has_batch:
-        return f"nothing examined, because no batch arrived: the program {ending(run)}"
+        return f"no batch arrived, so nothing was examined: the program {ending(run)}"
     if run.has_failed:
-        return f"no cause found, but the program {ending(run)}"
+        return f"no problems found, but the program {ending(run)}"
     return "no problems found"
 
 

@@ -35,7 +35,7 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
         # infeed can kill a worker process, but not the main process or a thread.
         before = "num_workers=1; then " if loader.kind == "inline" else ""
         after = " (needs worker='process')" if loader.kind == "thread" else ""
-        infeed = f"{before}hang_warning=10 logs the sample and its stack; sample_timeout=60 skips or retries it{after}"
+        infeed = f"{before}hang_warning=10 logs the sample and its stack; sample_timeout=60, on_error='skip' skips it{after}"
         fix = {"torch": f"{before}timeout=60 raises an error", "infeed": infeed}
     return Finding(
         name="no-batch",
@@ -148,7 +148,7 @@ def not_picklable(run: Run, loader: LoaderSeen) -> Finding | None:
         evidence={"object": what, "reason": why, "works now": works},
         fix={
             "torch": fix,
-            "infeed": f"{fix}; or worker='thread'" if probe.unsendable else "no change needed: pickles by value",
+            "infeed": f"{fix}; or worker='thread'" if probe.unsendable else "no change needed: infeed pickles it by value",
         },
         loader=describe(loader),
     )
@@ -204,8 +204,8 @@ def same_samples(run: Run, loader: LoaderSeen) -> Finding | None:
             "sharding": "__iter__ does not call get_worker_info(), and there is no worker_init_fn",
         },
         fix={
-            "torch": "read only this worker's share in __iter__ (torch.utils.data.get_worker_info())",
-            "infeed": "infeed.DataLoader reads such a dataset in one worker; for more, shard by infeed.get_worker_info()",
+            "torch": "yield only this worker's share in __iter__ (torch.utils.data.get_worker_info())",
+            "infeed": "infeed.DataLoader reads it with one worker; for more, yield a share of it (infeed.get_worker_info())",
         },
         loader=describe(loader),
         numbers={"copies": loader.num_workers},
@@ -240,7 +240,7 @@ def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
     full_s = run.memory_bytes / at_once
     return Finding(
         name="memory-growth",
-        title=f"Workers grow by {format_bytes(rate * 60)} per minute each",
+        title=f"Memory of each worker grows by {format_bytes(rate * 60)} per minute",
         risk="memory",
         cost=min(1.0, at_once * 60 / max(run.memory_bytes, 1)),
         evidence={
@@ -248,8 +248,8 @@ def memory_growth(run: Run, loader: LoaderSeen) -> Finding | None:
             "out of memory": f"in {format_seconds(full_s)} ({format_bytes(run.memory_bytes)} free)",
         },
         fix={
-            "torch": "find what the dataset keeps; forked workers copy lists of Python objects as they read them: use arrays",
-            "infeed": "find what the dataset keeps; infeed.share(...) stores large lists and dicts once for all workers",
+            "torch": "find what the dataset accumulates; forked workers copy the Python objects that they read: use arrays",
+            "infeed": "find what the dataset accumulates; infeed.share(...) stores large lists and dicts once for all workers",
         },
         loader=describe(loader),
         numbers={"bytes_per_s": rate, "growing": len(grown), "workers": len(workers), "bytes": total, "full_s": full_s},
@@ -285,7 +285,7 @@ def large_objects(run: Run, loader: LoaderSeen) -> Finding | None:
     once = "infeed.share(...), which stores it once"
     return Finding(
         name="large-objects",
-        title=f"Copies of large objects take {format_bytes(total)} more in {format_count(loader.num_workers, 'worker')}",
+        title=f"Copies of large objects take {format_bytes(total)} in {format_count(loader.num_workers, 'worker')}",
         risk="memory",
         cost=min(1.0, total / max(run.memory_bytes, 1)),
         evidence={

@@ -38,8 +38,8 @@ _GIL_LOAD: Final = 0.3
 _USE_INFEED: Final = "from infeed.torch import DataLoader"
 _FASTER_STORAGE: Final = "copy the data to a local disk; use fewer, larger files"
 _LIGHTER: Final = "use fewer, larger arrays per sample; larger batches"
-_CHEAPER: Final = "do work beforehand: decode, resize or tokenize once"
-_SHARD: Final = "read only this worker's share in __iter__ (get_worker_info())"
+_CHEAPER: Final = "preprocess the dataset once (decode, resize, tokenize)"
+_SHARD: Final = "yield only this worker's share in __iter__ (get_worker_info())"
 _BENCH: Final = "infeed bench module:dataset compares settings"
 ONE_THREAD: Final = "threads_per_worker=1 (the default)"
 
@@ -113,7 +113,7 @@ def _find_cause(run: Run, loader: LoaderSeen) -> _Cause:
     if is_slow_sample_bound(loader):
         worst = loader.probe.slow[0]
         numbers = {"sample": f"index {worst.which}", "seconds": worst.seconds, "median_s": loader.probe.median_s}
-        return _Cause("slow-samples", numbers, "make these samples cheaper or leave them out; more workers do not help", False)
+        return _Cause("slow-samples", numbers, "make these samples cheaper or skip them; more workers do not help", False)
     if loader.kind == "inline":
         return _find_inline_cause(run, loader)
     if loader.has_one_reader:
@@ -136,7 +136,8 @@ def _find_cause(run: Run, loader: LoaderSeen) -> _Cause:
             return _Cause("transfer", {"could_s": loader.load_s, "comes_s": comes_s}, fix)
         could_s = loader.load_s / max(1, loader.num_workers)
         if not loader.is_auto and could_s < _IDLING * comes_s:  # "auto" had fewer workers earlier in the run
-            return _Cause("transfer", {"could_s": could_s, "comes_s": comes_s}, f"{_LIGHTER}; leave these cores to the workers")
+            fix = f"{_LIGHTER}; run fewer other programs on these cores"
+            return _Cause("transfer", {"could_s": could_s, "comes_s": comes_s}, fix)
     bottleneck, fix = _find_worker_cause(run, loader)
     cheaper = _CHEAPER
     if is_collate_bound(loader):
@@ -165,7 +166,7 @@ def _find_inline_cause(run: Run, loader: LoaderSeen) -> _Cause:
     if 0 < loader.load_s < LEAST_LOAD_S:
         return _Cause("main-process", {}, "larger batches or cheaper samples; workers do not help with so little work", False)
     if loader.has_one_reader:
-        return _Cause("main-process", {}, f"num_workers=1, which loads during training steps; for more workers {_SHARD}", False)
+        return _Cause("main-process", {}, f"num_workers=1, to load during training steps; for more workers, {_SHARD}", False)
     best = f"num_workers={best_workers(run, loader)}" if loader.is_load_known else "num_workers=1 or more"
     return _Cause("main-process", {}, f"{best}, to load during training steps")
 
@@ -310,11 +311,11 @@ def _limit(run: Run, loader: LoaderSeen, best: int) -> tuple[str, str]:
     if loader.has_one_reader:
         return "one-reader", "more workers would not help: the iterable dataset does not shard itself"
     if best == MOST_WORKERS:
-        return "most", "the maximum that is ever proposed"
+        return "most", f"the doctor proposes at most {MOST_WORKERS} workers"
     if best > run.core_count:
         return "cores", "all cores used; more than one worker per core, because loading is I/O-bound"
     # Not above: I/O-bound loading gains nothing from the cores of other machines.
-    return "cores", "all cores used; workers on other machines would help, with worker='ray' of infeed's loaders"
+    return "cores", "all cores used; more workers help only on other machines (worker='ray' of infeed's loaders)"
 
 
 # --- contention between workers: thread pools of libraries, and the GIL
