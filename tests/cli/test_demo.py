@@ -91,9 +91,9 @@ def test_a_missing_package_is_named_with_the_cure(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--images", "0"], "--images: '0' is not a number"),
-        (["--workers", "many"], "--workers: 'many' is not a number"),
-        (["--batch-size", "-1"], "--batch-size: '-1' is not a number"),
+        (["--images", "0"], "--images: '0' must be an int, at least 1"),
+        (["--workers", "many"], "--workers: 'many' must be an int, at least 1"),
+        (["--batch-size", "-1"], "--batch-size: '-1' must be an int, at least 1"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

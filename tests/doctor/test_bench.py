@@ -199,17 +199,17 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["data"], 2, "'data' is not module:dataset"),
+        (["data"], 2, "'data' does not have the form module:dataset"),
         (["data:absent"], 3, "module 'data' has no 'absent'; it defines make, number"),
         (["data:number"], 3, "data:number is a int, not a dataset"),
         (["bad:Needs"], 3, "bad:Needs() cannot be called: missing a required argument: 'root'; name a function without"),
         (["bad:make"], 3, "bad:make could not be loaded: OSError: no such folder"),
         (["worse:train_set"], 3, "worse:train_set could not be loaded: ZeroDivisionError: division by zero"),
         (["bad:Broken", "--seconds", "0.1"], 3, "bad:Broken could not be loaded: ValueError: no such disk"),
-        (["data:make", "--batch-size", "0"], 2, "'0' is not a number of samples; pass 1 or more"),
+        (["data:make", "--batch-size", "0"], 2, "'0' must be an int, at least 1"),
         (["data:make", "--json", "absent/x"], 2, "--json absent/x cannot be written: folder"),
         (["data:make", "--html", "absent/x"], 2, "--html absent/x cannot be written: folder"),
-        (["data:make", "--seconds", "0"], 2, "0 is out of range; pass more than 0 seconds"),
+        (["data:make", "--seconds", "0"], 2, "'0' must be a number of seconds above 0"),
     ],
 )
 def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:

@@ -174,7 +174,7 @@ def test_an_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
         ("", "iterated no DataLoader of torch or infeed"),
         ("sys.exit(3)", "program.py exited with code 3"),
         ("import absent_module", "program.py failed: ModuleNotFoundError: No module named 'absent_module'"),
-        ("threading.Event().wait()", "iterated no DataLoader within 0.5 s; see --start-seconds"),
+        ("threading.Event().wait()", "iterated no DataLoader within 0.5 s; raise --start-seconds"),
     ],
     ids=["no loader", "exit", "error", "hang"],
 )
@@ -193,10 +193,10 @@ def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, t
     [
         ((), "absent.py", "'absent.py' is not a file; pass a script, a module with -m, or module:dataset"),
         (("--ignore", "boredom"), "program.py", "--ignore boredom: unknown finding; choose from no-batch, "),
-        (("--seconds", "0"), "program.py", "0 is out of range; pass more than 0 seconds"),
-        (("--seconds", "soon"), "program.py", "'soon' is not a number of seconds"),
-        (("--batch-size", "0"), "data:dataset", "'0' is not a number of samples; pass 1 or more"),
-        (("--num-workers", "-1"), "data:dataset", "'-1' is not a number of workers; pass 0 or more"),
+        (("--seconds", "0"), "program.py", "'0' must be a number of seconds above 0"),
+        (("--seconds", "soon"), "program.py", "'soon' must be a number of seconds above 0"),
+        (("--batch-size", "0"), "data:dataset", "'0' must be an int, at least 1"),
+        (("--num-workers", "-1"), "data:dataset", "'-1' must be an int, at least 0"),
         (("--num-workers", "2"), "program.py", "--num-workers is only for module:dataset; program.py sets"),
         (("--batch-size", "2", "-m"), "program", "--batch-size is only for module:dataset; program sets"),
     ],

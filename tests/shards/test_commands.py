@@ -53,7 +53,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path, capsys: pytest.CaptureF
 
     assert main(["pack", *arguments]) == 0
     assert "wrote 10 samples to 4 shards" in (said := capsys.readouterr().out)
-    assert "6 of them by an earlier run" in said
+    assert "6 of them in an earlier run" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == whole
 
 
@@ -64,6 +64,11 @@ def test_shards_of_other_data_are_not_continued(tmp_path: Path, capsys: pytest.C
 
     assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
     assert "last sample is 'train/000002' instead of 'class0/004'" in capsys.readouterr().err
+
+
+def test_an_invalid_size_names_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(tmp_path), str(tmp_path / "out"), "--shard-size", "big"]) == 1
+    assert "--shard-size='big' is not a size" in capsys.readouterr().err
 
 
 def test_an_exception_leaves_no_incomplete_shard(tmp_path: Path) -> None:

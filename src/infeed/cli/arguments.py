@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
-__all__ = ["Output", "count", "find_problem", "replacing", "samples", "seconds", "workers"]
+__all__ = ["Output", "count", "find_problem", "replacing", "seconds", "workers"]
 
 # Replacements for outputs that can encode only ASCII or Latin-1.
 _PLAIN: Final = {"µ": "u", "█": "#", "…": "..."}
@@ -44,9 +44,9 @@ class Output:
         if self._path.is_dir():
             return self._error("it is a folder; pass a file name")
         if not self._path.parent.is_dir():
-            return self._error(f"folder {str(self._path.parent)!r} does not exist; create it or pass another")
+            return self._error(f"folder {str(self._path.parent)!r} does not exist; create it, or pass another")
         if not os.access(self._path if self._path.exists() else self._path.parent, os.W_OK):
-            return self._error("permission denied; pass another")
+            return self._error("permission denied; pass another file")
         return ""
 
     def write(self, text: str) -> str:
@@ -74,30 +74,25 @@ def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is out of range; pass more than 0 seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
     return value
 
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
-    return _at_least(1, text, "")
-
-
-def samples(text: str) -> int:
-    """Parse the number of samples in a batch, at least 1."""
-    return _at_least(1, text, " of samples")
+    return _at_least(1, text)
 
 
 def workers(text: str) -> int:
     """Parse a number of workers, at least 0."""
-    return _at_least(0, text, " of workers")
+    return _at_least(0, text)
 
 
-def _at_least(least: int, text: str, of_what: str) -> int:
+def _at_least(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number{of_what}; pass {least} or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an int, at least {least}")
     return int(text)
 
 

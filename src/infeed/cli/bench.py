@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("dataset", metavar="module:dataset", help="a dataset, or a function without arguments that returns one")
-    parser.add_argument("--batch-size", type=types.samples, default=32, metavar="N", help="samples in a batch (default: 32)")
+    parser.add_argument("--batch-size", type=types.count, default=32, metavar="N", help="samples per batch (default: 32)")
     parser.add_argument("--seconds", type=types.seconds, default=1.5, help="measuring time per setting (default: 1.5)")
     parser.add_argument("--worker", choices=("thread", "process"), help="measure only this kind of worker")
     parser.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     target: str = arguments.dataset
     if not targets.names_dataset(target):
-        return _complain(f"{target!r} is not module:dataset; for example: infeed bench data:train_set", _USAGE)
+        return _complain(f"{target!r} does not have the form module:dataset; for example: infeed bench data:train_set", _USAGE)
     data, page = Output("--json", arguments.json, may_print=True), Output("--html", arguments.html)
     problem = find_problem([data, page])
     if problem:
@@ -140,7 +140,7 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
     for one in failed:
         print(f"{one.setting}: {one.error}")
     if failed:
-        print("Larger numbers of a kind that failed were not measured.")
+        print("After a failure, larger numbers of that kind of worker were not measured.")
 
 
 def _with_bars(rows: list[list[str]], rates: Sequence[float], length: int) -> list[list[str]]:

@@ -36,17 +36,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="print the evidence and all fixes of every finding")
     parser.add_argument("-m", dest="is_module", action="store_true", help="program is a module, as with `python -m`")
     parser.add_argument(
-        "--seconds", type=types.seconds, default=30.0, help="monitoring time from the first batch (default: 30)"
+        "--seconds", type=types.seconds, default=30.0, help="monitoring time from the first iteration of a loader (default: 30)"
     )
     parser.add_argument(
-        "--start-seconds", type=types.seconds, default=600.0, help="time limit until the first batch (default: 600)"
+        "--start-seconds",
+        type=types.seconds,
+        default=600.0,
+        help="time limit until the first iteration of a loader (default: 600)",
     )
     parser.add_argument("--infeed", action="store_true", help="run torch's loaders on infeed, as `infeed run` does")
     parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="skip a finding; may be repeated")
     parser.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="write an HTML report")
-    parser.add_argument("--num-workers", type=types.workers, metavar="N", help="for module:dataset (default: 2)")
-    parser.add_argument("--batch-size", type=types.samples, metavar="N", help="for module:dataset (default: 32)")
+    parser.add_argument(
+        "--num-workers", type=types.workers, metavar="N", help="number of workers; only for module:dataset (default: 2)"
+    )
+    parser.add_argument(
+        "--batch-size", type=types.count, metavar="N", help="samples per batch; only for module:dataset (default: 32)"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script, module or dataset, and its arguments")
     parser.set_defaults(run=run)
 
@@ -91,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         if seen.ending in ("finished", "exit") and not seen.exit_code:
             _complain(f"{program[0]} iterated no DataLoader of torch or infeed")
         elif seen.ending in ("time", "stuck"):
-            _complain(f"{program[0]} iterated no DataLoader within {arguments.start_seconds:g} s; see --start-seconds")
+            _complain(f"{program[0]} iterated no DataLoader within {arguments.start_seconds:g} s; raise --start-seconds")
         else:
             _complain(f"{program[0]} {ending(seen)}")
         return _NOT_RUN
@@ -120,7 +127,7 @@ def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "d
     from infeed.doctor.targets import names_dataset
 
     if not program:
-        _complain("missing program; pass a script, -m MODULE or module:dataset, for example: infeed doctor train.py")
+        _complain("missing program; pass a script, -m MODULE or module:dataset; for example: infeed doctor train.py")
         return None
     if is_module:
         return "module"

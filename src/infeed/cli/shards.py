@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from infeed.formatting import format_count
+
 __all__ = ["add_parsers", "index", "pack"]
 
 _USAGE: Final = 2
@@ -29,12 +31,12 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "pack",
         help="write tar shards from a folder of files or a dataset",
-        description="Writes tar shards in WebDataset's conventions. If it was interrupted, run it again to continue.",
+        description="Writes tar shards in WebDataset's conventions. After an interruption, run it again to continue.",
     )
     parser.add_argument("source", help="a folder, in which 0001.jpg and 0001.cls are one sample; or module:dataset")
-    parser.add_argument("out", help="folder of the shards")
+    parser.add_argument("out", help="folder for the shards")
     parser.add_argument("--shard-size", default="1GB", metavar="SIZE", help="size of a shard (default: 1GB)")
-    parser.add_argument("--prefix", default="shard", help="beginning of the names of the shards (default: shard)")
+    parser.add_argument("--prefix", default="shard", help="prefix of the shards' file names (default: shard)")
     parser.set_defaults(run=pack)
 
 
@@ -49,7 +51,8 @@ def index(arguments: argparse.Namespace) -> int:
     except (ConfigError, ShardError, StorageError) as error:
         print(f"infeed index: {error}", file=sys.stderr)
         return _USAGE if isinstance(error, ConfigError) else _FAILED
-    print(f"{len(dataset):,} samples in {len(dataset.urls):,} shards; columns: {', '.join(dataset.columns)}")
+    samples, shards = format_count(len(dataset), "sample"), format_count(len(dataset.urls), "shard")
+    print(f"{samples} in {shards}; columns: {', '.join(dataset.columns)}")
     print(f"index: {where or 'up to date'}")
     return 0
 
@@ -60,12 +63,14 @@ def pack(arguments: argparse.Namespace) -> int:
     from infeed.memory.limits import parse_bytes
 
     try:
-        packed = _pack(arguments.source, Path(arguments.out), arguments.prefix, parse_bytes(arguments.shard_size))
+        shard_bytes = parse_bytes(arguments.shard_size, "--shard-size")
+        packed = _pack(arguments.source, Path(arguments.out), arguments.prefix, shard_bytes)
     except (InfeedError, OSError) as error:
         print(f"infeed pack: {error}", file=sys.stderr)
         return _FAILED
-    resumed = f", {packed.resumed_samples:,} of them by an earlier run" if packed.resumed_samples else ""
-    print(f"wrote {packed.samples:,} samples to {packed.shards:,} shards in {arguments.out}{resumed}")
+    resumed = f", {packed.resumed_samples:,} of them in an earlier run" if packed.resumed_samples else ""
+    samples, shards = format_count(packed.samples, "sample"), format_count(packed.shards, "shard")
+    print(f"wrote {samples} to {shards} in {arguments.out}{resumed}")
     print(f"open them with infeed.open({arguments.out!r})")
     return 0
 

@@ -65,7 +65,7 @@ def open(
     """
     found = find_shards(pattern, format, storage_options)
     store = index_store(found, None if index is None else os.fspath(index), storage_options)
-    pieces = None if cache is None else PieceCache(cache, _parsed(cache_limit))
+    pieces = None if cache is None else PieceCache(cache, parse_bytes(cache_limit, "cache_limit"))
     return _dataset(found, store.open(progress=progress), pieces, columns, decode)
 
 
@@ -140,10 +140,3 @@ def _dataset(
 ) -> ShardDataset:
     dataset = TarDataset if found.format == "tar" else ParquetDataset
     return dataset(index, ShardReader(index, found.storage, cache), columns, decode)
-
-
-def _parsed(limit: int | str) -> int:
-    try:
-        return parse_bytes(limit)
-    except ConfigError:
-        raise ConfigError(f"cache_limit={limit!r} is not a size; pass bytes, or text such as '100GiB'") from None

@@ -35,7 +35,9 @@ def no_batch(run: Run, loader: LoaderSeen) -> Finding | None:
         # infeed can kill a worker process, but not the main process or a thread.
         before = "num_workers=1; then " if loader.kind == "inline" else ""
         after = " (needs worker='process')" if loader.kind == "thread" else ""
-        infeed = f"{before}hang_warning=10 logs the sample and its stack; sample_timeout=60, on_error='skip' skips it{after}"
+        infeed = (
+            f"{before}hang_warning=10 logs the sample and its stack; sample_timeout=60 with on_error='skip' skips it{after}"
+        )
         fix = {"torch": f"{before}timeout=60 raises an error", "infeed": infeed}
     return Finding(
         name="no-batch",

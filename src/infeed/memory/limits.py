@@ -53,8 +53,11 @@ _MEMORY_FILES: Final = {
 }
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
     """Return a number of bytes from an int or from text such as ``"512MB"`` and ``"1.5 GiB"`` (both in units of 1024).
+
+    Args:
+        name: the option's name, for the error message.
 
     >>> parse_bytes("1.5 GiB")
     1610612736
@@ -64,7 +67,7 @@ def parse_bytes(value: int | str) -> int:
     text = value.lower() if isinstance(value, str) else ""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text)
     if match is None:
-        raise ConfigError(f"memory_limit={value!r} is not a size; pass bytes, or text such as '2GiB'")
+        raise ConfigError(f"{name}={value!r} is not a size; pass bytes, or text such as '2GiB'")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
