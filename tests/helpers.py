@@ -456,7 +456,7 @@ def kill_process(pid: int) -> None:
 
 # How a killed process ends, as `Popen.returncode`, and as messages name it: there is no SIGKILL on Windows and its stand-in.
 KILLED_CODE = 15 if sys.platform == "win32" else -9
-KILLED_TEXT = r"(SIGKILL|SIGTERM|exit code 15)"
+KILLED_TEXT = r"(SIGKILL|SIGTERM|code 15)"
 
 
 # For scripts: the calls that only Linux has are gone, so that the portable ways are taken, as on macOS.

@@ -184,7 +184,7 @@ def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp
     assert re.search(r"it had \d samples? to load, indices \[[^]]*9[],]", text)
     # The stand-in for Windows cannot tell.
     assert ("its memory at the last measurement" in text) == bool(memory_use().resident_bytes)
-    assert re.search(KILLED_TEXT if how == "kill" else "exit code 86", text)
+    assert re.search(KILLED_TEXT if how == "kill" else "exited with code 86", text)
     assert "num_workers=0" in text
 
 
@@ -342,7 +342,7 @@ def test_workers_that_die_at_start_again_and_again_are_an_error_soon(process_eng
         os._exit(3)
 
     loader = infeed.DataLoader(range(100), worker_init_fn=die, **process_engine)
-    with loader, assert_faster_than(60), pytest.raises(infeed.WorkerDiedError, match="exit code 3"):
+    with loader, assert_faster_than(60), pytest.raises(infeed.WorkerDiedError, match="exited with code 3"):
         list(loader)
     assert 2 <= len(journal.lines()) <= 12
 
@@ -394,7 +394,7 @@ def test_workers_that_cannot_start_any_more_fail_the_epoch_after_its_ready_batch
         (tmp_path / "no more").touch()
         for process in live_workers():
             kill_process(process.pid)
-        with pytest.raises(infeed.WorkerDiedError, match="exit code 3"):
+        with pytest.raises(infeed.WorkerDiedError, match="exited with code 3"):
             got.extend(map(plain, batches))
         assert len(got) >= 6
         assert flat(got) == list(range(len(got)))

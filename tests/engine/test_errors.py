@@ -456,7 +456,7 @@ def test_a_timeout_names_the_worker_and_the_position(kind: Any, tmp_path: Path) 
             assert_faster_than(20),
             pytest.raises(
                 infeed.LoadTimeoutError,
-                match=r"timeout=1\.0 .*\n.*worker \d has been loading index=2 \(position 2 of",
+                match=r"timeout=1 .*\n.*worker \d has been loading index=2 \(position 2 of",
             ) as caught,
         ):
             next(batches)

@@ -421,7 +421,7 @@ def test_a_module_that_iterates_a_loader_when_it_is_imported_starts_no_workers_w
     result = run_script(tmp_path, "import data; print(data.total)")
     assert (result.code, result.out) == (0, "6\n")
     (told,) = set(result.err.splitlines())
-    assert told.startswith("a module that workers import iterates a loader when it is imported")
+    assert told.startswith("a loader runs without workers, because a module that workers import iterates it")
 
 
 @pytest.mark.linux("needs os.fork")

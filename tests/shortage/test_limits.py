@@ -147,7 +147,7 @@ def test_a_fork_server_that_cannot_fork_is_replaced_by_spawning(tmp_path: Path) 
     result = run_script(tmp_path, HEAD + dedent(code))
     assert lines(result) == ["works"]
     assert result.err == (
-        "spawning workers instead of forking them, which starts more slowly: "
+        "spawning workers instead of forking them, which takes longer: "
         "the fork server cannot fork: Resource temporarily unavailable\n"
     )
 
@@ -290,6 +290,6 @@ def test_without_proc_workers_are_spawned(tmp_path: Path) -> None:
     result = run_with_mounts(tmp_path, "mount -t tmpfs none /proc", HEAD + dedent(code))
     assert lines(result) == ["works"] * 3
     assert result.err == (
-        "spawning workers instead of forking them, which starts more slowly: "
+        "spawning workers instead of forking them, which takes longer: "
         "the number of threads is unknown without /proc, and a process with threads cannot fork safely\n"
     )

@@ -144,14 +144,14 @@ def test_where_there_is_no_python_to_start_one_error_says_so(tmp_path: Path) -> 
     cure = "set one with multiprocessing.set_executable(path), or use worker='thread'"
     lines = result.out.splitlines()
     assert lines[:10] == [
-        *[f"sys.executable=None is not a Python that can run workers; {cure}"] * 2,
-        *[f"sys.executable='' is not a Python that can run workers; {cure}"] * 2,
-        *[f"'/nowhere/python' cannot be run as the Python of workers; {cure}"] * 2,
-        *[f"sys.executable={sys.executable!r} is a frozen program, not a Python that can run workers; {cure}"] * 2,
+        *[f"sys.executable=None is not a Python interpreter that can run workers; {cure}"] * 2,
+        *[f"sys.executable='' is not a Python interpreter that can run workers; {cure}"] * 2,
+        *[f"'/nowhere/python' cannot be run as the Python interpreter of workers; {cure}"] * 2,
+        *[f"sys.executable={sys.executable!r} is a frozen program, not a Python interpreter that can run workers; {cure}"] * 2,
         *[LOADED.rstrip()] * 2,
     ]
     script = str(tmp_path / "script.py")  # which may not be executed
-    assert lines[10:] == [f"{script!r} cannot be run as the Python of workers; {cure}"]
+    assert lines[10:] == [f"{script!r} cannot be run as the Python interpreter of workers; {cure}"]
 
 
 @pytest.mark.linux("closes descriptors before exec")

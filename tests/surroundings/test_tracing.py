@@ -77,6 +77,6 @@ def test_where_python_itself_starts_with_threads_workers_are_spawned(tmp_path: P
     result = start_python(["script.py"], cwd=tmp_path, env={"PYTHONPATH": path}).finish()
     assert (result.code, result.out) == (0, "[[0, 1, 2, 3]]\n")
     assert result.err == (
-        "spawning workers instead of forking them, which starts more slowly: code that runs at Python start-up (a debugger, "
+        "spawning workers instead of forking them, which takes longer: code that runs at Python start-up (a debugger, "
         "sitecustomize) started threads in the fork server, and a process with threads cannot fork safely\n"
     )

@@ -39,7 +39,7 @@ def test_an_epoch_that_goes_on_counts_what_was_bad_before() -> None:
     error_budget.begin_epoch(4, 2)
     assert error_budget.excess() is None
     error_budget.note([_bad(7)], 3)
-    assert "budget=2 exceeded: 3 samples of epoch 4 were bad, the last: index=7" in str(error_budget.excess())
+    assert "budget=2 exceeded: epoch 4 had 3 bad samples, the last: index=7" in str(error_budget.excess())
 
 
 def test_only_the_latest_are_listed() -> None:

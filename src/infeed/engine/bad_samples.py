@@ -17,6 +17,7 @@ import numpy as np
 
 from infeed.engine.planning import Plan, PlannedBatch
 from infeed.errors import ConfigError, SampleError
+from infeed.formatting import format_count
 from infeed.options import BadSampleAction, BadSampleFunction
 from infeed.plan.batches import grain_count
 from infeed.plan.order import Indices, plain_indices
@@ -58,7 +59,9 @@ class BadSample:
 
     def __str__(self) -> str:
         done = self.outcome if self.replacement is None else f"replaced by index={self.replacement}"
-        return f"index={self.index} (position {self.position} of epoch {self.epoch}) {done}: {self.error}"
+        # An element of an iterable dataset has no index.
+        sample = self.index if self.index == f"element {self.position}" else f"index={self.index}"
+        return f"{sample} (position {self.position} of epoch {self.epoch}) {done}: {self.error}"
 
 
 def new_list() -> deque[BadSample]:
@@ -126,8 +129,8 @@ class ErrorBudget:
             return None
         last = "" if self._last is None else f", the last: {self._last}"
         return SampleError(
-            f"{shown} exceeded: {self._bad_count} samples of epoch {self._epoch} were bad{last}; fix the dataset, or raise "
-            "the budget of ErrorPolicy"
+            f"{shown} exceeded: epoch {self._epoch} had {format_count(self._bad_count, 'bad sample')}{last}; fix the dataset, "
+            "or raise the budget of ErrorPolicy"
         )
 
     def emptiness(self) -> SampleError | None:
@@ -135,8 +138,8 @@ class ErrorBudget:
         if not self._bad_count or self._last is None:
             return None
         return SampleError(
-            f"all {self._bad_count} samples of epoch {self._epoch} were bad, the last: {self._last}; debug with num_workers=0 "
-            "and on_error='raise'"
+            f"epoch {self._epoch} delivered no batch: it had {format_count(self._bad_count, 'bad sample')}, the last: "
+            f"{self._last}; debug with num_workers=0 and on_error='raise'"
         )
 
     def end_epoch(self) -> None:
@@ -145,9 +148,8 @@ class ErrorBudget:
             return
         lines = "".join(f"\n  {sample}" for sample in self._of_epoch)
         more = self._bad_count - len(self._of_epoch)
-        rest = f"\n  and {more} more, see bad_samples" if more > 0 else ""
-        noun = "sample" if self._bad_count == 1 else "samples"
-        _LOG.warning("epoch %d had %d bad %s:%s%s", self._epoch, self._bad_count, noun, lines, rest)
+        rest = f"\n  and {more} more; see loader.bad_samples" if more > 0 else ""
+        _LOG.warning("epoch %d had %s:%s%s", self._epoch, format_count(self._bad_count, "bad sample"), lines, rest)
         self._of_epoch = []
 
 
@@ -266,7 +268,7 @@ class BadSampleHandler:
         """Return a replacement index in a tuple, because it may be any object, or the reason why there is none."""
         tries = bad_rows.next_try(row)
         if tries > _TRIES:
-            return f"{_TRIES} replacements were bad too"
+            return f"{_TRIES} replacements were bad too; fix the dataset, or use 'skip'"
         drawn = derive(self._plan.seed, planned.epoch, position, _SALT, tries)
         index = self._plan.substitute(planned.epoch, drawn)
         if index is not None:
@@ -275,4 +277,4 @@ class BadSampleHandler:
         # samples are not excluded: which ones are known at this point depends on timing.
         first = bad_rows.first_row(row)
         others = [*bad_rows.first_indices[:first], *bad_rows.first_indices[first + 1 :]]
-        return (others[drawn % len(others)],) if others else "its batch has no other sample"
+        return (others[drawn % len(others)],) if others else "its batch has no other sample; use a larger batch, or 'skip'"

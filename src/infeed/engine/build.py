@@ -48,8 +48,8 @@ from infeed.workers.thread import ThreadPool
 
 _LOG: Final = logging.getLogger("infeed")
 _MSG_IMPORTING: Final = (
-    "a module that workers import iterates a loader when it is imported: so each worker does, by itself and without workers of "
-    "its own; put that into a function, which the program calls"
+    "a loader runs without workers, because a module that workers import iterates it at import time; move the iteration into a "
+    "function that the program calls"
 )
 # Minimum batches in flight, memory permitting: enough that one slow sample in fifty does not stall the others.
 _USUAL_BATCHES: Final = 16

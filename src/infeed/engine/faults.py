@@ -170,10 +170,10 @@ class Faults:
         """Return why a sample, or the batch if the row is unknown, is given up; ``None`` if it may be retried."""
         index, position = sample_of(record, row)
         if overdue is not None:
-            stack = f"; its stack:\n{overdue.stack}" if overdue.stack else ""
+            stack = f"; the worker's stack:\n{overdue.stack}" if overdue.stack else ""
             error: Exception = LoadTimeoutError(
                 f"sample_timeout={self._sample_timeout_s:g} seconds passed; worker {overdue.worker} was killed after "
-                f"{overdue.for_s:.1f} s{stack}"
+                f"{overdue.for_s:.1f} s; fix the sample, or raise sample_timeout{stack}"
             )
             return Failure.of(error, "loading sample" if row is not None else "loading samples", index=index, position=position)
         losses = [] if row is None else [loss for loss in record.deaths or () if loss.sample == (index, position)]
@@ -204,9 +204,9 @@ def start_error(worker: WorkerId, failure: Failure) -> BaseException:
     error = failure.exception(f"worker {worker}")
     if failure.doing != BUILDING:
         return error
-    fix = "everything that the dataset needs must be importable in a new process, or be defined in the script"
+    fix = "make everything that the dataset needs importable in a new process, or define it in the script"
     if isinstance(error, MemoryError):
-        fix = "every worker builds its own copy: use fewer workers, memory-map its files, or use worker='thread'"
+        fix = "every worker builds its own copy; use fewer workers, memory-map its files, or use worker='thread'"
     start = WorkerStartError(f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; {fix}")
     start.__cause__ = error
     return start
@@ -215,8 +215,8 @@ def start_error(worker: WorkerId, failure: Failure) -> BaseException:
 def workers_error(last_death: str) -> WorkerDiedError:
     """Return the error for workers that die as fast as they start."""
     return WorkerDiedError(
-        f"workers die before they load anything; the last: {last_death}\n"
-        "  run with num_workers=0 to see the dataset's error, or look for its output above"
+        f"workers die before they load a sample; the last: {last_death}\n"
+        "  run with num_workers=0 to debug, or see the output of the workers above"
     )
 
 

@@ -19,7 +19,7 @@ from infeed.workers.exceptions import kept
 from infeed.workers.launcher import Process
 
 _MSG_ALREADY: Final = (
-    "next() was called by code that runs inside next() of the same iterator (a callback, a signal handler, the dataset)"
+    "next() was called inside next() of the same iterator (by a callback, a signal handler or the dataset); call it afterwards"
 )
 
 _FOREVER_S: Final = 3600.0

@@ -138,7 +138,7 @@ def timeout_error(timeout_s: float, busy: list[str], stack: str | None = None) -
     listed = "; ".join(busy) or "no worker has a task"
     where = "" if stack is None else f"\n  stack of the first:\n{stack}"
     return LoadTimeoutError(
-        f"timeout={timeout_s} seconds passed without a batch; raise timeout, or make loading faster\n  {listed}{where}"
+        f"timeout={timeout_s:g} seconds passed without a batch; raise timeout, or make loading faster\n  {listed}{where}"
     )
 
 

@@ -130,9 +130,11 @@ class ForkServer:
     def _gone(self) -> ServerGoneError:
         self._is_broken = True
         process = started(self._owned)
+        code = None if process is None else process.poll()
+        ended = "ended" if code is None else f"exited with code {code}"
         return ServerGoneError(
-            f"the fork server (pid {self.pid}, a process of {sys.executable}) ended with exit code "
-            f"{None if process is None else process.poll()}; see its output above, or use start_method='spawn'"
+            f"the fork server (pid {self.pid}, a process of {sys.executable}) {ended}; see its output above, or use "
+            "start_method='spawn'"
         )
 
     def kill(self, pid: int) -> None:

@@ -152,7 +152,7 @@ def _start(
             **_platform_options(fds),
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-        raise WorkerStartError(f"{python!r} cannot be run as the Python of workers; {_CURE}") from error
+        raise WorkerStartError(f"{python!r} cannot be run as the Python interpreter of workers; {_CURE}") from error
 
 
 def search_path() -> list[str]:
@@ -194,11 +194,11 @@ def _interpreter() -> str:
     if named and os.fsdecode(named) != sys.executable:
         return os.fsdecode(named)
     if not sys.executable:
-        raise WorkerStartError(f"sys.executable={sys.executable!r} is not a Python that can run workers; {_CURE}")
+        raise WorkerStartError(f"sys.executable={sys.executable!r} is not a Python interpreter that can run workers; {_CURE}")
     if getattr(sys, "frozen", False):
         # Each worker would run the whole program again, which would start further workers.
         raise WorkerStartError(
-            f"sys.executable={sys.executable!r} is a frozen program, not a Python that can run workers; {_CURE}"
+            f"sys.executable={sys.executable!r} is a frozen program, not a Python interpreter that can run workers; {_CURE}"
         )
     return sys.executable
 

@@ -176,7 +176,7 @@ class Starter:
                 self.uses_fork = False
                 if refused.is_final:
                     forbid_forks()
-                _LOG.warning("spawning workers instead of forking them, which starts more slowly: %s", refused)
+                _LOG.warning("spawning workers instead of forking them, which takes longer: %s", refused)
         self._spawn(launch)
 
     if sys.platform == "linux":

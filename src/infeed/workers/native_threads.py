@@ -95,7 +95,7 @@ def _tell_torch(torch: Any, threads: int) -> None:
         # torch accepts this only once, and infeed has set it. Code that works without infeed must not fail here.
         if number != torch.get_num_interop_threads():
             _LOG.warning(
-                "torch.set_num_interop_threads(%s) has no effect in a worker, which has %s; use threads_per_worker=%s",
+                "torch.set_num_interop_threads(%s) has no effect in a worker, where it is %s; use threads_per_worker=%s",
                 number,
                 torch.get_num_interop_threads(),
                 number,

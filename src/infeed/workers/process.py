@@ -384,10 +384,10 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "disappeared, perhaps with its fork server"
     if code >= 0x80000000:
-        return f"crashed: {_CRASHES.get(code, 'an exception in native code')} (exit code 0x{code:08X})"
+        return f"crashed: {_CRASHES.get(code, 'an exception in native code')} (code 0x{code:08X})"
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"was killed by signal {-code}"
-    return f"exited with exit code {code}"
+    return f"exited with code {code}"

@@ -518,9 +518,8 @@ class RayPool(WorkerPool):
         has, free = self._ray.cluster_resources(), self._ray.available_resources()
         listed = ", ".join(f"{needs[name]:g} {name} ({free.get(name, 0):g} of {has.get(name, 0):g} free)" for name in needs)
         _LOG.warning(
-            "%s of %d wait for resources of the Ray cluster, for %.0f s so far; each needs %s; they start when a node joins or "
-            "other work ends, or lower num_workers",
-            format_count(count, "worker"), len(self._members), self._warned_s, listed,
+            "Ray has not started %d of %s after %.0f s; each needs %s; add nodes, end other work, or lower num_workers",
+            count, format_count(len(self._members), "worker"), self._warned_s, listed,
         )  # fmt: skip
 
 
