@@ -132,7 +132,7 @@ def test_what_was_not_recorded_is_said() -> None:
 
 def test_a_run_without_workers_says_so() -> None:
     """Instead of a chart with a line at zero."""
-    assert "None: the main process loads" in report_page(make_trace(workers=0, kind="inline"))
+    assert "None: loading runs in the main process" in report_page(make_trace(workers=0, kind="inline"))
 
 
 @pytest.mark.parametrize(("waited_s", "tone"), [(0.1, "good"), (1.0, "fair"), (5.0, "bad"), (0.0, "good")])

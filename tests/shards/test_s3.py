@@ -143,7 +143,7 @@ def test_a_shard_that_changes_while_it_is_read_is_noticed(s3: Server) -> None:
 
 
 def test_a_missing_shard_and_missing_rights_are_named(s3: Server) -> None:
-    with pytest.raises(infeed.StorageError, match=r"s3://data/none/0\.tar: cannot be opened: .*check URL, credentials"):
+    with pytest.raises(infeed.StorageError, match=r"s3://data/none/0\.tar cannot be opened: .*check URL, credentials"):
         infeed.open("s3://data/none/0.tar", storage_options=s3.options())
     wrong = s3.options() | {"secret_access_key": "wrong"}
     with pytest.raises(infeed.StorageError, match="cannot be opened"):

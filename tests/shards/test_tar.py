@@ -81,7 +81,7 @@ def test_an_exception_of_decode_keeps_its_type_and_names_the_sample(tmp_path: Pa
         ({"columns": ["jpg"]}, "columns has 'jpg', which is in no shard; the shards have bin, cls"),
         ({"columns": "cls"}, "columns='cls' must be a list of names"),
         ({"decode": {"jpg": int}}, "decode has 'jpg', which is in no shard"),
-        ({"decode": {"cls": 3}}, r"decode\['cls'\]=3 must be a function"),
+        ({"decode": {"cls": 3}}, r"decode\['cls'\]=3 must be callable"),
         ({"decode": {"cls": int}, "columns": ["bin"]}, "decode has 'cls', which is not among columns"),
         ({"decode": 3}, "decode=3 must be a dict"),
         ({"storage_options": {"region": "x"}}, "storage_options is not supported"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed.formatting import format_bytes
 from infeed.memory import search
 from infeed.memory.search import advise, find_heavy
 
@@ -121,7 +122,7 @@ def test_the_words(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
     assert told(caplog, Files(1_000_000), 4, 2_000_000_000, monkeypatch) == [
         (
             "WARNING",
-            f"dataset.samples is a list of 1,000,000 str, about {size / 1e6:.0f} MB in each of 4 workers; "
+            f"dataset.samples is a list of 1,000,000 str, about {format_bytes(size)} in each of 4 workers; "
             "infeed.share(...) stores it once",
         )
     ]
@@ -130,7 +131,7 @@ def test_the_words(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
 def test_the_words_for_an_array(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers share a copy already, so it is only worth a word; the size of one copy is what counts."""
     assert told(caplog, [np.zeros(5_000_000)], 4, 1 << 40, monkeypatch) == [
-        ("INFO", "dataset[0] is an array of float64, 40 MB, copied once for 4 workers; infeed.share(...) stores it once")
+        ("INFO", "dataset[0] is an array of float64, 38.1 MiB, copied once for 4 workers; infeed.share(...) avoids the copy")
     ]
     caplog.clear()
     assert told(caplog, [np.zeros(5_000_000)], 4, 1 << 28, monkeypatch)[0][0] == "WARNING"

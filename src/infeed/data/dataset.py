@@ -146,10 +146,10 @@ def _checked_decoders(
     if decode is None or callable(decode):
         return {}
     if not isinstance(decode, Mapping):
-        raise ConfigError(f"decode={decode!r} must be a dict of column to function, or a function of a sample")
+        raise ConfigError(f"decode={decode!r} must be a dict or a function; pass a function per column, or one for samples")
     for name, function in decode.items():
         if not callable(function):
-            raise ConfigError(f"decode[{name!r}]={function!r} must be a function of the value")
+            raise ConfigError(f"decode[{name!r}]={function!r} must be callable; pass a function of the column's value")
         if name not in known:
             raise ConfigError(f"decode has {name!r}, which is in no shard; the shards have {', '.join(known)}")
         if columns is not None and name not in columns:

@@ -136,7 +136,7 @@ class IndexStore:
             try:
                 index = self._read(place)
             except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-                _LOG.warning("%s: the index is damaged and is re-created: %s", place.url, error)
+                _LOG.warning("the index %s is damaged and is re-created: %s", place.url, error)
                 continue
             if index is not None:
                 return place, index
@@ -149,7 +149,7 @@ class IndexStore:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             shards = json.loads(archive["shards"].tobytes())
             if [name for name, _, _ in shards] != self._names:
-                raise ValueError("the index lists other shards")
+                raise ValueError("it lists other shards")
             arrays = {name: archive[name] for name in self._scan.names}
             counts = {name: archive[f"{name}_counts"] for name in self._scan.names}
         for name in self._scan.names:
@@ -195,7 +195,7 @@ class IndexStore:
             except (OSError, StorageError) as error:
                 if publish:
                     raise
-                _LOG.debug("%s: the index cannot be stored: %s", place.url, error)
+                _LOG.debug("the index %s cannot be stored: %s", place.url, error)
             else:
                 self.saved_at = place.url
                 return

@@ -51,7 +51,7 @@ def samples_of_folder(folder: Path) -> list[Sample]:
             key = (path.relative_to(folder).parent / name).as_posix()
             groups.setdefault(key, {})[extension.lower()] = path
     if not groups:
-        raise ConfigError(f"{folder}: has no files with an extension; name a folder of files such as 0001.jpg and 0001.cls")
+        raise ConfigError(f"{folder} has no files with an extension; pass a folder with files such as 0001.jpg and 0001.cls")
     return [Sample(key, groups[key]) for key in sorted(groups)]
 
 
@@ -124,7 +124,7 @@ def check_resumed(out: Path, last: str | None, expected: str | None) -> None:
         ShardError: They are of other data.
     """
     if last != expected:
-        raise ShardError(f"{out}: has shards whose last sample is {last!r} instead of {expected!r}; pack into an empty folder")
+        raise ShardError(f"{out} has shards whose last sample is {last!r} instead of {expected!r}; pack into an empty folder")
 
 
 def write_shards(samples: Iterable[Sample], out: Path, prefix: str, shard_bytes: int, first: int) -> Iterator[int]:

@@ -138,7 +138,9 @@ class ParquetDataset(ShardDataset):
         except (OSError, ValueError) as error:
             if isinstance(error, ShardError):
                 raise
-            raise ShardError(f"{url}: row group {number} cannot be read: {error}; the file is damaged") from error
+            raise ShardError(
+                f"{url}: row group {number} cannot be read: {error}; the shard is damaged, copy or write it again"
+            ) from error
         return found.combine_chunks()
 
 
@@ -196,7 +198,7 @@ def _footer(url: str, size: int, read: Callable[[Sequence[Range]], list[bytes]])
     try:
         return parquet.read_metadata(file)
     except (OSError, ValueError) as error:
-        raise ShardError(f"{url}: is not a Parquet file: {error}") from error
+        raise ShardError(f"{url} is not a Parquet file: {error}") from error
 
 
 def _chunks(group: Any, columns: set[str]) -> list[tuple[int, int]]:
@@ -245,6 +247,6 @@ def _common_names(index: Index) -> list[str]:
     for url, part in zip(index.urls, index.parts(), strict=True):
         names = part["names"].tobytes().decode().split(_SEPARATOR)
         if known is not None and names != known:
-            raise ShardError(f"{url}: has columns {names}, but {index.urls[0]} has {known}; open them separately")
+            raise ShardError(f"{url} has columns {names}, but {index.urls[0]} has {known}; open them separately")
         known = names
     return known or []

@@ -338,7 +338,7 @@ class ObjectStorage(Storage):
             meta = obstore.head(store, path)
         except (obstore.exceptions.BaseError, OSError) as error:
             cause = " ".join(str(error).split())[:300]
-            raise StorageError(f"{url}: cannot be opened: {cause}; check URL, credentials and storage_options") from error
+            raise StorageError(f"{url} cannot be opened: {cause}; check URL, credentials and storage_options") from error
         return Stat(meta["size"], version_from(meta))
 
     def list_urls(self, prefix: str) -> list[str]:
@@ -354,7 +354,7 @@ class ObjectStorage(Storage):
                     yield f"{base}/{meta['path']}", Stat(meta["size"], version_from(meta))
         except (obstore.exceptions.BaseError, OSError) as error:
             cause = " ".join(str(error).split())[:300]
-            raise StorageError(f"{prefix}: cannot be listed: {cause}; check URL, credentials and storage_options") from error
+            raise StorageError(f"{prefix} cannot be listed: {cause}; check URL, credentials and storage_options") from error
 
     def read_whole(self, url: str) -> bytes | None:
         store, path = self._locate(url)
@@ -364,7 +364,7 @@ class ObjectStorage(Storage):
         except FileNotFoundError:
             return None
         except (obstore.exceptions.BaseError, OSError) as error:
-            raise StorageError(f"{url}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+            raise StorageError(f"{url} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
     def write(self, url: str, data: bytes) -> None:
         store, path = self._locate(url)
@@ -372,7 +372,7 @@ class ObjectStorage(Storage):
         try:
             obstore.put(store, path, data)
         except (obstore.exceptions.BaseError, OSError) as error:
-            raise StorageError(f"{url}: cannot be written: {' '.join(str(error).split())[:300]}") from error
+            raise StorageError(f"{url} cannot be written: {' '.join(str(error).split())[:300]}") from error
 
     def close(self) -> None:
         self._stores.clear()

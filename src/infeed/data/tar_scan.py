@@ -114,14 +114,18 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         try:
             size = int(extended["size"]) if "size" in extended else _number(header, position)
         except ValueError as error:
-            raise ShardError(f"{url}: no tar header at offset {position}; the shard is damaged") from error
+            raise ShardError(
+                f"{url}: no tar header at offset {position}; the shard is damaged, copy or write it again"
+            ) from error
         begin = position + _BLOCK
         position = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if begin + size > file_size:
             raise ShardError(f"{url}: the file is truncated inside the member at offset {begin}; copy or write it again")
         if kind in b"xgLK":
             if size > _MOST_HEADER:
-                raise ShardError(f"{url}: extended header of {size} bytes at offset {begin}; the shard is damaged")
+                raise ShardError(
+                    f"{url}: extended header of {size} bytes at offset {begin}; the shard is damaged, copy or write it again"
+                )
             extended |= _extended(kind, headers.at(begin, size))
             continue
         name = extended.get("path") or _name(header)
@@ -141,7 +145,9 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
             counts.append(0)
             present.clear()
         elif code in present:
-            raise ShardError(f"{url}: sample {base!r} has two members {column!r}, the second at offset {begin}")
+            raise ShardError(
+                f"{url}: sample {base!r} has two members {column!r}, the second at offset {begin}; keep one of them"
+            )
         present.add(code)
         counts[-1] += 1
         codes.append(code)

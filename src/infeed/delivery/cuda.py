@@ -35,7 +35,7 @@ class CudaBackend(Backend):
         code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code:
             _forget_error()
-            raise BackendError(f"cudaHostRegister of {nbytes} bytes gave error {code}")
+            raise BackendError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
 
     def unregister(self, address: int) -> None:
         if int(_cuda.cudart().cudaHostUnregister(address)):

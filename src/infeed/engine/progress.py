@@ -13,6 +13,7 @@ from infeed.collate.packing import Handed, Packed
 from infeed.engine.bad_samples import BadRows, ErrorBudget
 from infeed.engine.planning import PlannedBatch
 from infeed.errors import SampleError
+from infeed.formatting import format_count
 from infeed.plan.batches import BatchPlan
 from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive
@@ -279,7 +280,7 @@ class Lineage:
         what = "elements of an iterable dataset" if self.indices is None else f"indices {reprlib.repr(self.indices)}"
         lines = [
             f"batch {self.step} of epoch {self.epoch}, from position {self.first_position}: {what}",
-            f"  one seed per {self.grain_size} samples: {reprlib.repr(self.seeds)}",
+            f"  one seed per {format_count(self.grain_size, 'sample')}: {reprlib.repr(self.seeds)}",
         ]
         if not self.attempts:
             lines.append("  not loaded yet, or no longer stored")

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from infeed.formatting import format_bytes, format_count
 from infeed.memory.limits import available_bytes
 from infeed.memory.pickling import ByValuePickler, TensorReducer
 from infeed.memory.shared_arrays import BINS, Shared, pointer_of
@@ -174,10 +175,11 @@ class Heavy:
         return self.size if self.is_array else self.size * worker_count
 
     def describe(self, worker_count: int) -> str:
-        workers = "1 worker" if worker_count == 1 else f"{worker_count} workers"
-        size = f"{self.size / 1e6:,.0f} MB"
-        place = f"{size}, copied once for {workers}" if self.is_array else f"about {size} in each of {workers}"
-        return f"{self.path} is {self.what}, {place}; infeed.share(...) stores it once"
+        workers = format_count(worker_count, "worker")
+        size = format_bytes(self.size)
+        if self.is_array:
+            return f"{self.path} is {self.what}, {size}, copied once for {workers}; infeed.share(...) avoids the copy"
+        return f"{self.path} is {self.what}, about {size} in each of {workers}; infeed.share(...) stores it once"
 
 
 def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:

@@ -273,7 +273,7 @@ def _note(trace: Trace) -> str:
     if len(shown) > 1 or (shown and trace.lost_span_count):
         parts.append(f"Initially shown: {shown[-1].title}, {format_seconds(shown[-1].seconds)}.")
     if trace.lost_span_count:
-        parts.append(f"{trace.lost_span_count:,} older spans dropped.")
+        parts.append(f"{format_count(trace.lost_span_count, 'older span')} dropped.")
     return " ".join(parts)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from infeed.errors import ConfigError
-from infeed.formatting import format_seconds
+from infeed.formatting import format_count, format_seconds
 from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
@@ -207,11 +207,11 @@ def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
     if not seen:
         return "No timeline: no batch was requested, or observe is not 'timeline'."
     parts = [
-        f"{statistics.batch_count:,} batches, {statistics.sample_count:,} samples",
+        f"{format_count(statistics.batch_count, 'batch', 'batches')}, {format_count(statistics.sample_count, 'sample')}",
         f"{statistics.samples_per_s:,.0f} samples/s" if statistics.elapsed_s else "",
         f"the training loop waited for data {statistics.wait_share:.0%} of the time" if statistics.elapsed_s else "",
         "pale: gaps too short to show" if any(piece.density < 0.8 for part in seen for piece in part) else "",
-        f"{trace.lost_span_count:,} older spans dropped" if trace.lost_span_count else "",
+        f"{format_count(trace.lost_span_count, 'older span')} dropped" if trace.lost_span_count else "",
     ]
     return " · ".join(part for part in parts if part)
 

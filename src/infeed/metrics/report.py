@@ -124,7 +124,7 @@ def _over_time(trace: Trace) -> Iterator[Block]:
         section("Training loop", chart(measures.wait_figure(points)), note="Red: waiting for data."),
         section("Workers", chart(measures.worker_figure(points)), note="Number of workers, and how many were busy.")
         if any(point.worker_count for point in points)
-        else section("Workers", paragraph("None: the main process loads, so the training loop waits while it does.")),
+        else section("Workers", paragraph("None: loading runs in the main process while the training loop waits.")),
     )
     if any(point.memory_bytes or point.flight_bytes for point in points):
         note = "Shared memory counts in each process. In flight: loaded, loading, or referenced by your code."
