@@ -24,9 +24,7 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 IGNORED = {"_option", "TypeVar", "NewType", "compile", "namedtuple"}
 # At least two words, outside of placeholders.
 WORDS = re.compile(r"[A-Za-z]{2,}['.,:;)]*\s+(?:\S*\s+)*?[('\"]*[A-Za-z]{2,}")
-MARKUP = re.compile(
-    r"</?[a-z]+[ >/]|[{;]\s*\w[\w-]*:\s*[^;]+;|=>|^import |^\s*from \w+ import|^def ", re.MULTILINE
-)
+MARKUP = re.compile(r"</?[a-z]+[ >/]|[{;]\s*\w[\w-]*:\s*[^;]+;|=>|^import |^\s*from \w+ import|^def ", re.MULTILINE)
 
 
 def placeholder(node: ast.expr) -> str:

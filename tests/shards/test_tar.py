@@ -51,7 +51,7 @@ def test_several_samples_are_returned_in_the_order_asked_for(tmp_path: Path) -> 
 @pytest.mark.parametrize("index", [6, -7])
 def test_an_index_out_of_range_raises(tmp_path: Path, index: int) -> None:
     dataset = infeed.open(write_shards(tmp_path, 2, 3))
-    with pytest.raises(IndexError, match=f"index {index} is out of bounds for 6 samples"):
+    with pytest.raises(IndexError, match=f"index {index} is out of bounds for a dataset of length 6"):
         dataset[index]
 
 

@@ -65,12 +65,12 @@ def test_offsets_are_right_for_any_number_of_different_row_counts() -> None:
     [
         (
             [(1, 2), (1, 2), (1,)],
-            "samples of one batch differ in structure at sample: tuple of length 2 and, at index=30, tuple of length 1; return "
+            "samples of one batch differ in structure at sample: tuple of length 2, but tuple of length 1 at index=30; return "
             "the same structure for every index, or pass collate_fn",
         ),
         (
             [{"a": {"b": 1}}, {"a": {"b": 1}}, {"a": None}],
-            "samples of one batch differ in structure at sample['a']: dict with keys ['b'] and, at index=30, NoneType; return",
+            "samples of one batch differ in structure at sample['a']: dict with keys ['b'], but NoneType at index=30; return",
         ),
         (
             [Sample(np.zeros((3, 4)), 1), Sample(np.zeros((3, 5)), 1), Sample(np.zeros((3, 4)), 1)],

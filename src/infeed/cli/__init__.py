@@ -22,7 +22,7 @@ examples:
   infeed demo                                 compare infeed with torch on generated images
   infeed run train.py --epochs 3              run a PyTorch program with infeed's workers, without changes
   infeed run -m package.train                 the same for a module
-  infeed doctor train.py                      find what slows down or endangers its data loading
+  infeed doctor train.py                      find problems in its data loading
   infeed doctor -v --html report.html train.py
   infeed bench data:train_set --batch-size 64 find the best worker settings for a dataset
   infeed pack images/ shards/ --shard-size 1GB write tar shards from a folder of files

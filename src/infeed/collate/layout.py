@@ -76,8 +76,8 @@ def infer_layout(samples: Sequence[Sample], indices: Sequence[Any]) -> Layout:
         node.split(samples, columns)
     except StructureMismatch as mismatch:
         raise CollateError(
-            f"samples of one batch differ in structure at sample{mismatch.path}: {mismatch.expected} and, at "
-            f"index={indices[mismatch.row]!r}, {mismatch.found}; return the same structure for every index, or pass collate_fn"
+            f"samples of one batch differ in structure at sample{mismatch.path}: {mismatch.expected}, but {mismatch.found} "
+            f"at index={indices[mismatch.row]!r}; return the same structure for every index, or pass collate_fn"
         ) from None
     leaves = []
     for path, column in zip(node.paths(), columns, strict=True):

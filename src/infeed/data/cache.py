@@ -145,7 +145,7 @@ class PieceCache:
                 os.unlink(part)
             if not self._has_warned:
                 self._has_warned = True
-                _LOG.warning("cache=%s cannot be written: %s; reading without it", self._folder, error)
+                _LOG.warning("cache=%s cannot be written: %s; reading without the cache", self._folder, error)
 
     def _evict(self, wanted: int) -> None:
         """Remove the least recently used pieces until ``wanted`` more bytes fit."""

@@ -91,7 +91,8 @@ class ShardDataset(ABC):
         rows[rows < 0] += self._length
         wrong = (rows < 0) | (rows >= self._length)
         if wrong.any():
-            raise IndexError(f"index {indices[int(np.flatnonzero(wrong)[0])]} is out of bounds for {self._length} samples")
+            index = indices[int(np.flatnonzero(wrong)[0])]
+            raise IndexError(f"index {index} is out of bounds for a dataset of length {self._length}")
         samples = self._load(rows)
         decode = self._decode_sample
         return samples if decode is None else [decode(sample) for sample in samples]
