@@ -112,9 +112,9 @@ class ShardDataset(ABC):
         return max(1, round(_BLOCK_BYTES * self._length / max(1, self._byte_count)))
 
     @property
-    def shuffle_window(self) -> int | None:
-        """Blocks per window of a block shuffle; ``None`` for the default."""
-        return None
+    def shuffle_window(self) -> int:
+        """Blocks per window of a block shuffle: one, because every window on the border of two batches is read twice."""
+        return 1
 
     @property
     def urls(self) -> list[str]:
