@@ -22,12 +22,9 @@ collect_ignore_glob = [] if find_spec("ray") is not None else ["test_*.py"]
 _VANISH_S = 20.0
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[TwoNodes]:
-    """Two nodes of 3 CPUs and 200 MB of object store each; the test process is on the first.
-
-    They end with the last test of this folder, because an idle cluster takes CPU time from the tests that follow.
-    """
+    """Two nodes of 3 CPUs and 200 MB of object store each; the test process is on the first."""
     from tests.ray.clusters import TwoNodes  # imports Ray
 
     with TwoNodes() as two:

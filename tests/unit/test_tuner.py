@@ -85,6 +85,11 @@ def test_a_loop_that_waits_now_and_then_is_not_said_to_be_tuned_for_ever() -> No
     assert tuner.is_settled
 
 
+def test_samples_that_take_a_minute_are_tuned_for_too() -> None:
+    """No sample arrives between two looks, so that there is no rate to compare with."""
+    assert simulate(Work(compute_s=0.001, wait_s=60, cores=16), 2000).count > 1
+
+
 def test_it_says_whether_it_still_tries_something() -> None:
     run = Simulation(Work(cores=16), Limits(16.0, 64))
     assert not run.tuner.is_settled

@@ -445,6 +445,8 @@ class Tuner:
 
     def _moderate(self, count: int, origin: int, gain: float) -> Change | None:
         """After a leap that gained less than its workers could have, reduce the count to what the gain needs."""
+        if gain == inf:  # no sample arrived before the leap
+            return None
         enough = ceil(_LEAP_ROOM * origin * (1 + gain))
         if count <= 2 * origin or enough > _SHRINK_LEAST * count:
             return None
