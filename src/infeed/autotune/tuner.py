@@ -13,6 +13,7 @@ from math import ceil, exp, floor, inf, log
 from statistics import fmean, median, pstdev
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
+from infeed.autotune.capacity import BUSY, workers_needed, workers_useful
 from infeed.formatting import format_bytes, format_count
 
 # Minimum length of a spell (a measurement interval): the clock is coarse, and batches differ...
@@ -197,8 +198,6 @@ def better_kind(gil_share: float, *, is_drawing: bool, cores: float) -> KindAdvi
 _GROW_WAIT: Final = 0.04
 # ...and above this one, the training loop may need all its workers, however idle they look.
 _SHRINK_WAIT: Final = 0.015
-# Below this busy share, workers are not the bottleneck.
-_GROW_BUSY: Final = 0.6
 # Spells to evaluate before a step: few at first, because epochs may be short. More after the tuner has settled, because an
 # apparent change is then mostly a burst.
 _FEW_SPELLS: Final = 3
@@ -210,8 +209,7 @@ _MOST_PROOF: Final = 20
 # Multiples of the uncertainty: the possible gain that justifies a step, and the measured difference that decides about it.
 _CERTAINTY: Final = 4.0
 _PROOF: Final = 1.5
-# Headroom above the average need, because samples vary.
-_GROW_ROOM: Final = 1.15
+# Headroom above the most that were busy.
 _SHRINK_ROOM: Final = 1.3
 # Shrink only to this share of the current count or less; smaller savings are not worth a change.
 _SHRINK_LEAST: Final = 0.8
@@ -220,7 +218,6 @@ _COMPUTES: Final = 0.9
 # Multiply I/O-bound workers by this factor in one step if the CPU cores can take it; otherwise double them.
 _LEAP: Final = 4
 _LEAP_ROOM: Final = 1.3  # headroom above the count that a leap has shown to be enough
-_ROUNDING: Final = 0.1  # fraction of a worker: CPU shares are measured values
 # A step must gain this much, or half of its possible gain if that is less.
 _GAIN: Final = 0.04
 # A step that loses this much went too far; a better count may lie between the old and the new one.
@@ -333,7 +330,7 @@ class Tuner:
         """Maximum number of workers within the CPU core budget."""
         if not self._limits.is_strict or not self._cpu_share:
             return self._limits.most_workers
-        return floor(self._limits.cores / self._cpu_share + _ROUNDING)
+        return workers_useful(self._limits.cores, self._cpu_share)
 
     def _memory_most(self, reading: Reading) -> int:
         """Return the maximum number of workers that fit into memory."""
@@ -384,8 +381,8 @@ class Tuner:
         busy_share = seen.busy_count / count
         wanted = self._wanted(count, seen)
         target = min(wanted, self._most, max(count, self._memory_most(reading)))
-        if busy_share < _GROW_BUSY or target <= count:
-            self.bound = self._bound_now(reading, wanted) if busy_share >= _GROW_BUSY else ""
+        if busy_share < BUSY or target <= count:
+            self.bound = self._bound_now(reading, wanted) if busy_share >= BUSY else ""
             self._rest()
             return None
         could_gain = min(target / count, 1 / max(1e-9, 1 - seen.wait_share)) - 1
@@ -403,7 +400,7 @@ class Tuner:
 
     def _wanted(self, count: int, seen: Summary) -> int:
         """Return the number of workers that should be enough, estimated from the measurements with ``count`` workers."""
-        needed = _GROW_ROOM * count / max(1e-9, 1 - seen.wait_share)
+        needed = workers_needed(count, max(1e-9, 1 - seen.wait_share))  # each is busy all the time
         cores = max(1, ceil(self._limits.cores - 0.25))
         if self._ceiling < inf:  # a better count may lie in between, if the gap is large enough
             step = (count + self._ceiling) // 2 if self._ceiling - count >= max(2, count / 4) else count

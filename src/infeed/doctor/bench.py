@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, final
 
+from infeed.autotune.capacity import ENOUGH, MOST_WORKERS
 from infeed.doctor.monitor import measure as measure_batch
 from infeed.errors import ConfigError, InfeedError
 from infeed.formatting import format_workers
@@ -15,9 +16,6 @@ Kind: TypeAlias = Literal["inline", "thread", "process"]
 
 # Throughput must grow by this factor to count as a gain. One step without a gain may be noise; two end the search.
 _GAIN: Final = 1.05
-_MOST_WORKERS: Final = 64
-# Choose the fewest workers that reach this share of the best rate: workers cost memory, and runs differ by a few percent.
-_ENOUGH: Final = 0.97
 # Settings above this share of the best rate are measured a second time, at most this many.
 _CLOSE: Final = 0.7
 _MOST_AGAIN: Final = 5
@@ -93,8 +91,8 @@ def worker_counts(core_count: int) -> list[int]:
     >>> worker_counts(6)
     [1, 2, 4, 6, 8, 12, 16, 32, 64]
     """
-    doubled = {1 << power for power in range(_MOST_WORKERS.bit_length())}
-    return sorted(count for count in doubled | {core_count, 2 * core_count} if count <= _MOST_WORKERS)
+    doubled = {1 << power for power in range(MOST_WORKERS.bit_length())}
+    return sorted(count for count in doubled | {core_count, 2 * core_count} if count <= MOST_WORKERS)
 
 
 def choose(results: Iterable[Measured]) -> Measured | None:
@@ -103,7 +101,7 @@ def choose(results: Iterable[Measured]) -> Measured | None:
     if not good:
         return None
     best = max(one.samples_per_s for one in good)
-    enough = [one for one in good if one.samples_per_s >= _ENOUGH * best]
+    enough = [one for one in good if one.samples_per_s >= ENOUGH * best]
     return min(enough, key=lambda one: (one.setting.num_workers, one.memory_bytes))
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, NamedTuple
 
 from infeed.autotune.capacity import (
-    DATA_BOUND_WAIT,
-    GIL_CORES,
+    ENOUGH,
+    LEAST_BATCHES,
     MAIN_CAUSE,
     MOST_WORKERS,
-    has_no_step,
     is_io_bound,
-    workers_needed,
+    may_queue_for_gil,
+    state_of,
+    workers_best,
     workers_useful,
 )
 from infeed.doctor.evidence import LoaderSeen, Probe, Run, can_be_io_bound
@@ -20,8 +20,7 @@ from infeed.doctor.finding import Finding, describe
 from infeed.formatting import format_bytes, format_count, format_seconds
 from infeed.metrics.diagnosis import bottleneck_text
 
-# With fewer batches or less waiting, a finding may be noise.
-_LEAST_BATCHES: Final = 4
+# With less waiting, as with fewer batches, a finding may be noise.
 _LEAST_WAITED_S: Final = 0.25
 # Workers are not the bottleneck if they could produce a batch in less than this share of the time between batches.
 _IDLING: Final = 0.5
@@ -91,8 +90,8 @@ def data_bound(run: Run, loader: LoaderSeen) -> Finding | None:
 
 def is_data_bound(loader: LoaderSeen) -> bool:
     """Whether the training loop waits enough to report: number of batches, total time and share of the time."""
-    is_known = loader.batch_count >= _LEAST_BATCHES and loader.waited_s >= _LEAST_WAITED_S
-    return is_known and loader.wait_share >= DATA_BOUND_WAIT
+    is_known = loader.batch_count >= LEAST_BATCHES and loader.waited_s >= _LEAST_WAITED_S
+    return is_known and state_of(loader.wait_share) == "data-bound"
 
 
 class _Cause(NamedTuple):
@@ -205,25 +204,23 @@ def _time_text(seconds: float, cpu_s: float) -> str:
 
 # --- the number of workers
 
-# If slow samples are the bottleneck: take the fewest workers within this factor of the fastest useful count.
-_ALMOST: Final = 1.05
 # Propose a change only if it saves at least this share of the time.
 _GAIN: Final = 0.1
 
 
 def best_workers(run: Run, loader: LoaderSeen) -> int:
     """Return how many workers keep up with the training loop, limited by the CPU cores that loading needs."""
+    if loader.has_one_reader:
+        return 1
     away = loader.away_s / loader.batch_count
-    most = min(MOST_WORKERS, workers_useful(run.core_count, max(loader.cpu_share, 0.05)))
-    needed = most if has_no_step(loader.load_s, away) else workers_needed(loader.load_s, away)
-    best = max(1, min(needed, most)) if not loader.has_one_reader else 1
+    best = workers_best(loader.load_s, away, run.core_count, loader.cpu_share)
     if not loader.probe.slow:
         return best
 
     def comes_s(workers: int) -> float:
         return max(away, loader.load_s / workers, slowest_s(loader, workers))
 
-    return next(count for count in range(1, best + 1) if comes_s(count) <= _ALMOST * comes_s(best))
+    return next(count for count in range(1, best + 1) if ENOUGH * comes_s(count) <= comes_s(best))
 
 
 def slowest_s(loader: LoaderSeen, workers: int) -> float:
@@ -398,12 +395,13 @@ def may_hold_gil(run: Run, loader: LoaderSeen) -> bool:
 
 def is_gil_bound(run: Run, loader: LoaderSeen) -> bool:
     """Whether several CPU-bound threads use no more than about one core although more are available."""
-    if not may_hold_gil(run, loader) or loader.num_workers < 2 or run.core_count < 2:
+    if not may_hold_gil(run, loader) or loader.num_workers < 2 or not loader.own_cores:
         return False
     if "worker='auto'" in loader.asked:
         return False  # infeed has measured both kinds
     comes_s = (loader.waited_s + loader.away_s) / max(1, loader.batch_count)
-    return 0 < loader.own_cores < GIL_CORES and loader.load_s >= _GIL_LOAD * comes_s
+    is_one_core = may_queue_for_gil(loader.kind, loader.own_cores, run.core_count, has_gil=run.has_gil)
+    return is_one_core and loader.load_s >= _GIL_LOAD * comes_s
 
 
 # --- storage, slow samples, restarts, pinning
@@ -436,7 +434,7 @@ def slow_storage(run: Run, loader: LoaderSeen) -> Finding | None:
         return None
     if run.has_own_loop and not is_data_bound(loader):
         return None  # reads are fast enough
-    most = min(MOST_WORKERS, max(loader.num_workers + 1, math.ceil(run.core_count / max(cpu_share, 0.05))))
+    most = min(MOST_WORKERS, max(loader.num_workers + 1, workers_useful(run.core_count, cpu_share)))
     if loader.has_one_reader:
         torch = infeed = f"{_FASTER_STORAGE}; {_SHARD}, then use more workers than cores"
     elif loader.num_workers >= MOST_WORKERS:

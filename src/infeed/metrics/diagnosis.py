@@ -10,17 +10,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from infeed.autotune.capacity import (
+    BUSY,
     COMPUTE_BOUND_WAIT,
-    DATA_BOUND_WAIT,
-    GIL_CORES,
-    HEADROOM,
+    LEAST_BATCHES,
     MAIN_CAUSE,
+    State,
     has_no_step,
     is_io_bound,
+    may_queue_for_gil,
+    state_of,
+    workers_best,
     workers_needed,
     workers_useful,
 )
@@ -30,13 +32,8 @@ from infeed.metrics.recent import Amounts
 if TYPE_CHECKING:
     from infeed.metrics.statistics import SlowSample, Statistics
 
-State: TypeAlias = Literal["warming up", "compute-bound", "balanced", "data-bound"]
-
-# With fewer batches or less time a diagnosis would be a guess.
-_LEAST_BATCHES: Final = 4
+# With less time, as with fewer batches, a diagnosis would be a guess.
 _LEAST_S: Final = 0.02
-# If workers are busy for a smaller share of their time, their number is not the bottleneck.
-_IDLE: Final = 0.7
 # Fewer free CPU cores than this count as none.
 _FREE: Final = 0.5
 # If workers queue for a larger share of the time in which they want a CPU core, no core is free.
@@ -177,19 +174,12 @@ class _Run(NamedTuple):
         return self.statistics.sample_times.get("median", 0.0)
 
 
-def state_of(wait_share: float) -> State:
-    """Return the state of a run from the share of the time in which the training loop waits."""
-    if wait_share < COMPUTE_BOUND_WAIT:
-        return "compute-bound"
-    return "balanced" if wait_share < DATA_BOUND_WAIT else "data-bound"
-
-
 def diagnose(statistics: Statistics) -> Diagnosis:
     """Return the diagnosis of a run from its statistics."""
     if not statistics.batch_count:
         action = "no-batch" if statistics.ended_count else "not-started"
         return Diagnosis(state="warming up", action=action, numbers={"epochs": statistics.ended_count})
-    if statistics.batch_count < _LEAST_BATCHES or statistics.elapsed_s < _LEAST_S:
+    if statistics.batch_count < LEAST_BATCHES or statistics.elapsed_s < _LEAST_S:
         numbers = {"batches": statistics.batch_count, "seconds": statistics.elapsed_s}
         return Diagnosis(state="warming up", action="too-early", numbers=numbers)
     recent = statistics.recent
@@ -295,12 +285,13 @@ def _inline(run: _Run) -> _Advice:
         return _Advice("gathering", "larger-batches", {})
     if run.is_iterable:
         return _Advice("inline", "iterable-workers" if run.has_no_step else "iterable-worker", {})
-    needed, cores = run.needed, max(1, int(run.cores - run.loop_cores + _FREE))
-    if run.has_no_step and cores == 1:  # one worker would only take the place of the training loop
+    free = int(run.cores - run.loop_cores + _FREE)
+    best = workers_best(run.amounts.work_ns, run.amounts.away_ns, free, cpu_share=1.0)
+    if run.has_no_step and best == 1:  # one worker would only take the place of the training loop
         return _Advice("inline", "workers-if-io-bound", {"num_workers": 2})
-    if needed <= cores and not run.has_no_step:
-        return _Advice("inline", "set-num-workers", {"num_workers": needed})
-    return _Advice("inline", "worker-per-core", {"num_workers": cores, "loop_cores": run.loop_cores})
+    if run.needed == best and not run.has_no_step:
+        return _Advice("inline", "set-num-workers", {"num_workers": best})
+    return _Advice("inline", "worker-per-core", {"num_workers": best, "loop_cores": run.loop_cores})
 
 
 def _workers(run: _Run) -> _Advice:
@@ -311,8 +302,8 @@ def _workers(run: _Run) -> _Advice:
         return gil
     if not statistics.is_settled:
         return _Advice("work", "wait-for-tuner", {"workers": run.worker_count})
-    idle = busy_share < _IDLE
-    if idle and run.amounts.needed_share < _IDLE:
+    idle = busy_share < BUSY
+    if idle and run.amounts.needed_share < BUSY:
         return _slow_samples(run) or _idle(run, busy_share)
     worst = _worst(run)
     if worst is not None and _recent_s(worst) > MAIN_CAUSE * run.amounts.waited_ns / 1e9:  # even if other workers are busy
@@ -377,15 +368,15 @@ def _gil(run: _Run) -> _Advice | None:
 
 def _may_queue_for_gil(run: _Run) -> bool:
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    return run.statistics.kind == "thread" and has_gil and run.cores > 1 and run.own_cores < GIL_CORES
+    return may_queue_for_gil(run.statistics.kind, run.own_cores, run.cores, has_gil=has_gil)
 
 
 def _spare(run: _Run) -> _Advice:
     """Return how many workers would be enough for a run that does not wait, if there are clearly too many."""
     # Spare time in long steps does not help during short ones, so the peak rate counts too.
-    peak = ceil(HEADROOM * run.peak_rate * run.amounts.work_ns / max(1, run.amounts.batch_count))
+    peak = workers_needed(run.peak_rate * run.amounts.work_ns, max(1, run.amounts.batch_count))
     enough, busy_share = max(run.needed, peak), run.amounts.busy_share
-    if run.statistics.kind == "inline" or run.statistics.is_auto or busy_share > _IDLE / 2 or enough >= run.worker_count:
+    if run.statistics.kind == "inline" or run.statistics.is_auto or busy_share > BUSY / 2 or enough >= run.worker_count:
         return _Advice("step", "none", {})
     return _Advice("step", "fewer-workers", {"workers": enough, "busy_share": busy_share})
 

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from infeed.autotune.capacity import State, state_of
 from infeed.errors import ConfigError
 from infeed.formatting import format_bytes, format_count, format_rate, format_seconds
 from infeed.metrics import charts as measures
 from infeed.metrics.charts import timeline_chart, timeline_section
-from infeed.metrics.diagnosis import State, state_of
 from infeed.metrics.lanes import FAULTS, lane_names
 from infeed.metrics.page import Block, Tone, bars, chart, diagnosis, facts, label, page, paragraph, row, section, table, tiles
 from infeed.metrics.statistics import Mark, Statistics, Trace, WorkerStatistics
