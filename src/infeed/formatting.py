@@ -1,9 +1,11 @@
-"""Format numbers for display, with a unit and about three significant digits.
+"""Format numbers for display, with a unit and about three significant digits; align and shorten text.
 
-The output is ASCII only, because the encoding of the output stream is unknown.
+Formatted numbers are ASCII only, because the encoding of the output stream is unknown.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 def format_seconds(seconds: float) -> str:
@@ -64,6 +66,29 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def align(rows: Iterable[Sequence[str]], indent: str = "") -> str:
+    """Return rows of cells as lines of text with aligned columns.
+
+    >>> print(align([("delivered", "200 batches"), ("work", "load 3 s")], indent="  "))
+      delivered  200 batches
+      work       load 3 s
+    """
+    table = [*rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def shorten(text: str, most: int) -> str:
+    """Return the text as one line of printable characters, truncated to ``most``.
+
+    >>> shorten("a  long\\ntext", 7)
+    'a long\u2026'
+    """
+    line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 1]}\u2026"
 
 
 def _three_digits(value: float) -> str:

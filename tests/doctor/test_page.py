@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from infeed.cli.doctor import print_report
 from infeed.doctor.checks import NAMES, examine
 from infeed.doctor.evidence import EpochSeen, LoaderSeen, Probe, Run
-from infeed.doctor.report import findings_page, print_report
+from infeed.doctor.report import findings_page
 from tests.helpers import ROOT, start_python
 
 TEXT = (ROOT / "docs" / "guides" / "doctor.md").read_text(encoding="utf-8")

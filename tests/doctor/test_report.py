@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from infeed.cli.doctor import print_report
 from infeed.doctor.checks import examine
 from infeed.doctor.evidence import LoaderSeen
-from infeed.doctor.report import ending, findings_page, overview, print_report
+from infeed.doctor.report import ending, findings_page, overview
 from tests.doctor.evidence_of import costly, loader, run
 
 

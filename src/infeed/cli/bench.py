@@ -1,7 +1,7 @@
 """``infeed bench``: measures worker settings for a dataset and reports the best one on this machine."""
 
 import argparse
-import importlib.util
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from infeed.cli import arguments as types
 from infeed.cli.arguments import Output, find_problem
+from infeed.cli.terminal import open_console, print_table, width_of
+from infeed.formatting import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from infeed.doctor.bench import Measured, Setting
@@ -111,31 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
-    from infeed.formatting import format_bytes, format_seconds
-
     good = [one for one in results if not one.error]
     rows = [["workers", "samples/s", "first batch", "memory"]]
     for one in good:
         rate = f"{one.samples_per_s:,.0f}"
         rows.append([str(one.setting), rate, format_seconds(one.first_s), format_bytes(one.memory_bytes)])
-    if importlib.util.find_spec("rich") is None:
-        rows = _with_bars(rows, [one.samples_per_s for one in good], _BAR)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    else:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        console = Console()
-        rows = _fitting(rows, [one.samples_per_s for one in good], console.width)
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for number, title in enumerate(rows[0]):
-            table.add_column(title, justify="right" if number and title else "left", no_wrap=True)
-        for row in rows[1:]:
-            table.add_row(*row, style="green" if row[0] == str(best.setting) else None)
-        console.print(table)
+    console = open_console()
+    rows = _fitting(rows, [one.samples_per_s for one in good], width_of(console))
+    print_table(console, rows, chosen=str(best.setting))
     failed = [one for one in results if one.error]
     for one in failed:
         print(f"{one.setting}: {one.error}")
@@ -143,17 +128,15 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
         print("After a failure, larger numbers of that kind of worker were not measured.")
 
 
-def _with_bars(rows: list[list[str]], rates: Sequence[float], length: int) -> list[list[str]]:
-    bars = ["", *("█" * max(1, round(length * rate / max(rates))) for rate in rates)]
-    return [[*row[:2], bar, *row[2:]] for row, bar in zip(rows, bars, strict=True)]
-
-
 def _fitting(rows: list[list[str]], rates: Sequence[float], width: int) -> list[list[str]]:
     """Fit the table to the terminal: bars as long as the width allows; if narrow, drop bars and the last columns."""
     while len(rows[0]) > 2 and _room(rows, width) < 0:
         rows = [row[:-1] for row in rows]
     length = min(_BAR, _room(rows, width) - _GAP)
-    return _with_bars(rows, rates, length) if length >= _LEAST_BAR else rows
+    if length < _LEAST_BAR:
+        return rows
+    bars = ["", *("█" * max(1, round(length * rate / max(rates))) for rate in rates)]
+    return [[*row[:2], bar, *row[2:]] for row, bar in zip(rows, bars, strict=True)]
 
 
 def _room(rows: list[list[str]], width: int) -> int:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
 
 from infeed.cli import arguments as types
 from infeed.cli.arguments import Output
+from infeed.cli.terminal import open_console, print_table
 from infeed.formatting import format_count, format_seconds
 from infeed.memory.limits import available_cores
 
@@ -271,23 +272,12 @@ def _make_bar_type() -> Any:
 
 
 def _print_table(timings: Sequence[Timing], notes: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for heading in ("loader", "images/s", "first batch", "waits for data"):
-        table.add_column(heading, justify="left" if heading == "loader" else "right", overflow="fold")
-    for timing in timings:
-        table.add_row(
-            timing.loader,
-            f"{timing.images_per_s:,.0f}",
-            format_seconds(timing.first_batch_s),
-            f"{timing.waited_share:.0%} of the time",
-        )
-    console = Console()
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False, markup=False)
+    rows = [["loader", "images/s", "first batch", "waits for data"]]
+    for one in timings:
+        waits = f"{one.waited_share:.0%} of the time"
+        rows.append([one.loader, f"{one.images_per_s:,.0f}", format_seconds(one.first_batch_s), waits])
+    print_table(open_console(), rows)
+    print(*notes, sep="\n")
 
 
 def _describe(options: DemoOptions) -> str:

@@ -1,20 +1,28 @@
 """``infeed doctor``: runs a program for a limited time and reports problems in its data loading."""
 
 import argparse
-import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from infeed.cli import arguments as types
 from infeed.cli.arguments import Output, find_problem
+from infeed.cli.terminal import open_console, print_entries, print_spans
 
-__all__ = ["add_parser", "run"]
+if TYPE_CHECKING:
+    from infeed.doctor.evidence import Run
+    from infeed.doctor.finding import Finding
+
+__all__ = ["add_parser", "print_report", "run"]
 
 _FOUND: Final = 1
 _USAGE: Final = 2
 _NOT_RUN: Final = 3
+# Findings in the summary, so that it fits one screen.
+_MOST_SHOWN: Final = 5
+_COLORS: Final = {"hang": "red", "failure": "red", "wrong results": "red", "time": "yellow", "memory": "cyan"}
 
 _EPILOG: Final = """\
 exit codes: 0 no problems found, 1 problems found, 2 wrong usage or a file that cannot be written, 3 no problems found, but no
@@ -62,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program, print the findings, and return an exit code that shows whether there are any."""
     from infeed.doctor.checks import NAMES, examine
     from infeed.doctor.child import Orders
-    from infeed.doctor.report import conclusion, ending, findings_page, plain, print_report
+    from infeed.doctor.report import conclusion, ending, findings_page, plain
     from infeed.doctor.runner import survey
 
     program: list[str] = arguments.program
@@ -104,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _NOT_RUN
     findings = [finding for finding in examine(seen) if finding.name not in arguments.ignore]
     if not data.is_stdout:
-        print_report(seen, findings, _console(), is_verbose=arguments.verbose)
+        print_report(seen, findings, open_console(), is_verbose=arguments.verbose)
     faults = []
     if data.is_wanted:
         faults.append(data.write(json.dumps(plain(seen, findings), indent=2) + "\n"))
@@ -139,12 +147,47 @@ def _kind(program: list[str], is_module: bool) -> Literal["script", "module", "d
     return None
 
 
-def _console() -> Any:
-    if importlib.util.find_spec("rich") is None:
-        return sys.stdout
-    from rich.console import Console
+def _rows(finding: "Finding", *, is_verbose: bool) -> dict[str, str]:
+    """Return what to print below a finding's title. The summary has only the bottleneck and the fix for the own library."""
+    if is_verbose:
+        return {"loader": finding.loader, **finding.evidence, **{f"fix ({name})": text for name, text in finding.fix.items()}}
+    own = "torch" if finding.loader.startswith("torch") else "infeed"
+    bottleneck = {"bottleneck": finding.evidence["bottleneck"]} if finding.bottleneck else {}
+    return {**bottleneck, "fix": finding.fix[own]}
 
-    return Console()
+
+def _more(findings: "Sequence[Finding]", *, is_verbose: bool) -> list[str]:
+    """Return the lines below the shown findings."""
+    if is_verbose or not findings:
+        return []
+    rest = ", ".join(finding.name for finding in findings[_MOST_SHOWN:])
+    details = "Evidence and all fixes: infeed doctor -v, or --html FILE."
+    return [f"Also found: {rest}.", details] if rest else [details]
+
+
+def print_report(run: "Run", findings: "Sequence[Finding]", console: Any, *, is_verbose: bool = False) -> None:
+    """Print the findings.
+
+    Args:
+        run: The monitored run.
+        findings: Most costly first.
+        console: From ``open_console``.
+        is_verbose: Print all findings with their evidence and all fixes, instead of a summary that fits one screen.
+    """
+    from infeed.doctor.report import conclusion, cost_text, overview
+
+    print_spans(console, (overview(run), ""), is_wrapped=False)
+    print_spans(console)
+    for number, finding in enumerate(findings if is_verbose else findings[:_MOST_SHOWN], 1):
+        title = (f"{number}. {finding.title}", f"bold {_COLORS[finding.risk]}")
+        print_spans(console, title, (f"  [{finding.name}; {cost_text(finding)}]", "dim"))
+        rows = _rows(finding, is_verbose=is_verbose)
+        print_entries(console, rows, {name: "green" for name in rows if name.startswith("fix")})
+        print_spans(console)
+    for line in _more(findings, is_verbose=is_verbose):
+        print_spans(console, (line, ""))
+    if not findings:
+        print_spans(console, (conclusion(run), "green" if run.has_batch and not run.has_failed else "red"))
 
 
 def _complain(text: str) -> int:

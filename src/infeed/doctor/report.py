@@ -1,4 +1,4 @@
-"""Reports of ``infeed doctor`` (terminal text, JSON data, HTML page) and the HTML page of ``infeed bench``."""
+"""Reports of ``infeed doctor`` (JSON data, HTML page, parts of the terminal text) and the HTML page of ``infeed bench``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from infeed.doctor.bench import Measured
 from infeed.doctor.evidence import LoaderSeen, Run
-from infeed.doctor.finding import RISKS, Finding, describe
+from infeed.doctor.finding import Finding, describe
 from infeed.formatting import format_bytes, format_count, format_seconds
 from infeed.metrics.page import (
     Block,
@@ -218,69 +218,3 @@ def cost_text(finding: Finding) -> str:
     if finding.risk == "memory":
         return f"{finding.cost:.1%} of free memory"
     return {"hang": "may hang", "failure": "may fail", "wrong results": "wrong results"}[finding.risk]
-
-
-# Findings in the summary, so that it fits one screen.
-_MOST_SHOWN: Final = 5
-
-
-def _rows(finding: Finding, *, is_verbose: bool) -> dict[str, str]:
-    """Return what to print below a finding's title. The summary has only the bottleneck and the fix for the own library."""
-    if is_verbose:
-        return {"loader": finding.loader, **finding.evidence, **{f"fix ({name})": text for name, text in finding.fix.items()}}
-    own = "torch" if finding.loader.startswith("torch") else "infeed"
-    bottleneck = {"bottleneck": finding.evidence["bottleneck"]} if finding.bottleneck else {}
-    return {**bottleneck, "fix": finding.fix[own]}
-
-
-def _more(findings: Sequence[Finding], *, is_verbose: bool) -> list[str]:
-    """Return the lines below the shown findings."""
-    if is_verbose or not findings:
-        return []
-    rest = ", ".join(finding.name for finding in findings[_MOST_SHOWN:])
-    details = "Evidence and all fixes: infeed doctor -v, or --html FILE."
-    return [f"Also found: {rest}.", details] if rest else [details]
-
-
-def print_report(run: Run, findings: Sequence[Finding], console: Any, *, is_verbose: bool = False) -> None:
-    """Print the findings with rich if ``console`` is a rich console, else as plain text to that file.
-
-    Args:
-        is_verbose: Print all findings with their evidence and all fixes, instead of a summary that fits one screen.
-    """
-    shown = findings if is_verbose else findings[:_MOST_SHOWN]
-    if not hasattr(console, "is_terminal"):
-        _print_plain(run, findings, shown, console, is_verbose)
-        return
-    from rich.markup import escape
-    from rich.padding import Padding
-    from rich.table import Table
-
-    colours = dict(zip(RISKS, ("red", "red", "red", "yellow", "cyan"), strict=True))
-    console.print(escape(overview(run)), highlight=False, soft_wrap=True)
-    console.print()
-    for number, finding in enumerate(shown, 1):
-        title = f"[bold {colours[finding.risk]}]{number}. {escape(finding.title)}[/]"
-        console.print(f"{title}  [dim]{escape(f'[{finding.name}; {cost_text(finding)}]')}[/]", highlight=False)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(overflow="fold")
-        grid.add_column(overflow="fold")  # "fold" wraps long words instead of truncating them
-        for name, value in _rows(finding, is_verbose=is_verbose).items():
-            grid.add_row(f"[green]{escape(name)}[/]" if name.startswith("fix") else escape(name), escape(value))
-        console.print(Padding(grid, (0, 0, 1, 3), expand=False), highlight=False)
-    for line in _more(findings, is_verbose=is_verbose):
-        console.print(escape(line), highlight=False)
-    if not findings:
-        colour = "green" if run.has_batch and not run.has_failed else "red"
-        console.print(f"[{colour}]{escape(conclusion(run))}[/]", highlight=False, soft_wrap=True)
-
-
-def _print_plain(run: Run, findings: Sequence[Finding], shown: Sequence[Finding], file: Any, is_verbose: bool) -> None:
-    blocks = [overview(run)]
-    for number, finding in enumerate(shown, 1):
-        rows = _rows(finding, is_verbose=is_verbose)
-        width = max(map(len, rows))
-        lines = [f"{number}. {finding.title}  [{finding.name}; {cost_text(finding)}]"]
-        blocks.append("\n".join([*lines, *(f"   {name:<{width}}  {value}" for name, value in rows.items())]))
-    blocks += ["\n".join(_more(findings, is_verbose=is_verbose))] if findings and not is_verbose else []
-    print(*blocks, *([] if findings else [conclusion(run)]), sep="\n\n", file=file)

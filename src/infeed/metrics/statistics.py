@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 from infeed.autotune.tuner import Bound
-from infeed.formatting import format_bytes, format_count, format_seconds, format_workers
+from infeed.formatting import align, format_bytes, format_count, format_seconds, format_workers
 from infeed.metrics.recent import Recent
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ class Statistics:
         }
         if any(faults.values()):
             rows["faults"] = ", ".join(f"{count} {name}" for name, count in faults.items() if count)
-        return "\n".join([self.diagnosis, *(f"  {name:<10}  {text}" for name, text in rows.items())])
+        return f"{self.diagnosis}\n{align(rows.items(), indent='  ')}"
 
     def _workers_text(self) -> str:
         if self.kind == "inline":
