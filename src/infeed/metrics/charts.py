@@ -1,15 +1,15 @@
-"""The charts of the report and the zoomable timeline as plotly.js figures, and a page with only the timeline."""
+"""The charts of the report and the zoomable timeline as plotly.js figures."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any, Final
 
-from infeed.formatting import format_count, format_rate, format_seconds
+from infeed.formatting import format_count, format_seconds, shorten
 from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
@@ -17,7 +17,8 @@ from infeed.metrics.lanes import (
     Piece,
     Serial,
     Window,
-    lane_names,
+    foremost,
+    lane_labels,
     lane_tops,
     marks_in,
     pieces,
@@ -25,7 +26,7 @@ from infeed.metrics.lanes import (
     whole,
     windows,
 )
-from infeed.metrics.page import Block, Figure, chart, diagnosis, hint, page, paragraph, section, tiles
+from infeed.metrics.page import Block, Figure, chart, hint, section
 from infeed.metrics.statistics import LOOP, Mark, Point, SpanKind, Statistics, Trace
 
 _MOST_POINTS: Final = 120
@@ -48,33 +49,16 @@ def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     return [rising[at] for at in sorted(wanted)]
 
 
-def rate_figure(points: Sequence[Point], marks: Sequence[Mark]) -> Figure:
+def rate_figure(points: Sequence[Point], marks: Iterable[Mark]) -> Figure:
     """Return the chart of samples per second between points, with events as markers."""
     few = thinned(points)
     rates = _between(few, lambda before, after: (after.sample_count - before.sample_count) / _ns(before, after) * 1e9)
-    area = {"fill": "tozeroy", "line": {"color": "var(--load)", "width": 2}, "hovertemplate": "%{y:,.4~g} samples/s"}
-    data = [{**_line("rate", few, rates), **area}]
-    if marks:
+    data = [_line("rate", _middles(few), rates, "var(--load)", "%{y:,.4~g} samples/s", fill="tozeroy")]
+    shown = foremost(marks, _MOST_MARKS_SHOWN)
+    if shown:
         # Markers at the bottom cover no data.
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "events",
-                "x": [mark.at_ns / 1e9 for mark in marks[:_MOST_MARKS_SHOWN]],
-                "y": [0] * len(marks[:_MOST_MARKS_SHOWN]),
-                "text": [f"<b>{mark.kind}</b><br>{wrapped(mark.text)}" for mark in marks[:_MOST_MARKS_SHOWN]],
-                "hovertemplate": "%{text}<extra></extra>",
-                "cliponaxis": False,
-                "marker": {
-                    "symbol": "diamond",
-                    "size": 9,
-                    "color": "var(--text)",
-                    "line": {"width": 1, "color": "var(--card)"},
-                },
-            }
-        )
-    return {"data": data, "layout": _layout("samples/s", few, showlegend=bool(marks))}
+        data.append({**_markers("events", shown, [0] * len(shown), "diamond", size=9), "cliponaxis": False})
+    return {"data": data, "layout": _layout("samples/s", few, showlegend=bool(shown))}
 
 
 def wait_figure(points: Sequence[Point]) -> Figure:
@@ -87,13 +71,7 @@ def wait_figure(points: Sequence[Point]) -> Figure:
     few = thinned(points)
     shares = _between(few, share)
     data = [
-        {
-            **_line(name, few, values),
-            "stackgroup": "loop",
-            "fillcolor": colour,
-            "line": {"width": 0, "color": colour},
-            "hovertemplate": "%{y:.1f} %",
-        }
+        _line(name, _middles(few), values, colour, "%{y:.1f} %", width=0, stackgroup="loop", fillcolor=colour)
         for name, values, colour in (
             ("waiting for data", shares, "var(--wait)"),
             ("training step", [100 - value for value in shares], "var(--away)"),
@@ -107,30 +85,17 @@ def wait_figure(points: Sequence[Point]) -> Figure:
 def worker_figure(points: Sequence[Point]) -> Figure:
     """Return the chart of the number of workers, of busy workers, and of CPU cores they used."""
     few = thinned(points)
-    counts = {"x": [point.at_ns / 1e9 for point in few], "y": [point.worker_count for point in few]}
+    counts = [point.worker_count for point in few]
     # Work is counted when a task ends, so a short interval may show more busy time than its workers could spend.
     busy = _between(few, lambda before, after: min(after.worker_count, (after.busy_ns - before.busy_ns) / _ns(before, after)))
     cores = _between(few, lambda before, after: (after.cpu_ns - before.cpu_ns) / _ns(before, after))
-    data: list[dict[str, Any]] = [
-        {
-            **_line("busy", few, busy),
-            "fill": "tozeroy",
-            "line": {"color": "var(--load)", "width": 1.5},
-            "hovertemplate": "%{y:.2f} workers",
-        },
-        {
-            **_line("workers", few, []),
-            **counts,
-            "line": {"color": "var(--text)", "width": 2, "shape": "hv"},
-            "hovertemplate": "%{y} workers",
-        },
+    data = [
+        _line("busy", _middles(few), busy, "var(--load)", "%{y:.2f} workers", width=1.5, fill="tozeroy"),
+        _line("workers", _times(few), counts, "var(--text)", "%{y} workers", shape="hv"),
     ]
     if any(cores):
-        style = {"line": {"color": "var(--deliver)", "width": 1.5, "dash": "dot"}, "hovertemplate": "%{y:.2f} cores"}
-        data.append({**_line("CPU cores used", few, cores), **style})
-    layout = _layout("workers, cores", few, showlegend=True)
-    layout["yaxis"].update(rangemode="tozero")
-    return {"data": data, "layout": layout}
+        data.append(_line("CPU cores used", _middles(few), cores, "var(--deliver)", "%{y:.2f} cores", width=1.5, dash="dot"))
+    return {"data": data, "layout": _layout("workers, cores", few, showlegend=True)}
 
 
 def memory_figure(points: Sequence[Point]) -> Figure:
@@ -138,18 +103,15 @@ def memory_figure(points: Sequence[Point]) -> Figure:
     few = thinned(points)
     largest = max((max(point.memory_bytes, point.flight_bytes) for point in few), default=0)
     unit, size = ("GiB", _GIB) if largest >= _GIB else ("MiB", 2**20)
-    data = []
-    for name, colour, values in (
-        ("worker processes", "var(--load)", [point.memory_bytes for point in few]),
-        ("batches in flight", "var(--deliver)", [point.flight_bytes for point in few]),
-    ):
-        if any(values):
-            style = {"line": {"color": colour, "width": 2}, "hovertemplate": f"%{{y:,.3~f}} {unit}"}
-            line = {**_line(name, few, [value / size for value in values]), "x": [point.at_ns / 1e9 for point in few]}
-            data.append({**line, **style})
-    layout = _layout(unit, few, showlegend=True)
-    layout["yaxis"].update(rangemode="tozero")
-    return {"data": data, "layout": layout}
+    data = [
+        _line(name, _times(few), [value / size for value in values], colour, f"%{{y:,.3~f}} {unit}")
+        for name, colour, values in (
+            ("worker processes", "var(--load)", [point.memory_bytes for point in few]),
+            ("batches in flight", "var(--deliver)", [point.flight_bytes for point in few]),
+        )
+        if any(values)
+    ]
+    return {"data": data, "layout": _layout(unit, few, showlegend=True)}
 
 
 def sample_time_figure(statistics: Statistics) -> Figure:
@@ -201,10 +163,42 @@ def _ns(before: Point, after: Point) -> int:
     return after.at_ns - before.at_ns
 
 
-def _line(name: str, points: Sequence[Point], values: Sequence[float]) -> dict[str, Any]:
-    """Return a line whose x values are the midpoints between neighbouring points."""
-    middles = [round((before.at_ns + after.at_ns) / 2e9, 4) for before, after in pairwise(points)]
-    return {"type": "scatter", "mode": "lines", "name": name, "x": middles, "y": list(values)}
+def _times(points: Sequence[Point]) -> list[float]:
+    return [point.at_ns / 1e9 for point in points]
+
+
+def _middles(points: Sequence[Point]) -> list[float]:
+    """Return the times in the middle between neighbouring points."""
+    return [round((before.at_ns + after.at_ns) / 2e9, 4) for before, after in pairwise(points)]
+
+
+def _line(
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: str,
+    hover: str,
+    *,
+    width: float = 2,
+    dash: str = "solid",
+    shape: str = "linear",
+    **style: str,
+) -> dict[str, Any]:
+    line = {"color": colour, "width": width, "dash": dash, "shape": shape}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": line, "hovertemplate": hover, **style}
+
+
+def _markers(name: str, marks: Sequence[Mark], y: Sequence[float], symbol: str, *, size: int) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [mark.at_ns / 1e9 for mark in marks],
+        "y": y,
+        "text": [f"<b>{mark.kind}</b><br>{wrapped(mark.text)}" for mark in marks],
+        "hovertemplate": "%{text}<br>at %{x:.3f} s<extra></extra>",
+        "marker": {"symbol": symbol, "size": size, "color": "var(--text)", "line": {"width": 1, "color": "var(--card)"}},
+    }
 
 
 def _layout(unit: str, points: Sequence[Point], *, showlegend: bool) -> dict[str, Any]:
@@ -229,34 +223,20 @@ _AROUND_PX: Final = 96  # legend above, times below
 _MOST_MARKS: Final = 200
 
 
-def timeline_page(trace: Trace) -> str:
-    """Return an HTML page that contains only the timeline."""
-    statistics = trace.statistics
-    blocks = [diagnosis(statistics.diagnosis or "No diagnosis yet.")]
-    picture = timeline_chart(trace, most=6000)
-    if picture is None:
-        blocks.append(paragraph("No timeline: no batch was requested, or observe is not 'timeline'."))
-        return page("infeed timeline", blocks)
-    rate = format_rate(statistics.samples_per_s) if statistics.elapsed_s else "unknown"
-    blocks.append(
-        tiles(
-            [
-                (
-                    "Delivered",
-                    format_count(statistics.batch_count, "batch", "batches"),
-                    format_count(statistics.sample_count, "sample"),
-                ),
-                ("Throughput", rate, ""),
-                ("Waiting for data", f"{statistics.wait_share:.0%} of the time", format_seconds(statistics.waited_s)),
-            ]
-        )
-    )
-    blocks.append(timeline_section(trace, picture))
-    return page("infeed timeline", blocks)
+def timeline_section(trace: Trace, *, most: int) -> Block | None:
+    """Return the timeline with instructions for zooming and a note on missing spans; ``None`` if there are no spans.
 
-
-def timeline_section(trace: Trace, picture: Block) -> Block:
-    """Return the timeline as a section, with instructions for zooming and a note on missing spans."""
+    Args:
+        trace: The recorded data of the run.
+        most: About the maximum number of pieces to draw.
+    """
+    window = whole(trace)
+    if window is None:
+        return None
+    shown = windows(trace)[-1]
+    lane_count = lane_tops(trace, has_serial=serial(trace, shown) is not None)[LOOP] + 1
+    lane_px = max(_LEAST_LANE_PX, min(_LANE_PX, _MOST_HEIGHT_PX / lane_count))
+    picture = chart(timeline_figure(trace, window, shown, most=most), height_px=round(_AROUND_PX + lane_px * lane_count))
     how = hint("Drag to zoom in; double-click to reset; double-click again to show the whole run.")
     return section("Timeline", how, picture, note=_note(trace))
 
@@ -277,33 +257,16 @@ def _note(trace: Trace) -> str:
     return " ".join(parts)
 
 
-def timeline_chart(trace: Trace, *, most: int) -> Block | None:
-    """Return the timeline as a block of a page, with about ``most`` pieces at most; ``None`` if there are no spans."""
-    window = whole(trace)
-    if window is None:
-        return None
-    shown = windows(trace)[-1]
-    lane_count = lane_tops(trace, has_serial=serial(trace, shown) is not None)[LOOP] + 1
-    lane_px = max(_LEAST_LANE_PX, min(_LANE_PX, _MOST_HEIGHT_PX / lane_count))
-    return chart(timeline_figure(trace, window, shown, most=most), height_px=round(_AROUND_PX + lane_px * lane_count))
-
-
 def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -> Figure:
     """Return the chart of ``window``, initially zoomed to ``shown``, which is finer: it gets half of the pieces."""
     in_a_row = serial(trace, shown)
     tops = lane_tops(trace, has_serial=in_a_row is not None)
-    names = lane_names(trace)
+    labels = lane_labels(trace, has_serial=in_a_row is not None)
     found = _pieces(trace, window, shown, most)
     data = [_bars(kind, found[kind], tops) for kind in WORDS if found[kind]]
     if in_a_row is not None:
         data += _serial_bars(in_a_row, {kind for kind in WORDS if found[kind]})
     data += _mark_points(trace, window, tops)
-    ticks = {tops[lane] + 0.5: name for lane, name in names.items()}
-    if in_a_row is not None:
-        ticks = {0.5: "without<br>workers", **ticks}
-    # Label at most about 26 lanes, so that the labels do not overlap.
-    step = max(1, -(-len(ticks) // 26))
-    kept = [at for row, at in enumerate(ticks) if row % step == 0 or row == len(ticks) - 1]
     return {
         "data": data,
         "layout": {
@@ -311,8 +274,8 @@ def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -
             "xaxis": {"range": [shown.begin_ns / 1e9, shown.end_ns / 1e9], "ticksuffix": " s", "nticks": 7},
             "yaxis": {
                 "range": [tops[LOOP] + 1.05, -0.05],
-                "tickvals": kept,
-                "ticktext": [ticks[at] for at in kept],
+                "tickvals": [*labels],
+                "ticktext": [label.replace("without ", "without<br>") for label in labels.values()],
                 "showgrid": False,
                 "zeroline": False,
                 "fixedrange": True,
@@ -337,20 +300,11 @@ def _pieces(trace: Trace, window: Window, shown: Window, most: int) -> dict[Span
 
 
 def _bars(kind: SpanKind, found: list[Piece], tops: dict[int, float]) -> dict[str, Any]:
-    offset, height = EXTENT[kind]
     is_loop = kind in ("wait", "deliver", "away")
     what = "batch %{customdata[1]}" if is_loop else "position %{customdata[1]}%{customdata[2]}"
     many = "batches" if is_loop else "samples"
     return {
-        "type": "bar",
-        "orientation": "h",
-        "name": WORDS[kind],
-        "legendgroup": kind,
-        "base": [round(piece.begin_ns / 1e9, 7) for piece in found],
-        "x": [round((piece.end_ns - piece.begin_ns) / 1e9, 7) for piece in found],
-        "y": [round(tops[piece.lane] + offset, 3) for piece in found],
-        "width": height,
-        "offset": 0,
+        **_lane_bars(kind, [(tops[piece.lane], piece.begin_ns, piece.end_ns) for piece in found]),
         "marker": {
             "color": f"var(--{kind})",
             "opacity": [round(0.25 + 0.75 * piece.density, 2) for piece in found],
@@ -366,27 +320,32 @@ def _bars(kind: SpanKind, found: list[Piece], tops: dict[int, float]) -> dict[st
 
 
 def _serial_bars(in_a_row: Serial, known: set[SpanKind]) -> list[dict[str, Any]]:
-    bars = []
-    for kind in ("load", "away"):
-        steps = [(begin_ns, end_ns) for one, begin_ns, end_ns in in_a_row.steps if one == kind]
-        offset, height = EXTENT[kind]
-        bars.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": WORDS[kind],
-                "legendgroup": kind,
-                "showlegend": kind not in known,
-                "base": [round(begin_ns / 1e9, 7) for begin_ns, _ in steps],
-                "x": [round((end_ns - begin_ns) / 1e9, 7) for begin_ns, end_ns in steps],
-                "y": [offset] * len(steps),
-                "width": height,
-                "offset": 0,
-                "marker": {"color": f"var(--{kind})", "line": {"width": 1, "color": "var(--card)"}},
-                "hovertemplate": f"<b>{WORDS[kind]}</b>, without workers, %{{x:.3s}}s<extra></extra>",
-            }
-        )
-    return bars
+    kinds: tuple[SpanKind, ...] = ("load", "away")
+    return [
+        {
+            **_lane_bars(kind, [(0, begin_ns, end_ns) for one, begin_ns, end_ns in in_a_row.steps if one == kind]),
+            "showlegend": kind not in known,
+            "marker": {"color": f"var(--{kind})", "line": {"width": 1, "color": "var(--card)"}},
+            "hovertemplate": f"<b>{WORDS[kind]}</b>, without workers, %{{x:.3s}}s<extra></extra>",
+        }
+        for kind in kinds
+    ]
+
+
+def _lane_bars(kind: SpanKind, found: list[tuple[float, int, int]]) -> dict[str, Any]:
+    """Return bars of one kind, each given by the top of its lane, its begin and its end."""
+    offset, height = EXTENT[kind]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": WORDS[kind],
+        "legendgroup": kind,
+        "base": [round(begin_ns / 1e9, 7) for _, begin_ns, _ in found],
+        "x": [round((end_ns - begin_ns) / 1e9, 7) for _, begin_ns, end_ns in found],
+        "y": [round(top + offset, 3) for top, _, _ in found],
+        "width": height,
+        "offset": 0,
+    }
 
 
 def _serial_note(in_a_row: Serial) -> dict[str, Any]:
@@ -408,28 +367,11 @@ def _mark_points(trace: Trace, window: Window, tops: dict[int, float]) -> list[d
     for name, is_fault, symbol in (("faults", True, "x"), ("events", False, "diamond-tall")):
         chosen = [mark for mark in marks if (mark.kind in FAULTS) is is_fault]
         if chosen:
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": name,
-                    "x": [mark.at_ns / 1e9 for mark in chosen],
-                    "y": [tops.get(mark.lane, tops[LOOP]) + 0.5 for mark in chosen],
-                    "text": [f"<b>{mark.kind}</b><br>{wrapped(mark.text)}" for mark in chosen],
-                    "hovertemplate": "%{text}<br>at %{x:.3f} s<extra></extra>",
-                    "marker": {
-                        "symbol": symbol,
-                        "size": 12,
-                        "color": "var(--text)",
-                        "line": {"width": 1.5, "color": "var(--card)"},
-                    },
-                }
-            )
+            data.append(_markers(name, chosen, [tops.get(mark.lane, tops[LOOP]) + 0.5 for mark in chosen], symbol, size=12))
     return data
 
 
 def wrapped(text: str, *, width: int = 60, most: int = 300) -> str:
     """Escape untrusted text for a chart, break it into lines, and truncate it to ``most`` characters."""
-    line = " ".join(text.split())
-    line = line if len(line) <= most else f"{line[: most - 1]}\u2026"
+    line = shorten(text, most)
     return "<br>".join(escape(line[at : at + width], quote=False) for at in range(0, len(line), width))

@@ -49,6 +49,7 @@ EXTENT: Final[dict[SpanKind, tuple[float, float]]] = {
 _SERIAL_GAP: Final = 0.9
 _LOOP_GAP: Final = 0.3
 
+_MOST_LABELS: Final = 24
 FAULTS: Final = frozenset({"death", "restart", "bad sample", "failure", "hang"})
 
 
@@ -110,6 +111,16 @@ def lane_tops(trace: Trace, *, has_serial: bool) -> dict[int, float]:
     """Return the top of each lane, in lane heights. With ``has_serial``, the serial work is at 0, above the lanes."""
     first = 1 + _SERIAL_GAP if has_serial else 0.0
     return {lane: first + row + (_LOOP_GAP if lane == LOOP else 0) for row, lane in enumerate(lane_names(trace))}
+
+
+def lane_labels(trace: Trace, *, has_serial: bool) -> dict[float, str]:
+    """Return the labels of lanes by the middle of their position; not of all if there are many, so that none overlap."""
+    tops = lane_tops(trace, has_serial=has_serial)
+    step = -(-len(tops) // _MOST_LABELS)
+    names = {
+        tops[lane] + 0.5: name for row, (lane, name) in enumerate(lane_names(trace).items()) if row % step == 0 or lane == LOOP
+    }
+    return {0.5: "without workers", **names} if has_serial else names
 
 
 def whole(trace: Trace) -> Window | None:
@@ -209,8 +220,14 @@ def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[P
 def marks_in(trace: Trace, window: Window, *, most: int) -> tuple[list[Mark], int]:
     """Return at most ``most`` marks of a window, faults preferred, and the number of marks left out."""
     inside = [mark for mark in trace.marks if window.has(mark.at_ns)]
-    chosen = sorted(inside, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))[:most]
-    return sorted(chosen, key=lambda mark: mark.at_ns), len(inside) - len(chosen)
+    chosen = foremost(inside, most)
+    return chosen, len(inside) - len(chosen)
+
+
+def foremost(marks: Iterable[Mark], most: int) -> list[Mark]:
+    """Return at most ``most`` marks in the order of time, faults preferred."""
+    chosen = sorted(marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))[:most]
+    return sorted(chosen, key=lambda mark: mark.at_ns)
 
 
 def _merged(row: Sequence[Piece], finest_ns: float) -> list[Piece]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from infeed.errors import ConfigError
-from infeed.formatting import format_count, format_seconds
+from infeed.formatting import format_count, format_seconds, shorten
 from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
@@ -20,6 +20,7 @@ from infeed.metrics.lanes import (
     Piece,
     Serial,
     Window,
+    lane_labels,
     lane_names,
     lane_tops,
     marks_in,
@@ -47,7 +48,6 @@ COLOURS: Final[dict[SpanKind, str]] = {
 _INK: Final = "#1d2126"
 _SOFT: Final = "#626a73"
 _MOST_MARKS: Final = 8
-_MOST_LABELS: Final = 24
 _WIDTH_IN: Final = 12.0
 _GAP_IN: Final = 0.01  # between pieces, so that they can be distinguished
 _HEADLINE_SIZE: Final = 13
@@ -86,6 +86,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
     seen = [pieces(trace.spans, window) for window in shown]
     serials = [serial(trace, window) for window in shown]
     tops = lane_tops(trace, has_serial=any(serials))
+    labels = lane_labels(trace, has_serial=any(serials))
     lane_count = tops[LOOP] + 1
     lane_in = max(0.1, min(0.34, 11 / lane_count))
     notes = _notes(trace, shown)
@@ -113,7 +114,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
         axes = figure.add_subplot(grid[0, column])
         kinds |= _draw_window(axes, window, seen[column], in_a_row, tops)
         number = _draw_marks(trace, axes, window, tops, number)
-        _draw_axis(axes, window, tops, _labels(trace, tops, any(serials)) if column == 0 else {})
+        _draw_axis(axes, window, tops, labels if column == 0 else {})
         if len(shown) > 1 or trace.lost_span_count:
             axes.set_title(f"{window.title}, {format_seconds(window.seconds)}", size=9.5, color=_SOFT, loc="left", pad=4)
     _legend(figure, kinds, below_top(head_in + 0.32))
@@ -164,15 +165,6 @@ def _draw_marks(trace: Trace, axes: Axes, window: Window, tops: dict[int, float]
     return number
 
 
-def _labels(trace: Trace, tops: dict[int, float], has_serial: bool) -> dict[float, str]:
-    """Return the lane labels by vertical position, at most about 24, so that they stay readable."""
-    step = -(-len(tops) // _MOST_LABELS)
-    names = {
-        tops[lane] + 0.5: name for row, (lane, name) in enumerate(lane_names(trace).items()) if row % step == 0 or lane == LOOP
-    }
-    return {0.5: "without workers", **names} if has_serial else names
-
-
 def _draw_axis(axes: Axes, window: Window, tops: dict[int, float], labels: dict[float, str]) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -199,7 +191,7 @@ def _legend(figure: Figure, kinds: set[SpanKind], top: float) -> None:
 
 def _headline(trace: Trace) -> list[str]:
     """Return the diagnosis wrapped into lines, up to 1000 characters, because the advice is at its end."""
-    return textwrap.wrap(shortened(trace.statistics.diagnosis, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
+    return textwrap.wrap(shorten(trace.statistics.diagnosis, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
 
 
 def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
@@ -227,16 +219,10 @@ def _notes(trace: Trace, shown: tuple[Window, ...]) -> list[str]:
     notes = []
     for number, mark in enumerate(faults, 1):
         who = lanes.get(mark.lane, "training loop")
-        note = f"{mark.kind} at {format_seconds(mark.at_ns / 1e9)} ({who}): {shortened(mark.text, _MOST_NOTE_LETTERS)}"
+        note = f"{mark.kind} at {format_seconds(mark.at_ns / 1e9)} ({who}): {shorten(mark.text, _MOST_NOTE_LETTERS)}"
         first, *more = textwrap.wrap(note, _NOTE_LETTERS)
         notes += [f"{number}  {first}", *(f"    {line}" for line in more)]
     return [*notes, f"and {rest} more"] if rest else notes
-
-
-def shortened(text: str, most: int) -> str:
-    """Return the text as one line of printable characters, truncated to ``most``."""
-    line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
-    return line if len(line) <= most else f"{line[: most - 1]}\u2026"
 
 
 def _pale(colour: str, density: float) -> tuple[float, float, float]:

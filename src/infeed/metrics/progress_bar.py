@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Any, Final, TypeAlias, final
 
 from infeed.errors import ConfigError
+from infeed.formatting import format_count
 from infeed.metrics.statistics import Statistics
 
 OnStatistics: TypeAlias = Callable[[Statistics], object]
@@ -76,7 +77,7 @@ class ProgressDisplay:
         elapsed_s, waited_s = now.elapsed_s - before.elapsed_s, now.waited_s - before.waited_s
         rate = (now.sample_count - before.sample_count) / elapsed_s if elapsed_s > 0 else 0.0
         share = waited_s / elapsed_s if elapsed_s > 0 else 0.0
-        workers = "" if now.kind == "inline" else f", {now.worker_count} worker{'s' if now.worker_count != 1 else ''}"
+        workers = "" if now.kind == "inline" else f", {format_count(now.worker_count, 'worker')}"
         return f"{rate:,.0f} samples/s, waiting {share:.0%}{workers}"
 
 

@@ -1,4 +1,4 @@
-"""Write the HTML report of a run: diagnosis, charts, timeline, slowest samples, settings, machine."""
+"""HTML pages of a run: the report (diagnosis, charts, timeline, slowest samples, settings, machine), and only the timeline."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Final
 
 from infeed.autotune.capacity import State, state_of
 from infeed.errors import ConfigError
-from infeed.formatting import format_bytes, format_count, format_rate, format_seconds
+from infeed.formatting import format_bytes, format_count, format_rate, format_seconds, format_workers
 from infeed.metrics import charts as measures
-from infeed.metrics.charts import timeline_chart, timeline_section
-from infeed.metrics.lanes import FAULTS, lane_names
+from infeed.metrics.charts import timeline_section
+from infeed.metrics.lanes import FAULTS, foremost, lane_names
 from infeed.metrics.page import Block, Tone, bars, chart, diagnosis, facts, label, page, paragraph, row, section, table, tiles
-from infeed.metrics.statistics import Mark, Statistics, Trace, WorkerStatistics
+from infeed.metrics.statistics import Mark, Statistics, Trace, WorkerStatistics, fault_counts
 
-__all__ = ["report_page", "write_report"]
+__all__ = ["report_page", "timeline_page", "write_report"]
 
 _MOST_PIECES: Final = 4000
+_MOST_TIMELINE_PIECES: Final = 6000
 _MOST_MARKS: Final = 60
 
 
@@ -44,17 +45,23 @@ def report_page(trace: Trace) -> str:
     return page("infeed report", _blocks(trace), subtitle=subtitle)
 
 
+def timeline_page(trace: Trace) -> str:
+    """Return an HTML page that contains only the timeline, below a summary."""
+    timeline = timeline_section(trace, most=_MOST_TIMELINE_PIECES)
+    if timeline is None:
+        timeline = paragraph("No timeline: no batch was requested, or observe is not 'timeline'.")
+    return page("infeed timeline", [*_summary(trace), timeline])
+
+
 def _blocks(trace: Trace) -> Iterator[Block]:
     statistics = trace.statistics
-    yield diagnosis(statistics.diagnosis or "No diagnosis yet.", _tone(trace))
-    if statistics.batch_count:
-        yield tiles(_tiles(statistics))
-    elif not statistics.ended_count:
+    yield from _summary(trace)
+    if not statistics.batch_count and not statistics.ended_count:
         yield paragraph("No batch was delivered yet. Iterate over the loader, then write the report again.")
     yield from _over_time(trace)
-    timeline = timeline_chart(trace, most=_MOST_PIECES)
+    timeline = timeline_section(trace, most=_MOST_PIECES)
     if timeline is not None:
-        yield timeline_section(trace, timeline)
+        yield timeline
     elif statistics.batch_count:
         yield section("Timeline", paragraph("No timeline: observe is not 'timeline'."))
     yield from _samples(statistics)
@@ -66,6 +73,12 @@ def _blocks(trace: Trace) -> Iterator[Block]:
     ]
     if tables:
         yield row(*tables)
+
+
+def _summary(trace: Trace) -> Iterator[Block]:
+    yield diagnosis(trace.statistics.diagnosis or "No diagnosis yet.", _tone(trace))
+    if trace.statistics.batch_count:
+        yield tiles(_tiles(trace.statistics))
 
 
 def _tone(trace: Trace) -> Tone:
@@ -86,9 +99,9 @@ def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
     if statistics.kind == "inline":
         yield "Workers", "none", "loading in the main process"
     else:
-        noun = ("process", "processes") if statistics.kind == "process" else ("thread", "threads")
         decided = ", auto" if statistics.is_auto else ""
-        yield "Workers", format_count(statistics.worker_count, *noun), f"{statistics.busy_share:.0%} busy{decided}"
+        workers = format_workers(statistics.worker_count, statistics.kind)
+        yield "Workers", workers, f"{statistics.busy_share:.0%} busy{decided}"
     if statistics.sample_times:
         slowest = f"slowest {format_seconds(statistics.sample_times['max'])}" if "max" in statistics.sample_times else ""
         yield (
@@ -101,15 +114,9 @@ def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
         yield "Worker memory", format_bytes(statistics.memory_bytes), limit
     if statistics.started_s:
         yield "Worker start-up", format_seconds(statistics.started_s), "until the first batch, not in the throughput"
-    faults = {
-        ("restart", "restarts"): statistics.restart_count,
-        ("retry", "retries"): statistics.retry_count,
-        ("skipped", "skipped"): statistics.skipped_count,
-        ("replaced", "replaced"): statistics.replaced_count,
-    }
-    if any(faults.values()):
-        each = ", ".join(format_count(count, *names) for names, count in faults.items() if count)
-        yield "Faults", f"{sum(faults.values()):,}", each
+    faults = fault_counts(statistics)
+    if faults:
+        yield "Faults", f"{sum(faults.values()):,}", ", ".join(f"{count:,} {name}" for name, count in faults.items())
 
 
 def _over_time(trace: Trace) -> Iterator[Block]:
@@ -118,8 +125,7 @@ def _over_time(trace: Trace) -> Iterator[Block]:
         if trace.statistics.batch_count:
             yield section("Over time", paragraph("The run was too short for charts over time."))
         return
-    marks = sorted(trace.marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))
-    yield section("Throughput", chart(measures.rate_figure(points, marks)))
+    yield section("Throughput", chart(measures.rate_figure(points, trace.marks)))
     yield row(
         section("Training loop", chart(measures.wait_figure(points)), note="Red: waiting for data."),
         section("Workers", chart(measures.worker_figure(points)), note="Number of workers, and how many were busy.")
@@ -188,15 +194,12 @@ def _worker_row(one: WorkerStatistics) -> list[str | Block]:
 
 def _events(trace: Trace) -> Iterator[Block]:
     names = lane_names(trace)
-    # Keep faults first if there are too many events.
-    chosen = sorted(trace.marks, key=lambda mark: (mark.kind not in FAULTS, mark.at_ns))[:_MOST_MARKS]
+    chosen = foremost(trace.marks, _MOST_MARKS)
 
     def cells(mark: Mark) -> list[str | Block]:
         tone: Tone = "bad" if mark.kind in FAULTS - {"restart"} else "plain"
         return [format_seconds(mark.at_ns / 1e9), names.get(mark.lane, ""), label(mark.kind, tone), mark.text]
 
-    yield table(
-        ["time", "source", "event", ""], [cells(mark) for mark in sorted(chosen, key=lambda mark: mark.at_ns)], numbers=[0]
-    )
+    yield table(["time", "source", "event", ""], map(cells, chosen), numbers=[0])
     if len(trace.marks) > len(chosen):
         yield paragraph(f"And {len(trace.marks) - len(chosen):,} more.")

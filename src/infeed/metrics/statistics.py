@@ -331,14 +331,9 @@ class Statistics:
                 f"{format_bytes(self.bytes_in_flight)} of {format_bytes(self.memory_limit)}",
             ]
         )
-        faults = {
-            "restart" if self.restart_count == 1 else "restarts": self.restart_count,
-            "skipped": self.skipped_count,
-            "replaced": self.replaced_count,
-            "retried": self.retry_count,
-        }
-        if any(faults.values()):
-            rows["faults"] = ", ".join(f"{count} {name}" for name, count in faults.items() if count)
+        faults = fault_counts(self)
+        if faults:
+            rows["faults"] = ", ".join(f"{count} {name}" for name, count in faults.items())
         return f"{self.diagnosis}\n{align(rows.items(), indent='  ')}"
 
     def _workers_text(self) -> str:
@@ -346,6 +341,17 @@ class Statistics:
             return "none; loading runs in the main process"
         workers = format_workers(self.worker_count, self.kind)
         return f"{workers}{' (auto)' if self.is_auto else ''}, {self.busy_share:.0%} busy"
+
+
+def fault_counts(statistics: Statistics) -> dict[str, int]:
+    """Return the number of faults of each kind that occurred."""
+    counts = {
+        "restart" if statistics.restart_count == 1 else "restarts": statistics.restart_count,
+        "skipped": statistics.skipped_count,
+        "replaced": statistics.replaced_count,
+        "retried": statistics.retry_count,
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 @final
