@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from infeed.autotune.capacity import DATA_BOUND_WAIT
-from infeed.metrics.diagnosis import ACTIONS, BOTTLENECKS, Diagnosis, action_text, bottleneck_text, diagnose, state_of
+from infeed.autotune.capacity import DATA_BOUND_WAIT, state_of
+from infeed.metrics.diagnosis import ACTIONS, BOTTLENECKS, Diagnosis, action_text, bottleneck_text, diagnose
 from infeed.metrics.recent import Amounts, Past, Recent, Slice
 from infeed.metrics.statistics import SlowSample, Statistics, WorkerStatistics
 
@@ -34,8 +34,34 @@ def worker(number: int, **changes: Any) -> WorkerStatistics:
     return replace(base, **changes)
 
 
+def amounts_of(statistics: Statistics) -> Amounts:
+    """Return the amounts of the whole run."""
+
+    def of_workers(name: str) -> int:
+        seconds: float = sum(getattr(one, name) for one in statistics.workers)
+        return round(1e9 * seconds)
+
+    waited_ns, started_ns = round(1e9 * statistics.waited_s), round(1e9 * statistics.started_s)
+    return Amounts(
+        batch_count=statistics.batch_count,
+        sample_count=statistics.sample_count,
+        loaded_count=sum(one.sample_count for one in statistics.workers),
+        waited_ns=waited_ns,
+        started_ns=started_ns,
+        away_ns=round(1e9 * statistics.away_s),
+        changeover_ns=round(1e9 * statistics.changeover_s),
+        blocked_ns=waited_ns + started_ns - round(1e9 * statistics.deliver_s),
+        load_ns=of_workers("load_s"),
+        collate_ns=of_workers("collate_s"),
+        write_ns=of_workers("write_s"),
+        alive_ns=of_workers("alive_s"),
+        cpu_ns=of_workers("cpu_s"),
+        queued_ns=of_workers("queued_s"),
+    )
+
+
 def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) -> Statistics:
-    """Ten seconds in which the loop waits for six."""
+    """Ten seconds in which the loop waits for six. They are the recent part, unless ``recent`` is another."""
     base = Statistics(
         epoch=0,
         batch_count=200,
@@ -62,7 +88,8 @@ def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) ->
         slowest=(SlowSample(0, 5, 5, 0.013),),
         diagnosis="",
     )
-    return replace(base, **changes)
+    changed = replace(base, **changes)
+    return changed if changed.recent else replace(changed, recent=Recent(amounts_of(changed), 0, is_all=True))
 
 
 def lately(**changes: int) -> Amounts:

@@ -91,13 +91,11 @@ class _Advice(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """The statistics and the recent amounts that the diagnosis uses, with derived figures."""
+    """The statistics and the recent amounts and peak rate that the diagnosis uses, with derived figures."""
 
     statistics: Statistics
     amounts: Amounts
-    since_ns: int
-    is_all: bool
-    peak_rate: float = 0.0
+    peak_rate: float
 
     @property
     def is_iterable(self) -> bool:
@@ -179,46 +177,20 @@ def diagnose(statistics: Statistics) -> Diagnosis:
     if not statistics.batch_count:
         action = "no-batch" if statistics.ended_count else "not-started"
         return Diagnosis(state="warming up", action=action, numbers={"epochs": statistics.ended_count})
-    if statistics.batch_count < LEAST_BATCHES or statistics.elapsed_s < _LEAST_S:
+    recent = statistics.recent
+    if statistics.batch_count < LEAST_BATCHES or statistics.elapsed_s < _LEAST_S or recent is None:
         numbers = {"batches": statistics.batch_count, "seconds": statistics.elapsed_s}
         return Diagnosis(state="warming up", action="too-early", numbers=numbers)
-    recent = statistics.recent
-    run = _Run(statistics, *((_amounts(statistics), 0, True) if recent is None else recent))
+    run = _Run(statistics, recent.amounts, recent.peak_rate)
     share = run.amounts.wait_share
     found = _spare(run) if share < COMPUTE_BOUND_WAIT else _cause(run)
     return Diagnosis(
         state=state_of(share),
         wait_share=share,
-        covered_s=None if run.is_all else run.amounts.elapsed_ns / 1e9,
+        covered_s=None if recent.is_all else run.amounts.elapsed_ns / 1e9,
         bottleneck=found.bottleneck,
         action=found.action,
         numbers=found.numbers,
-    )
-
-
-def _amounts(statistics: Statistics) -> Amounts:
-    """Return the amounts of the whole run."""
-
-    def of_workers(name: str) -> int:
-        seconds: float = sum(getattr(one, name) for one in statistics.workers)
-        return round(1e9 * seconds)
-
-    waited_ns, started_ns = round(1e9 * statistics.waited_s), round(1e9 * statistics.started_s)
-    return Amounts(
-        batch_count=statistics.batch_count,
-        sample_count=statistics.sample_count,
-        loaded_count=sum(one.sample_count for one in statistics.workers),
-        waited_ns=waited_ns,
-        started_ns=started_ns,
-        away_ns=round(1e9 * statistics.away_s),
-        changeover_ns=round(1e9 * statistics.changeover_s),
-        blocked_ns=waited_ns + started_ns - round(1e9 * statistics.deliver_s),
-        load_ns=of_workers("load_s"),
-        collate_ns=of_workers("collate_s"),
-        write_ns=of_workers("write_s"),
-        alive_ns=of_workers("alive_s"),
-        cpu_ns=of_workers("cpu_s"),
-        queued_ns=of_workers("queued_s"),
     )
 
 

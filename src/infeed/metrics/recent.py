@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, final
 
-# The recent part is the latest third of the elapsed time, between 250 ms (less would be noise) and one minute...
+from infeed.autotune.capacity import LEAST_BATCHES
+
+# The recent part is the latest third of the elapsed time, between 250 ms (less would be noise) and one minute, and has at
+# least LEAST_BATCHES batches.
 _SHARE: Final = 1 / 3
 _LEAST_NS: Final = 250_000_000
 _MOST_NS: Final = 60_000_000_000
-# ...and it has at least this number of batches.
-_LEAST_BATCHES: Final = 4
 # If the recent part leaves out at most this share of the time, it counts as the whole run.
 _NEARLY: Final = 0.05
 # Rates over shorter times are noise, or come from batches loaded ahead.
@@ -136,7 +137,7 @@ class Past:
         elapsed_ns = batch_count = 0
         for one in reversed(slices):
             is_other = bool(taken) and one.kind != taken[-1].kind
-            if batch_count >= _LEAST_BATCHES and (elapsed_ns >= wanted_ns or (is_other and elapsed_ns >= _LEAST_NS)):
+            if batch_count >= LEAST_BATCHES and (elapsed_ns >= wanted_ns or (is_other and elapsed_ns >= _LEAST_NS)):
                 break
             taken.append(one)
             elapsed_ns += one.amounts.elapsed_ns
