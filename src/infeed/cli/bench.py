@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from infeed.cli import arguments as types
 from infeed.cli.arguments import Output, find_problem
-from infeed.cli.terminal import open_console, print_table, width_of
+from infeed.cli.terminal import open_console, print_table
 from infeed.formatting import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -118,9 +119,8 @@ def _print_table(results: "Sequence[Measured]", best: "Measured") -> None:
     for one in good:
         rate = f"{one.samples_per_s:,.0f}"
         rows.append([str(one.setting), rate, format_seconds(one.first_s), format_bytes(one.memory_bytes)])
-    console = open_console()
-    rows = _fitting(rows, [one.samples_per_s for one in good], width_of(console))
-    print_table(console, rows, chosen=str(best.setting))
+    rows = _fitting(rows, [one.samples_per_s for one in good], shutil.get_terminal_size().columns)
+    print_table(open_console(), rows, chosen=str(best.setting))
     failed = [one for one in results if one.error]
     for one in failed:
         print(f"{one.setting}: {one.error}")
