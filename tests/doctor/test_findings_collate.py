@@ -44,8 +44,8 @@ def test_a_collate_fn_is_named_with_what_it_takes() -> None:
     ("options", "best"),
     [
         ({"core_count": 4}, 4),
-        ({"core_count": 16}, 9),  # eight batches in 80 ms, and some room
-        ({"core_count": 2, "probe": REMOTE}, 9),  # it waits and does not compute
+        ({"core_count": 16}, 10),  # eight batches in 80 ms, and some room
+        ({"core_count": 2, "probe": REMOTE}, 10),  # it waits and does not compute
         ({"core_count": 2}, None),
     ],
 )

@@ -187,7 +187,8 @@ def print_report(run: "Run", findings: "Sequence[Finding]", console: Any, *, is_
     for line in _more(findings, is_verbose=is_verbose):
         print_spans(console, (line, ""))
     if not findings:
-        print_spans(console, (conclusion(run), "green" if run.has_batch and not run.has_failed else "red"))
+        color = "green" if run.has_batch and not run.has_failed else "red"
+        print_spans(console, (conclusion(run), color), is_wrapped=False)
 
 
 def _complain(text: str) -> int:
