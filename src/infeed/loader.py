@@ -13,7 +13,7 @@ from infeed.engine.planning import Planner
 from infeed.engine.progress import Lineage
 from infeed.engine.session import Session
 from infeed.metrics.statistics import Statistics
-from infeed.options import LoaderConfig, Observe, OnError, OnStatistics, RandomSampler, StartMethod, WorkerChoice
+from infeed.options import Observe, OnError, OnStatistics, Options, RandomSampler, StartMethod, WorkerChoice
 from infeed.plan.shards import Shard
 from infeed.workers.preload import start_for_loader
 
@@ -148,17 +148,17 @@ class DataLoader:
     ) -> None:
         options = dict(locals())
         del options["self"]
-        config = LoaderConfig(**options)
+        config = Options(**options)
         self._open(config, _drawn_seed(config) if seed is None else int(seed))
 
-    def _open(self, config: LoaderConfig, seed: int) -> None:
+    def _open(self, config: Options, seed: int) -> None:
         self._session = Session(config, Planner(config, seed))
         # Safety net for `close`: references the engine cache, not the loader, and runs at interpreter exit at the latest.
         self._finalizer = weakref.finalize(self, self._session.engine_cache.close_unasked)
         if config.kind == "process" and self._session.plan.table is None:
             start_for_loader(config.start_method, config.dataset, config.collate_fn, config.worker_init_fn)
 
-    def __reduce__(self) -> tuple[Callable[[LoaderConfig, int], DataLoader], tuple[LoaderConfig, int]]:
+    def __reduce__(self) -> tuple[Callable[[Options, int], DataLoader], tuple[Options, int]]:
         """Pickle or copy the options and the seed. The copy has workers of its own, and starts at the first batch."""
         return _rebuilt, (self._session.config, self._session.plan.seed)
 
@@ -340,13 +340,13 @@ class DataLoader:
         return f"DataLoader({shown.pop('dataset')}, {', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
-def _drawn_seed(config: LoaderConfig) -> int:
+def _drawn_seed(config: Options) -> int:
     # All ranks need the same seed and cannot communicate here, so the default is a constant.
     is_shared = isinstance(config.shard, Shard) and config.shard.world_size > 1
     return 0 if is_shared else int.from_bytes(os.urandom(8)) >> 1
 
 
-def _rebuilt(config: LoaderConfig, seed: int) -> DataLoader:
+def _rebuilt(config: Options, seed: int) -> DataLoader:
     loader = DataLoader.__new__(DataLoader)
     loader._open(config, seed)
     return loader

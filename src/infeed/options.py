@@ -453,7 +453,7 @@ def _dataset(name: str, value: Any) -> Any:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderConfig:
+class Options:
     """All options of a loader, checked one by one, in combination and against the dataset.
 
     The order is that of the constructors: torch's arguments first, then infeed's by topic.
@@ -784,7 +784,7 @@ class LoaderConfig:
 # Arguments that torch's constructor has checked.
 _CHECKED_BY_TORCH: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 # The arguments of ``infeed.DataLoader``, in its order.
-OPTIONS: Final = fields(LoaderConfig)[:-2]
+OPTIONS: Final = fields(Options)[:-2]
 # The options that ``infeed.torch.DataLoader`` adds to torch's arguments, with their defaults.
 TORCH_OPTIONS: Final[dict[str, Any]] = {one.name: one.default for one in OPTIONS if one.metadata["torch"]}
 

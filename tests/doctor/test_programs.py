@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infeed.doctor.child import Orders
+from infeed.doctor.child import ChildOptions
 from infeed.doctor.runner import survey
 from tests.helpers import Journal, ScriptResult, assert_faster_than, start_python
 
@@ -357,7 +357,7 @@ def test_cores_are_those_of_this_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     """As loaders count them: with the container's quota, and beside the other ranks of the machine."""
     (tmp_path / "program.py").write_text(HEAD)
     monkeypatch.chdir(tmp_path)
-    orders = Orders(journal="", kind="script", seconds=1.0)
+    orders = ChildOptions(journal="", kind="script", seconds=1.0)
     counts = []
     for ranks in ("1", "1000"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -369,7 +369,7 @@ def test_cores_are_those_of_this_rank(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_program_that_dies_unseen_ran_as_long_as_its_loader_says(tmp_path: Path) -> None:
     """The doctor's clock stands still, as it does for one that is kept busy: shares of the run are of more than nothing."""
     (tmp_path / "program.py").write_text(HEAD + "load(num_workers=0)\nos._exit(3)")
-    orders = Orders(journal="", kind="script", seconds=30.0)
+    orders = ChildOptions(journal="", kind="script", seconds=30.0)
 
     seen = survey(orders, [str(tmp_path / "program.py")], start_seconds=30, clock=lambda: 0.0)
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils import data
 
 import infeed
-from infeed.options import OPTIONS, TORCH_OPTIONS, LoaderConfig
+from infeed.options import OPTIONS, TORCH_OPTIONS, Options
 from infeed.torch import DataLoader
 from infeed.torch.accelerate import rebuilt
 from infeed.torch.service import config_of
@@ -50,7 +50,7 @@ def test_everything_that_repeats_the_options_agrees_with_their_declaration() -> 
     """Signatures, types, docstrings, attributes, what Accelerate rebuilds, repr and the reference."""
     declared = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in OPTIONS}
     # A checked shard is a Shard, which users never pass.
-    types = {name: text.removeprefix("Shard | ") for name, text in LoaderConfig.__annotations__.items()}
+    types = {name: text.removeprefix("Shard | ") for name, text in Options.__annotations__.items()}
 
     # infeed.DataLoader
     assert list(parameters(infeed.DataLoader).items()) == list(declared.items())

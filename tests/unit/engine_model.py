@@ -55,7 +55,7 @@ MOST_WORKERS = 6
 
 
 @dataclass(frozen=True)
-class Options:
+class ModelOptions:
     """How a run is set up."""
 
     workers: int = 2
@@ -115,7 +115,7 @@ class Batch:
 class EngineModel:
     """One run of a scheduler. Events are methods; each checks everything that can be known from outside."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ModelOptions) -> None:
         self.options = options
         self.window = options.window
         self.limit = options.slots
@@ -556,7 +556,7 @@ Choice = Callable[[], object]
 TROUBLES = ("staff", "kill", "spoil", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
 
 
-def play(options: Options, script: bytes) -> EngineModel:
+def play(options: ModelOptions, script: bytes) -> EngineModel:
     """Play a run: at each step, the next byte chooses among all that may happen."""
     return play_in(EngineModel(options), script)
 

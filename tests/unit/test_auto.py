@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infeed import options
-from infeed.options import MOST_WORKERS, AutoCount, LoaderConfig
+from infeed.options import MOST_WORKERS, AutoCount, Options
 from tests.helpers import Stream
 from tests.unit.test_options import config
 
@@ -76,6 +76,6 @@ def test_the_number_that_stands_for_auto_stays_what_it_is(again: Any) -> None:
 def test_an_option_that_was_checked_can_be_checked_again() -> None:
     """Loaders are made from the options of others."""
     made = config(num_workers="auto", cpu_limit=2)
-    again = LoaderConfig(**{name: getattr(made, name) for name in LoaderConfig.__slots__})
+    again = Options(**{name: getattr(made, name) for name in Options.__slots__})
 
     assert (again.is_auto, again.most_workers, again.cpu_limit) == (True, 64, 2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infeed.errors import ConfigError
-from infeed.options import LoaderConfig, is_stream
+from infeed.options import Options, is_stream
 
 
 class Unsized:
@@ -35,8 +35,8 @@ class Wordy:
         return "w" * 1000
 
 
-def config(dataset: Any = range(10), **options: Any) -> LoaderConfig:
-    return LoaderConfig(dataset=dataset, **options)
+def config(dataset: Any = range(10), **options: Any) -> Options:
+    return Options(dataset=dataset, **options)
 
 
 def case(options: dict[str, Any], text: str, *, dataset: Any = range(10), name: str = "") -> Any:

@@ -25,7 +25,7 @@ from infeed.scheduler.messages import (
     WorkersLost,
 )
 from infeed.scheduler.pacing import Pacing
-from tests.unit.engine_model import EngineModel, Options, Task
+from tests.unit.engine_model import EngineModel, ModelOptions, Task
 
 W0, W1, W2 = map(WorkerId, range(3))
 SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sent ahead
@@ -33,7 +33,7 @@ SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sen
 
 def ready_model(**options: object) -> EngineModel:
     """A run whose workers are all there."""
-    model = EngineModel(Options(**options))  # type: ignore[arg-type]
+    model = EngineModel(ModelOptions(**options))  # type: ignore[arg-type]
     for worker in model.workers:
         model.make_ready(worker)
     return model
@@ -88,7 +88,7 @@ def test_the_first_batch_is_shared_by_all_workers() -> None:
 
 def test_grains_wait_for_a_worker_that_is_ready() -> None:
     """Batches may be planned before any worker is there."""
-    model = EngineModel(Options(workers=1))
+    model = EngineModel(ModelOptions(workers=1))
     model.plan(4)
     assert model.tasks == {}
 
@@ -175,7 +175,7 @@ def test_nothing_is_sent_ahead_that_others_would_miss(batches: int, whole: bool,
 @pytest.mark.parametrize(("grain_ns", "ahead"), [(SLOW_NS, 5), (100 * SLOW_NS, 2)])
 def test_before_anything_is_known_of_the_loop_its_first_step_is_taken_for_a_long_one(grain_ns: int, ahead: int) -> None:
     """Nobody sends anything while it is away: a worker has some work by then, but not all that others could do."""
-    model = EngineModel(Options(workers=2, window=12, slots=20))
+    model = EngineModel(ModelOptions(workers=2, window=12, slots=20))
     model.make_ready(W0)
     for _ in range(12):
         model.plan(1)
@@ -190,7 +190,7 @@ def test_before_anything_is_known_of_the_loop_its_first_step_is_taken_for_a_long
 
 def test_once_the_loop_is_known_to_be_quick_nothing_is_sent_ahead_of_slow_samples() -> None:
     """What is sent cannot be taken back from behind one."""
-    model = EngineModel(Options(workers=2, window=12, slots=20))
+    model = EngineModel(ModelOptions(workers=2, window=12, slots=20))
     model.make_ready(W0)
     for _ in range(12):
         model.plan(1)
@@ -242,7 +242,7 @@ def test_a_share_of_a_stream_stays_with_its_worker() -> None:
 
 def test_shares_are_sent_in_order_although_memory_grows_in_between() -> None:
     """Growing is answered at once, before what stands behind it in the list is done: no later batch may slip in there."""
-    model = EngineModel(Options(workers=3, window=6, is_stream=True, whole_batches=True, slots=1))
+    model = EngineModel(ModelOptions(workers=3, window=6, is_stream=True, whole_batches=True, slots=1))
     model.make_ready(W1)
     model.make_ready(W2)
     for worker in (W2, W0, W1, W0):
@@ -469,7 +469,7 @@ def test_one_death_counts_once_for_a_batch_however_many_tasks_it_had() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_workers_that_die_without_getting_anything_done_are_given_up(workers: int) -> None:
     """Dying on start, each in turn, is a broken environment: it ends after three more deaths than there are workers."""
-    model = EngineModel(Options(workers=workers))
+    model = EngineModel(ModelOptions(workers=workers))
     model.plan(1)
 
     for death in range(workers + 3):
@@ -534,7 +534,7 @@ def test_a_worker_that_starts_well_excuses_deaths_of_idle_ones() -> None:
 
 
 def test_deaths_of_idle_workers_count_for_a_minute() -> None:
-    model = EngineModel(Options(workers=1))
+    model = EngineModel(ModelOptions(workers=1))
     model.plan(1)
     model.want()
     for death in range(100):

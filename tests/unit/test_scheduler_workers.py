@@ -11,7 +11,7 @@ from infeed.scheduler.messages import (
     WorkerId,
     WorkerReady,
 )
-from tests.unit.engine_model import EngineModel, Options
+from tests.unit.engine_model import EngineModel, ModelOptions
 from tests.unit.test_scheduler import load_all, place, ready_model, ready_model_with_slots, sent
 
 W0, W1, W2 = map(WorkerId, range(3))
@@ -58,7 +58,7 @@ def test_a_worker_without_a_task_is_stopped_at_once() -> None:
 
 def test_a_worker_that_is_still_starting_can_be_released() -> None:
     """Whoever grew too far need not wait for it; and if it is heard of all the same, nothing comes of it."""
-    model = EngineModel(Options(workers=2))
+    model = EngineModel(ModelOptions(workers=2))
 
     assert kinds_of(model.release(W1)) == [StopWorker]
     assert model.tell(WorkerReady(W1)) == []
@@ -126,7 +126,7 @@ def test_the_oldest_batch_is_loaded_although_its_worker_left_by_dying() -> None:
 
 def test_deaths_of_a_crew_that_was_larger_are_borne_as_long_as_it_would_have() -> None:
     """A machine that takes eight workers at once takes those that are left with them, and is not broken for that."""
-    model = EngineModel(Options(workers=1))
+    model = EngineModel(ModelOptions(workers=1))
     for _ in range(7):
         model.add()
     for worker in map(WorkerId, range(8)):
@@ -142,7 +142,7 @@ def test_deaths_of_a_crew_that_was_larger_are_borne_as_long_as_it_would_have() -
 
 def test_the_first_batch_is_shared_by_those_that_stay() -> None:
     """A part for a worker that leaves would wait for another."""
-    model = EngineModel(Options(workers=4, window=1))
+    model = EngineModel(ModelOptions(workers=4, window=1))
     model.release(W2)
     model.release(WorkerId(3))
     for worker in (W0, W1):

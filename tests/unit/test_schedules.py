@@ -13,21 +13,21 @@ from typing import Final
 
 import pytest
 
-from tests.unit.engine_model import TROUBLES, EngineModel, Options, play_in
+from tests.unit.engine_model import TROUBLES, EngineModel, ModelOptions, play_in
 
 _SHORT: Final = 4000
 _PER_PART: Final = 10_000
 _LONG_PARTS: Final = 100  # a million
 _SHOWN: Final = 40
 
-Schedule = tuple[Options, bytes]
+Schedule = tuple[ModelOptions, bytes]
 
 
 def random_schedule(rng: random.Random) -> Schedule:
     """Each without some kinds of trouble: what happens seldom is drowned where everything happens."""
     is_stream = rng.random() < 0.3
     is_bound = not is_stream and rng.random() < 0.2
-    options = Options(
+    options = ModelOptions(
         workers=rng.randint(1, 4),
         window=rng.randint(1, 6),
         in_order=rng.random() < 0.6,
@@ -111,9 +111,9 @@ def test_promises_hold_under_a_million_schedules(part: int) -> None:
 
 def test_a_schedule_that_fails_is_made_small() -> None:
     """Whoever reads a failure sees only what leads to it."""
-    schedule = Options(), bytes(range(100))
+    schedule = ModelOptions(), bytes(range(100))
 
     options, script = shrunk(schedule, lambda one: sum(byte > 90 for byte in one[1]) >= 2)
 
-    assert options == Options()
+    assert options == ModelOptions()
     assert len(script) == 2

@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the program, print the findings, and return an exit code that shows whether there are any."""
     from infeed.doctor.checks import NAMES, examine
-    from infeed.doctor.child import Orders
+    from infeed.doctor.child import ChildOptions
     from infeed.doctor.report import conclusion, ending, findings_page, plain
     from infeed.doctor.runner import survey
 
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     problem = find_problem([data, page])
     if problem:
         return _complain(problem)
-    orders = Orders(
+    orders = ChildOptions(
         journal="",
         kind=kind,
         seconds=arguments.seconds,

@@ -32,7 +32,7 @@ _FAILED: Final = 1
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class ChildOptions:
     """Options that the doctor passes to its child process."""
 
     journal: str
@@ -55,7 +55,7 @@ def stop_signal() -> int | None:
 
 @final
 class _Child:
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: ChildOptions) -> None:
         self._orders = orders
         self._journal = Journal(Path(orders.journal))
         self._watcher = Watcher(self._journal, orders.seconds, self._stop)
@@ -158,4 +158,4 @@ def _is_fork_default() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(_Child(Orders(**json.loads(sys.argv[1]))).run(sys.argv[2:]))
+    sys.exit(_Child(ChildOptions(**json.loads(sys.argv[1]))).run(sys.argv[2:]))

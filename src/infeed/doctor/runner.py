@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from infeed.doctor.child import Orders, stop_signal
+from infeed.doctor.child import ChildOptions, stop_signal
 from infeed.doctor.evidence import JournalReader, Moment, ProcessSeen, Run, read_events
 from infeed.doctor.thread_owners import Pools
 from infeed.memory.limits import available_bytes, available_cores
@@ -30,7 +30,7 @@ _LEAVE_S: Final = 5.0
 
 
 def survey(
-    orders: Orders,
+    orders: ChildOptions,
     program: Sequence[str],
     *,
     start_seconds: float,

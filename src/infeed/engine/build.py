@@ -28,7 +28,7 @@ from infeed.memory.limits import available_bytes
 from infeed.memory.search import advise
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
 from infeed.metrics.collector import Collector
-from infeed.options import LoaderConfig, WorkerKind
+from infeed.options import Options, WorkerKind
 from infeed.plan.batches import BatchPlan
 from infeed.plan.state import Cursor
 from infeed.scheduler.messages import WorkerId
@@ -58,7 +58,7 @@ _advised: Final[weakref.WeakSet[Plan]] = weakref.WeakSet()
 
 
 def build_engine(
-    config: LoaderConfig,
+    config: Options,
     plan: Plan,
     collector: Collector,
     *,
@@ -197,7 +197,7 @@ def build_engine(
     return engine
 
 
-def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
+def _source(config: Options, table: ArrayTable | None) -> Source:
     if table is not None:
         making = Making.GATHERED
     elif config.batch_size is None and config.batch_sampler is None:
@@ -211,7 +211,7 @@ def _source(config: LoaderConfig, table: ArrayTable | None) -> Source:
     return Source(dataset, making, config.is_stream, config.collate_fn, config.worker_init_fn, table, torch_collate)
 
 
-def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: bool, is_remote: bool = False) -> tuple[int, int]:
+def _windows(config: Options, count: int, *, is_inline: bool, is_whole: bool, is_remote: bool = False) -> tuple[int, int]:
     """Return the usual number of batches in flight, and the minimum that keeps every worker busy at any batch size."""
     if is_inline:
         return 1, 1
@@ -226,7 +226,7 @@ def _windows(config: LoaderConfig, count: int, *, is_inline: bool, is_whole: boo
 
 
 def _pool(
-    config: LoaderConfig,
+    config: Options,
     plan: Plan,
     kind: str,
     source: Source,
@@ -263,7 +263,7 @@ def _pool(
 
 
 def _ray_pool(
-    config: LoaderConfig,
+    config: Options,
     ray: RayWorkers,
     given: dict[str, Any],
     source: Source,
@@ -307,7 +307,7 @@ def _ray_pool(
 
 
 def _process_pool(
-    config: LoaderConfig,
+    config: Options,
     plan: Plan,
     given: dict[str, Any],
     source: Source,
@@ -332,7 +332,7 @@ def _process_pool(
 
 
 def _make_feed(
-    config: LoaderConfig,
+    config: Options,
     plan: Plan,
     grain_size: int,
     stream: StreamShares | None,
@@ -348,7 +348,7 @@ def _make_feed(
     return IndexedFeed(cursor, plan.batches(cursor, asked), grain_size, plan.lookahead(cursor), is_inline=is_inline)
 
 
-def _is_pinned(config: LoaderConfig) -> bool:
+def _is_pinned(config: Options) -> bool:
     """Whether batches need pinned memory, so that a torch accelerator can read them directly."""
     delivery = config.delivery
     return config.pin_memory or (delivery is not None and delivery.output is None and is_gpu(delivery.target))

@@ -15,7 +15,7 @@ import numpy as np
 
 from infeed.collate.arrays import ArrayTable, as_rows, table_of
 from infeed.errors import ConfigError
-from infeed.options import LoaderConfig, RandomSampler
+from infeed.options import Options, RandomSampler
 from infeed.plan.batches import (
     BatchPlan,
     Lookahead,
@@ -126,7 +126,7 @@ class Planner(Plan):
     torch_seed = None
     tells_epochs = True
 
-    def __init__(self, config: LoaderConfig, seed: int) -> None:
+    def __init__(self, config: Options, seed: int) -> None:
         assert isinstance(config.shard, Shard)
         self._config = config
         self.seed = seed
@@ -306,16 +306,16 @@ def _window_of(dataset: Any, drawn: RandomSampler | None) -> int:
     return getattr(dataset, "shuffle_window", None) or _USUAL_WINDOW
 
 
-def _is_single(config: LoaderConfig) -> bool:
+def _is_single(config: Options) -> bool:
     return config.batch_size is None and config.batch_sampler is None
 
 
-def is_loaded_together(config: LoaderConfig) -> bool:
+def is_loaded_together(config: Options) -> bool:
     """Whether ``__getitems__`` of the dataset loads several samples at once."""
     return not _is_single(config) and callable(getattr(rows_of(config), "__getitems__", None))
 
 
-def seed_grain(config: LoaderConfig) -> int:
+def seed_grain(config: Options) -> int:
     """Return the number of rows that share one seed. A batch fetched or collated as a whole has one seed."""
     is_together = is_loaded_together(config)
     if is_together and config.is_torch:
@@ -337,12 +337,12 @@ def substitute_in(order: Order, drawn: int) -> int:
     return int(order.take(position, position + 1)[0])
 
 
-def rows_of(config: LoaderConfig) -> Any:
+def rows_of(config: Options) -> Any:
     """Return the dataset with row access. For torch, a tuple of arrays is a dataset whose samples are the arrays."""
     return config.dataset if config.is_torch else as_rows(config.dataset)
 
 
-def _table_for(config: LoaderConfig) -> ArrayTable | None:
+def _table_for(config: Options) -> ArrayTable | None:
     """Return the dataset as a table of arrays, if it is one and default collation applies."""
     if config.collate_fn is not None or config.batch_size is None or config.is_stream:
         return None

@@ -13,7 +13,7 @@ from infeed.formatting import format_count
 from infeed.memory.limits import available_bytes
 from infeed.metrics.collector import EngineMetrics
 from infeed.metrics.statistics import LOOP, Point
-from infeed.options import LoaderConfig, WorkerKind
+from infeed.options import Options, WorkerKind
 from infeed.scheduler.messages import WorkerAdded, WorkerId, WorkerReleased
 from infeed.scheduler.scheduler import Scheduler
 from infeed.workers.pool import WorkerPool
@@ -39,7 +39,7 @@ class WorkerTuning:
         self._process_ns = 0.0  # time per sample in processes; 0: unknown
         self.is_open = True  # whether infeed may still change the kind, if it chooses it
 
-    def tuner(self, config: LoaderConfig, cores: float) -> Tuner | None:
+    def tuner(self, config: Options, cores: float) -> Tuner | None:
         """Return the tuner of the worker count. It restarts from its latest count if the limits or the worker kind change."""
         if not config.is_auto:
             return None
@@ -66,7 +66,7 @@ class WorkerTuning:
         """The limit that prevents more workers, although more might help."""
         return "" if self._tuner is None else self._tuner.bound
 
-    def kind(self, config: LoaderConfig) -> WorkerKind:
+    def kind(self, config: Options) -> WorkerKind:
         """Return the best known kind of worker."""
         return self._kind if config.is_kind_auto else config.kind
 
@@ -87,7 +87,7 @@ class WorkerTuning:
         self._process_ns = work.sample_ns if work.busy_ns >= _LEAST_NS else 0.0
         return True
 
-    def is_back(self, config: LoaderConfig) -> bool:
+    def is_back(self, config: Options) -> bool:
         """Whether workers switch back from threads to processes."""
         return config.is_kind_auto and self._kind == "process" and self._has_been_thread
 

@@ -27,7 +27,7 @@ from infeed.metrics.collector import Collector
 from infeed.metrics.machine import describe_machine
 from infeed.metrics.progress_bar import ProgressDisplay, check_progress
 from infeed.metrics.statistics import Statistics, Trace
-from infeed.options import LoaderConfig
+from infeed.options import Options
 from infeed.plan.batches import BatchPlan
 from infeed.plan.state import Cursor, ShareCursor, StreamCursor, read_state, write_state
 from infeed.plan.stateful import is_stateful, load_own_state, own_state, source_state
@@ -131,7 +131,7 @@ _LOG: Final = logging.getLogger("infeed")
 class Session:
     """State of one loader, which closes it."""
 
-    def __init__(self, config: LoaderConfig, plan: Plan) -> None:
+    def __init__(self, config: Options, plan: Plan) -> None:
         self.config = config
         self.plan = plan
         # Start of the next epoch. The first `next` takes it: frameworks call `iter` just to check, so `iter` begins nothing.
@@ -339,7 +339,7 @@ class Session:
         self.plan.begin(start, lambda: progress.cursor().step)
         return progress
 
-    def _cores_of_workers(self, config: LoaderConfig) -> float:
+    def _cores_of_workers(self, config: Options) -> float:
         """Return the CPU cores for which the tuner may add workers: also those of a Ray cluster, if the user allows it."""
         if config.ray is None or not config.is_auto:
             return self.cores
@@ -352,7 +352,7 @@ class Session:
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
 
-    def build(self, config: LoaderConfig) -> Engine:
+    def build(self, config: Options) -> Engine:
         """Build an engine with the best known number and kind of workers."""
         worker_tuning = self.worker_tuning
         tuner = worker_tuning.tuner(config, self._cores_of_workers(config))
@@ -451,7 +451,7 @@ class Session:
                 self._next, self._progress = progress.start, None
 
 
-def _loads_by(config: LoaderConfig, plan: Plan) -> str:
+def _loads_by(config: Options, plan: Plan) -> str:
     """Return the dataset method that loads samples, for display."""
     if plan.table is not None:
         return "gathering rows"
@@ -461,7 +461,7 @@ def _loads_by(config: LoaderConfig, plan: Plan) -> str:
     return "__getitems__" if is_batched else "__getitem__"
 
 
-def _epoch_length(config: LoaderConfig, plan: Plan) -> int | None:
+def _epoch_length(config: Options, plan: Plan) -> int | None:
     """Return the samples per epoch of this rank, if known; with a user's sampler, rounded to whole batches."""
     identity = plan.identity(is_fresh=False)
     if identity.epoch_length is not None:

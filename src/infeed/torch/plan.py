@@ -25,7 +25,7 @@ from infeed.collate.torch_compat import torch_table_layout
 from infeed.engine.planning import Plan, is_loaded_together, substitute_in
 from infeed.errors import StateError
 from infeed.memory.shared_arrays import SharedArray
-from infeed.options import LoaderConfig
+from infeed.options import Options
 from infeed.plan.batches import BatchPlan, GivenIndices, Lookahead, compacted, listed, ordered_batch, ordered_batches
 from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
 from infeed.plan.shards import Cut, Steps
@@ -126,7 +126,7 @@ class SamplerRun(Iterator[Any]):
 class TorchPlan(Plan):
     """Takes order and batches from the loader's samplers; with ``seed=``, infeed itself draws a plain shuffle."""
 
-    def __init__(self, config: LoaderConfig, sampler: Any, lookahead: int, seed: int) -> None:
+    def __init__(self, config: Options, sampler: Any, lookahead: int, seed: int) -> None:
         self.seed = seed
         self.torch_seed: int | None = seed
         # As in torch: user code may count epochs differently. Calling set_epoch of the loader sets this to True.
@@ -143,7 +143,7 @@ class TorchPlan(Plan):
         self._lent = LentGenerator()
 
     def configure(
-        self, config: LoaderConfig, sampler: Any, lookahead: int, generator: Any = None, *, keeps_seed: bool = False
+        self, config: Options, sampler: Any, lookahead: int, generator: Any = None, *, keeps_seed: bool = False
     ) -> None:
         """Apply options that changed since the last epoch.
 
@@ -449,12 +449,12 @@ class TorchPlan(Plan):
         return SamplerBatches(asked, start, is_batched=self._is_batched, is_together=is_loaded_together(self._config))
 
 
-def is_gathered(config: LoaderConfig) -> bool:
+def is_gathered(config: Options) -> bool:
     """Whether the main process probably gathers batches from arrays; the sampler may still prevent it."""
     return _columns(config) is not None
 
 
-def _columns(config: LoaderConfig) -> tuple[Any, ...] | None:
+def _columns(config: Options) -> tuple[Any, ...] | None:
     """Return the tensors of a ``TensorDataset``, or a single array, if loading is only default collation of rows."""
     dataset = config.dataset
     if config.worker_init_fn is not None:
@@ -469,7 +469,7 @@ def _columns(config: LoaderConfig) -> tuple[Any, ...] | None:
     return None if any(tensor.requires_grad for tensor in dataset.tensors) else dataset.tensors
 
 
-def _is_gathered_as_stacked(config: LoaderConfig, columns: tuple[Any, ...]) -> bool:
+def _is_gathered_as_stacked(config: Options, columns: tuple[Any, ...]) -> bool:
     """Whether torch would stack the rows into contiguous batches: without workers, not if rows are channels-last."""
     return config.most_workers > 0 or not has_own_strides([column[0] for column in columns if len(column)])
 

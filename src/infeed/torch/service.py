@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from infeed.engine.session import Session
 from infeed.errors import ConfigError, WorkerStartError
 from infeed.metrics.statistics import Statistics, Trace
-from infeed.options import TORCH_OPTIONS, AutoCount, LoaderConfig, core_limit
+from infeed.options import TORCH_OPTIONS, AutoCount, Options, core_limit
 from infeed.torch.iterator import EngineIter, InlineIter, WorkersIter
 from infeed.torch.plan import TorchPlan
 from infeed.torch.summary import TALLY
@@ -87,11 +87,11 @@ def _lookahead(loader: TorchDataLoader[Any]) -> int:
     return loader.num_workers * (loader.prefetch_factor or 2)  # None if num_workers was 0 when the loader was created
 
 
-def _is_same(config: LoaderConfig, other: LoaderConfig) -> bool:
-    return all(getattr(config, name) is getattr(other, name) for name in LoaderConfig.__slots__)
+def _is_same(config: Options, other: Options) -> bool:
+    return all(getattr(config, name) is getattr(other, name) for name in Options.__slots__)
 
 
-def _make_core(loader: TorchDataLoader[Any], config: LoaderConfig) -> Session:
+def _make_core(loader: TorchDataLoader[Any], config: Options) -> Session:
     with _MAKING:
         plan = TorchPlan(config, loader._index_sampler, _lookahead(loader), 0 if config.seed is None else config.seed)
         made = Session(config, plan)
@@ -148,14 +148,14 @@ def stop_workers(loader: TorchDataLoader[Any]) -> None:
         session.engine_cache.stop()
 
 
-def config_of(loader: TorchDataLoader[Any]) -> LoaderConfig:
+def config_of(loader: TorchDataLoader[Any]) -> Options:
     """Return the loader's attributes as infeed's options.
 
     Raises:
         ConfigError: an infeed-only option is invalid; torch has checked the others.
     """
     has_own_batches = loader.batch_sampler is not None and loader.batch_size is None
-    return LoaderConfig(
+    return Options(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
         batch_sampler=loader.batch_sampler if has_own_batches else None,
