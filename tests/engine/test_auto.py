@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -131,10 +132,13 @@ def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.
     monkeypatch.setattr("infeed.engine.scaling._LEAST_NS", 1)
     with infeed.DataLoader(Waiting(100), 8, num_workers=2, worker="auto") as loader:
         kinds = []
-        for _ in range(4):
+        # On a busy machine it may take several epochs until enough was seen.
+        while loader._session.worker_tuning.is_open and len(kinds) < 10:
             list(loader)
             kinds.append(loader.statistics().kind)
-    assert kinds == ["process", "thread", "process", "process"]
+        list(loader)
+        kinds.append(loader.statistics().kind)
+    assert [kind for kind, _ in groupby(kinds)] == ["process", "thread", "process"]
 
 
 class OpensFile(Waiting):

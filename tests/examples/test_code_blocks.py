@@ -27,7 +27,7 @@ def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
     """What a reader copies into a file of its own works as it stands, with no word on the terminal but those it is about."""
     if "torch" in code:
         pytest.importorskip("torch")
-    for needed, module in ((".report(", "plotly"), (".svg", "matplotlib"), ("progress=True", "tqdm")):
+    for needed, module in ((".report(", "plotly"), (".svg", "matplotlib"), ("progress=True", "tqdm"), ("from PIL", "PIL")):
         if needed in code:
             pytest.importorskip(module)
     script = tmp_path / "block.py"
