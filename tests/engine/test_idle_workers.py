@@ -54,6 +54,50 @@ def test_the_next_loader_gets_the_worker_with_its_own_dataset(spawned: dict[str,
     assert (values, others) == (list(range(8)), list(range(0, 80, 10)))
 
 
+class Released:
+    """Writes a line when a copy of it in another process is released."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = Journal(folder / "released")
+        self.pid = os.getpid()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return os.getpid(), index
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            self.journal.write(os.getpid())
+
+
+def test_an_idle_worker_has_released_its_dataset(spawned: dict[str, Any], tmp_path: Path) -> None:
+    """Otherwise it keeps the memory, and LMDB refuses to open the same environment again for the next loader."""
+    dataset = Released(tmp_path)
+    pids, _ = pids_and_values(dataset, **spawned)
+
+    wait_until(dataset.journal.lines, "the end of the worker's dataset")
+    assert {int(line) for line in dataset.journal.lines()} == pids
+
+
+@pytest.mark.torch
+def test_an_idle_worker_of_torchs_loader_has_released_its_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.utils.data.get_worker_info` referenced it."""
+    ours = pytest.importorskip("infeed.torch")
+    monkeypatch.setattr("infeed.workers.process._RESET_S", 20.0)
+    dataset = Released(tmp_path)
+    pids = {
+        pid
+        for pids, _ in ours.DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn", timeout=30)
+        for pid in pids.tolist()
+    }
+    gc.collect()
+
+    wait_until(dataset.journal.lines, "the end of the worker's dataset")
+    assert {int(line) for line in dataset.journal.lines()} == pids
+
+
 class Hesitant:
     """Of several workers, one builds the dataset at once, and the others when a file is there."""
 

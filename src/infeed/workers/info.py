@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class WorkerInfo:
     """The result of ``get_worker_info``, as in torch.
 
@@ -80,14 +81,23 @@ def is_in_worker() -> bool:
 
 def tell_torch(info: WorkerInfo) -> None:
     """Make ``torch.utils.data.get_worker_info`` in this process return the same, as soon as it is imported."""
+    current = weakref.ref(info)  # the hook stays until torch is imported, and must not keep the dataset
 
     def tell() -> None:
         worker: Any = sys.modules[_TORCH_WORKER]
-        if _LOCAL.info is info:
+        info = current()
+        if info is not None and _LOCAL.info is info:
             told = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
             worker._worker_info = told
 
     when_imported(_TORCH_WORKER, tell)
+
+
+def release_dataset() -> None:
+    """Reset the worker info of a worker that waits for another loader: it references the dataset."""
+    set_worker_info(None)
+    if (worker := sys.modules.get(_TORCH_WORKER)) is not None:
+        worker._worker_info = None  # type: ignore[attr-defined]
 
 
 def introduce(spec: WorkerSpec, dataset: Any, worker_count: int) -> None:

@@ -30,6 +30,7 @@ from infeed.memory.segments import (
     remove_attached_names,
 )
 from infeed.workers.exceptions import BUILDING, Failure
+from infeed.workers.info import release_dataset
 from infeed.workers.loop import Runner, serve
 from infeed.workers.native_threads import limit_pools
 from infeed.workers.process_tools import (
@@ -203,6 +204,7 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
     except _ResetError:
         pass
     runner.finish()
+    release_dataset()
     del runner, source, segments, cell, recorder, status_board, reader
     forget_attached_names()
     return True
