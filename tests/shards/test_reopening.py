@@ -164,6 +164,20 @@ def test_a_parquet_file_is_an_error_that_says_how_to_open_it(tmp_path: Path, ope
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("name", ["transaction", "database"])
+def test_a_part_of_an_lmdb_environment_is_an_error_that_says_what_to_keep(tmp_path: Path, name: str, opened: list[Any]) -> None:
+    """LMDB does not say which environment it belongs to."""
+    environment = _lmdb(tmp_path, readonly=True, lock=False)
+    opened.append(environment)
+    part = environment.begin() if name == "transaction" else environment.open_db()
+    with (
+        infeed.DataLoader(Data(part, int), 2, num_workers=1, timeout=DEADLINE_S) as loader,
+        pytest.raises(infeed.WorkerStartError, match=r"keep only its environment, and call begin\(\) or open_db\(\)"),
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.process
 def test_an_archive_without_a_path_is_an_error(opened: list[Any]) -> None:
     stream = io.BytesIO()
     opened.append(zipfile.ZipFile(stream, "w"))

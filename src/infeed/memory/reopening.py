@@ -17,6 +17,8 @@ from urllib.parse import quote
 
 # Named databases that LMDB allows per environment. The original's number cannot be read; a higher one costs nothing.
 _MOST_DATABASES: Final = 1024
+# The compiled types of LMDB have no module.
+_LMDB_TYPES: Final = ("Environment", "Transaction", "Cursor", "_Database")
 
 
 def reduce_handle(obj: Any) -> Any:
@@ -38,7 +40,9 @@ def advice(obj: Any) -> str:
     module = type(obj).__module__.partition(".")[0]
     if module == "h5py":
         return "open the file with mode 'r', and workers will open it again"
-    if module == "lmdb" or (module == "builtins" and type(obj).__qualname__ == "Environment"):
+    if module == "lmdb" or (module == "builtins" and type(obj).__qualname__ in _LMDB_TYPES):
+        if type(obj).__qualname__ != "Environment":
+            return "keep only its environment, and call begin() or open_db() in __getitem__"
         return "open it with readonly=True and lock=False, and workers will open it again"
     if isinstance(obj, sqlite3.Connection):
         return "open one database file and commit changes, and workers will open it again"
