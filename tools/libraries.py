@@ -39,10 +39,12 @@ class Library(NamedTuple):
 
 LIBRARIES = (
     Library("accelerate"),
+    Library("array_record"),
     Library("datasets"),
     Library("h5py"),
     Library("lightning"),
     Library("litdata"),
+    Library("lmdb"),
     Library("monai"),
     # Its requirements include numpy<2.2, transformers<5 and the clients of five cloud providers.
     Library("mosaicml-streaming", ("brotli", "catalogue", "python-snappy", "xxhash", "zstd"), ignores_pins=True),
@@ -53,11 +55,11 @@ LIBRARIES = (
     Library("transformers", ("accelerate",)),
     Library("ultralytics"),
     Library("webdataset"),
+    Library("zarr"),
 )
 # Other modules that datasets import; `benchmarks/modules.py` measures with them.
 MODULES = tuple(
-    Library(name)
-    for name in ("av", "numba", "opencv-python-headless", "pandas", "polars", "pyarrow", "scikit-learn", "scipy", "zarr")
+    Library(name) for name in ("av", "numba", "opencv-python-headless", "pandas", "polars", "pyarrow", "scikit-learn", "scipy")
 )
 
 # torchvision's wheels for Linux are built for CUDA. With a torch without CUDA, its compiled operators cannot be loaded, and its

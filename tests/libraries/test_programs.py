@@ -1,9 +1,14 @@
-"""A small program for each library, as users write it: with torch's loader, and unchanged under ``infeed run``."""
+"""A small program for each library, as users write it: with torch's loader, and unchanged under ``infeed run``.
+
+Programs that read a storage format also run with the import of ``infeed.torch.DataLoader``.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +24,7 @@ pytestmark = [pytest.mark.libraries, pytest.mark.process, pytest.mark.slow, pyte
 PROGRAMS = Path(__file__).parent / "programs"
 # Importing these libraries takes seconds in each process, and longer on a busy machine.
 DEADLINE_S = 300.0
+TORCH_IMPORT = re.compile(r"^from torch\.utils\.data import DataLoader.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -28,29 +34,33 @@ class Case:
     """Processes that train; each prints a summary."""
     on_torch: str = ""
     """The loader of the program that runs on torch's own workers, and why."""
+    is_storage: bool = False
+    """Whether the library reads a storage format."""
 
 
 CASES = {
     "with_accelerate": Case("accelerate"),
-    "with_datasets": Case("datasets"),
-    "with_h5py": Case(
-        "h5py", on_torch="DataLoader(Opened), because dataset.file is a h5py._hl.files.File, which cannot be pickled"
-    ),
+    "with_array_record": Case("array_record", is_storage=True),
+    "with_datasets": Case("datasets", is_storage=True),
+    "with_h5py": Case("h5py", is_storage=True),
     "with_lightning_ddp": Case("lightning", ranks=2),
     "with_litdata": Case(
         "litdata",
         on_torch="litdata.streaming.dataloader.StreamingDataLoader(StreamingDataset), because it creates "
-        "litdata.streaming.dataloader._StreamingMultiProcessingDataLoaderIter itself",
+        "litdata.streaming.dataloader._StreamingMultiProcessingDataLoaderIter directly",
+        is_storage=True,
     ),
+    "with_lmdb": Case("lmdb", is_storage=True),
     "with_monai": Case("monai"),
     "with_skorch": Case("skorch"),
-    "with_streaming": Case("mosaicml-streaming"),
+    "with_streaming": Case("mosaicml-streaming", is_storage=True),
     "with_tensordict": Case("tensordict"),
     "with_timm": Case("timm"),
     "with_torch_geometric": Case("torch_geometric"),
     "with_transformers": Case("transformers"),
     "with_ultralytics": Case("ultralytics"),
-    "with_webdataset": Case("webdataset"),
+    "with_webdataset": Case("webdataset", is_storage=True),
+    "with_zarr": Case("zarr", is_storage=True),
 }
 
 
@@ -75,15 +85,23 @@ def seen(result: ScriptResult) -> list[Any]:
     return [json.loads(line) for line in result.out.splitlines() if line.startswith('{"')]
 
 
+@pytest.fixture(scope="session")
+def seen_with_torch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """What a program sees with torch's loader."""
+    folder = tmp_path_factory.mktemp("torch")
+    return functools.cache(lambda program: seen(ran([str(PROGRAMS / f"{program}.py")], folder / program)))
+
+
 @pytest.mark.parametrize("program", CASES)
-def test_a_program_sees_the_same_batches_under_infeed_run(program: str, tmp_path: Path) -> None:
+def test_a_program_sees_the_same_batches_under_infeed_run(
+    program: str, seen_with_torch: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
     """In the same order; two ranks each in theirs. The summary says on which workers its loaders ran."""
     case = CASES[program]
     skip_without(case.library)
-    path = str(PROGRAMS / f"{program}.py")
 
-    expected = seen(ran([path], tmp_path / "torch"))
-    result = ran(["-m", "infeed", "run", path], tmp_path / "infeed")
+    expected = seen_with_torch(program)
+    result = ran(["-m", "infeed", "run", str(PROGRAMS / f"{program}.py")], tmp_path / "infeed")
 
     got = seen(result)
     if case.ranks > 1:
@@ -96,6 +114,24 @@ def test_a_program_sees_the_same_batches_under_infeed_run(program: str, tmp_path
     assert len(summaries) == case.ranks, result.err
     reasons = set(re.findall(r"on torch's own (?:workers|iterator): ([^;\n]*)", result.err))
     assert reasons == ({case.on_torch} if case.on_torch else set())
+
+
+@pytest.mark.parametrize("program", [program for program, case in CASES.items() if case.is_storage])
+def test_a_program_sees_the_same_batches_with_the_loader_of_infeed(
+    program: str, seen_with_torch: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
+    """The import is the only change, as the guide says."""
+    skip_without(CASES[program].library)
+    path = tmp_path / f"{program}.py"
+    code = (PROGRAMS / path.name).read_text(encoding="utf-8")
+    code, count = TORCH_IMPORT.subn(r"\g<0>\nfrom infeed.torch import DataLoader", code)
+    assert count == 1
+    path.write_text(code, encoding="utf-8")
+
+    result = ran([str(path)], tmp_path / "infeed")
+
+    assert seen(result) == seen_with_torch(program)
+    assert "torch's own workers" not in result.err
 
 
 def test_each_library_has_a_program() -> None:

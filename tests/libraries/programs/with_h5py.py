@@ -2,11 +2,12 @@ import json
 
 import h5py
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 
 class Opened(Dataset):
-    """Holds an open file, which cannot be pickled."""
+    """Holds an open file."""
 
     def __init__(self, path):
         self.file = h5py.File(path, "r")
@@ -33,11 +34,14 @@ class OpenedInWorkers(Opened):
 
 
 def main():
+    torch.manual_seed(0)
     with h5py.File("data.h5", "w") as file:
         file["x"] = np.arange(60.0).reshape(20, 3)
     for dataset in (Opened("data.h5"), OpenedInWorkers("data.h5")):
-        for batch in DataLoader(dataset, batch_size=4, num_workers=2):
-            print(json.dumps({type(dataset).__name__: batch.tolist()}))
+        loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2)
+        for epoch in range(2):
+            for batch in loader:
+                print(json.dumps({type(dataset).__name__: [epoch, batch.tolist()]}))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ def main():
     for kind in (DataLoader, litdata.StreamingDataLoader):
         loader = kind(litdata.StreamingDataset("optimized", shuffle=True, seed=3), batch_size=8, num_workers=2)
         for epoch in range(2):
+            if kind is DataLoader:
+                loader.dataset.set_epoch(epoch + 1)  # litdata's loader does this
             for batch in loader:
                 print(json.dumps({kind.__name__: [epoch, batch["i"].tolist(), batch["x"].sum(1).tolist()]}))
     # A state taken after three batches, resumed by another loader.
