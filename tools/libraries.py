@@ -96,7 +96,7 @@ def build() -> int:
     """Update the environment; return 0 or the exit code of the failed step. A library that fails is not an error."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     torch = next(requirement for requirement in extras["dev"] if requirement.startswith("torch=="))
-    runner = [requirement for requirement in extras["dev"] if requirement.startswith(("pytest", "hypothesis"))]
+    runner = extras["test"]
     base = shlex.join([torch, *runner])
     state = read_state()
     if state.get("base") != {"installed": base}:
