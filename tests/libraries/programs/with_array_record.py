@@ -32,10 +32,11 @@ def write():
 
 
 def main():
-    # In a process of its own, because the writer starts threads, and torch forks its workers.
+    # In a process of its own, because the writer starts threads. torch forks its workers, and these then crash.
     subprocess.run([sys.executable, __file__, "prepare"], check=True)
     torch.manual_seed(0)
-    source = ArrayRecordDataSource(PATHS)
+    # With a range, the source does not open the file to count its records: readers start threads too.
+    source = ArrayRecordDataSource([f"{path}[0:15]" for path in PATHS])
     loaders = {
         # The source itself has a length, `__getitem__` and `__getitems__`.
         "records": DataLoader(source, batch_size=8, shuffle=True, num_workers=2),
