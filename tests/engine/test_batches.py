@@ -270,7 +270,7 @@ def test_structures_that_differ_are_named(make: Callable[[int], Any], path: str,
         list(infeed.DataLoader(Tree(4, make), batch_size=4))
     text = str(caught.value)
     assert path in text
-    assert f"at index=2, {found}" in text
+    assert f"{found} at index=2" in text
 
 
 def test_batches_can_be_written_to(engine: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,15 +21,28 @@ if TYPE_CHECKING:
 collect_ignore_glob = [] if find_spec("ray") is not None else ["test_*.py"]
 
 _VANISH_S = 20.0
+_FOLDER = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[TwoNodes]:
-    """Two nodes of 3 CPUs and 200 MB of object store each; the test process is on the first."""
+_RUNNING: list[TwoNodes] = []
+
+
+@pytest.fixture
+def cluster() -> TwoNodes:
+    """Two nodes of 3 CPUs and 200 MB of object store each, shared by the tests of this folder; the test process is on the first."""
     from tests.ray.clusters import TwoNodes  # imports Ray
 
-    with TwoNodes() as two:
-        yield two
+    if not _RUNNING:
+        _RUNNING.append(TwoNodes().__enter__())
+    return _RUNNING[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the cluster after the last test of this folder: an idle cluster takes CPU time from the tests that follow."""
+    if nextitem is None or _FOLDER not in nextitem.path.parents:
+        while _RUNNING:
+            _RUNNING.pop().__exit__(None, None, None)
 
 
 @pytest.fixture(autouse=True)
