@@ -212,12 +212,37 @@ def assert_same(left: Any, right: Any, path: str = "batch") -> None:
 # --- processes
 
 
+def descendants() -> list[Any]:
+    """All processes below this one.
+
+    psutil reads the parent of every process of the machine, which takes milliseconds, twice per test. Linux lists children.
+    """
+    import psutil
+
+    if not _LISTS_CHILDREN:
+        return psutil.Process().children(recursive=True)
+    found: list[Any] = []
+    parents = [os.getpid()]
+    while parents:
+        for file in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+            with suppress(OSError):  # the thread or the process has ended
+                pids = [int(pid) for pid in file.read_text().split()]
+                parents += pids
+                for pid in pids:
+                    with suppress(psutil.NoSuchProcess):
+                        found.append(psutil.Process(pid))
+    return found
+
+
+_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
 def worker_processes() -> list[Any]:
     """All live processes below this one except servers that outlive loaders: the workers, and whatever else there is."""
     import psutil
 
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in descendants():
         try:
             if not (has_ended(process) or is_fork_server(process) or is_resource_tracker(process) or is_of_ray(process)):
                 found.append(process)

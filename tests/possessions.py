@@ -6,12 +6,13 @@ For the guard against leaks around every test, and for the programs of tests/sto
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers import has_ended, is_foreign, is_fork_server, shm_names
+from tests.helpers import descendants, has_ended, is_foreign, is_fork_server, shm_names
 
 
 class Possessions(NamedTuple):
@@ -39,7 +40,7 @@ def possessions() -> Possessions:
 
     processes: dict[int, str] = {}
     server_sockets = 0
-    for process in psutil.Process().children(recursive=True) if _has_children() else []:
+    for process in descendants():
         try:
             if is_fork_server(process):
                 server_sockets += 1
@@ -57,17 +58,6 @@ def possessions() -> Possessions:
     return Possessions(threads, processes, descriptors, shm_names())
 
 
-def _has_children() -> bool:
-    """Ask the kernel, which takes a thousandth of the time that it takes to look at every process of the machine."""
-    if not hasattr(os, "waitid"):
-        return True
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # leaves a child that has ended to who waits for it
-    except ChildProcessError:
-        return False
-    return True
-
-
 def _descriptors() -> dict[int, str]:
     folder = Path("/proc/self/fd")
     found = {}
@@ -76,13 +66,13 @@ def _descriptors() -> dict[int, str]:
             found[int(name)] = os.readlink(folder / name)
         except OSError:  # the one that listed the folder
             continue
-    if any(target.startswith("socket:") for target in found.values()):
-        tcp = _tcp_sockets()
-        found = {fd: target for fd, target in found.items() if target not in tcp}
-    return found
+    return {fd: target for fd, target in found.items() if not (target.startswith("socket:") and _is_tcp(fd))}
 
 
-def _tcp_sockets() -> set[str]:
-    """The TCP sockets of the machine. infeed opens none; obstore and Ray open and close theirs in threads of their own."""
-    tables = [path for path in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")) if path.exists()]
-    return {f"socket:[{line.split()[9]}]" for table in tables for line in table.read_text().splitlines()[1:]}
+def _is_tcp(fd: int) -> bool:
+    """Whether a socket is one of TCP. infeed opens none; obstore and Ray open and close theirs in threads of their own."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            return copy.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:  # closed meanwhile
+        return True
