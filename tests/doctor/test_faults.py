@@ -176,6 +176,9 @@ for batch in DataLoader(Names(), batch_size=8, num_workers=2): step()
 """,
     ),
 }
+# What these find depends on times, so on what else the machine does: they run with the long tests. That the findings follow from
+# the times is tested without a program, in test_time_checks.py.
+TIMED = {"data-bound", "num-workers", "slow-storage", "slow-samples", "restarted-workers", "thread-pools", "memory-growth"}
 SECONDS = {"no-batch": 1.0, "memory-growth": 3.0, "thread-pools": 4.0}
 
 
@@ -224,6 +227,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.long
 def test_nothing_is_found_in_a_program_that_lets_infeed_decide(tmp_path: Path) -> None:
     """It begins with two workers, for whom the loop waits half of the time, and is judged by what it comes to."""
     code, told = diagnose(tmp_path, WARMS_UP, "--seconds", "40")
@@ -250,7 +254,7 @@ def test_no_workers_are_proposed_for_rows_of_a_tensor(tmp_path: Path) -> None:
     assert "num-workers" not in [finding["name"] for finding in told["findings"]]
 
 
-@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in TIMED else []) for name in TROUBLES])
 def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) -> None:
     """With evidence that names the culprit, and a cure for torch's loader and for infeed's."""
     if name == "thread-pools" and len(os.sched_getaffinity(0)) < 2:
@@ -266,6 +270,7 @@ def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) 
     assert code == 1
 
 
+@pytest.mark.long
 def test_the_loop_is_told_to_wait_for_threads_in_workers(tmp_path: Path) -> None:
     """Not for the way from workers, though by hand, where nobody else is, a sample takes less. It is what costs most."""
     if len(os.sched_getaffinity(0)) < 2:
@@ -301,6 +306,7 @@ for batch in {library}(Quick(), batch_size=8, num_workers=2, collate_fn=collate)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", ["DataLoader", "infeed.DataLoader"])
 def test_a_slow_collate_fn_is_what_the_loop_waits_for(tmp_path: Path, library: str) -> None:
     """It waits and does not compute: more workers help, however few cores there are. Samples cost next to nothing."""
@@ -323,6 +329,7 @@ for batch in infeed.DataLoader(Computed(), batch_size=8, num_workers=2, worker="
 """
 
 
+@pytest.mark.long
 def test_threads_that_compute_in_python_are_told_of_the_gil(tmp_path: Path) -> None:
     """They come to one core, whatever there is."""
     if len(os.sched_getaffinity(0)) < 2:

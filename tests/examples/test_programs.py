@@ -94,6 +94,7 @@ def test_two_ranks_share_an_epoch(tmp_path: Path) -> None:
     assert "epoch 1: [100, 100] samples per rank, each sample once" in out
 
 
+@pytest.mark.long
 @pytest.mark.linux("Ray is tested on Linux")
 def test_ranks_have_workers_on_other_nodes(tmp_path: Path) -> None:
     """It starts a cluster of three nodes."""

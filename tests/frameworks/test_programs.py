@@ -129,7 +129,11 @@ def test_ranks_under_torchrun_have_the_losses_that_they_have_without(tmp_path: P
     assert result.err.count("on infeed's engine") == 2
 
 
-@pytest.mark.parametrize("program", ["own_lightning", "own_accelerate"])
+@pytest.mark.parametrize(
+    "program",
+    # Two ranks below run the second too.
+    ["own_lightning", pytest.param("own_accelerate", marks=pytest.mark.long)],
+)
 def test_a_framework_keeps_infeeds_loader(program: str, tmp_path: Path) -> None:
     """Made anew, wrapped, sharded once, saved and resumed: the program asserts it."""
     skip_without(program)
