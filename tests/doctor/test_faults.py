@@ -176,8 +176,8 @@ for batch in DataLoader(Names(), batch_size=8, num_workers=2): step()
 """,
     ),
 }
-# What these find depends on times, so on what else the machine does: they run with the long tests. That the findings follow from
-# the times is tested without a program, in test_time_checks.py.
+# What these find depends on times, so on what else the machine does: they run with the long tests. That findings follow from
+# times is tested without a program, in test_time_checks.py.
 TIMED = {"data-bound", "num-workers", "slow-storage", "slow-samples", "restarted-workers", "thread-pools", "memory-growth"}
 SECONDS = {"no-batch": 1.0, "memory-growth": 3.0, "thread-pools": 4.0}
 

@@ -29,7 +29,7 @@ _RUNNING: list[TwoNodes] = []
 
 @pytest.fixture
 def cluster() -> TwoNodes:
-    """Two nodes of 3 CPUs and 200 MB of object store each, shared by the tests of this folder; the test process is on the first."""
+    """Two nodes of 3 CPUs and 200 MB of object store each, for all tests of this folder; this process is on the first."""
     from tests.ray.clusters import TwoNodes  # imports Ray
 
     if not _RUNNING:
