@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from infeed.errors import ConfigError
-from infeed.plan.shards import ALONE, Shard
+from infeed.plan.sharding import ALONE, Shard
 
 # Environment variables with the rank and the world size: torchrun and similar, Open MPI, MPICH and Intel MPI, Slurm.
 _VARIABLES: Final = (

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
 from infeed.engine.bad_samples import BadSample
-from infeed.engine.iterator import EpochIterator
+from infeed.engine.epoch_iterator import EpochIterator
 from infeed.engine.planning import Planner
 from infeed.engine.progress import Lineage
 from infeed.engine.session import Session
 from infeed.metrics.statistics import Statistics
 from infeed.options import Observe, OnError, OnStatistics, Options, RandomSampler, StartMethod, WorkerChoice
-from infeed.plan.shards import Shard
+from infeed.plan.sharding import Shard
 from infeed.workers.preload import start_for_loader
 
 
@@ -233,7 +233,7 @@ class DataLoader:
         Raises:
             ConfigError: ``observe`` records no timeline.
         """
-        from infeed.metrics.report import write_report
+        from infeed.metrics.run_report import write_report
 
         write_report(self._session.trace(), path)
 

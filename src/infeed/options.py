@@ -18,7 +18,7 @@ from infeed.distributed import find_shard
 from infeed.errors import ConfigError
 from infeed.memory.limits import available_cores, parse_bytes
 from infeed.metrics.statistics import Statistics
-from infeed.plan.shards import ALONE, Shard
+from infeed.plan.sharding import ALONE, Shard
 from infeed.plan.state import MOST_SEED_BITS
 from infeed.workers.ray_options import RayWorkers
 

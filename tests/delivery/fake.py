@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage, map_leaves
+from infeed.delivery.backend import Backend, BackendError, Convert, DeviceEvent, Sent, Stage, map_leaves
 
 
 class FakeStream:
@@ -32,7 +32,7 @@ class FakeStream:
                 count -= 1
 
 
-class FakeMark(Mark):
+class FakeMark(DeviceEvent):
     def __init__(self, stream: FakeStream) -> None:
         self._stream, self._at = stream, stream.asked_count
 
@@ -63,7 +63,7 @@ class FakeBackend(Backend):
     def unregister(self, address: int) -> None:
         ctypes.memmove(address, address, self.registered.pop(address))
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return FakeMark(self.user)
 
     def open_stage(self, device: Any, convert: Convert | None) -> Stage:
@@ -96,7 +96,7 @@ class FakeStage(Stage):
 
 
 class FakeSent(Sent):
-    def __init__(self, batch: Any, copied: Mark) -> None:
+    def __init__(self, batch: Any, copied: DeviceEvent) -> None:
         self._batch, self.copied = batch, copied
 
     def adopt(self) -> Any:

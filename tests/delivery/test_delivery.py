@@ -27,7 +27,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
 
 def _install(monkeypatch: pytest.MonkeyPatch, fake: FakeBackend) -> FakeBackend:
     monkeypatch.setattr("infeed.engine.build.find_backend", lambda: fake)
-    monkeypatch.setattr("infeed.engine.iterator.open_stage", lambda _output, device, convert: fake.open_stage(device, convert))
+    monkeypatch.setattr(
+        "infeed.engine.epoch_iterator.open_stage", lambda _output, device, convert: fake.open_stage(device, convert)
+    )
     return fake
 
 

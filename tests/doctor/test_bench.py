@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infeed.cli import bench
-from infeed.doctor.bench import Bench, Measured, Setting, choose, confirm, search
 from infeed.doctor.report import bench_page, rate_figure
+from infeed.doctor.throughput import Bench, Measured, Setting, choose, confirm, search
 from infeed.errors import ConfigError
 from tests.helpers import ScriptResult, start_python
 

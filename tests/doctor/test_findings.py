@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from infeed.doctor.checks import NAMES, examine
-from infeed.doctor.evidence import EpochSeen, Fork, Moment, Probe, ProcessSeen, SlowIndex
+from infeed.doctor.evidence import EpochSeen, ForkSeen, Moment, Probe, ProcessSeen, SlowIndex
 from infeed.doctor.time_checks import best_workers, slowest_s, transfer_s
 from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, run, stream, uneven
 
 
 def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
     """Some waiting is normal, OpenBLAS and OpenMP survive a fork, and tqdm's thread harms nobody."""
-    forks = [Fork(["TMonitor (tqdm._monitor)", "QueueFeederThread (threading)"], {"OpenBLAS (numpy)": 3, "OpenMP (torch)": 3})]
+    forks = [
+        ForkSeen(["TMonitor (tqdm._monitor)", "QueueFeederThread (threading)"], {"OpenBLAS (numpy)": 3, "OpenMP (torch)": 3})
+    ]
     probe = Probe(sample_count=100, sample_s=0.01, median_s=0.01, cpu_s=0.01, switches=0.0)
 
     assert names(loader(wait=0.005, forks=forks, probe=probe, batch_bytes=MB)) == []
@@ -191,7 +193,7 @@ def test_short_starts_are_told_if_they_come_to_much(start_s: float, epoch_count:
 
 def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
     """And Python's own threads with theirs."""
-    finding = examine(run(loader(forks=[Fork(["logger (threading)"], {"cv2": 3, "OpenBLAS (numpy)": 3})])))[0]
+    finding = examine(run(loader(forks=[ForkSeen(["logger (threading)"], {"cv2": 3, "OpenBLAS (numpy)": 3})])))[0]
 
     assert finding.evidence["threads"] == "Python thread logger, cv2 (3)"
     assert finding.evidence["harmless"].startswith("OpenBLAS (numpy)")
@@ -343,7 +345,7 @@ def test_findings_come_in_order_of_what_they_cost() -> None:
     probe = Probe(
         unsendable="dataset.lock", unpicklable="it", generators=["dataset.rng"], heavy=[("dataset.names", 100 * MB, False)]
     )
-    seen = loader(wait=0.1, probe=probe, forks=[Fork([], {"cv2": 3})], batch_bytes=100 * MB)
+    seen = loader(wait=0.1, probe=probe, forks=[ForkSeen([], {"cv2": 3})], batch_bytes=100 * MB)
     found = names(seen, has_gpu=True)
 
     assert found == [
@@ -486,7 +488,7 @@ def test_nobody_who_leaves_the_number_to_infeed_is_told_one() -> None:
 
 def test_who_has_infeed_is_not_told_to_take_it() -> None:
     """Torch's loader is; also where infeed left its work to torch, which forked."""
-    forks = [Fork([], {"cv2": 3})]
+    forks = [ForkSeen([], {"cv2": 3})]
     for library in ("infeed", "infeed.torch", "torch"):
         found = examine(run(loader(wait=0.1, library=library, forks=forks, waiting_s=9.0)))
         cures = [finding.fix["infeed"] for finding in found]

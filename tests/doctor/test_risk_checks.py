@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from infeed.doctor.evidence import Fork, LoaderSeen, Moment, Probe, ProcessSeen
+from infeed.doctor.evidence import ForkSeen, LoaderSeen, Moment, Probe, ProcessSeen
 from infeed.doctor.finding import describe
 from tests.doctor.evidence_of import MB, auto, found, loader, moments
 
-FORKED = [Fork([], {"cv2": 3})]
+FORKED = [ForkSeen([], {"cv2": 3})]
 
 
 def worker(pid: int, *cpu: tuple[float, float]) -> ProcessSeen:
@@ -119,16 +119,16 @@ def test_a_thread_that_hangs_can_be_stopped_only_as_a_process() -> None:
 @pytest.mark.parametrize(
     ("fork", "threads", "fixes"),
     [
-        (Fork([], {"cv2": 3}), {"cv2": 3}, ["cv2.setNumThreads(0)", "'forkserver'"]),
-        (Fork(["logger (threading)"], {}), {"Python thread logger": 1}, ["'forkserver'", "start the threads after"]),
+        (ForkSeen([], {"cv2": 3}), {"cv2": 3}, ["cv2.setNumThreads(0)", "'forkserver'"]),
+        (ForkSeen(["logger (threading)"], {}), {"Python thread logger": 1}, ["'forkserver'", "start the threads after"]),
         (
-            Fork(["logger (threading)"], {"cv2": 1}),
+            ForkSeen(["logger (threading)"], {"cv2": 1}),
             {"Python thread logger": 1, "cv2": 1},
             ["cv2.setNumThreads(0)", "start the other threads after", "'forkserver'"],
         ),
     ],
 )
-def test_the_fix_of_a_fork_is_for_all_threads_that_ran(fork: Fork, threads: dict[str, int], fixes: list[str]) -> None:
+def test_the_fix_of_a_fork_is_for_all_threads_that_ran(fork: ForkSeen, threads: dict[str, int], fixes: list[str]) -> None:
     """Harmless threads are not mentioned if there are none."""
     told = found(loader(forks=[fork]))["fork-with-threads"]
 
@@ -139,7 +139,7 @@ def test_the_fix_of_a_fork_is_for_all_threads_that_ran(fork: Fork, threads: dict
 
 def test_only_forks_with_threads_are_counted() -> None:
     """The first two happened before any thread ran."""
-    told = found(loader(forks=[Fork([], {}), Fork([], {"OpenMP (torch)": 3}), Fork([], {"cv2": 2}), *FORKED]))
+    told = found(loader(forks=[ForkSeen([], {}), ForkSeen([], {"OpenMP (torch)": 3}), ForkSeen([], {"cv2": 2}), *FORKED]))
 
     assert told["fork-with-threads"].numbers == {"threads": {"cv2": 3}, "forks": 2}
 

@@ -176,7 +176,7 @@ STARTS = {
         "subprocess.Popen.__init__", "workers.forkserver.ForkServer.start", "workers.forkserver.ForkServer.preload",
         "workers.forkserver.ForkServer.fork", "workers.transport_pipes.PipeLink.open",
         "workers.transport_pipes.PipeLink.close_inherited",
-        "workers.process.Starter.start", "workers.process.Birth", "workers.process._Member",
+        "workers.process.Starter.start", "workers.process.Birth", "workers.process._LiveWorker",
     ],
     "spawn": ["subprocess.Popen.__init__", "workers.transport_pipes.PipeLink.close_inherited", "workers.process.Birth"],
     "portable": [

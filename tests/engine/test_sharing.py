@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.memory.dataset import send
 from infeed.memory.segments import open_store
+from infeed.memory.serialized_dataset import send
 from infeed.workers.launcher import IDLE_WORKERS
 from tests.helpers import (
     DEADLINE_S,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infeed.metrics.page import chart, page
-from infeed.metrics.report import write_report
+from infeed.metrics.run_report import write_report
 from infeed.metrics.statistics import Trace
 from infeed.metrics.timeline import write_timeline
 from tests.metrics.traces import CASES, faulty_trace, strange_trace

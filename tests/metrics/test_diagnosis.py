@@ -9,7 +9,7 @@ import pytest
 
 from infeed.autotune.capacity import DATA_BOUND_WAIT, state_of
 from infeed.metrics.diagnosis import ACTIONS, BOTTLENECKS, Diagnosis, action_text, bottleneck_text, diagnose
-from infeed.metrics.recent import Amounts, Past, Recent, Slice
+from infeed.metrics.recent import Amounts, Recent, Slice, Slices
 from infeed.metrics.statistics import SlowSample, Statistics, WorkerStatistics
 
 S = 10**9
@@ -286,7 +286,7 @@ def test_workers_that_are_needed_between_long_steps_are_not_too_many(peak: int, 
 
 
 def test_the_peak_rate_is_that_of_the_fastest_slice() -> None:
-    past = Past()
+    past = Slices()
     for count, ms in ((4, 100), (10, 100), (4, 100), (9, 10)):  # ten milliseconds are too short
         past.add(Slice("process", 0, Amounts(batch_count=count, away_ns=ms * S // 1000)))
     recent = past.recent([])
@@ -542,7 +542,7 @@ def part(kind: str, begin_s: int, waited_s: float, away_s: float) -> Slice:
 
 
 def test_the_recent_past_is_the_last_third() -> None:
-    past = Past()
+    past = Slices()
     for begin_s in range(9):
         past.add(part("process", begin_s, 1.0 if begin_s < 6 else 0.0, 1.0 if begin_s >= 6 else 0.0))
     recent = past.recent([])
@@ -551,14 +551,14 @@ def test_the_recent_past_is_the_last_third() -> None:
 
 
 def test_what_is_not_in_the_past_yet_counts() -> None:
-    assert Past().recent([]) is None
-    recent = Past().recent([part("process", 0, 0.5, 0.5)])
+    assert Slices().recent([]) is None
+    recent = Slices().recent([part("process", 0, 0.5, 0.5)])
     assert recent is not None
     assert (recent.amounts.elapsed_ns, recent.is_all) == (S, True)
 
 
 def test_a_long_run_is_judged_by_its_last_minute() -> None:
-    past = Past()
+    past = Slices()
     for _ in range(1000):
         past.add(part("process", 0, 0.5, 0.5))
     recent = past.recent([])
@@ -567,7 +567,7 @@ def test_a_long_run_is_judged_by_its_last_minute() -> None:
 
 
 def test_what_other_workers_did_is_not_recent() -> None:
-    past = Past()
+    past = Slices()
     for kind in ("process", "process", "process", "thread"):
         past.add(part(kind, 0, 0.5, 0.0))
     recent = past.recent([part("thread", 1, 0.1, 0.0)])

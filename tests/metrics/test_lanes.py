@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.metrics.lanes import Piece, Window, lane_names, lane_tops, marks_in, pieces, serial, whole, windows
+from infeed.metrics.lanes import DrawnSpan, Window, lane_names, lane_tops, marks_in, pieces, serial, whole, windows
 from infeed.metrics.statistics import LOOP, Mark, Span, Trace
 from tests.metrics.traces import MS, empty_trace, faulty_trace, make_trace, with_statistics
 
@@ -66,7 +66,7 @@ def test_spans_are_cut_at_the_ends_of_a_window() -> None:
     """What began before is shown from the window's beginning on."""
     (piece,) = pieces(run_of([(0, 100)]), Window(30, 60, ""))
 
-    assert piece == Piece(0, "load", 30, 60, 30, 0, 0, 0, 1, 1)
+    assert piece == DrawnSpan(0, "load", 30, 60, 30, 0, 0, 0, 1, 1)
 
 
 def test_a_short_run_is_shown_whole() -> None:

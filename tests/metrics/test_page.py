@@ -51,7 +51,7 @@ class Reader(HTMLParser):
     ],
     ids=["paragraph", "hint", "code", "label", "diagnosis", "tiles", "facts", "table", "section", "row"],
 )
-def test_text_stays_text(block: pages.Block) -> None:
+def test_text_stays_text(block: pages.Html) -> None:
     """Whatever a dataset or a setting is called, it is shown and is never markup."""
     read = Reader(page(STRANGE, [block], subtitle=STRANGE))
 

@@ -12,7 +12,7 @@ import pytest
 from infeed import ConfigError
 from infeed.metrics.charts import thinned
 from infeed.metrics.page import page, plotly_source
-from infeed.metrics.report import report_page, timeline_page, write_report
+from infeed.metrics.run_report import report_page, timeline_page, write_report
 from infeed.metrics.statistics import Trace
 from tests.metrics.traces import CASES, empty_trace, faulty_trace, make_trace, strange_trace, with_statistics
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from infeed import ConfigError
-from infeed.metrics.report import write_report
+from infeed.metrics.run_report import write_report
 from infeed.metrics.statistics import LOOP, Mark, Span, Trace
 from infeed.metrics.timeline import write_timeline
 from tests.metrics.traces import CASES, MS, STRANGE, empty_trace, faulty_trace, make_trace, strange_trace

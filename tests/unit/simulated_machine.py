@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from infeed.autotune.tuner import Change, Limits, Reading, Tuner
+from infeed.autotune.tuner import Change, Reading, Tuner, WorkerLimits
 
 _SHARPNESS = 40  # of the corner where one thing becomes scarcer than another
 READING_S = 0.1
@@ -49,7 +49,7 @@ class Simulation:
     """A run of a tuner on such a machine."""
 
     work: Work
-    limits: Limits
+    limits: WorkerLimits
     seed: int = 0
     free_bytes: int | None = None
     is_budget: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infeed.autotune.tuner import Change, Limits, Reading, Tuner
+from infeed.autotune.tuner import Change, Reading, Tuner, WorkerLimits
 from infeed.engine.scaling import AutoScaler
 from infeed.metrics.statistics import Point
 
@@ -162,7 +162,7 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
 
 def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 40)
-    bench = Bench(tuner=Tuner(Limits(cores=8, most_workers=8)), memory_budget=3_500)
+    bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)), memory_budget=3_500)
     with caplog.at_level(logging.INFO, logger="infeed"):
         for _ in range(20):
             bench.second(waited=0.9, busy=1.0)
@@ -172,7 +172,7 @@ def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatc
 
 def test_epochs_that_are_too_short_by_themselves_tell_the_tuner_something_together() -> None:
     """One look in each, and long pauses in between, in which the loop's time stands still."""
-    bench = Bench(tuner=Tuner(Limits(cores=8, most_workers=8)))
+    bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)))
     for _ in range(5):
         bench.second(waited=0.9, busy=1.0)
         bench.autoscaler.begin_epoch()

@@ -17,7 +17,7 @@ from infeed.plan.batches import (
     sampled_batches,
 )
 from infeed.plan.order import SequentialOrder, ShuffledOrder
-from infeed.plan.shards import Cut, Shard, Steps
+from infeed.plan.sharding import Cut, Shard, Steps
 
 
 def listed(batches: Iterator[BatchPlan | Exception]) -> list[tuple[list[Any], int]]:

@@ -6,7 +6,7 @@ import pytest
 
 from infeed.engine.planning import IndexedFeed, StreamFeed, StreamShares
 from infeed.plan.batches import BatchPlan, Lookahead, sampled_batches
-from infeed.plan.shards import Cut
+from infeed.plan.sharding import Cut
 from infeed.plan.state import Cursor, ShareCursor, StreamCursor
 from infeed.scheduler.messages import WorkerId
 

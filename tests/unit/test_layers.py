@@ -1,6 +1,7 @@
-"""Optional packages stay optional. Layers are checked by import-linter: see pyproject.toml."""
+"""Optional packages stay optional, and names are unambiguous. Layers are checked by import-linter: see pyproject.toml."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,11 @@ ALLOWED = {
     "delivery/cuda.py": {"torch"},
     "delivery/plain.py": {"torch"},
 }
+
+
+# The public pair: infeed.DataLoader, and infeed.torch.DataLoader with torch's signature.
+SHARED_MODULES = {"__init__", "loader"}
+SHARED_CLASSES = {"DataLoader"}
 
 
 def top_level(body: list[ast.stmt]) -> Iterator[ast.AST]:
@@ -43,3 +49,16 @@ def test_optional_packages_are_not_imported_at_import_time() -> None:
     found = {name: set(imported(path)) & HEAVY - allowed[name] for name, path in names.items()}
 
     assert {name: packages for name, packages in found.items() if packages} == {}
+
+
+def test_modules_have_distinct_names() -> None:
+    names = Counter(path.stem for path in SOURCE.rglob("*.py"))
+
+    assert {name for name, count in names.items() if count > 1} == SHARED_MODULES
+
+
+def test_classes_have_distinct_names() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+    assert {name for name, count in names.items() if count > 1} == SHARED_CLASSES

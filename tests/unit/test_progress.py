@@ -16,7 +16,7 @@ from infeed.engine.planning import IndexedFeed, PlannedBatch
 from infeed.engine.progress import Progress, Record
 from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
 from infeed.plan.order import SequentialOrder
-from infeed.plan.shards import Cut, Shard
+from infeed.plan.sharding import Cut, Shard
 from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
 from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset

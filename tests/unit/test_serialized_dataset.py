@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from infeed.errors import WorkerStartError
-from infeed.memory.dataset import receive, send
 from infeed.memory.segments import SegmentStore, open_reader, open_store
+from infeed.memory.serialized_dataset import receive, send
 
 
 @pytest.fixture

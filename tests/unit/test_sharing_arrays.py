@@ -10,9 +10,9 @@ import pytest
 
 import infeed
 from infeed.collate.arrays import table_of
-from infeed.memory.dataset import receive, send
 from infeed.memory.pickling import dump_by_value
 from infeed.memory.segments import open_reader, open_store
+from infeed.memory.serialized_dataset import receive, send
 from infeed.memory.shared_arrays import BINS, pointer_of
 
 ARRAYS = {

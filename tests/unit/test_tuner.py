@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infeed.autotune.tuner import Limits, Reading, Tuner
+from infeed.autotune.tuner import Reading, Tuner, WorkerLimits
 from tests.unit.simulated_machine import Simulation, Work
 
 # Readings, of a tenth of a second: by then it has come to rest...
@@ -20,7 +20,7 @@ MOST_CHANGES = 12
 
 
 def simulate(work: Work, readings: int = LONG, **options: Any) -> Simulation:
-    limits = Limits(
+    limits = WorkerLimits(
         options.pop("limit", work.cores),
         options.pop("most", 64),
         is_strict=options.pop("is_strict", False),
@@ -71,7 +71,7 @@ def test_once_at_rest_it_stays(work: Work) -> None:
 
 def test_a_loop_that_waits_now_and_then_is_not_said_to_be_tuned_for_ever() -> None:
     """Every other look it waits, for single slow samples: too often to rest, and too seldom to try something."""
-    tuner = Tuner(Limits(8.0, 16))
+    tuner = Tuner(WorkerLimits(8.0, 16))
     sums = dict.fromkeys(("batches", "waited", "away", "busy"), 0)
     for number in range(40):
         waited = 50_000_000 * (number % 2)
@@ -91,7 +91,7 @@ def test_samples_that_take_a_minute_are_tuned_for_too() -> None:
 
 
 def test_it_says_whether_it_still_tries_something() -> None:
-    run = Simulation(Work(cores=16), Limits(16.0, 64))
+    run = Simulation(Work(cores=16), WorkerLimits(16.0, 64))
     assert not run.tuner.is_settled
     while not run.changes:
         run.run(1)
@@ -254,7 +254,7 @@ def test_a_step_is_not_judged_by_a_loop_that_has_become_slower() -> None:
 
 def test_a_loop_that_hardly_waits_needs_nobody() -> None:
     """Three looks in a row at which it waited are no reason, if it did not at most of those before."""
-    tuner = Tuner(Limits(cores=16, most_workers=64))
+    tuner = Tuner(WorkerLimits(cores=16, most_workers=64))
     at = waited = 0
     for step, share in enumerate([0.0, 0.0, *[0.0, 0.0, 0.06] * 3, 0.06, 0.06]):
         at, waited = at + 100_000_000, waited + round(share * 100_000_000)
@@ -263,7 +263,7 @@ def test_a_loop_that_hardly_waits_needs_nobody() -> None:
 
 def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
     """The system has a limit that nobody told of."""
-    limits = Limits(cores=16, most_workers=64)
+    limits = WorkerLimits(cores=16, most_workers=64)
     tuner, asked = Tuner(limits), []
     for step in range(200):
         now = step * 100_000_000

@@ -33,7 +33,7 @@ _CLEARLY_OTHER_SHARE: Final = 0.3
 _MOSTLY: Final = 0.95
 
 
-class Limits(NamedTuple):
+class WorkerLimits(NamedTuple):
     """Limits that the number of workers must respect."""
 
     cores: float  # CPU cores that this loader may use
@@ -236,7 +236,7 @@ class _Trial(NamedTuple):
 class Tuner:
     """Chooses the number of workers of one engine. Call ``consider`` about ten times a second while the training loop runs."""
 
-    def __init__(self, limits: Limits, first_count: int | None = None) -> None:
+    def __init__(self, limits: WorkerLimits, first_count: int | None = None) -> None:
         """Start with ``first_count`` workers if a good count is already known."""
         self._limits = limits
         # The count requested last.

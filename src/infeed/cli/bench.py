@@ -15,7 +15,7 @@ from infeed.cli.terminal import open_console, print_table
 from infeed.formatting import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from infeed.doctor.bench import Measured, Setting
+    from infeed.doctor.throughput import Measured, Setting
 
 __all__ = ["add_parser", "run"]
 
@@ -51,8 +51,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the settings, print the results, and print the best setting as a line to paste."""
     from infeed.doctor import targets
-    from infeed.doctor.bench import Bench, choose, confirm, search, text_of
     from infeed.doctor.report import bench_page, check_plot
+    from infeed.doctor.throughput import Bench, choose, confirm, search, text_of
     from infeed.errors import ConfigError
     from infeed.memory.limits import available_cores
     from infeed.programs.script import show_error

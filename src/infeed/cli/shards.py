@@ -76,7 +76,7 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _pack(source: str, out: Path, prefix: str, shard_bytes: int) -> Any:
-    from infeed.data.pack import Packed, check_resumed, samples_of_dataset, samples_of_folder, write_shards, written_shards
+    from infeed.data.pack import PackResult, check_resumed, samples_of_dataset, samples_of_folder, write_shards, written_shards
     from infeed.doctor import targets
 
     done, count, last = written_shards(out, prefix)
@@ -94,7 +94,7 @@ def _pack(source: str, out: Path, prefix: str, shard_bytes: int) -> Any:
     number = len(done) - 1
     for number in _shown(write_shards(samples, out, prefix, shard_bytes, len(done)), count, total):  # noqa: B007
         pass
-    return Packed(number + 1, total, count)
+    return PackResult(number + 1, total, count)
 
 
 def _shown(numbers: Iterator[int], start: int, total: int) -> Iterator[int]:

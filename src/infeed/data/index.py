@@ -57,7 +57,7 @@ class Index:
 
 
 @final
-class Place(NamedTuple):
+class IndexPlace(NamedTuple):
     """Where an index may be stored."""
 
     storage: Storage
@@ -93,11 +93,11 @@ class IndexStore:
         self._is_remote = scheme_of(self._folder) != ""
         # The cache folder may have indices of several folders with equal names of shards.
         folder_hash = hashlib.sha256(self._folder.encode()).hexdigest()[:16]
-        cached = Place(storage_for(""), str(cache_folder() / "index" / f"{folder_hash}-{self._name}"))
-        beside = Place(storage, self._folder + self._name)
+        cached = IndexPlace(storage_for(""), str(cache_folder() / "index" / f"{folder_hash}-{self._name}"))
+        beside = IndexPlace(storage, self._folder + self._name)
         if given is not None:
             folder = given if given.endswith(("/", os.sep)) else f"{given}/"
-            self._places = [Place(storage_for(folder, options if scheme_of(folder) else None), folder + self._name)]
+            self._places = [IndexPlace(storage_for(folder, options if scheme_of(folder) else None), folder + self._name)]
         else:
             self._places = [beside, cached]
         self._lock = cache_folder() / "locks" / f"{folder_hash}-{self._name}.lock"
@@ -130,7 +130,7 @@ class IndexStore:
             self._save(index, publish=publish)
         return index
 
-    def _load(self) -> tuple[Place | None, Index | None]:
+    def _load(self) -> tuple[IndexPlace | None, Index | None]:
         """Return the stored index with the most unchanged shards, not compared with the shards yet."""
         for place in self._places:
             try:
@@ -142,7 +142,7 @@ class IndexStore:
                 return place, index
         return None, None
 
-    def _read(self, place: Place) -> Index | None:
+    def _read(self, place: IndexPlace) -> Index | None:
         data = place.storage.read_whole(place.url)
         if data is None:
             return None

@@ -30,7 +30,7 @@ class Sample(NamedTuple):
         return sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in self.members.values())
 
 
-class Packed(NamedTuple):
+class PackResult(NamedTuple):
     """What was written."""
 
     shards: int

@@ -21,7 +21,7 @@ class BackendError(Exception):
     """Raised when the accelerator refuses a request. Internal: logged once, then delivery continues without it."""
 
 
-class Mark(ABC):
+class DeviceEvent(ABC):
     """A point in the accelerator's queue, like a CUDA event: done when all work submitted before it is done."""
 
     @abstractmethod
@@ -34,7 +34,7 @@ class Mark(ABC):
 class Sent(ABC):
     """A batch that is being copied to the device."""
 
-    copied: Mark  # when done, the device no longer reads the host memory
+    copied: DeviceEvent  # when done, the device no longer reads the host memory
 
     @abstractmethod
     def adopt(self) -> Any:
@@ -64,7 +64,7 @@ class Backend(ABC):
     def unregister(self, address: int) -> None: ...
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """Mark the end of all work submitted to the caller's stream so far."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class DevicePrefetch:
         self._stage = stage
         self._depth = depth
         self._queue: deque[tuple[Sent | BaseException, Any]] = deque()
-        self._copying: deque[tuple[Mark, Any]] = deque()  # host batches, held until their copy is done
+        self._copying: deque[tuple[DeviceEvent, Any]] = deque()  # host batches, held until their copy is done
 
     @property
     def is_full(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import torch
 
-from infeed.delivery.backend import Backend, BackendError, Convert, Mark, Sent, Stage, map_leaves
+from infeed.delivery.backend import Backend, BackendError, Convert, DeviceEvent, Sent, Stage, map_leaves
 from infeed.delivery.plain import as_tensor, usable_device
 
 _cuda: Any = torch.cuda  # mostly untyped
@@ -17,7 +17,7 @@ _RUNTIMES: Final = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "
 
 
 @final
-class _Events(Mark):
+class _Events(DeviceEvent):
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
@@ -41,7 +41,7 @@ class CudaBackend(Backend):
         if int(_cuda.cudart().cudaHostUnregister(address)):
             _forget_error()
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         if not _cuda.is_initialized():
             return _Events([])  # this process has not used CUDA yet
         return _Events([_recorded(_cuda.current_stream(device)) for device in _used_devices()])
@@ -88,7 +88,7 @@ class _CudaStage(Stage):
 
 @final
 class _CudaSent(Sent):
-    def __init__(self, batch: Any, leaves: list[Any], copied: Mark, ready: Any, device: int) -> None:
+    def __init__(self, batch: Any, leaves: list[Any], copied: DeviceEvent, ready: Any, device: int) -> None:
         self._batch, self._leaves, self.copied = batch, leaves, copied
         self._ready, self._device = ready, device
 

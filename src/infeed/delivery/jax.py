@@ -7,7 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from infeed.delivery.backend import Convert, Mark, Sent, Stage, map_leaves
+from infeed.delivery.backend import Convert, DeviceEvent, Sent, Stage, map_leaves
 
 
 @final
@@ -32,7 +32,7 @@ class JaxStage(Stage):
 
 
 @final
-class _Ready(Mark):
+class _Ready(DeviceEvent):
     """Done when JAX has all arrays.
 
     JAX itself keeps the host arrays that it still reads. The host batch is held until then, so that its slot need not be
@@ -53,7 +53,7 @@ class _Ready(Mark):
 
 @final
 class _JaxSent(Sent):
-    def __init__(self, batch: Any, copied: Mark) -> None:
+    def __init__(self, batch: Any, copied: DeviceEvent) -> None:
         self._batch, self.copied = batch, copied
 
     def adopt(self) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from mmap import mmap
 from typing import Final, final
 
-from infeed.delivery.backend import Backend, BackendError, Mark
+from infeed.delivery.backend import Backend, BackendError, DeviceEvent
 from infeed.scheduler.messages import SlotId
 
 _LOG: Final = logging.getLogger("infeed")
@@ -101,7 +101,7 @@ class PendingReads:
     def __init__(self, backend: Backend, ended: Callable[[], list[SlotId]]) -> None:
         self._backend = backend
         self._ended = ended
-        self._waiting: deque[tuple[Mark, list[SlotId]]] = deque()
+        self._waiting: deque[tuple[DeviceEvent, list[SlotId]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from infeed.delivery.backend import Convert, Mark, Sent, Stage, map_leaves
+from infeed.delivery.backend import Convert, DeviceEvent, Sent, Stage, map_leaves
 from infeed.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ class PlainStage(Stage):
 
     def send(self, batch: Any) -> Sent:
         moved = map_leaves(batch, self._move)
-        return _Arrived(moved if self._convert is None else self._convert(moved))
+        return _Moved(moved if self._convert is None else self._convert(moved))
 
     def _move(self, leaf: Any) -> Any:
         tensor = as_tensor(leaf)
@@ -56,7 +56,7 @@ class PlainStage(Stage):
 
 
 @final
-class _Done(Mark):
+class _Immediate(DeviceEvent):
     def is_done(self) -> bool:
         return True
 
@@ -65,9 +65,9 @@ class _Done(Mark):
 
 
 @final
-class _Arrived(Sent):
+class _Moved(Sent):
     def __init__(self, batch: Any) -> None:
-        self._batch, self.copied = batch, _Done()
+        self._batch, self.copied = batch, _Immediate()
 
     def adopt(self) -> Any:
         return self._batch

@@ -102,7 +102,7 @@ class EpochSeen:
 
 @final
 @dataclass(slots=True)
-class Fork:
+class ForkSeen:
     """A fork of the main process for a worker, with the threads that were running at that moment."""
 
     python_threads: list[str]
@@ -167,7 +167,7 @@ class LoaderSeen:
     start_method: str = ""  # of torch's workers
     pids: list[int] = field(default_factory=list)
     epochs: list[EpochSeen] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
+    forks: list[ForkSeen] = field(default_factory=list)
     batch_bytes: int = 0
     batch_rows: int = 0
     is_on_device: bool = False
@@ -371,7 +371,7 @@ def read_events(run: Run, events: Sequence[dict[str, Any]]) -> None:
             case "epoch":
                 loaders[event["loader"]].epochs.append(EpochSeen(at))
             case "fork":
-                loaders[event["loader"]].forks.append(Fork(**facts))
+                loaders[event["loader"]].forks.append(ForkSeen(**facts))
             case "first":
                 loader = loaders[event["loader"]]
                 loader.epochs[-1].start_s, loader.epochs[-1].has_batch = facts["start_s"], True

@@ -165,7 +165,7 @@ class Watcher:
         for module, loader, iterator in (
             ("torch.utils.data.dataloader", "DataLoader", "_BaseDataLoaderIter"),
             ("infeed.loader", "DataLoader", ""),
-            ("infeed.engine.iterator", "", "EpochIterator"),
+            ("infeed.engine.epoch_iterator", "", "EpochIterator"),
             ("infeed.torch.iterator", "", "EngineIter"),
             (
                 "torchdata.stateful_dataloader.stateful_dataloader",

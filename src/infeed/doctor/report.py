@@ -6,12 +6,12 @@ import signal
 from collections.abc import Sequence
 from typing import Any, Final
 
-from infeed.doctor.bench import Measured
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.finding import Finding, describe
+from infeed.doctor.throughput import Measured
 from infeed.formatting import format_bytes, format_count, format_seconds
 from infeed.metrics.page import (
-    Block,
+    Html,
     Tone,
     chart,
     code,
@@ -28,7 +28,7 @@ from infeed.metrics.page import (
 
 def findings_page(run: Run, findings: Sequence[Finding]) -> str:
     """Return the HTML page: findings, most costly first, then the monitored loaders."""
-    blocks: list[Block] = []
+    blocks: list[Html] = []
     if findings:
         count = format_count(len(findings), "problem")
         blocks.append(diagnosis(f"{count} found.\nMost costly: {findings[0].title}.", "bad"))
@@ -76,7 +76,7 @@ def check_plot() -> None:
 
 def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Measured], best: Measured | None) -> str:
     """Return the HTML page with the throughput of each setting."""
-    blocks: list[Block] = []
+    blocks: list[Html] = []
     if best is not None:
         blocks.append(diagnosis(f"Best setting: {best.setting}, {best.samples_per_s:,.0f} samples/s.", "good"))
         blocks.append(section("Code", code(best.setting.code(batch_size))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from infeed.doctor.evidence import Fork, LoaderSeen, Moment, ProcessSeen, Run
+from infeed.doctor.evidence import ForkSeen, LoaderSeen, Moment, ProcessSeen, Run
 from infeed.doctor.finding import Finding, describe
 from infeed.formatting import format_bytes, format_count, format_seconds
 
@@ -112,7 +112,7 @@ def _without_forks(loader: LoaderSeen) -> str:
     return _FORKS_FOR_TORCH
 
 
-def _dangers(fork: Fork) -> dict[str, int]:
+def _dangers(fork: ForkSeen) -> dict[str, int]:
     """Return the running threads that may hold a lock a worker needs: their number, by owner."""
     found = {name: count for name, count in fork.libraries.items() if not name.startswith(_HARMLESS)}
     for thread in fork.python_threads:

@@ -21,12 +21,12 @@ from infeed.engine.faults import Faults
 from infeed.engine.planning import Feed, IndexedFeed, Plan, StreamFeed, StreamShares, rows_of, seed_grain
 from infeed.engine.scaling import AutoScaler, WorkerScaling
 from infeed.engine.slots import SlotAllocator
-from infeed.engine.watchdog import Limits, Watchdog
+from infeed.engine.watchdog import HangLimits, Watchdog
 from infeed.memory.arena import Arena
-from infeed.memory.dataset import copy_out, send
 from infeed.memory.limits import available_bytes
 from infeed.memory.search import advise
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
+from infeed.memory.serialized_dataset import copy_out, send
 from infeed.metrics.collector import Collector
 from infeed.options import Options, WorkerKind
 from infeed.plan.batches import BatchPlan
@@ -126,7 +126,7 @@ def build_engine(
     stream = StreamShares(count) if config.is_stream else None
     if stream is not None and config.is_torch:
         stream.decide(shards_itself=True)  # every worker reads a full copy; the dataset does the sharding
-    limits = Limits(float(config.sample_timeout), config.hang_warning)
+    limits = HangLimits(float(config.sample_timeout), config.hang_warning)
     # If worker_init_fn seeds a generator, its numbers depend on which batches the worker loads. To make that independent of
     # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes.
     binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1

@@ -22,7 +22,7 @@ from infeed.collate.layout import Layout, LayoutPool
 from infeed.delivery.host import HostDelivery
 from infeed.engine.faults import Faults, start_error, workers_error
 from infeed.engine.planning import Feed, PlannedBatch, StreamFeed, StreamShares
-from infeed.engine.progress import Progress, Record, Task
+from infeed.engine.progress import Progress, Record, SentTask
 from infeed.engine.scaling import AutoScaler, WorkerScaling
 from infeed.engine.slots import SlotAllocator
 from infeed.engine.watchdog import Watchdog, timeout_error
@@ -168,7 +168,7 @@ class Engine:
         self._is_handling = False
         # Batches in flight.
         self._records: dict[BatchId, Record] = {}
-        self._tasks: dict[TaskId, Task] = {}
+        self._tasks: dict[TaskId, SentTask] = {}
         self._ready: list[tuple[Any, Record]] = []  # for the training loop
         self._error: BaseException | None = None  # raised before those: a skipped batch before them caused it
         self._batch_count = 0
@@ -789,7 +789,7 @@ class Engine:
                 block = self._allocator.enlarge(slot, needed, self._scheduler.free_slots)
         indices, rows, first_row = plan.indices, plan.rows, 0
         if indices is None:
-            self._tasks[task] = Task(worker, batch, record, 0, plan.row_count, layout)
+            self._tasks[task] = SentTask(worker, batch, record, 0, plan.row_count, layout)
             self._pool.send(worker, LoadNext(task, plan.epoch, plan.first_position, plan.row_count, block, layout))
             return
         if not is_whole:
@@ -799,7 +799,7 @@ class Engine:
             first_row = first_grain * grain_size
             indices = indices[first_row : first_row + grain_count * grain_size]
             rows = None if rows is None else rows[first_row : first_row + len(indices)]
-        self._tasks[task] = Task(worker, batch, record, first_row, len(indices), layout)
+        self._tasks[task] = SentTask(worker, batch, record, first_row, len(indices), layout)
         self._pool.send(
             worker,
             LoadGrains(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 from infeed.engine.bad_samples import BadRows, BadSampleHandler
-from infeed.engine.progress import Loss, Record, Task, sample_of
+from infeed.engine.progress import Loss, Record, SentTask, sample_of
 from infeed.engine.watchdog import Overdue, Watchdog
 from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
 from infeed.formatting import format_bytes, format_count
@@ -70,7 +70,7 @@ class Faults:
 
     # --- samples that raise
 
-    def failed(self, worker: WorkerId, task: Task, message: LoadFailed) -> Event:
+    def failed(self, worker: WorkerId, task: SentTask, message: LoadFailed) -> Event:
         """Decide about a task that ended with an exception."""
         record = task.record
         if message.bad:
@@ -94,7 +94,7 @@ class Faults:
             bad_rows.done.append(outcome)
         return None
 
-    def _bad_rows(self, entry: Task, bad: dict[int, Failure], worker: WorkerId, task: TaskId | None) -> Event:
+    def _bad_rows(self, entry: SentTask, bad: dict[int, Failure], worker: WorkerId, task: TaskId | None) -> Event:
         """Decide about bad rows; the scheduler then reloads the batch or gives it up."""
         record, plan = entry.record, entry.record.plan
         bad_rows = record.bad_rows = record.bad_rows or BadRows(plan.indices)
@@ -127,7 +127,7 @@ class Faults:
 
     # --- workers that die
 
-    def died(self, worker: WorkerId, death: Death, tasks: Mapping[TaskId, Task]) -> list[Event]:
+    def died(self, worker: WorkerId, death: Death, tasks: Mapping[TaskId, SentTask]) -> list[Event]:
         """Record the death of a worker that had these tasks, and decide which sample or batch is to blame."""
         self._death_times.append(time.monotonic())
         watchdog = self._watchdog
@@ -185,7 +185,7 @@ class Faults:
         )
         return Failure.of(error, "loading sample", index=index, position=position)
 
-    def _blame(self, entry: Task, row: int | None, failure: Failure, worker: WorkerId) -> Event:
+    def _blame(self, entry: SentTask, row: int | None, failure: Failure, worker: WorkerId) -> Event:
         record = entry.record
         if row is not None and record.plan.indices is not None:
             return self._bad_rows(entry, {row: failure}, worker, None)
@@ -241,7 +241,7 @@ def _death_text(death: Death, doing: Doing | None, held: list[list[Any]]) -> str
     return text
 
 
-def _indices(task: Task) -> list[Any]:
+def _indices(task: SentTask) -> list[Any]:
     """Return the indices of a task; empty for an iterable dataset and for a batch that nobody waits for."""
     indices = task.record.plan.indices
     if indices is None or task.record.is_forgotten:

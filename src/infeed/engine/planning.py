@@ -39,9 +39,9 @@ from infeed.plan.order import (
     WeightedOrder,
     weight_ladder,
 )
-from infeed.plan.shards import Cut, Shard, Steps
+from infeed.plan.sharding import Cut, Shard, Steps
 from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor
-from infeed.plan.stateful import Reading, Readings, check_reading
+from infeed.plan.stateful import SamplerReader, SamplerStates, check_reading
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.exceptions import kept
 from infeed.workers.protocol import OpenStream
@@ -139,7 +139,7 @@ class Planner(Plan):
         self._window = _window_of(config.dataset, self._drawn)
         self._order_name = self._named_order()
         self._length: int | None = None
-        self._readings = Readings()
+        self._readings = SamplerStates()
         self._check_lengths()
 
     @property
@@ -165,7 +165,7 @@ class Planner(Plan):
             # Ranks are padded with the first rows of the epoch, which are known only when reading from its start.
             is_alone = self.cut.shard.world_size == 1
             size = None if is_batched else self.cut.batch_size
-            reading = Reading(sampler, cursor, cursor.sampler, is_kept=is_alone, full_size=size if is_alone else None)
+            reading = SamplerReader(sampler, cursor, cursor.sampler, is_kept=is_alone, full_size=size if is_alone else None)
             self._readings.follow(cursor, reading)
             return reading.watched((given_batches if is_batched else sampled_batches)(reading, self.cut, reading.skip))
         return ordered_batches(self._order(cursor.epoch), self.cut, cursor.position)
@@ -490,7 +490,7 @@ class IndexedFeed(Feed):
 
 @final
 @dataclass(slots=True)
-class _Share:
+class _ShareProgress:
     planned_rows: int = 0
     loaded_rows: int = 0
     is_open: bool = False
@@ -528,7 +528,7 @@ class StreamFeed(Feed):
         super().__init__(cursor)
         self._batch_size = batch_size
         self._shares = shares
-        self._by_worker = {WorkerId(0): _Share()}
+        self._by_worker = {WorkerId(0): _ShareProgress()}
         self._turn = 0
         self._has_asked = False
         self._was_alone = False  # one worker reads this epoch to its end, even if all could
@@ -540,7 +540,7 @@ class StreamFeed(Feed):
         self._was_alone = stream.is_alone
         for number, share in enumerate(stream.shares):
             has_state = share.state is not None
-            self._by_worker[WorkerId(number)] = _Share(
+            self._by_worker[WorkerId(number)] = _ShareProgress(
                 share.rows,
                 share.rows,
                 is_ended=share.is_ended and not has_state,
@@ -571,7 +571,7 @@ class StreamFeed(Feed):
             self._has_asked = True
         elif not self.is_alone:
             for number in range(self._shares.worker_count):
-                self._by_worker.setdefault(WorkerId(number), _Share())
+                self._by_worker.setdefault(WorkerId(number), _ShareProgress())
         count = len(self._by_worker)
         for _ in range(count):
             worker = WorkerId(self._turn % count)
@@ -594,7 +594,7 @@ class StreamFeed(Feed):
 
     def open_message(self, worker: WorkerId) -> OpenStream:
         """Return the message for a worker that starts this share, or continues it after another worker died."""
-        share = self._by_worker.get(worker) or _Share()
+        share = self._by_worker.get(worker) or _ShareProgress()
         return OpenStream(
             self.epoch, share.state_rows, share.loaded_rows - share.state_rows, share.state, self.is_alone, self.is_known,
             share.is_over or share.is_ended,

@@ -83,7 +83,7 @@ class Record:
         self.layout = None
 
 
-class Task(NamedTuple):
+class SentTask(NamedTuple):
     """Rows of a batch that a worker loads."""
 
     worker: WorkerId
@@ -110,7 +110,7 @@ def sample_of(record: Record, row: int | None) -> tuple[Any, int | None]:
 _KEPT: Final = 256
 
 
-class Past(NamedTuple):
+class PastBatch(NamedTuple):
     """A delivered or failed batch: its plan, the workers that loaded it, the number of attempts."""
 
     plan: PlannedBatch
@@ -196,14 +196,14 @@ class Progress:
         bad_count = self.error_budget.bad_count - (0 if failed is None else len(failed.done))
         return Cursor(self.epoch, self._step, self._position, ahead, self._stream(), max(0, bad_count))
 
-    def find(self, step: int) -> Past | None:
+    def find(self, step: int) -> PastBatch | None:
         """Return the latest record of a step, if it is still kept."""
         # Copy atomically: another thread may call this while the training loop takes batches.
         recent = tuple(self._recent)
         record = next((record for record in reversed(recent) if record.plan.step == step), None)
         if record is None:
             return None
-        return Past(record.plan, record.parts, 1 + len(record.deaths or ()), record.row_count)
+        return PastBatch(record.plan, record.parts, 1 + len(record.deaths or ()), record.row_count)
 
     def _pass(self, record: Record) -> None:
         plan = record.plan
@@ -293,7 +293,7 @@ class Lineage:
 
 
 def lineage_of(
-    epoch: int, step: int, plan: BatchPlan | None, past: Past | None, *, seed: int, grain_size: int, rank: int
+    epoch: int, step: int, plan: BatchPlan | None, past: PastBatch | None, *, seed: int, grain_size: int, rank: int
 ) -> Lineage:
     """Return the lineage of a batch from its plan or its record; the record takes precedence."""
     if past is not None:

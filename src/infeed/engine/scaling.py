@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple, final
 
-from infeed.autotune.tuner import Bound, Limits, Reading, Tuner, Work, better_kind
+from infeed.autotune.tuner import Bound, Reading, Tuner, Work, WorkerLimits, better_kind
 from infeed.errors import WorkerStartError
 from infeed.formatting import format_count
 from infeed.memory.limits import available_bytes
@@ -46,7 +46,7 @@ class WorkerTuning:
         given = (cores, config.most_workers, config.cpu_limit is not None, self.kind(config))
         if self._tuner is None or given != self._given:
             reserve_bytes, is_strict = int(_RESERVE * available_bytes()), config.cpu_limit is not None
-            limits = Limits(cores, config.most_workers, reserve_bytes, is_strict, config.is_cpu_limited)
+            limits = WorkerLimits(cores, config.most_workers, reserve_bytes, is_strict, config.is_cpu_limited)
             self._tuner = Tuner(limits, None if self._tuner is None else self._tuner.count)
             self._given = given
         return self._tuner

@@ -19,7 +19,7 @@ from infeed.engine.bad_samples import BadSample, ErrorBudget, new_list
 from infeed.engine.build import build_engine
 from infeed.engine.engine import Engine
 from infeed.engine.planning import Plan, seed_grain
-from infeed.engine.progress import Lineage, Past, Progress, lineage_of
+from infeed.engine.progress import Lineage, PastBatch, Progress, lineage_of
 from infeed.engine.scaling import WorkerTuning
 from infeed.errors import ConfigError, LoaderClosedError, StateError, WorkerStartError
 from infeed.memory.limits import available_bytes
@@ -293,14 +293,14 @@ class Session:
         finally:
             engine.close()
 
-    def _stream_start(self, start: Cursor, past: Past) -> Cursor:
+    def _stream_start(self, start: Cursor, past: PastBatch) -> Cursor:
         """Return the cursor that re-reads an iterable dataset from its beginning up to a batch."""
         if self._progress is None or self._progress.share_count > 1:
             raise ConfigError("replay() is not supported for iterable datasets that several workers share; use num_workers=1")
         rows = past.plan.first_position
         return Cursor(start.epoch, start.step, rows, stream=StreamCursor(0, (ShareCursor(rows),)))
 
-    def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, Past | None]:
+    def _look_up(self, epoch: int | None, step: int) -> tuple[int, BatchPlan | None, PastBatch | None]:
         """Return the epoch, and either the plan or the record of its batch ``step``."""
         progress = self._progress
         if epoch is None:

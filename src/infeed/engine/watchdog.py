@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias, final
 
-from infeed.engine.progress import Task, sample_of
+from infeed.engine.progress import SentTask, sample_of
 from infeed.errors import LoadTimeoutError
 from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import TaskId, WorkerId
@@ -26,10 +26,10 @@ _AGAIN_TIMES: Final = 2
 _LOOK_S: Final = 1.0
 _SOONEST_LOOK_S: Final = 0.01
 
-Tasks: TypeAlias = Mapping[TaskId, Task]  # sent, not yet answered
+Tasks: TypeAlias = Mapping[TaskId, SentTask]  # sent, not yet answered
 
 
-class Limits(NamedTuple):
+class HangLimits(NamedTuple):
     """The watchdog options of the user."""
 
     sample_timeout_s: float = 0.0  # 0: none
@@ -49,7 +49,7 @@ class Overdue(NamedTuple):
 class Watchdog:
     """Checks the status board of one engine."""
 
-    def __init__(self, pool: WorkerPool, status_board: StatusBoard, workers: tuple[WorkerId, ...], limits: Limits) -> None:
+    def __init__(self, pool: WorkerPool, status_board: StatusBoard, workers: tuple[WorkerId, ...], limits: HangLimits) -> None:
         self._pool, self._status_board, self._workers = pool, status_board, workers
         self._limits = limits
         shortest = [_LOOK_S]

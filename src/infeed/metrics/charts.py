@@ -14,7 +14,7 @@ from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
     WORDS,
-    Piece,
+    DrawnSpan,
     Serial,
     Window,
     foremost,
@@ -26,7 +26,7 @@ from infeed.metrics.lanes import (
     whole,
     windows,
 )
-from infeed.metrics.page import Block, Figure, chart, hint, section
+from infeed.metrics.page import Figure, Html, chart, hint, section
 from infeed.metrics.statistics import LOOP, Mark, Point, SpanKind, Statistics, Trace
 
 _MOST_POINTS: Final = 120
@@ -223,7 +223,7 @@ _AROUND_PX: Final = 96  # legend above, times below
 _MOST_MARKS: Final = 200
 
 
-def timeline_section(trace: Trace, *, most: int) -> Block | None:
+def timeline_section(trace: Trace, *, most: int) -> Html | None:
     """Return the timeline with instructions for zooming and a note on missing spans; ``None`` if there are no spans.
 
     Args:
@@ -285,21 +285,21 @@ def timeline_figure(trace: Trace, window: Window, shown: Window, *, most: int) -
     }
 
 
-def _pieces(trace: Trace, window: Window, shown: Window, most: int) -> dict[SpanKind, list[Piece]]:
+def _pieces(trace: Trace, window: Window, shown: Window, most: int) -> dict[SpanKind, list[DrawnSpan]]:
     """Return pieces by kind: fine within ``shown``, coarse before and after it, without duplicates."""
     parts = [(shown, most // 2)]
     if window.begin_ns < shown.begin_ns:
         parts.append((Window(window.begin_ns, shown.begin_ns, ""), most // 4))
     if shown.end_ns < window.end_ns:
         parts.append((Window(shown.end_ns, window.end_ns, ""), most // 4))
-    found: dict[SpanKind, list[Piece]] = defaultdict(list)
+    found: dict[SpanKind, list[DrawnSpan]] = defaultdict(list)
     for part, share in parts:
         for piece in pieces(trace.spans, part, most=share):
             found[piece.kind].append(piece)
     return found
 
 
-def _bars(kind: SpanKind, found: list[Piece], tops: dict[int, float]) -> dict[str, Any]:
+def _bars(kind: SpanKind, found: list[DrawnSpan], tops: dict[int, float]) -> dict[str, Any]:
     is_loop = kind in ("wait", "deliver", "away")
     what = "batch %{customdata[1]}" if is_loop else "position %{customdata[1]}%{customdata[2]}"
     many = "batches" if is_loop else "samples"

@@ -33,7 +33,7 @@ from infeed.metrics.statistics import (
     Trace,
     WorkerStatistics,
 )
-from infeed.metrics.worker_metrics import Reading, WorkerMetrics, busy_ns
+from infeed.metrics.worker_metrics import RecorderContents, WorkerMetrics, busy_ns
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.process_tools import memory_use
 from infeed.workers.recorder import BUCKETS, NO_INDEX, SLOWEST, Observe, Slow, bucket_end_ns
@@ -620,7 +620,7 @@ class Collector:
         )
 
 
-def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, Reading]]) -> Iterable[WorkerStatistics]:
+def _workers(all_metrics: list[EngineMetrics], recorders: list[dict[WorkerId, RecorderContents]]) -> Iterable[WorkerStatistics]:
     """Yield statistics by worker id. Workers of different engines with the same id count as one worker."""
     for worker in sorted({worker for recorded in recorders for worker in recorded}):
         own = [metrics for metrics, recorded in zip(all_metrics, recorders, strict=True) if worker in recorded]

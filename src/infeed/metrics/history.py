@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-from infeed.metrics.recent import Past
+from infeed.metrics.recent import Slices
 from infeed.metrics.statistics import Mark, Point, Span, SpanKind
 from infeed.scheduler.messages import WorkerId
 from infeed.workers import recorder
@@ -35,7 +35,7 @@ class History:
         self._span_count = 0
         self.marks: deque[Mark] = deque(maxlen=_MARKS_KEPT)
         self.points: list[Point] = []
-        self.past = Past()
+        self.past = Slices()
         self.lost_span_count = 0
         self._stride = 1  # keep one point out of this many
         self._point_count = 0

@@ -53,7 +53,7 @@ _MOST_LABELS: Final = 24
 FAULTS: Final = frozenset({"death", "restart", "bad sample", "failure", "hang"})
 
 
-class Piece(NamedTuple):
+class DrawnSpan(NamedTuple):
     """A span as drawn: a single span, or several short neighbouring spans of one kind."""
 
     lane: int
@@ -194,17 +194,17 @@ def _known_since(trace: Trace) -> int:
     return max([min(workers, default=0), *kept])
 
 
-def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[Piece]:
+def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[DrawnSpan]:
     """Return the spans of a window as drawn: clipped to it, with short neighbours of one kind merged.
 
     The resolution is halved until there are at most ``most`` pieces, or four per lane and kind if that is more.
     """
-    rows: dict[tuple[int, SpanKind], list[Piece]] = defaultdict(list)
+    rows: dict[tuple[int, SpanKind], list[DrawnSpan]] = defaultdict(list)
     for span in spans:
         lane, kind, begin_ns, end_ns, epoch, position, first_index, size = span
         if begin_ns < window.end_ns and end_ns > window.begin_ns and end_ns > begin_ns:
             begin_ns, end_ns = max(begin_ns, window.begin_ns), min(end_ns, window.end_ns)
-            piece = Piece(lane, kind, begin_ns, end_ns, end_ns - begin_ns, epoch, position, first_index, size, 1)
+            piece = DrawnSpan(lane, kind, begin_ns, end_ns, end_ns - begin_ns, epoch, position, first_index, size, 1)
             rows[lane, kind].append(piece)
     for row in rows.values():
         row.sort(key=lambda piece: piece.begin_ns)
@@ -230,10 +230,10 @@ def foremost(marks: Iterable[Mark], most: int) -> list[Mark]:
     return sorted(chosen, key=lambda mark: mark.at_ns)
 
 
-def _merged(row: Sequence[Piece], finest_ns: float) -> list[Piece]:
+def _merged(row: Sequence[DrawnSpan], finest_ns: float) -> list[DrawnSpan]:
     """Merge neighbours if one of them and the gap between them are too short to see."""
-    merged: list[Piece] = []
-    run: list[Piece] = []  # pieces to merge into one
+    merged: list[DrawnSpan] = []
+    run: list[DrawnSpan] = []  # pieces to merge into one
     begin_ns = end_ns = 0
     shortest_ns = 0.0
     for piece in row:
@@ -253,7 +253,7 @@ def _merged(row: Sequence[Piece], finest_ns: float) -> list[Piece]:
     return merged + _joined(run, end_ns)
 
 
-def _joined(run: list[Piece], end_ns: int) -> list[Piece]:
+def _joined(run: list[DrawnSpan], end_ns: int) -> list[DrawnSpan]:
     if len(run) < 2:
         return run
     busy_ns = sum(piece.busy_ns for piece in run)

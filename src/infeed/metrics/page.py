@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeAlias, final
 from infeed.errors import ConfigError
 
 __all__ = [
-    "Block",
     "Figure",
+    "Html",
     "Tone",
     "bars",
     "chart",
@@ -53,14 +53,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 @final
 @dataclass(frozen=True, slots=True)
-class Block:
+class Html:
     """A piece of a page: HTML with all text escaped."""
 
     html: str
     has_chart: bool = False
 
 
-def page(title: str, blocks: Iterable[Block], *, subtitle: str = "") -> str:
+def page(title: str, blocks: Iterable[Html], *, subtitle: str = "") -> str:
     """Return a complete HTML page with these blocks.
 
     Raises:
@@ -79,89 +79,89 @@ def page(title: str, blocks: Iterable[Block], *, subtitle: str = "") -> str:
     )
 
 
-def section(title: str, *blocks: Block, note: str = "") -> Block:
+def section(title: str, *blocks: Html, note: str = "") -> Html:
     """Return blocks under a heading; ``note`` explains them in small print below the heading."""
     body = _join(blocks)
     small = f'<p class="note">{escape(note)}</p>' if note else ""
-    return Block(f"<section><h2>{escape(title)}</h2>{small}\n{body.html}</section>", body.has_chart)
+    return Html(f"<section><h2>{escape(title)}</h2>{small}\n{body.html}</section>", body.has_chart)
 
 
-def row(*blocks: Block) -> Block:
+def row(*blocks: Html) -> Html:
     """Return blocks side by side, or stacked on a narrow screen."""
-    body = _join(Block(f"<div>{block.html}</div>", block.has_chart) for block in blocks)
-    return Block(f'<div class="row">{body.html}</div>', body.has_chart)
+    body = _join(Html(f"<div>{block.html}</div>", block.has_chart) for block in blocks)
+    return Html(f'<div class="row">{body.html}</div>', body.has_chart)
 
 
-def diagnosis(text: str, tone: Tone = "plain") -> Block:
+def diagnosis(text: str, tone: Tone = "plain") -> Html:
     """Return the diagnosis: the first line large, the other lines below it."""
     first, _, rest = text.strip().partition("\n")
     lines = "".join(f"<p>{escape(line.strip())}</p>" for line in rest.splitlines() if line.strip())
-    return Block(f'<div class="diagnosis {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
+    return Html(f'<div class="diagnosis {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
 
 
-def paragraph(text: str) -> Block:
-    return Block(f"<p>{escape(text)}</p>")
+def paragraph(text: str) -> Html:
+    return Html(f"<p>{escape(text)}</p>")
 
 
-def hint(text: str) -> Block:
+def hint(text: str) -> Html:
     """Return mouse instructions in small print; devices without a mouse do not show them."""
-    return Block(f'<p class="note hint">{escape(text)}</p>')
+    return Html(f'<p class="note hint">{escape(text)}</p>')
 
 
-def code(text: str) -> Block:
+def code(text: str) -> Html:
     """Return preformatted monospace text, which scrolls horizontally if it is wide."""
-    return Block(f"<pre><code>{escape(text)}</code></pre>")
+    return Html(f"<pre><code>{escape(text)}</code></pre>")
 
 
-def label(text: str, tone: Tone = "plain") -> Block:
+def label(text: str, tone: Tone = "plain") -> Html:
     """Return a word or two on a coloured background; usable as a table cell."""
-    return Block(f'<span class="label {tone}">{escape(text)}</span>')
+    return Html(f'<span class="label {tone}">{escape(text)}</span>')
 
 
-def tiles(values: Iterable[tuple[str, str, str]]) -> Block:
+def tiles(values: Iterable[tuple[str, str, str]]) -> Html:
     """Return large figures side by side. Each value is a name, a figure with its unit, and a remark or ``""``."""
     cells = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
         for name, value, remark in values
     )
-    return Block(f'<dl class="tiles">{"".join(cells)}</dl>')
+    return Html(f'<dl class="tiles">{"".join(cells)}</dl>')
 
 
-def facts(values: Mapping[str, str]) -> Block:
+def facts(values: Mapping[str, str]) -> Html:
     """Return a two-column table of names and values."""
     rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in values.items())
-    return Block(f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>')
+    return Html(f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>')
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str | Block]], *, numbers: Iterable[int] = ()) -> Block:
+def table(head: Sequence[str], rows: Iterable[Sequence[str | Html]], *, numbers: Iterable[int] = ()) -> Html:
     """Return a table that scrolls horizontally if it is wide; columns in ``numbers`` are right-aligned."""
     right = set(numbers)
 
-    def cell(tag: str, column: int, content: str | Block) -> str:
-        inner = content.html if isinstance(content, Block) else escape(content)
+    def cell(tag: str, column: int, content: str | Html) -> str:
+        inner = content.html if isinstance(content, Html) else escape(content)
         kind = ' class="number"' if column in right else ""
         return f"<{tag}{kind}>{inner}</{tag}>"
 
-    def line(tag: str, cells: Sequence[str | Block]) -> str:
+    def line(tag: str, cells: Sequence[str | Html]) -> str:
         return f"<tr>{''.join(cell(tag, column, content) for column, content in enumerate(cells))}</tr>"
 
-    return Block(
+    return Html(
         f'<div class="scroll"><table><thead>{line("th", head)}</thead>'
         f"<tbody>{''.join(line('td', cells) for cells in rows)}</tbody></table></div>"
     )
 
 
-def bars(share: float) -> Block:
+def bars(share: float) -> Html:
     """Return a bar for a table cell, filled to ``share`` (0 to 1) of its length."""
-    return Block(f'<span class="bar"><i style="width:{min(1.0, max(0.0, share)) * 100:.1f}%"></i></span>')
+    return Html(f'<span class="bar"><i style="width:{min(1.0, max(0.0, share)) * 100:.1f}%"></i></span>')
 
 
-def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Block:
+def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Html:
     """Return a chart of full width. plotly.js treats text in a figure as markup: apply ``html.escape`` to untrusted text."""
     # Only "</script" and "<!--" could break out of the script element, and JSON can escape the "<" of both.
     data = json.dumps(figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return Block(
+    return Html(
         f'<figure class="chart"><div class="plot" style="--height:{height_px}px"></div>'
         f'<script type="application/json">{data}</script>{below}</figure>',
         has_chart=True,
@@ -186,9 +186,9 @@ def _scripts() -> str:
     )
 
 
-def _join(blocks: Iterable[Block]) -> Block:
+def _join(blocks: Iterable[Html]) -> Html:
     parts = tuple(blocks)
-    return Block("\n".join(part.html for part in parts), any(part.has_chart for part in parts))
+    return Html("\n".join(part.html for part in parts), any(part.has_chart for part in parts))
 
 
 def _part(name: str) -> str:

@@ -17,7 +17,7 @@ from infeed.metrics.lanes import (
     EXTENT,
     FAULTS,
     WORDS,
-    Piece,
+    DrawnSpan,
     Serial,
     Window,
     lane_labels,
@@ -123,7 +123,7 @@ def _draw(trace: Trace, figure: Figure) -> None:
 
 
 def _draw_window(
-    axes: Axes, window: Window, seen: list[Piece], in_a_row: Serial | None, tops: dict[int, float]
+    axes: Axes, window: Window, seen: list[DrawnSpan], in_a_row: Serial | None, tops: dict[int, float]
 ) -> set[SpanKind]:
     """Draw the lanes and, above them, the serial work. Return the span kinds drawn."""
     bars: dict[tuple[float, SpanKind], list[tuple[float, float, float]]] = {}
@@ -194,7 +194,7 @@ def _headline(trace: Trace) -> list[str]:
     return textwrap.wrap(shorten(trace.statistics.diagnosis, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
 
 
-def _subline(trace: Trace, seen: list[list[Piece]]) -> str:
+def _subline(trace: Trace, seen: list[list[DrawnSpan]]) -> str:
     statistics = trace.statistics
     if not seen:
         return "No timeline: no batch was requested, or observe is not 'timeline'."

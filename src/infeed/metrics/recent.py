@@ -114,7 +114,7 @@ class Recent(NamedTuple):
 
 
 @final
-class Past:
+class Slices:
     """The latest slices of all engines of one loader."""
 
     def __init__(self) -> None:

@@ -212,7 +212,7 @@ def _write_picture(trace: Trace, path: Path) -> None:
 
 
 def _write_page(trace: Trace, path: Path) -> None:
-    from infeed.metrics.report import timeline_page
+    from infeed.metrics.run_report import timeline_page
 
     # A path in a setting may contain bytes that are not valid UTF-8.
     path.write_text(timeline_page(trace), encoding="utf-8", errors="backslashreplace")

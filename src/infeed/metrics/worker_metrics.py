@@ -21,7 +21,7 @@ class Usage(NamedTuple):
     private_bytes: int  # now, without shared memory
 
 
-class Reading(NamedTuple):
+class RecorderContents(NamedTuple):
     """The contents of a worker's recorder, without spans."""
 
     sums: Sums
@@ -29,7 +29,7 @@ class Reading(NamedTuple):
     slowest: list[Slow]
 
 
-_NO_READING: Final = Reading(Sums(), [0] * recorder.BUCKETS, [])
+_NO_READING: Final = RecorderContents(Sums(), [0] * recorder.BUCKETS, [])
 
 
 @final
@@ -57,7 +57,7 @@ class WorkerMetrics:
         self.known: set[WorkerId] = set()  # workers that ever started
         self.is_closed = False
         self._count = self._final_count = 0
-        self._last: dict[WorkerId, Reading] = {}  # final readings, taken at close
+        self._last: dict[WorkerId, RecorderContents] = {}  # final readings, taken at close
         self._idle_ns = 0  # since when no epoch is in progress; 0: one is
         # Between epochs: snapshots from the end of the last epoch. Work loaded ahead counts only when the next epoch begins.
         self._still: dict[WorkerId, tuple[RecorderReader, Usage]] = {}
@@ -166,12 +166,12 @@ class WorkerMetrics:
                 return Usage(cpu_ns, queued_ns, doing.rss_bytes, doing.private_bytes)
         return Usage(member.cpu_ns, member.queued_ns, 0, 0)
 
-    def read(self, worker: WorkerId) -> Reading:
+    def read(self, worker: WorkerId) -> RecorderContents:
         """Return the contents of the worker's recorder."""
         if not self.is_closed:
             try:
                 reader = self._reader(worker).copy()
-                return Reading(reader.sums(), reader.histogram(), reader.slowest())
+                return RecorderContents(reader.sums(), reader.histogram(), reader.slowest())
             except ValueError:
                 pass  # another thread has just closed the status board
         return self._last.get(worker, _NO_READING)
@@ -209,7 +209,7 @@ def busy_ns(sums: Sums) -> int:
     return sums.load_ns + sums.collate_ns + sums.write_ns
 
 
-def _added(one: Reading, other: Reading) -> Reading:
+def _added(one: RecorderContents, other: RecorderContents) -> RecorderContents:
     sums = Sums(
         one.sums.load_ns + other.sums.load_ns,
         one.sums.collate_ns + other.sums.collate_ns,
@@ -221,4 +221,4 @@ def _added(one: Reading, other: Reading) -> Reading:
         other.sums.is_drawing,
     )
     histogram = [a + b for a, b in zip(one.histogram, other.histogram, strict=True)]
-    return Reading(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[: recorder.SLOWEST])
+    return RecorderContents(sums, histogram, sorted({*one.slowest, *other.slowest}, reverse=True)[: recorder.SLOWEST])

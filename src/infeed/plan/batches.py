@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from infeed.plan.order import Indices, Order
-from infeed.plan.shards import ALONE, Cut, Piece, Steps
+from infeed.plan.sharding import ALONE, Cut, RankRows, Steps
 
 # Maximum number of grains per batch. With more grains, more workers share a batch: the first batch arrives sooner, and a slow
 # sample delays less. Each grain seeds three generators (about 6 microseconds), which is noticeable for tiny samples.
@@ -79,7 +79,7 @@ def ordered_batches(order: Order, cut: Cut, start: int = 0) -> Iterator[BatchPla
             yield plan
 
 
-def ordered_batch(order: Order, piece: Piece) -> BatchPlan | None:
+def ordered_batch(order: Order, piece: RankRows) -> BatchPlan | None:
     """Return the batch of one piece of an order; ``None`` if this rank gets no rows."""
     first, count, padding, stop = piece
     if count + padding == 0:

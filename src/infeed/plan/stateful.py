@@ -178,7 +178,7 @@ class _Renewing(Iterator[Any]):
 
 
 @final
-class Reading:
+class SamplerReader:
     """Reads a sampler for one epoch, starting from a state, and stores the sampler's state after each batch.
 
     Iterating it yields the sampler's elements from the state on; the first ``skip`` of them were delivered before.
@@ -271,20 +271,20 @@ class Reading:
 
 
 @final
-class Readings:
-    """Tracks the ``Reading`` of the latest epoch, to return the states of the loader's sampler."""
+class SamplerStates:
+    """Tracks the ``SamplerReader`` of the latest epoch, to return the states of the loader's sampler."""
 
     def __init__(self) -> None:
         self._start: Cursor | None = None
         self._reached: Callable[[], int] | None = None
-        self._reading: Reading | None = None
+        self._reading: SamplerReader | None = None
 
     def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
         """Track the epoch that begins at ``start``; ``reached`` returns the next step of the training loop."""
         self._start, self._reached = start, reached
 
-    def follow(self, cursor: Cursor, reading: Reading) -> None:
-        """Register the ``Reading`` of an epoch, if it is the tracked one."""
+    def follow(self, cursor: Cursor, reading: SamplerReader) -> None:
+        """Register the ``SamplerReader`` of an epoch, if it is the tracked one."""
         if cursor is self._start and self._reached is not None:
             self._reading, reading.reached = reading, self._reached
 
@@ -303,7 +303,7 @@ class Readings:
 
 
 def check_reading(record: Any, cursor: Cursor, sampler: Any) -> dict[str, Any] | None:
-    """Validate a value that ``Readings.state`` returned.
+    """Validate a value that ``SamplerStates.state`` returned.
 
     Raises:
         StateError: the value is invalid, or the loader has no sampler.

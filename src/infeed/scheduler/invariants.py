@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from infeed.scheduler.messages import BatchId, SlotId, TaskId, WorkerId
-from infeed.scheduler.state import Batch, SlotState, Task, Worker
+from infeed.scheduler.records import Batch, SlotState, Task, Worker
 
 
 def check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from infeed.scheduler.state import BATCH_DEATHS
+from infeed.scheduler.records import BATCH_DEATHS
 
 # Minimum duration of a task: makes the cost of its two messages (about 30 microseconds on both sides) small in comparison.
 _TASK_NS: Final = 1_000_000

@@ -64,7 +64,7 @@ from infeed.scheduler.messages import (
     WorkersLost,
 )
 from infeed.scheduler.pacing import REMOTE_TASKS, DeathLimit, Pacing
-from infeed.scheduler.state import Batch, Slots, SlotState, Task, Worker
+from infeed.scheduler.records import Batch, Slots, SlotState, Task, Worker
 
 # Handler method of each event: _on_batch_planned for BatchPlanned.
 _HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower() for event in get_args(Event)}

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from infeed.engine.iterator import EpochIterator
+from infeed.engine.epoch_iterator import EpochIterator
 from infeed.engine.session import Session
 from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerError
 from infeed.torch.plan import TorchPlan

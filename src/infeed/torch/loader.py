@@ -227,7 +227,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Raises:
             ConfigError: ``observe`` records no timeline, or the loader runs on torch's own workers.
         """
-        from infeed.metrics.report import write_report
+        from infeed.metrics.run_report import write_report
 
         write_report(trace_of(self), path)
 

@@ -28,9 +28,9 @@ from infeed.memory.shared_arrays import SharedArray
 from infeed.options import Options
 from infeed.plan.batches import BatchPlan, GivenIndices, Lookahead, compacted, listed, ordered_batch, ordered_batches
 from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
-from infeed.plan.shards import Cut, Steps
+from infeed.plan.sharding import Cut, Steps
 from infeed.plan.state import Cursor, Identity
-from infeed.plan.stateful import Reading, Readings, check_reading, is_stateful, restore, source_state
+from infeed.plan.stateful import SamplerReader, SamplerStates, check_reading, is_stateful, restore, source_state
 from infeed.torch.generators import DEFAULT, LOADER, NAMES, NOW, SAMPLER, LentGenerator, decoded, encoded
 
 # Samplers that draw random numbers, all at once.
@@ -137,7 +137,7 @@ class TorchPlan(Plan):
         self._run: ref[SamplerRun] | None = None  # of the latest iteration, unless it was dropped
         self._is_waiting = False  # that iteration has not begun
         self._begun: tuple[Cursor, SamplerRun] | None = None
-        self._readings = Readings()
+        self._readings = SamplerStates()
         self._has_seed = False  # an iteration has drawn the base seed of workers
         self._draws = True  # whether reading the sampler draws from the default generator; True until known
         self._lent = LentGenerator()
@@ -400,7 +400,7 @@ class TorchPlan(Plan):
         """Read batches from the sampler and track its states."""
         source, is_torch_batches = self._source()
         record = cursor.sampler if cursor.sampler is not None and "state" in cursor.sampler else None
-        reading = Reading(
+        reading = SamplerReader(
             source,
             cursor,
             record,

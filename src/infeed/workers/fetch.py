@@ -22,7 +22,7 @@ from infeed.plan.seeds import mix
 from infeed.workers.exceptions import Failure
 from infeed.workers.protocol import LoadGrains, Making, Seeding, Source, WorkerSpec
 from infeed.workers.recorder import NullRecorder, Recorder
-from infeed.workers.rng import Place, seed_generators
+from infeed.workers.rng import EpochPosition, seed_generators
 from infeed.workers.status import Cell
 
 # Samples slower than this are recorded individually. Recording costs 0.2 µs, which is significant for tiny samples.
@@ -49,7 +49,9 @@ class LoadError(Exception):
 class Fetcher:
     """Calls the dataset for one runner."""
 
-    def __init__(self, spec: WorkerSpec, source: Source, place: Place, cell: Cell, recorder: Recorder | NullRecorder) -> None:
+    def __init__(
+        self, spec: WorkerSpec, source: Source, place: EpochPosition, cell: Cell, recorder: Recorder | NullRecorder
+    ) -> None:
         self._spec = spec
         self._source = source
         self._place = place

@@ -121,7 +121,7 @@ _LEAST_NS: Final = 50_000_000
 
 
 @final
-class Probe:
+class KindProbe:
     """Measures GIL use and draws from global generators in one worker process."""
 
     def __init__(self, recorder: Recorder | NullRecorder, *, looks_at_gil: bool) -> None:

@@ -37,13 +37,13 @@ class WorkerInfo:
 _TORCH_WORKER: Final = "torch.utils.data._utils.worker"
 
 
-class _Local(threading.local):
+class _LocalInfo(threading.local):
     info: WorkerInfo | None = None
     # Whether user code called get_worker_info: an iterable dataset that does splits itself among workers.
     was_asked: bool = False
 
 
-_LOCAL: Final = _Local()
+_LOCAL: Final = _LocalInfo()
 
 
 def get_worker_info() -> WorkerInfo | None:

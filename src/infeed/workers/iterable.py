@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from infeed.collate.tree import Sample
 from infeed.plan.batches import next_only, steps_of
 from infeed.plan.seeds import derive
-from infeed.plan.shards import Cut
+from infeed.plan.sharding import Cut
 from infeed.plan.stateful import Opened, check_parts
 from infeed.workers.exceptions import Failure
 from infeed.workers.fetch import Fetcher, LoadError

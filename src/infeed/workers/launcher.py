@@ -15,8 +15,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from infeed.memory.dataset import SerializedDataset
 from infeed.memory.segments import SegmentStore
+from infeed.memory.serialized_dataset import SerializedDataset
 from infeed.workers.interpreter import (
     StartMethod,
     explaining_limits,

@@ -20,7 +20,7 @@ from infeed.scheduler.messages import TaskId
 from infeed.workers.epoch_hooks import EpochHooks, Recalls
 from infeed.workers.exceptions import Failure
 from infeed.workers.fetch import Fetcher, LoadError
-from infeed.workers.gil import Probe
+from infeed.workers.gil import KindProbe
 from infeed.workers.indexed import IndexedLoader
 from infeed.workers.info import introduce
 from infeed.workers.iterable import IterableLoader
@@ -47,7 +47,7 @@ from infeed.workers.protocol import (
     WorkerSpec,
 )
 from infeed.workers.recorder import NullRecorder, Recorder
-from infeed.workers.rng import Place, keep_user_seeds, lent_generators, seed_worker, show_worker_seed, swap_place
+from infeed.workers.rng import EpochPosition, keep_user_seeds, lent_generators, seed_worker, show_worker_seed, swap_place
 from infeed.workers.status import Cell
 from infeed.workers.write import Segments, SlotWriter
 
@@ -251,14 +251,14 @@ class Runner:
     ) -> None:
         self._spec = spec
         self._source = source
-        self._place_now = Place()
+        self._place_now = EpochPosition()
         self._cell = cell
         self._recorder = recorder
         self._fetcher = Fetcher(spec, source, self._place_now, cell, recorder)
         self._slot_writer = SlotWriter(spec, source, segments, cell, recorder, self._place_now, self._fetcher)
         self._indexed = IndexedLoader(spec, source, recorder, self._fetcher, self._slot_writer)
         self._iterable = IterableLoader(spec, source, self._fetcher, self._slot_writer)
-        self._probe = Probe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
+        self._probe = KindProbe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
         self._recalls = recalls or Recalls()
         self._is_lending = spec.seeding is Seeding.LEND

@@ -18,7 +18,6 @@ from mmap import mmap
 from time import perf_counter_ns, process_time_ns
 from typing import Final, NoReturn, final
 
-from infeed.memory.dataset import receive
 from infeed.memory.inheriting import take_handed, use_tracker
 from infeed.memory.segments import (
     SegmentHandle,
@@ -29,6 +28,7 @@ from infeed.memory.segments import (
     open_reader,
     remove_attached_names,
 )
+from infeed.memory.serialized_dataset import receive
 from infeed.workers.exceptions import BUILDING, Failure
 from infeed.workers.info import release_dataset
 from infeed.workers.loop import Runner, serve

@@ -9,9 +9,9 @@ import time
 from collections.abc import Hashable
 from typing import Any, Final, final
 
-from infeed.memory.dataset import SerializedDataset
 from infeed.memory.limits import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
+from infeed.memory.serialized_dataset import SerializedDataset
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.interpreter import StartMethod, command_line, explaining_limits, search_path
 from infeed.workers.launcher import IDLE_WORKERS, IdleWorker, Launch, Process, SpawnedProcess, Starter, are_unchanged
@@ -49,7 +49,7 @@ _DEAF_NS: Final = 100_000
 
 
 @final
-class _Member:
+class _LiveWorker:
     def __init__(self, link: Link, process: Process, started_at: float) -> None:
         self.link, self.process, self.started_at = link, process, started_at
         self.is_started = False
@@ -108,10 +108,10 @@ class ProcessPool(WorkerPool):
         self._threads = threads
         self._starter = Starter(serialized=serialized, store=store, start_method=start_method, threads=threads)
         self._launches: list[Launch] = []  # workers that are starting, or whose start was interrupted
-        self._members: dict[WorkerId, _Member] = {}
+        self._members: dict[WorkerId, _LiveWorker] = {}
         self._worker_of: dict[Link, WorkerId] = {}
         self._leavers: list[_Leaver] = []
-        self._unflushed: list[_Member] = []
+        self._unflushed: list[_LiveWorker] = []
         self._segments: dict[int, SegmentHandle] = {}
         self._early: list[News] = []  # received while waiting for a stack
         self._heard_ns = 0  # time of the latest message
@@ -155,7 +155,7 @@ class ProcessPool(WorkerPool):
             None if idle is None else self._store.address(),
         )
         self._status_board.clear(worker)
-        member = self._members[worker] = _Member(link, process, started_at)
+        member = self._members[worker] = _LiveWorker(link, process, started_at)
         member.is_resetting = idle is not None and idle.files is None
         self._worker_of[link] = worker
         self._poller.add(link)
@@ -214,7 +214,7 @@ class ProcessPool(WorkerPool):
             self._heard_ns = time.perf_counter_ns()
         return news
 
-    def _heard(self, member: _Member, answers: list[FromWorker]) -> list[FromWorker]:
+    def _heard(self, member: _LiveWorker, answers: list[FromWorker]) -> list[FromWorker]:
         """Return the answers that are for this engine, not for the loader that used the worker before."""
         if member.is_started:
             return answers
@@ -352,13 +352,13 @@ class ProcessPool(WorkerPool):
             if leaver.worker not in self._members:
                 self._status_board.vacate(leaver.worker)  # again: a starting worker may have written to it since
 
-    def _dismiss(self, worker: WorkerId) -> _Member:
+    def _dismiss(self, worker: WorkerId) -> _LiveWorker:
         """Close the link to a worker, which exits when its pipe is closed."""
         member = self._forget(worker)
         member.link.close()
         return member
 
-    def _forget(self, worker: WorkerId) -> _Member:
+    def _forget(self, worker: WorkerId) -> _LiveWorker:
         member = self._members.pop(worker)
         if member in self._unflushed:
             self._unflushed.remove(member)

@@ -20,12 +20,12 @@ from infeed.collate.arrays import ArrayTable
 from infeed.collate.layout import Layout
 from infeed.collate.packing import Handed, Packed
 from infeed.memory.arena import Block
-from infeed.memory.dataset import SerializedDataset
 from infeed.memory.pickling import dumps_by_value, settle_sparse
 from infeed.memory.segments import Address, SegmentHandle
+from infeed.memory.serialized_dataset import SerializedDataset
 from infeed.plan.order import Indices
 from infeed.plan.seeds import derive
-from infeed.plan.shards import Cut
+from infeed.plan.sharding import Cut
 from infeed.scheduler.messages import TaskId
 from infeed.workers.exceptions import Failure
 from infeed.workers.recorder import Observe

@@ -73,7 +73,7 @@ class RemoteBirth(NamedTuple):
     counters: bytes  # of the predecessor, which this worker continues
 
 
-class Node(NamedTuple):
+class ClusterNode(NamedTuple):
     """A node of the cluster."""
 
     number: str  # Ray's id of it
@@ -91,7 +91,7 @@ class Report(NamedTuple):
     counters: bytes
     spans: bytes  # since the last report
     pid: int
-    node: Node
+    node: ClusterNode
 
 
 class Reply(NamedTuple):
@@ -136,7 +136,7 @@ class RemoteWorker:
     def __init__(self) -> None:
         import ray  # optional: only actors of Ray create this object
 
-        self._node = Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        self._node = ClusterNode(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
         self._board = StatusBoard((WorkerId(0),), None)
         self._cell = self._board.cell(WorkerId(0))
         self._reader = self._board.reader(WorkerId(0))

@@ -119,7 +119,7 @@ _COLLATE_SALT: Final = 0x434F4C
 
 
 @final
-class Place:
+class EpochPosition:
     """The worker's current position in the epoch, from which ``get_rng`` derives its seed. Each runner has one."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Place:
 
 
 class _Local(threading.local):
-    place: Place | None = None
+    place: EpochPosition | None = None
 
 
 _LOCAL: Final = _Local()
@@ -201,7 +201,7 @@ def get_rng() -> np.random.Generator:
 get_rng.__module__ = "infeed"
 
 
-def swap_place(place: Place | None) -> Place | None:
+def swap_place(place: EpochPosition | None) -> EpochPosition | None:
     """Make ``get_rng`` in this thread use ``place``; return the previous one, so that the caller can restore it."""
     before, _LOCAL.place = _LOCAL.place, place
     return before

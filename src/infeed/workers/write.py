@@ -30,7 +30,7 @@ from infeed.workers.protocol import (
     WorkerSpec,
 )
 from infeed.workers.recorder import NullRecorder, Recorder
-from infeed.workers.rng import Place
+from infeed.workers.rng import EpochPosition
 from infeed.workers.status import Cell
 
 # Writers are cached by slot and layout; when the cache reaches this size, it is cleared.
@@ -69,7 +69,7 @@ class SlotWriter:
         segments: Segments,
         cell: Cell,
         recorder: Recorder | NullRecorder,
-        place: Place,
+        place: EpochPosition,
         fetcher: Fetcher,
     ) -> None:
         self._spec = spec

@@ -11,7 +11,7 @@ from infeed.distributed import find_shard
 from infeed.errors import ConfigError
 from infeed.plan.batches import BatchPlan, given_batches, ordered_batches, sampled_batches
 from infeed.plan.order import SequentialOrder, ShuffledOrder
-from infeed.plan.shards import Cut, Shard, Steps
+from infeed.plan.sharding import Cut, Shard, Steps
 
 LENGTHS = st.integers(0, 200)
 SIZES = st.integers(1, 9)

@@ -14,7 +14,7 @@ from infeed.formatting import format_bytes, format_count, format_rate, format_se
 from infeed.metrics import charts as measures
 from infeed.metrics.charts import timeline_section
 from infeed.metrics.lanes import FAULTS, foremost, lane_names
-from infeed.metrics.page import Block, Tone, bars, chart, diagnosis, facts, label, page, paragraph, row, section, table, tiles
+from infeed.metrics.page import Html, Tone, bars, chart, diagnosis, facts, label, page, paragraph, row, section, table, tiles
 from infeed.metrics.statistics import Mark, Statistics, Trace, WorkerStatistics, fault_counts
 
 __all__ = ["report_page", "timeline_page", "write_report"]
@@ -53,7 +53,7 @@ def timeline_page(trace: Trace) -> str:
     return page("infeed timeline", [*_summary(trace), timeline])
 
 
-def _blocks(trace: Trace) -> Iterator[Block]:
+def _blocks(trace: Trace) -> Iterator[Html]:
     statistics = trace.statistics
     yield from _summary(trace)
     if not statistics.batch_count and not statistics.ended_count:
@@ -75,7 +75,7 @@ def _blocks(trace: Trace) -> Iterator[Block]:
         yield row(*tables)
 
 
-def _summary(trace: Trace) -> Iterator[Block]:
+def _summary(trace: Trace) -> Iterator[Html]:
     yield diagnosis(trace.statistics.diagnosis or "No diagnosis yet.", _tone(trace))
     if trace.statistics.batch_count:
         yield tiles(_tiles(trace.statistics))
@@ -119,7 +119,7 @@ def _tiles(statistics: Statistics) -> Iterator[tuple[str, str, str]]:
         yield "Faults", f"{sum(faults.values()):,}", ", ".join(f"{count:,} {name}" for name, count in faults.items())
 
 
-def _over_time(trace: Trace) -> Iterator[Block]:
+def _over_time(trace: Trace) -> Iterator[Html]:
     points = measures.thinned(trace.points)
     if len(points) < 3:
         if trace.statistics.batch_count:
@@ -137,7 +137,7 @@ def _over_time(trace: Trace) -> Iterator[Block]:
         yield section("Memory", chart(measures.memory_figure(points), height_px=220), note=note)
 
 
-def _samples(statistics: Statistics) -> Iterator[Block]:
+def _samples(statistics: Statistics) -> Iterator[Html]:
     blocks = []
     if any(count for _, count in statistics.histogram):
         times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in statistics.sample_times.items())
@@ -151,10 +151,10 @@ def _samples(statistics: Statistics) -> Iterator[Block]:
         yield section("Time per sample", paragraph("Samples were not timed individually in this run."))
 
 
-def _slowest(statistics: Statistics) -> Block:
+def _slowest(statistics: Statistics) -> Html:
     longest = max(one.seconds for one in statistics.slowest) or 1.0
     median = statistics.sample_times.get("median", 0.0)
-    rows: list[list[str | Block]] = [
+    rows: list[list[str | Html]] = [
         [
             "" if one.index is None else str(one.index),
             format_seconds(one.seconds),
@@ -168,14 +168,14 @@ def _slowest(statistics: Statistics) -> Block:
     return table(["index", "time", "vs. median" if median else "", "", "position", "epoch"], rows, numbers=(0, 1, 2, 4, 5))
 
 
-def _workers(statistics: Statistics) -> Iterator[Block]:
+def _workers(statistics: Statistics) -> Iterator[Html]:
     if statistics.workers:
         head = ["worker", "", "samples", "busy", "", "loading", "collating", "writing", "CPU", "memory", "restarts"]
         rows = [_worker_row(one) for one in statistics.workers]
         yield section("Workers", table(head, rows, numbers=(2, 3, 5, 6, 7, 8, 9, 10)))
 
 
-def _worker_row(one: WorkerStatistics) -> list[str | Block]:
+def _worker_row(one: WorkerStatistics) -> list[str | Html]:
     name = f"{one.worker}" if one.pid is None else f"{one.worker} (pid {one.pid})"
     return [
         name,
@@ -192,11 +192,11 @@ def _worker_row(one: WorkerStatistics) -> list[str | Block]:
     ]
 
 
-def _events(trace: Trace) -> Iterator[Block]:
+def _events(trace: Trace) -> Iterator[Html]:
     names = lane_names(trace)
     chosen = foremost(trace.marks, _MOST_MARKS)
 
-    def cells(mark: Mark) -> list[str | Block]:
+    def cells(mark: Mark) -> list[str | Html]:
         tone: Tone = "bad" if mark.kind in FAULTS - {"restart"} else "plain"
         return [format_seconds(mark.at_ns / 1e9), names.get(mark.lane, ""), label(mark.kind, tone), mark.text]
 

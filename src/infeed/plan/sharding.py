@@ -61,7 +61,7 @@ class Cut:
         return not self.pad and not self.drop_last and 0 < rest < self.shard.world_size and self.batch_size > 1
 
 
-class Piece(NamedTuple):
+class RankRows(NamedTuple):
     """One batch: ``row_count`` positions starting at ``first``, plus ``padding`` repeated rows."""
 
     first: int
@@ -93,11 +93,11 @@ class Steps:
         last = self.piece(count - 1)
         return last.row_count + last.padding == 0
 
-    def piece(self, step: int) -> Piece:
+    def piece(self, step: int) -> RankRows:
         begin, end = self._bounds(step)
         count = end - begin
         first, last = self._cut.shard.part(count)
-        return Piece(begin + first, last - first, self._cut.shard.padding(count) if self._cut.pad else 0, end)
+        return RankRows(begin + first, last - first, self._cut.shard.padding(count) if self._cut.pad else 0, end)
 
     def _bounds(self, step: int) -> tuple[int, int]:
         size = self._cut.step_size
