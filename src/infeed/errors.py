@@ -28,10 +28,7 @@ class ConfigError(InfeedError, ValueError):
 
 
 class StateError(InfeedError, ValueError):
-    """A state cannot be loaded: it is damaged, or belongs to another version, another dataset or other options.
-
-    Also raised if a state cannot be saved, because worker processes hold copies of a stateful map-style dataset.
-    """
+    """A state cannot be loaded: it is damaged or incomplete, or belongs to another version, dataset or other options."""
 
     __module__ = "infeed"
 

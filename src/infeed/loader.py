@@ -257,8 +257,8 @@ class DataLoader:
 
         You can load it with another number or kind of workers, another batch size or another number of ranks.
 
-        Raises:
-            StateError: the dataset is map-style and has its own ``state_dict``, which the loader cannot track in workers.
+        If workers or ``device=`` load ahead of a map-style dataset that has a ``state_dict``, a state in mid-epoch lacks the
+        state of the dataset, with a warning.
 
         Examples:
             >>> import infeed
@@ -282,7 +282,8 @@ class DataLoader:
             state_dict: the result of ``state_dict``, of this loader or of one with the same dataset, order and seed.
 
         Raises:
-            StateError: the state is damaged, or belongs to another dataset or other options. The loader stays unchanged.
+            StateError: the state is damaged, lacks the state of a map-style dataset that has one, or belongs to another
+                dataset or other options. The loader stays unchanged.
         """
         self._session.load_state_dict(state_dict)
 

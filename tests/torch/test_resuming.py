@@ -386,17 +386,76 @@ def test_methods_that_need_other_arguments_are_not_of_a_state(dataset: Any) -> N
     assert list(loader) == batches[1:]
 
 
-@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.process)])
-def test_the_state_of_an_indexed_dataset_is_refused_with_workers(worker: Any) -> None:
-    """Each has its own copy, and they load ahead. Iterating is no problem."""
-    loader = DataLoader(Counting(), num_workers=1, worker=worker, timeout=DEADLINE_S)
-    with pytest.raises(StateError, match=r"Counting.*num_workers=0"):
-        loader.state_dict()
-    inline = DataLoader(Counting())
-    state = inline.state_dict()
+WORKERS = pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.process)])
+
+
+def counting(**options: Any) -> DataLoader[Any]:
+    timeout = DEADLINE_S if "num_workers" in options else 0
+    return DataLoader(Counting(), batch_size=2, collate_fn=list, timeout=timeout, **options)
+
+
+@WORKERS
+def test_a_state_with_workers_in_mid_epoch_lacks_the_dataset(worker: Any) -> None:
+    """Frameworks take states of every loader that has them, so taking one may not raise."""
+    loader = counting(num_workers=1, worker=worker)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.warns(RuntimeWarning, match=r"Counting.*num_workers=0") as warned:
+        states = [loader.state_dict() for _ in range(2)]
+    assert [one.filename for one in warned] == [__file__]
+    state = states[1]
+    assert states[0] == state
+
+    for other in (loader, counting()):
+        with pytest.raises(StateError, match=r"Counting.*num_workers=0"):
+            other.load_state_dict(state)
+    assert len(list(iterator)) == 3
+    without = DataLoader(Numbers(), batch_size=2, collate_fn=list, num_workers=1, worker=worker)
+    without.load_state_dict(state)
+    assert list(without) == [[2, 3], [4, 5], [6]]
+
+
+@WORKERS
+def test_a_state_with_workers_between_epochs_has_the_dataset(worker: Any) -> None:
+    """Workers begin with a copy of the main process's dataset."""
+    saved = counting(num_workers=1, worker=worker)
+    saved.dataset.seen = 10
+    states, epochs = [saved.state_dict()], []
+    for _ in range(3):
+        iterator = iter(saved)
+        epochs.append([next(iterator) for _ in range(4)])
+        states.append(saved.state_dict())
+        assert next(iterator, None) is None
+    states.append(saved.state_dict())
+    for state, expected in zip(states, [epochs, [[], *epochs[1:]], [[], *epochs[2:]], [[]], []], strict=True):
+        resumed = counting(num_workers=1, worker=worker)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert [list(resumed) for _ in expected] == expected
+
+
+@WORKERS
+def test_a_state_of_a_dataset_in_mid_epoch_is_refused_with_workers(worker: Any) -> None:
+    inline = counting()
+    next(iter(inline))
+    loader = counting(num_workers=1, worker=worker)
     with pytest.raises(StateError, match="num_workers=0"):
-        loader.load_state_dict(state)
-    assert len(list(loader)) == 7
+        loader.load_state_dict(inline.state_dict())
+    assert len(list(loader)) == 4
+
+
+@pytest.mark.process
+def test_a_state_between_epochs_of_persistent_workers_lacks_the_dataset() -> None:
+    """They go on with their copies."""
+    loader = counting(num_workers=1, persistent_workers=True)
+    before = loader.state_dict()
+    list(loader)
+    with pytest.warns(RuntimeWarning, match="Counting"):
+        after = loader.state_dict()
+    with pytest.raises(StateError, match="Counting"):
+        loader.load_state_dict(after)
+    loader.load_state_dict(before)
+    assert [batch[0] for batch in loader] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    loader.close()
 
 
 def test_states_of_objects_that_have_none_are_refused() -> None:

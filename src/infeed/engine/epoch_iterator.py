@@ -156,11 +156,11 @@ class EpochIterator(Iterator[Any]):
         engine_cache = session.engine_cache
         delivery = config.delivery
         stage = None if delivery is None else open_stage(delivery.output, delivery.target, delivery.convert)
+        session.restore_dataset(self._offered)
         engine = engine_cache.take(partial(session.build, config))
         progress = session.begin(self._offered)
         try:
             show = session.show(progress)
-            session.restore_dataset(progress.start)
             engine.begin_epoch(progress, self._asked, is_polled=stage is not None)
         except BaseException:
             session.take_back(progress)

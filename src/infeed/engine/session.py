@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,9 @@ from infeed.plan.state import Cursor, ShareCursor, StreamCursor, read_state, wri
 from infeed.plan.stateful import is_stateful, load_own_state, own_state, source_state
 
 MSG_CLOSED: Final = "this loader is closed; create another, or close it later"
+# Field of a state: a map-style dataset has a state of its own that could not be saved.
+_UNKNOWN_DATASET: Final = "dataset_unknown"
+_KEEP_STATE: Final = "use num_workers=0 without device, keep the state in the sampler, or compute samples from the index alone"
 
 
 @final
@@ -81,6 +85,11 @@ class EngineCache:
                 return
         if engine.is_usable:
             engine.close(keeps_workers=True)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no engine, idle or in use."""
+        return self._idle_engine is None and not self._out
 
     @property
     def has_engines_out(self) -> bool:
@@ -146,6 +155,7 @@ class Session:
         self.collector = Collector(config.observe)
         self.worker_tuning = WorkerTuning()
         self.cores = config.core_limit
+        self._has_warned = False  # that a state lacks the dataset's own
         if config.progress:
             check_progress()
 
@@ -198,24 +208,20 @@ class Session:
         else:
             cursor, start = progress.cursor(), progress.start
         state = write_state(cursor, self.plan.identity(is_fresh=False))
-        sampler, dataset = self.plan.sampler_state(cursor, start), self._dataset_state(cursor)
+        sampler = self.plan.sampler_state(cursor, start)
         if sampler is not None:
             state["sampler"] = sampler
-        if dataset is not None:
-            state["dataset"] = dataset
-        return state
+        return state | self._dataset_state(cursor)
 
     def load_state_dict(self, state: Any) -> None:
         if isinstance(state, dict) and not state:
             return
         cursor, seed = read_state(state, self.plan.identity())
-        dataset = state.get("dataset")
-        if dataset is not None:
-            self._check_dataset_state()
+        dataset = self._read_dataset_state(state, cursor)
         self._next = replace(cursor, sampler=self.plan.read_sampler_state(state.get("sampler"), cursor), dataset=dataset)
         self._progress = self._made = None
-        # Existing workers have the old seed, or have already advanced in the iterable dataset.
-        if seed != self.plan.seed or self.config.is_stream:
+        # Existing workers have the old seed, or their copy of the dataset has another state.
+        if seed != self.plan.seed or self.config.is_stream or dataset is not None:
             self.plan.seed = seed
             self.engine_cache.clear()
 
@@ -234,32 +240,72 @@ class Session:
         state = source_state(config.dataset) if config.most_workers <= 1 else None
         return None if state is None else StreamCursor(0, (ShareCursor(state=state),))
 
-    def _dataset_state(self, cursor: Cursor) -> Any:
-        """Return an indexed dataset's own state, if it has one.
+    def _dataset_state(self, cursor: Cursor) -> dict[str, Any]:
+        """Return the part of the state for a map-style dataset that has its own; a mark if it is unknown.
+
+        Workers load ahead from copies of the dataset, so its state at a batch is unknown. New workers copy the dataset of the
+        main process, so that one has the state in which an epoch begins.
+        """
+        config, dataset = self.config, self.config.dataset
+        if cursor.dataset is not None:
+            return {"dataset": cursor.dataset}
+        if config.is_stream or not is_stateful(dataset):
+            return {}
+        has_new_workers = self.engine_cache.is_empty or not self.engine_cache.is_keeping
+        if not self._loads_ahead or (has_new_workers and self._is_epoch_edge(cursor)):
+            return {"dataset": own_state(dataset)}
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"dataset={type(dataset).__qualname__} has a state_dict(), but workers or device= load ahead, so the state of "
+                f"this loader is saved without it and cannot be loaded into a loader of such a dataset; {_KEEP_STATE}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return {_UNKNOWN_DATASET: True}
+
+    def _read_dataset_state(self, state: dict[str, Any], cursor: Cursor) -> Any:
+        """Return a map-style dataset's own state from a loader's state.
 
         Raises:
-            StateError: The state is unknown because workers load ahead.
+            StateError: The state lacks it, or it does not fit this loader.
         """
-        if cursor.dataset is not None or self.config.is_stream or not is_stateful(self.config.dataset):
-            return cursor.dataset
-        self._check_dataset_state()
-        return own_state(self.config.dataset)
-
-    def _check_dataset_state(self) -> None:
-        config = self.config
-        name = type(config.dataset).__qualname__
-        if config.is_stream or not is_stateful(config.dataset):
+        dataset, name = state.get("dataset"), type(self.config.dataset).__qualname__
+        has_state = not self.config.is_stream and is_stateful(self.config.dataset)
+        if has_state and state.get(_UNKNOWN_DATASET):
+            raise StateError(
+                f"state lacks the state of dataset={name}, because workers or device= loaded ahead when it was saved; "
+                f"to save a complete one, {_KEEP_STATE}; to resume from this one, remove state_dict() of the dataset"
+            )
+        if dataset is None:
+            return None
+        if not has_state:
             raise StateError(
                 f"state has a state of the dataset, but {name} has no state_dict() and load_state_dict(state); implement both"
             )
-        if config.kind != "inline" or config.is_staged:
+        if self._loads_ahead and not self._is_epoch_edge(cursor):
             raise StateError(
-                f"dataset={name} has a state_dict(), which is not supported with workers or device=: they load ahead, so its "
-                "state does not match the delivered batches; use num_workers=0 without device, or remove state_dict()"
+                f"state has a state of dataset={name} in mid-epoch, which is not supported with workers or device=: they load "
+                "ahead; use num_workers=0 without device, or remove state_dict() of the dataset"
             )
+        return dataset
 
-    def restore_dataset(self, start: Cursor) -> None:
-        """Restore an indexed dataset from a loaded state before the epoch is read."""
+    @property
+    def _loads_ahead(self) -> bool:
+        return self.config.kind != "inline" or self.config.is_staged
+
+    def _is_epoch_edge(self, cursor: Cursor) -> bool:
+        """Whether the cursor is before the first batch or after the last one."""
+        if not cursor.step and not cursor.ahead:
+            return True
+        try:
+            return cursor.step >= self.plan.batch_count()
+        except Exception:  # the user's sampler has no length
+            return False
+
+    def restore_dataset(self, offered: Cursor) -> None:
+        """Restore a map-style dataset from a loaded state, before workers copy it."""
+        start = self._start(offered)
         if start.dataset is not None:
             load_own_state(self.config.dataset, start.dataset)
 
@@ -330,14 +376,20 @@ class Session:
         """Begin an epoch for an iteration that was created when ``offered`` was the next cursor."""
         beginning = self._beginning() if self._next.stream is None else None
         with self._lock:
-            if self._next is not offered and self._progress is None:
-                # A state was loaded, or an epoch set, after `iter`: it applies to the next iteration.
-                return Progress(offered, self._error_budget())
-            start = self._next
+            start = self._start(offered)
+            if start is not self._next:
+                return Progress(start, self._error_budget())
             progress = self._progress = Progress(start, self._error_budget(), beginning)
             self._next, self._made = Cursor(start.epoch + 1), None
         self.plan.begin(start, lambda: progress.cursor().step)
         return progress
+
+    def _start(self, offered: Cursor) -> Cursor:
+        """Return where an iteration begins that was created when ``offered`` was the next cursor.
+
+        A state that was loaded, or an epoch that was set, after ``iter`` applies to the next iteration.
+        """
+        return offered if self._progress is None else self._next
 
     def _cores_of_workers(self, config: Options) -> float:
         """Return the CPU cores for which the tuner may add workers: also those of a Ray cluster, if the user allows it."""

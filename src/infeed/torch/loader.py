@@ -257,8 +257,8 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         Empty, with a warning, if the loader runs on torch's own workers, which have no state.
 
-        Raises:
-            StateError: the dataset is map-style and has a ``state_dict``, which infeed cannot track with workers.
+        If workers or ``device=`` load ahead of a map-style dataset that has a ``state_dict``, a state in mid-epoch lacks the
+        state of the dataset, with a warning.
         """
         reason = refused_reason(self)
         if reason is not None:
@@ -278,7 +278,8 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             state_dict: the result of ``state_dict``.
 
         Raises:
-            StateError: the state is damaged, or belongs to another dataset or other options. The loader is unchanged.
+            StateError: the state is damaged, lacks the state of a map-style dataset that has one, or belongs to another
+                dataset or other options. The loader is unchanged.
         """
         session = session_of(self)
         session.load_state_dict(state_dict)

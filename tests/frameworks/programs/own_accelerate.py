@@ -47,6 +47,19 @@ skipping = accelerator.skip_first_batches(loader, 2)
 assert type(skipping.base_dataloader) is DataLoader
 assert len([1 for _ in skipping]) == len(ends) - 2
 
+
+# Accelerate takes a state of each loader that it prepares, also if workers load ahead of a dataset with a state.
+class Counting(Points):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+counting = accelerator.prepare(DataLoader(Counting(), batch_size=4, num_workers=2, timeout=60))
+assert len(list(counting)) == len(ends)
+
 # Its state goes into Accelerate's checkpoints.
 stateful = Accelerator(cpu=True)
 stateful.dataloader_config.use_stateful_dataloader = True

@@ -95,4 +95,23 @@ with tempfile.TemporaryDirectory() as folder:
     second = Module()
     L.Trainer(max_epochs=1, enable_checkpointing=False, devices=1, **QUIET).fit(second, loader(shuffle=True), ckpt_path=path)
 assert second.seen == first.seen[3:], (first.seen, second.seen)
+
+
+# A dataset with a state, which workers load ahead of: resumed from the checkpoint that Lightning takes at the end of an epoch.
+class Counting(Points):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+with tempfile.TemporaryDirectory() as folder:
+    given = DataLoader(Counting(), batch_size=4, num_workers=2, timeout=60)
+    trainer = L.Trainer(max_epochs=1, default_root_dir=folder, devices=1, **QUIET)
+    trainer.fit(Module(), given)
+    path = trainer.checkpoint_callback.best_model_path
+    second = Module()
+    L.Trainer(max_epochs=2, default_root_dir=folder, devices=1, **QUIET).fit(second, given, ckpt_path=path)
+assert sorted(sum(second.seen, [])) == list(range(24)), second.seen
 sys.stdout.write(json.dumps({"steps": len(first.seen)}) + "\n")
