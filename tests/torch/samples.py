@@ -148,7 +148,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "non-contiguous tensor": lambda i: (torch.arange(6.0) + i).view(2, 3).t(),
     "channels last": lambda i: torch.full((1, 2, 3, 4), i).to(memory_format=torch.channels_last)[0],
     "non-contiguous array": lambda i: (np.arange(12.0) + i).reshape(3, 4)[:, ::2],
-    "array of negative strides": lambda i: (np.arange(4) + i)[::-1].copy()[:],
+    "array of negative strides": lambda i: (np.arange(4) + i)[::-1],
     "fortran array": lambda i: np.asfortranarray(np.arange(6).reshape(2, 3) + i),
     "expanded tensor": lambda i: torch.tensor([float(i)]).expand(3),
     "conjugate": lambda i: torch.tensor([complex(i, 1)]).conj(),

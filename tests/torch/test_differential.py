@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -169,12 +169,13 @@ def _compare(got: Outcome, expected: Outcome, *, words: bool, warns: bool) -> No
 # --- samples
 
 
+REVERSED: Final = "array of negative strides"
 BATCHED = pytest.mark.parametrize("is_batched", [True, False], ids=["batches", "singly"])
 
 
 @BATCHED
 @pytest.mark.filterwarnings("ignore:the matrix subclass is not", "ignore:Sparse CSR", "ignore:The PyTorch API of nested")
-@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "nested tensor"])
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("nested tensor", REVERSED)])
 def test_samples_of_every_kind_become_the_same_batches(name: str, is_batched: bool) -> None:
     """Or the same error, in the same words, for each batch that cannot be made."""
     options = {"batch_size": 2 if is_batched else None}
@@ -239,7 +240,7 @@ def tried_in_workers() -> dict[bool, tuple[dict[str, list[Tried]], dict[str, lis
 
 @BATCHED
 @pytest.mark.process
-@pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("nested tensor", "meta tensor")])
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("nested tensor", "meta tensor", REVERSED)])
 def test_samples_of_every_kind_become_the_same_batches_in_workers(
     name: str, is_batched: bool, tried_in_workers: dict[bool, tuple[dict[str, list[Tried]], dict[str, list[Tried]]]]
 ) -> None:
@@ -251,6 +252,26 @@ def test_samples_of_every_kind_become_the_same_batches_in_workers(
             assert mine.error[0] is others.error[0]
             assert others.error[1].splitlines()[-1] in mine.error[1]
         assert_alike(mine.batch, others.batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
+def test_arrays_of_negative_strides_are_delivered(num_workers: int) -> None:
+    dataset = Tree(2, SAMPLES[REVERSED])
+    with pytest.raises(ValueError, match="negative"):
+        list(data.DataLoader(dataset, batch_size=2, num_workers=num_workers))
+    (batch,) = ours.DataLoader(dataset, batch_size=2, num_workers=num_workers)
+    assert batch.tolist() == [[3, 2, 1, 0], [4, 3, 2, 1]]
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:TypedStorage")
+def test_quantized_tensors_are_delivered() -> None:
+    dataset = [torch.quantize_per_tensor(torch.tensor([float(number)]), 0.5, 0, torch.qint8) for number in range(2)]
+    with pytest.raises(RuntimeError, match="Quantized"):
+        list(data.DataLoader(dataset, batch_size=2, num_workers=1))
+    (batch,) = ours.DataLoader(dataset, batch_size=2, num_workers=1)
+    assert batch.is_quantized
+    assert batch.dequantize().tolist() == [[0], [1]]
 
 
 # --- datasets and options

@@ -212,6 +212,15 @@ def up_to_collation(_program: Program, records: Records) -> Records:
     return _cut(records, place)
 
 
+def up_to_negative_strides(_program: Program, records: Records) -> Records:
+    """torch refuses an array that infeed delivers; a program goes its own way from there."""
+    place = first_difference(records)
+    if place is None or not _has(records[0], place, "error") or "array is negative" not in records[0][place][3]:
+        return records
+    assert _has(records[1], place, "batch") or _has(records[1], place, "error")
+    return _cut(records, place)
+
+
 def up_to_hang(_program: Program, records: Records) -> Records:
     """infeed sends a tensor as a leaf; torch's workers cannot send it, and its loader waits until the time-out."""
     place = first_difference(records)
@@ -441,6 +450,13 @@ DIFFERENCES: Final[dict[str, Difference]] = {
             options=OptionsSpec(batch_sampler=SamplerSpec("batches, own iterator", (0,))),
             operations=(Operation("take", count=1), Operation("take", count=1)),
         ),
+    ),
+    "negative strides": Difference(
+        "What differs",
+        "Default collation copies arrays with negative strides (`array[::-1]`); torch raises `ValueError`.",
+        lambda program: "negative strides" in repr(program.dataset.sample),
+        up_to_negative_strides,
+        Program(DatasetSpec(sample="array of negative strides")),
     ),
     "collation in workers": Difference(
         "What differs",
