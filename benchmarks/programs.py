@@ -2,6 +2,7 @@
 
     .libraries/bin/python benchmarks/programs.py                          all of `benchmarks/scripts`, three repeats
     .libraries/bin/python benchmarks/programs.py --programs plain,with_timm --repeats 1
+    .libraries/bin/python benchmarks/programs.py --json benchmarks/results/DATE-programs.json
 
 Each run gets a new process and an empty folder. torch and infeed alternate, and they swap their order in every other repeat.
 The programs print time stamps: after their imports, at the start of each epoch, at each batch and at the end.
@@ -16,12 +17,13 @@ and repeated, for torch and for infeed, whatever its duration.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -142,6 +144,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", default=",".join(PROGRAMS), help="names, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times of all runs and the machine to FILE")
     options = parser.parse_args(argv)
     programs = options.programs.split(",")
     described = machine.describe(("infeed", "torch"))
@@ -159,7 +162,18 @@ def main(argv: list[str]) -> int:
                 if repeat:  # repeat 0 only loads files into the page cache
                     results[program][way].append(times)
                     print(f"{repeat} {program} {way}: {times}", flush=True)
-    print(f"load after: {os.getloadavg()[0]:.2f}", "", *rows(results), sep="\n")
+    load_after = round(os.getloadavg()[0], 2)
+    print(f"load after: {load_after}", "", *rows(results), sep="\n")
+    if options.json is not None:
+        runs = {program: {way: list(map(asdict, times)) for way, times in ways.items()} for program, ways in results.items()}
+        left_out = [program for program in programs if program not in results]
+        result = {
+            "machine": described | {"load_after": load_after},
+            "repeats": options.repeats,
+            "left_out": left_out,
+            "programs": runs,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if len(results) == len(programs) else 1
 
 
