@@ -69,3 +69,16 @@ def test_who_asks_while_the_loop_begins_asks_the_same_loader(monkeypatch: pytest
     assert loader.statistics().batch_count == 0
     assert len(list(begun[1])) == 4
     assert loader.statistics().batch_count == 4
+
+
+class Together(list[int]):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": [[0, 1], [2]]}, {"batch_size": None}], ids=str)
+def test_statistics_name_the_method_that_loads(options: dict[str, Any]) -> None:
+    loader = ours.DataLoader(Together(range(3)), **options)
+    list(loader)
+    is_single = options.get("batch_size", 0) is None
+    assert loader.statistics().loads_by == ("__getitem__" if is_single else "__getitems__")

@@ -228,6 +228,13 @@ def test_a_run_with_processes_resumed_at_some_moments_is_the_uninterrupted_one(c
     assert_resumes(case, {"num_workers": 2}, every=4, following=1, epochs=1)
 
 
+@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.parametrize("case", [*(name for name in INDEXED if name != "stateful dataset"), "random numbers", *STREAMS])
+def test_runs_with_processes_resumed_at_many_moments_are_the_uninterrupted_ones(case: str) -> None:
+    assert_resumes(case, {"num_workers": 2}, every=5)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("case", ["random numbers", "stateful sampler", "stream", "stream and iterator with states"])
 def test_a_run_with_persistent_workers_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:

@@ -123,6 +123,12 @@ def test_only_what_is_mapped_as_shared_is_shared(tmp_path: Path) -> None:
     assert dataset.private.tolist() == [0, 0, 0, 0]
 
 
+def test_batches_are_not_in_torchs_shared_memory() -> None:
+    """As the documentation says: torch does not know infeed's."""
+    (batch,) = ours.DataLoader(range(2), batch_size=2, num_workers=1, timeout=DEADLINE_S)
+    assert not batch.is_shared()
+
+
 BY_NAME = """
 import os, signal
 import torch

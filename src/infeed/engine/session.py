@@ -19,7 +19,7 @@ from typing import Any, Final, final
 from infeed.engine.bad_samples import BadSample, ErrorBudget, new_list
 from infeed.engine.build import build_engine
 from infeed.engine.engine import Engine
-from infeed.engine.planning import Plan, seed_grain
+from infeed.engine.planning import Plan, is_loaded_together, seed_grain
 from infeed.engine.progress import Lineage, PastBatch, Progress, lineage_of
 from infeed.engine.scaling import WorkerTuning
 from infeed.errors import ConfigError, LoaderClosedError, StateError, WorkerStartError
@@ -509,8 +509,7 @@ def _loads_by(config: Options, plan: Plan) -> str:
         return "gathering rows"
     if config.is_stream:
         return "__iter__"
-    is_batched = config.batch_size is not None and callable(getattr(config.dataset, "__getitems__", None))
-    return "__getitems__" if is_batched else "__getitem__"
+    return "__getitems__" if is_loaded_together(config) else "__getitem__"
 
 
 def _epoch_length(config: Options, plan: Plan) -> int | None:
