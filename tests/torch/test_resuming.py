@@ -304,6 +304,38 @@ def test_an_epoch_is_of_the_seed_that_it_was_given_also_after_a_resume() -> None
     assert seeding(loader, 1) == expected[1:]
 
 
+# Orders that are drawn with the first batch, and what else draws from the same generator.
+DRAWN = [
+    "shuffle", "shuffle, generator", "RandomSampler, generator", "RandomSampler, replacement", "RandomSampler, two generators",
+    "WeightedRandomSampler", "SubsetRandomSampler",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_draws_between_iter_and_the_first_batch_are_repeated(case: str) -> None:
+    torch.manual_seed(1)
+    saved = made(case, {})
+    iterator = iter(saved)
+    torch.rand(3, generator=getattr(saved.sampler, "generator", None))
+    batches = [next(iterator)]
+    state = json.dumps(saved.state_dict())
+    batches += iterator
+    following = list(saved)
+
+    torch.manual_seed(2)
+    resumed = made(case, {})
+    resumed.load_state_dict(json.loads(state))
+    iterator = iter(resumed)
+    rest = [next(iterator)]
+    again = resumed.state_dict()
+    rest += iterator
+    assert rest == batches[1:]
+    assert list(resumed) == following
+    resumed = made(case, {})
+    resumed.load_state_dict(again)
+    assert list(resumed) == batches[2:]
+
+
 # --- moments
 
 

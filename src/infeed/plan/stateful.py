@@ -283,6 +283,10 @@ class SamplerStates:
         """Track the epoch that begins at ``start``; ``reached`` returns the next step of the training loop."""
         self._start, self._reached = start, reached
 
+    def are_of(self, start: Cursor) -> bool:
+        """Whether the tracked epoch began at ``start``."""
+        return start is self._start
+
     def follow(self, cursor: Cursor, reading: SamplerReader) -> None:
         """Register the ``SamplerReader`` of an epoch, if it is the tracked one."""
         if cursor is self._start and self._reached is not None:

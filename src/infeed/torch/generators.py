@@ -16,7 +16,9 @@ from infeed.errors import StateError
 DEFAULT: Final = "default"
 LOADER: Final = "generator"
 SAMPLER: Final = "sampler_generator"
-NAMES: Final = (DEFAULT, LOADER, SAMPLER)
+# The generator of the order when the order was drawn, if user code drew from it after ``iter``.
+ORDER: Final = "order_generator"
+NAMES: Final = (DEFAULT, LOADER, SAMPLER, ORDER)
 # Key of the digest of the default generator at the time of the state.
 NOW: Final = "now"
 
@@ -44,6 +46,10 @@ class LentGenerator:
         self._state = None
         self._seeded_with = torch.default_generator.initial_seed()
 
+    def lend(self, state: torch.Tensor) -> None:
+        """Continue the saved run from a state of its default generator."""
+        self._state = None if torch.equal(state, torch.default_generator.get_state()) else state
+
     def states(self, generators: dict[str, torch.Generator]) -> dict[str, torch.Tensor]:
         """Return the states of generators by name; for the default one, the state that the loader would draw from."""
         states = {name: generator.get_state() for name, generator in generators.items()}
@@ -56,8 +62,7 @@ class LentGenerator:
         default = torch.default_generator
         is_seeded_again = default.initial_seed() != self._seeded_with
         if DEFAULT in record and not (is_seeded_again and not is_mid_epoch):
-            saved, now = decoded(record[DEFAULT]), default.get_state()
-            self._state = None if torch.equal(saved, now) else saved
+            self.lend(decoded(record[DEFAULT]))
             self._is_for_one_epoch = _digest(default) == record.get(NOW)
         elif is_seeded_again or self._is_for_one_epoch:
             self._state = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 from weakref import ref
@@ -31,7 +31,7 @@ from infeed.plan.order import Indices, Order, SequentialOrder, ShuffledOrder
 from infeed.plan.sharding import Cut, Steps
 from infeed.plan.state import Cursor, Identity
 from infeed.plan.stateful import SamplerReader, SamplerStates, check_reading, is_stateful, restore, source_state
-from infeed.torch.generators import DEFAULT, LOADER, NAMES, NOW, SAMPLER, LentGenerator, decoded, encoded
+from infeed.torch.generators import DEFAULT, LOADER, NAMES, NOW, ORDER, SAMPLER, LentGenerator, decoded, encoded
 
 # Samplers that draw random numbers, all at once.
 _DRAWING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -58,23 +58,34 @@ class SamplerBatches(Iterator[BatchPlan | Exception]):
     For a batch that is not iterable, yields the exception that loading it would raise.
     """
 
-    def __init__(self, asked: Iterator[Any], start: int, *, is_batched: bool, is_together: bool) -> None:
+    def __init__(
+        self,
+        asked: Iterator[Any],
+        start: int,
+        *,
+        is_batched: bool,
+        is_together: bool,
+        drawing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Skip the first ``start`` indices. Unless ``is_batched``, each item of the sampler is one index.
 
-        With ``is_together``, the dataset has ``__getitems__`` and gets each batch in the sampler's own type.
+        With ``is_together``, the dataset has ``__getitems__`` and gets each batch in the sampler's own type. The first
+        ``next`` runs inside ``drawing``, because samplers usually draw at their first index.
         """
-        self._asked, self._start = asked, start
+        self._asked, self._start, self._drawing = asked, start, drawing
         self._is_batched, self._is_together = is_batched, is_together
         self._position = 0
 
     def __next__(self) -> BatchPlan | Exception:
-        while True:
-            first_position = self._position
-            plan = self._ask()
-            if not isinstance(plan, Exception):
-                self._position = plan.stop
-            if first_position >= self._start:
-                return plan
+        drawing, self._drawing = self._drawing, nullcontext
+        with drawing():
+            while True:
+                first_position = self._position
+                plan = self._ask()
+                if not isinstance(plan, Exception):
+                    self._position = plan.stop
+                if first_position >= self._start:
+                    return plan
 
     def _ask(self) -> BatchPlan | Exception:
         chunk = next(self._asked)
@@ -86,21 +97,6 @@ class SamplerBatches(Iterator[BatchPlan | Exception]):
         if isinstance(indices, Exception):
             return indices
         return BatchPlan(compacted(indices), self._position, self._position + len(indices))
-
-
-class LentFirstRead(Iterator[BatchPlan | Exception]):
-    """Batches of a sampler. Runs the first ``next`` inside ``lending``, because samplers usually draw at their first index."""
-
-    def __init__(self, batches: Iterator[BatchPlan | Exception], lending: Callable[[], AbstractContextManager[None]]) -> None:
-        self._batches, self._lending = batches, lending
-        self._has_begun = False
-
-    def __next__(self) -> BatchPlan | Exception:
-        if self._has_begun:
-            return next(self._batches)
-        self._has_begun = True
-        with self._lending():
-            return next(self._batches)
 
 
 @final
@@ -115,6 +111,7 @@ class SamplerRun(Iterator[Any]):
         # Skip torch's second ``iter``: it would consume the sampler's loaded state, or the saved epoch called it once.
         self.is_resumed = False
         self.generators = generators
+        self.order_state = torch.empty(0)  # of the generator of the order, after ``iter``
         self.seed = seed  # worker seed from an earlier epoch, if any: persistent workers keep theirs
         self.source_state = source_state  # of the sampler on which torch calls ``iter``
 
@@ -134,9 +131,8 @@ class TorchPlan(Plan):
         self._table: ArrayTable | None = None
         self._columns_seen: list[Any] | None = None
         self.configure(config, sampler, lookahead)
-        self._run: ref[SamplerRun] | None = None  # of the latest iteration, unless it was dropped
-        self._is_waiting = False  # that iteration has not begun
-        self._begun: tuple[Cursor, SamplerRun] | None = None
+        self._waiting: ref[SamplerRun] | None = None  # of the latest iteration, until it begins
+        self._begun: SamplerRun | None = None  # of the epoch that the readings track
         self._readings = SamplerStates()
         self._has_seed = False  # an iteration has drawn the base seed of workers
         self._draws = True  # whether reading the sampler draws from the default generator; True until known
@@ -191,8 +187,8 @@ class TorchPlan(Plan):
 
     def start(self, run: SamplerRun, asked: Iterator[Any], base_seed: int) -> int:
         """Set the sampler iterator of the next epoch. Return the base seed from which its seeds are derived."""
-        run.iterator = asked
-        self._run, self._is_waiting = ref(run), True
+        run.iterator, run.order_state = asked, self._order_state()
+        self._waiting = ref(run)
         seed = base_seed if run.seed is None else run.seed
         if self._config.seed is None:
             self.seed = self.torch_seed = seed
@@ -200,8 +196,7 @@ class TorchPlan(Plan):
         return seed
 
     def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
-        run = None if self._run is None else self._run()
-        self._begun, self._is_waiting = None if run is None else (start, run), False
+        self._waiting = self._begun = None
         self._readings.begin(start, reached)
 
     @property
@@ -214,26 +209,18 @@ class TorchPlan(Plan):
 
     def batches(self, cursor: Cursor, asked: Iterator[Any] | None = None) -> Iterator[BatchPlan | Exception]:
         assert isinstance(asked, SamplerRun)
-        if self._begun is not None and self._begun[0] is cursor:
-            self._begun = cursor, asked
+        if self._readings.are_of(cursor):
+            self._begun = asked
         order = self._own_order(cursor.epoch)
         if order is not None:
             return ordered_batches(order, self._sampler_cut(), cursor.position)
-        inner = self._inner()
-        if type(inner) is RandomSampler and inner.generator is None:
-            return self._seeded_batches(cursor)
-        if type(inner) in _DRAWING and self._is_whole_shuffle():
-            return self._shuffled_batches(inner.generator, cursor.position)
-        # Other samplers may draw in `iter`, which torch has already called.
-        is_torch_batches = type(self._sampler) is BatchSampler
-        return LentFirstRead(
-            self._read_batches(cursor, asked), self._watching_draws if is_torch_batches else self._lent.lending
-        )
+        if self._is_unseeded() or self._is_whole_shuffle():
+            return self._random_batches(cursor, asked)
+        return self._read_batches(cursor, asked)
 
     def lookahead(self, cursor: Cursor) -> Lookahead | None:
         sampler = self._inner()
-        is_private = type(sampler) is RandomSampler and sampler.generator is None
-        if not self._lookahead or self._is_ours() or is_private or type(sampler) in _DRAWING_FIRST:
+        if not self._lookahead or self._is_ours() or self._is_unseeded() or type(sampler) in _DRAWING_FIRST:
             return None
         if not self._is_whole_shuffle():
             return Lookahead(self._lookahead, 0)
@@ -273,16 +260,16 @@ class TorchPlan(Plan):
     def sampler_state(self, cursor: Cursor, start: Cursor | None) -> Any:
         if start is None and cursor.sampler is not None:
             return cursor.sampler or None
-        run = self._run() if self._is_waiting and self._run is not None else None
+        run = None if self._waiting is None else self._waiting()
         if start is not None:
-            if self._begun is None or self._begun[0] is not start:
+            if self._begun is None or not self._readings.are_of(start):
                 return start.sampler or None
-            run = self._begun[1]
+            run = self._begun
         if run is not None:
             states, seed = run.generators, run.seed
         else:
             states, seed = self._lent.states(self._generators()), self.seed if self._keeps_seed and self._has_seed else None
-        record: dict[str, Any] = {**encoded({name: states[name] for name in self._generators() if name in states})}
+        record: dict[str, Any] = {**encoded({name: states[name] for name in (*self._generators(), ORDER) if name in states})}
         if seed is not None:
             record["seed"] = seed
         reading = None if self._is_ours() else self._readings.state(self._source()[0], cursor, start)
@@ -338,14 +325,27 @@ class TorchPlan(Plan):
         own = getattr(self._inner(), "generator", None)
         return own if isinstance(own, torch.Generator) else None
 
+    def _order_state(self) -> torch.Tensor:
+        own = self._order_generator()
+        return self._lent.states({DEFAULT: torch.default_generator})[DEFAULT] if own is None else own.get_state()
+
     @contextmanager
-    def _watching_draws(self) -> Iterator[None]:
-        """Lend while the sampler yields its first index, and record whether it draws."""
-        default = torch.default_generator
+    def _ordering(self, cursor: Cursor, run: SamplerRun, *, is_watching: bool) -> Iterator[None]:
+        """Lend while the order is drawn, from the saved generator if user code had drawn from it after ``iter``.
+
+        If ``is_watching``, record whether the order draws from the default generator.
+        """
+        own, saved = self._order_generator(), (cursor.sampler or {}).get(ORDER)
+        if saved is not None:
+            (self._lent.lend if own is None else own.set_state)(decoded(saved))
+        before = self._order_state()
         with self._lent.lending():
-            before = default.get_state()
             yield
-            self._draws = not torch.equal(before, default.get_state())
+        has_drawn = not torch.equal(before, self._order_state())
+        if has_drawn and not torch.equal(before, run.order_state):
+            run.generators[ORDER] = before
+        if is_watching and own is None:
+            self._draws = has_drawn
 
     # --- samplers
 
@@ -369,12 +369,17 @@ class TorchPlan(Plan):
         sampler = self._inner()
         return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
+    def _is_unseeded(self) -> bool:
+        """Whether the sampler draws the seed of a generator of its own, once per epoch."""
+        sampler = self._inner()
+        return type(sampler) is RandomSampler and sampler.generator is None
+
     def _is_ours(self) -> bool:
         if self._config.is_stream or self._sampler is None:
             return False
         if type(self._inner()) is SequentialSampler:
             return True
-        return self._config.seed is not None and self._is_whole_shuffle() and self._inner().generator is None
+        return self._config.seed is not None and self._is_whole_shuffle() and self._is_unseeded()
 
     def _own_order(self, epoch: int) -> Order | None:
         if not self._is_ours():
@@ -412,41 +417,40 @@ class TorchPlan(Plan):
         )
         self._readings.follow(cursor, reading)
         read: Any = BatchSampler(reading, self._sampler.batch_size, self._sampler.drop_last) if is_torch_batches else reading
-        return reading.watched(self._given(iter(read), reading.skip))
+        # Other samplers may draw in `iter`, which torch has already called.
+        drawing = partial(self._ordering, cursor, run, is_watching=is_torch_batches)
+        return reading.watched(self._given(iter(read), reading.skip, drawing))
 
-    def _seeded_batches(self, cursor: Cursor) -> Iterator[BatchPlan | Exception]:
-        """Yield the batches of a ``RandomSampler`` that draws one seed per epoch from the default generator."""
-        with self._lent.lending():
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        generator = torch.Generator()
-        generator.manual_seed(seed)
-        if self._is_whole_shuffle():
-            # The generator is not used after this epoch, so the sampler's final draw can be skipped.
-            yield from self._shuffled_batches(generator, cursor.position, is_kept=False)
+    def _random_batches(self, cursor: Cursor, run: SamplerRun) -> Iterator[BatchPlan | Exception]:
+        """Yield the batches of a ``RandomSampler``; a whole shuffle is drawn as it does, without converting it to a list."""
+        sampler, cut, start = self._inner(), self._sampler_cut(), cursor.position
+        length, is_whole, generator = len(sampler.data_source), self._is_whole_shuffle(), sampler.generator
+        has_final_draw = generator is not None  # else nobody can notice
+        with self._ordering(cursor, run, is_watching=False):
+            if generator is None:
+                generator = torch.Generator()
+                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            indices = torch.randperm(length if is_whole else 0, generator=generator).numpy()
+        if not is_whole:
+            again: Any = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
+            yield from self._given(
+                iter(BatchSampler(again, cut.batch_size, cut.drop_last) if self._is_batched else again), start
+            )
             return
-        sampler = self._inner()
-        again: Any = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples, generator)
-        if self._is_batched:
-            again = BatchSampler(again, self._sampler.batch_size, self._sampler.drop_last)
-        yield from self._given(iter(again), cursor.position)
-
-    def _shuffled_batches(self, generator: torch.Generator, start: int, *, is_kept: bool = True) -> Iterator[BatchPlan]:
-        """Yield a full shuffle as ``RandomSampler`` draws it, without converting it to a list."""
-        length = len(self._inner().data_source)
-        indices = torch.randperm(length, generator=generator).numpy()
-        cut = self._sampler_cut()
         for plan in ordered_batches(ListedOrder(indices), cut, start):
-            if is_kept and len(plan.indices) < cut.batch_size:
+            if has_final_draw and len(plan.indices) < cut.batch_size:
                 # This batch exhausts the sampler, which then draws again for an empty remainder.
                 torch.randperm(length, generator=generator)
-                yield plan
-                return
+                has_final_draw = False
             yield plan
-        if is_kept:
+        if has_final_draw:
             torch.randperm(length, generator=generator)
 
-    def _given(self, asked: Iterator[Any], start: int) -> Iterator[BatchPlan | Exception]:
-        return SamplerBatches(asked, start, is_batched=self._is_batched, is_together=is_loaded_together(self._config))
+    def _given(
+        self, asked: Iterator[Any], start: int, drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Iterator[BatchPlan | Exception]:
+        is_together = is_loaded_together(self._config)
+        return SamplerBatches(asked, start, is_batched=self._is_batched, is_together=is_together, drawing=drawing)
 
 
 def is_gathered(config: Options) -> bool:
