@@ -33,7 +33,7 @@ from infeed.metrics.statistics import (
     Trace,
     WorkerStatistics,
 )
-from infeed.metrics.worker_metrics import RecorderContents, WorkerMetrics, busy_ns
+from infeed.metrics.worker_metrics import RecorderContents, Totals, WorkerMetrics, busy_ns
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.process_tools import memory_use
 from infeed.workers.recorder import BUCKETS, NO_INDEX, SLOWEST, Observe, Slow, bucket_end_ns
@@ -56,6 +56,8 @@ class AllMetrics:
         """Return the point of the whole loader, given the point ``own`` of one engine. Sums never shrink when engines close."""
         with self.lock:
             others = [one.point(own.at_ns, is_own=False) for one in self.all if one is not metrics]
+        if not others:
+            return own
         return Point(own.at_ns, *(sum(column) for column in zip(*(point[1:] for point in (own, *others)), strict=True)))
 
 
@@ -342,10 +344,10 @@ class EngineMetrics:
 
     # --- periodic measurement
 
-    def point(self, now_ns: int, *, is_own: bool = True) -> Point:
+    def point(self, now_ns: int, totals: Totals | None = None, *, is_own: bool = True) -> Point:
         """Return the current point of this engine. ``is_own`` adds the memory of this process if workers are not processes."""
         workers = self.workers
-        usages = [workers.usage(worker) for worker in list(workers.known)]
+        totals = totals or workers.totals()
         own_bytes = memory_use().resident_bytes if is_own and self.kind != "process" else 0
         flight = self._flight()
         return Point(
@@ -356,10 +358,10 @@ class EngineMetrics:
             waited_ns=self.waited_ns,
             away_ns=self.away_ns,
             worker_count=0 if self.is_closed else workers.count,
-            busy_ns=sum(map(busy_ns, workers.sums().values())),
-            cpu_ns=sum(one.cpu_ns for one in usages),
-            queued_ns=sum(one.queued_ns for one in usages),
-            memory_bytes=sum(one.memory_bytes for one in usages) if self.kind == "process" else own_bytes,
+            busy_ns=busy_ns(totals),
+            cpu_ns=totals.cpu_ns,
+            queued_ns=totals.queued_ns,
+            memory_bytes=totals.memory_bytes if self.kind == "process" else own_bytes,
             flight_bytes=flight.nbytes,
             room_bytes=flight.room_bytes,
         )
@@ -367,10 +369,11 @@ class EngineMetrics:
     def _tick(self, now_ns: int) -> None:
         self.tick_count += 1
         self.take_spans()
-        self.latest = self.point(now_ns)
+        totals = self.workers.totals()
+        self.latest = self.point(now_ns, totals)
         self._history.add_point(self._all_metrics.total(self, self.latest))
         self._process.count()
-        self._add_to_past()
+        self._add_to_past(totals)
         done_ns = self._clock.now_ns()
         self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
 
@@ -398,16 +401,14 @@ class EngineMetrics:
             away_ns += max(0, now_ns - noted_ns - since_ns - waiting_ns)
         return LoopTimes(waited_ns + waiting_ns, away_ns, not_own_ns, waiting_ns)
 
-    def amounts(self, *, is_exact: bool = True) -> Amounts:
+    def amounts(self, totals: Totals | None = None, *, is_exact: bool = True) -> Amounts:
         """Return the amounts of this engine: up to now if ``is_exact``, else up to the latest count."""
         loop = self.loop_times() if is_exact else None
-        workers = self.workers
-        sums = workers.sums()
-        usages = [workers.usage(worker) for worker in sums]
+        totals = totals or self.workers.totals()
         return Amounts(
             batch_count=self.batch_count,
             sample_count=self.sample_count,
-            loaded_count=sum(one.sample_count for one in sums.values()),
+            loaded_count=totals.sample_count,
             waited_ns=self.waited_ns if loop is None else loop.waited_ns,
             started_ns=self.started_ns,
             away_ns=self.away_ns if loop is None else loop.away_ns,
@@ -416,12 +417,12 @@ class EngineMetrics:
             added_worker_ns=self.added_worker_ns,
             manned_ns=self.manned_ns,
             idled_ns=self.idled_ns,
-            load_ns=sum(one.load_ns for one in sums.values()),
-            collate_ns=sum(one.collate_ns for one in sums.values()),
-            write_ns=sum(one.write_ns for one in sums.values()),
-            alive_ns=sum(workers.alive_ns(worker) for worker in sums),
-            cpu_ns=sum(one.cpu_ns for one in usages),
-            queued_ns=sum(one.queued_ns for one in usages),
+            load_ns=totals.load_ns,
+            collate_ns=totals.collate_ns,
+            write_ns=totals.write_ns,
+            alive_ns=totals.alive_ns,
+            cpu_ns=totals.cpu_ns,
+            queued_ns=totals.queued_ns,
             own_cpu_ns=self._process.cpu_ns if is_exact else self._process.counted_ns,
             loop_queued_ns=self._process.queued_ns,
         )
@@ -443,8 +444,8 @@ class EngineMetrics:
         """Return the amounts that are not in the past yet."""
         return Slice(self.kind, self._passed_ns, Amounts() if self.is_closed else self.amounts().minus(self._passed))
 
-    def _add_to_past(self) -> None:
-        amounts = self.amounts(is_exact=False)
+    def _add_to_past(self, totals: Totals | None = None) -> None:
+        amounts = self.amounts(totals, is_exact=False)
         self._history.past.add(Slice(self.kind, self._passed_ns, amounts.minus(self._passed)))
         self._passed, self._passed_ns = amounts, self._clock.now_ns()
 

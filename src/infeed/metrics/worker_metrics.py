@@ -21,6 +21,19 @@ class Usage(NamedTuple):
     private_bytes: int  # now, without shared memory
 
 
+class Totals(NamedTuple):
+    """Sums over all workers that ever started."""
+
+    load_ns: int = 0
+    collate_ns: int = 0
+    write_ns: int = 0
+    sample_count: int = 0
+    alive_ns: int = 0
+    cpu_ns: int = 0
+    queued_ns: int = 0
+    memory_bytes: int = 0
+
+
 class RecorderContents(NamedTuple):
     """The contents of a worker's recorder, without spans."""
 
@@ -192,6 +205,21 @@ class WorkerMetrics:
                 pass  # another thread has just closed the status board
         return self._last.get(worker, _NO_READING).sums
 
+    def totals(self) -> Totals:
+        """Return the sums over all workers that ever started; each worker is read once."""
+        load_ns = collate_ns = write_ns = sample_count = alive_ns = cpu_ns = queued_ns = memory_bytes = 0
+        for worker in list(self.known):
+            sums, usage = self._sums(worker), self.usage(worker)
+            load_ns += sums.load_ns
+            collate_ns += sums.collate_ns
+            write_ns += sums.write_ns
+            sample_count += sums.sample_count
+            alive_ns += self.alive_ns(worker)
+            cpu_ns += usage.cpu_ns
+            queued_ns += usage.queued_ns
+            memory_bytes += usage.memory_bytes
+        return Totals(load_ns, collate_ns, write_ns, sample_count, alive_ns, cpu_ns, queued_ns, memory_bytes)
+
     def take_spans(self, *, is_last: bool) -> list[tuple[WorkerId, bytes, int]]:
         """Return new raw spans for each worker, with the number of spans that were lost."""
         taken = []
@@ -205,7 +233,7 @@ class WorkerMetrics:
         return taken
 
 
-def busy_ns(sums: Sums) -> int:
+def busy_ns(sums: Sums | Totals) -> int:
     return sums.load_ns + sums.collate_ns + sums.write_ns
 
 
