@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.helpers import Tree
 pytestmark = [
     pytest.mark.process,
     pytest.mark.linux("the heap is configured for glibc only"),
-    pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}), reason="the C library is not glibc"),
+    pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc"),
 ]
 
 

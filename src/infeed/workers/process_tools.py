@@ -198,7 +198,7 @@ def keep_freed_memory() -> None:
 
     The allocators of macOS and Windows have no such setting.
     """
-    if sys.platform == "linux" and not _is_configured() and _is_glibc():
+    if not _is_configured() and _is_glibc():
         import ctypes
 
         with suppress(OSError, AttributeError):
@@ -217,6 +217,9 @@ def _is_configured() -> bool:
 def _is_glibc() -> bool:
     """Whether the C library is glibc and ``LD_PRELOAD`` names no other allocator."""
     preloaded = os.environ.get("LD_PRELOAD", "")
-    if "malloc" in preloaded:  # jemalloc, tcmalloc, mimalloc, debugging allocators
+    if sys.platform != "linux" or "malloc" in preloaded:  # jemalloc, tcmalloc, mimalloc, debugging allocators
         return False
-    return "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})  # not in musl
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (OSError, ValueError):  # musl defines the name, but has no value for it
+        return False

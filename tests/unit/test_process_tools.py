@@ -1,0 +1,91 @@
+"""Helpers for infeed's own processes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+
+import pytest
+
+from infeed.workers.process_tools import keep_freed_memory
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the list of mallopt calls, on a machine with glibc on which nobody has configured malloc."""
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def __init__(self, name: str | None) -> None:
+            assert name is None
+
+        def mallopt(self, parameter: int, value: int) -> None:
+            calls.append((parameter, value))
+
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    return calls
+
+
+def test_workers_configure_glibc(settings: list[tuple[int, int]]) -> None:
+    """The sizes of mapped buffers, of kept memory, and of heap steps are set, each once."""
+    keep_freed_memory()
+    assert sorted(parameter for parameter, _ in settings) == [-3, -2, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "65536"),
+        ("MALLOC_TOP_PAD_", "0"),
+        ("MALLOC_MMAP_MAX_", "0"),
+        ("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX512F:glibc.malloc.arena_max=1"),
+        ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2"),
+        ("LD_PRELOAD", "/usr/lib/libmimalloc.so:/usr/lib/libother.so"),
+        ("LD_PRELOAD", "libtcmalloc_minimal.so.4"),
+    ],
+)
+def test_a_malloc_that_the_user_has_chosen_stays_as_it_is(
+    settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """Workers set nothing if the environment configures malloc or replaces it."""
+    monkeypatch.setenv(name, value)
+    keep_freed_memory()
+    assert not settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX512F"), ("LD_PRELOAD", "/usr/lib/libother.so"), ("MALLOC_ARENA_MAX", "2")],
+)
+def test_other_variables_change_nothing(
+    settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """Variables that concern neither freed memory nor the allocator do not keep workers from configuring it."""
+    monkeypatch.setenv(name, value)
+    keep_freed_memory()
+    assert len(settings) == 3
+
+
+@pytest.mark.parametrize(
+    "answer", [None, "", "musl 1.2.5", OSError(errno.EINVAL, "Invalid argument"), ValueError("unknown name")]
+)
+def test_another_c_library_is_left_alone(
+    settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None
+) -> None:
+    """musl has the name of glibc's version in its headers, but no value for it."""
+
+    def confstr(name: str) -> str | None:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(os, "confstr", confstr)
+    keep_freed_memory()
+    assert not settings
