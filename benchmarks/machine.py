@@ -40,6 +40,11 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def revision() -> dict[str, Any]:
+    changed = _git("status", "--porcelain")
+    return {"commit": _git("rev-parse", "HEAD"), "has_local_changes": None if changed is None else bool(changed)}
+
+
 def versions(families: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (*families, *_ALWAYS_REPORTED):
@@ -52,7 +57,6 @@ def versions(families: Iterable[str]) -> dict[str, str]:
 
 
 def describe(families: Iterable[str]) -> dict[str, Any]:
-    changed = _git("status", "--porcelain")
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": _cpu_model(),
@@ -62,8 +66,7 @@ def describe(families: Iterable[str]) -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "versions": versions(families),
-        "commit": _git("rev-parse", "HEAD"),
-        "has_local_changes": None if changed is None else bool(changed),
+        **revision(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }

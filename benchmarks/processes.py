@@ -60,6 +60,18 @@ def cpu_seconds() -> CpuSeconds:
     return CpuSeconds(main=time.process_time(), children=children)
 
 
+def minor_faults() -> dict[int, int]:
+    """Return the page faults of each descendant process; empty without /proc."""
+    found = {}
+    for process in descendants():
+        try:
+            fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[process.pid] = int(fields[7])
+    return found
+
+
 def memory_of(processes: list[psutil.Process]) -> MemoryBytes:
     import psutil
 

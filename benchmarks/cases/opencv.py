@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -73,27 +72,15 @@ def _plain_loops_rate(count: int, seconds: float) -> float:
     return sum(float(loop.communicate()[0]) for loop in loops)
 
 
-def _minor_faults() -> dict[int, int]:
-    """Return the page faults of each descendant process; empty without /proc."""
-    found = {}
-    for process in processes.descendants():
-        try:
-            fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        found[process.pid] = int(fields[7])
-    return found
-
-
 def run(library: str, parameters: Parameters) -> Outcome:
     workers = parameters["workers"] or max(2, (os.cpu_count() or 2) - 2)
     plain = _plain_loops_rate(workers, parameters["loop_s"])
     dataset = Photos(parameters["samples"])
     loading = Run(library, LoaderSpec(dataset, batch_size=parameters["batch_size"], num_workers=workers))
     loading.checked_epoch()
-    before = _minor_faults()
+    before = processes.minor_faults()
     rate = len(dataset) / loading.epoch_s()
-    after = _minor_faults()
+    after = processes.minor_faults()
     faults = sum(after[pid] - count for pid, count in before.items() if pid in after)
     return Outcome(
         {

@@ -46,7 +46,7 @@ def _run(workers: int) -> Callable[[str, Parameters], Outcome]:
 CASES: Final = tuple(
     Case(
         name=f"waiting{workers}",
-        title=f"samples that wait 4 ms, batch {BATCH_SIZE}, {workers} workers",
+        title=f"samples that wait 4 ms, batch {BATCH_SIZE}, {workers} worker{'s' * (workers > 1)}",
         metrics=(
             Metric("efficiency", "(sum of sample times / workers) / elapsed", "", "higher"),
             Metric("main_cpu_us", "CPU of the main process", "us/batch", "lower"),
@@ -63,5 +63,5 @@ CASES: Final = tuple(
         run=_run(workers),
         note="A sleep of 4 ms takes longer than 4 ms: what it takes when nothing else runs is the time of a sample.",
     )
-    for workers in (16, 64)
+    for workers in (1, 4, 16, 64)
 )
