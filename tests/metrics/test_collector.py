@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from infeed.metrics.collector import AllMetrics, EngineMetrics
 from infeed.metrics.history import History
 from infeed.metrics.process_time import Clock
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.process_tools import MemoryUse
+from infeed.workers.recorder import RecorderReader
 from infeed.workers.status import StatusBoard
 
 MS = 1_000_000
@@ -28,6 +34,32 @@ def test_looks_are_due_by_the_loops_own_time(pause_ms: int, epoch_count: int) ->
         metrics.end_epoch(now)
         now += pause_ms * MS
     assert 4 <= metrics.tick_count <= 6
+
+
+def test_a_measurement_reads_each_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The point and the slice of a measurement have the same worker times, and the training loop pays for one reading."""
+    now = 10**12
+    workers = tuple(map(WorkerId, range(3)))
+    board, history, reads = StatusBoard(workers, None), History(), Counter[str]()
+    metrics = EngineMetrics(history, AllMetrics(), board, workers, "process", "counters", 0, Clock(lambda: now))
+    for worker in workers:
+        metrics.workers.started(worker, None)
+        board.cell(worker).note_usage(MemoryUse(7, 7), cpu_ns=MS, queued_ns=2)
+    for kind, name in ((StatusBoard, "doing"), (RecorderReader, "sums")):
+        monkeypatch.setattr(kind, name, counting(getattr(kind, name), reads))
+    metrics.begin_epoch(0)
+    metrics.delivered(now, now + MS)
+    assert reads == {"doing": 3, "sums": 3}
+    (point,), (past,) = history.points, history.past.slices
+    assert (point.memory_bytes, point.cpu_ns, past.amounts.cpu_ns) == (21, 3 * MS, 3 * MS)
+
+
+def counting(method: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        calls[method.__name__] += 1
+        return method(*args)
+
+    return counted
 
 
 def test_what_goes_on_is_counted_up_to_now() -> None:
