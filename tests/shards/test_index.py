@@ -92,6 +92,36 @@ def test_a_damaged_index_is_built_again_with_a_warning(tmp_path: Path, caplog: p
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, MemoryError, SyntaxError])
+def test_an_index_whose_damage_confuses_the_reader_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Wrong bytes make zipfile find an encrypted or unknown member, and NumPy an array of any size."""
+    pattern = write_shards(tmp_path, 2, 3)
+    infeed.open(pattern)
+
+    def damaged(*_args: object, **_options: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("numpy.load", damaged)
+        assert len(infeed.open(pattern)) == 6
+
+
+def test_a_folder_in_the_place_of_the_index_is_left_alone(tmp_path: Path, cache_folder: Path, reads: Reads) -> None:
+    pattern = write_shards(tmp_path, 1, 3)
+    infeed.open(pattern)
+    (index,) = index_files(tmp_path)
+    index.unlink()
+    index.mkdir()
+    infeed.open(pattern)
+    reads.names()
+    infeed.open(pattern)
+
+    assert reads.names() == []
+    assert len(index_files(cache_folder)) == 1
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_not_writable_has_its_index_in_the_cache_folder(
     tmp_path: Path, cache_folder: Path, reads: Reads

@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import eq
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -114,7 +114,7 @@ class IndexStore:
             ShardError: A shard is compressed or damaged.
         """
         stats = self._storage.stat(self._urls)
-        place, index = self._load()
+        place, index = self._load(stats)
         if index is not None and index.stats == stats and not (publish and place != self._places[0]):
             return index
         with ExitStack() as stack:
@@ -122,7 +122,7 @@ class IndexStore:
                 stack.enter_context(file_lock(self._lock))  # other ranks wait instead of scanning the same shards
             except OSError as error:
                 _LOG.debug("cannot lock %s: %s", self._lock, error)
-            place, index = self._load()
+            place, index = self._load(stats)
             if index is None or index.stats != stats:
                 index = self._build(stats, index, progress)
             elif not (publish and place != self._places[0]):
@@ -130,22 +130,31 @@ class IndexStore:
             self._save(index, publish=publish)
         return index
 
-    def _load(self) -> tuple[IndexPlace | None, Index | None]:
-        """Return the stored index with the most unchanged shards, not compared with the shards yet."""
+    def _load(self, stats: Sequence[Stat]) -> tuple[IndexPlace | None, Index | None]:
+        """Return the stored index with the most unchanged shards, and where it is."""
+        best: tuple[IndexPlace | None, Index | None] = None, None
+        most = -1
         for place in self._places:
             try:
-                index = self._read(place)
-            except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-                _LOG.warning("the index %s is damaged and is re-created: %s", place.url, error)
+                data = place.storage.read_whole(place.url)
+            except OSError as error:
+                _LOG.warning("the index cannot be read and is re-created: %s", str(error))
                 continue
-            if index is not None:
-                return place, index
-        return None, None
+            if data is None:
+                continue
+            try:
+                index = self._parsed(data)
+            except Exception as error:  # damage makes zipfile and NumPy raise almost anything
+                _LOG.warning("the index %s is damaged and is re-created: %s", place.url, str(error) or type(error).__name__)
+                continue
+            unchanged = sum(map(eq, index.stats, stats))
+            if unchanged > most:
+                best, most = (place, index), unchanged
+            if most == len(stats):
+                break
+        return best
 
-    def _read(self, place: IndexPlace) -> Index | None:
-        data = place.storage.read_whole(place.url)
-        if data is None:
-            return None
+    def _parsed(self, data: bytes) -> Index:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             shards = json.loads(archive["shards"].tobytes())
             if [name for name, _, _ in shards] != self._names:

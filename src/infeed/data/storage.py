@@ -6,6 +6,7 @@ Local files are read with ``pread``. Everything else goes through obstore. Again
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -14,13 +15,16 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Final, NamedTuple, final
+from uuid import uuid4
 
 from infeed.data.patterns import scheme_of
 from infeed.errors import ConfigError, ShardError, StorageError
 
+_LOG: Final = logging.getLogger("infeed")
 # Concurrent requests per call. More than 32 did not increase throughput and would make many workers exhaust connections.
 _CONCURRENCY: Final = 32
 # Ranges of one object are merged if the gap between them is at most this long: reading it takes less time than a request.
@@ -88,7 +92,11 @@ class Storage(ABC):
 
     @abstractmethod
     def read_whole(self, url: str) -> bytes | None:
-        """Return the content of a small file, or ``None`` if it does not exist."""
+        """Return the content of a small file, or ``None`` if it does not exist or may not be read.
+
+        Raises:
+            OSError: It cannot be read for another reason.
+        """
 
     @abstractmethod
     def write(self, url: str, data: bytes) -> None:
@@ -221,15 +229,20 @@ class LocalStorage(Storage):
                 return file.read()
         except FileNotFoundError:
             return None
+        except PermissionError as error:
+            _LOG.debug("%s: %s", url, error)
+            return None
 
     def write(self, url: str, data: bytes) -> None:
-        part = f"{url}.{os.getpid()}.tmp"
+        # Other machines and containers may write to the same folder with the same process id.
+        part = f"{url}.{uuid4().hex}.tmp"
+        file = open(part, "xb")  # noqa: SIM115  # a file that was not created here must not be removed
         try:
-            with open(part, "xb") as file:
+            with file:
                 file.write(data)
             os.replace(part, url)
-        except OSError:
-            if os.path.exists(part):
+        except BaseException:
+            with suppress(OSError):
                 os.unlink(part)
             raise
 
@@ -363,6 +376,10 @@ class ObjectStorage(Storage):
             return bytes(obstore.get(store, path).bytes())
         except FileNotFoundError:
             return None
+        except (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError) as error:
+            # Without the right to list the bucket, S3 answers so for a missing object.
+            _LOG.debug("%s: %s", url, error)
+            return None
         except (obstore.exceptions.BaseError, OSError) as error:
             raise StorageError(f"{url} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
@@ -386,8 +403,12 @@ def _obstore() -> Any:
 
 
 def version_from(meta: Any) -> str:
-    """Return the ETag of an object; of a server without ETags, the time of modification."""
-    return str(meta.get("e_tag") or meta["last_modified"].isoformat())
+    """Return the ETag of an object; of a server without ETags, the time of modification.
+
+    Azure quotes ETags in headers, but not in listings.
+    """
+    tag = meta.get("e_tag")
+    return str(tag).removeprefix("W/").strip('"') if tag else str(meta["last_modified"].isoformat())
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -1,0 +1,91 @@
+"""What servers and file systems answer, beyond what the real S3 server does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import infeed
+from infeed.data.opening import build_index
+from infeed.data.storage import LocalStorage, version_from
+from tests.shards.fakes import Fake, fake
+from tests.shards.writing import shard
+
+
+@pytest.fixture
+def server(obstore_threads: None) -> Iterator[Fake]:
+    with fake() as found:
+        yield found
+
+
+@pytest.mark.parametrize("tag", ["0x8D", '"0x8D"', 'W/"0x8D"'])
+def test_an_etag_is_the_same_version_with_and_without_quotes(tag: str) -> None:
+    assert version_from({"e_tag": tag, "last_modified": None}) == "0x8D"
+
+
+def test_shards_that_azure_lists_are_unchanged_when_they_are_read(server: Fake) -> None:
+    """More than 32 are listed; the ETags of a listing have no quotes."""
+    server.objects = {f"d/{number:02d}.tar": shard([number]) for number in range(40)}
+    dataset = infeed.open("az://c/d/{00..39}.tar", storage_options=server.azure())
+
+    assert [int(dataset[number]["cls"]) for number in (0, 39)] == [0, 39]
+
+
+def test_of_two_stored_indices_the_one_with_more_unchanged_shards_is_used(server: Fake) -> None:
+    """A published index goes stale; only the first call afterwards scans what has changed."""
+    server.objects = {f"d/{number}.tar": shard([number]) for number in range(3)}
+    build_index("s3://b/d/*.tar", None, None, server.s3())
+    server.objects["d/1.tar"] = shard([7, 8])
+    scanned = []
+    for _ in range(2):
+        server.read.clear()
+        assert len(infeed.open("s3://b/d/*.tar", storage_options=server.s3())) == 4
+        scanned.append([name for name in server.read if name.endswith(".tar")])
+
+    assert scanned == [["d/1.tar"], []]
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_an_index_that_may_not_be_read_is_treated_as_missing(server: Fake, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the right to list a bucket, S3 answers 403 for a missing object."""
+    server.objects, server.missing = {"d/0.tar": shard([1])}, code
+    with caplog.at_level(logging.INFO, "infeed"):
+        for _ in range(2):
+            server.read.clear()
+            assert len(infeed.open("s3://b/d/0.tar", storage_options=server.s3())) == 1
+
+    assert caplog.records == []
+    assert server.read == []
+
+
+def test_an_index_that_cannot_be_read_is_a_warning_and_the_shards_are_scanned(
+    server: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.objects, server.missing = {"d/0.tar": shard([1])}, 500
+    with caplog.at_level(logging.WARNING, "infeed"):
+        assert len(infeed.open("s3://b/d/0.tar", storage_options=server.s3())) == 1
+
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert "cannot be read" in caplog.text
+    assert "damaged" not in caplog.text
+
+
+def test_writing_never_touches_the_temporary_file_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process ids repeat: on other machines that share the folder, and in containers."""
+    (tmp_path / f"a.{os.getpid()}.tmp").write_bytes(b"of another")
+    LocalStorage().write(str(tmp_path / "a"), b"mine")
+
+    assert (tmp_path / "a").read_bytes() == b"mine"
+    assert (tmp_path / f"a.{os.getpid()}.tmp").read_bytes() == b"of another"
+
+
+def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError, match=r"directory|denied"):
+        LocalStorage().write(str(tmp_path / "a"), b"mine")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
