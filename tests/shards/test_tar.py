@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import pickle
 import tarfile
@@ -142,6 +143,83 @@ def test_members_that_are_no_columns_are_skipped() -> None:
     data = tar_bytes([("README", b"a"), (".hidden", b"b"), ("__meta__/x.json", b"c"), ("1.txt", b"d")])
 
     assert scanned(data) == [("1", "txt", b"d")]
+
+
+def test_members_with_an_empty_extension_are_skipped() -> None:
+    assert scanned(tar_bytes([("1.", b"a"), ("d/2.", b"b"), ("3.txt", b"c")])) == [("3", "txt", b"c")]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_hard_link_has_the_content_of_its_target(name: str) -> None:
+    """Tar writes a file with several names once. Names of more than 100 characters take a header of their own."""
+    folder = "d" * (40 if name == "ustar" else 120)
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=FORMATS[name]) as archive:
+        for path, data, target in [
+            (f"{folder}/a.JPG", b"image", None),
+            (f"{folder}/a.cls", b"0", None),
+            (f"{folder}/b.jpg", b"", f"{folder}/a.JPG"),
+            (f"{folder}/b.cls", b"1", None),
+            (f"{folder}/c.jpg", b"", f"{folder}/b.jpg"),
+        ]:
+            info = tarfile.TarInfo(path)
+            info.size = len(data)
+            if target is not None:
+                info.type, info.linkname = tarfile.LNKTYPE, target
+            archive.addfile(info, io.BytesIO(data))
+
+    assert [(key[-1], column, data) for key, column, data in scanned(stream.getvalue())] == [
+        ("a", "jpg", b"image"),
+        ("a", "cls", b"0"),
+        ("b", "jpg", b"image"),
+        ("b", "cls", b"1"),
+        ("c", "jpg", b"image"),
+    ]
+
+
+def test_a_hard_link_to_nothing_is_refused() -> None:
+    info = tarfile.TarInfo("b.jpg")
+    info.type, info.linkname = tarfile.LNKTYPE, "a.jpg"
+    with pytest.raises(infeed.ShardError, match=r"a\.tar: 'b\.jpg' is a hard link to 'a\.jpg'"):
+        scanned(info.tobuf())
+
+
+# What GNU tar writes for files with holes, with --format=gnu and =posix.
+SPARSE = {
+    "gnu": lambda: _sparse_header(tarfile.GNU_FORMAT, {}, b"S"),
+    "pax 0": lambda: _sparse_header(tarfile.PAX_FORMAT, {"GNU.sparse.size": "9", "GNU.sparse.map": "0,1"}, b"0"),
+    "pax 1": lambda: _sparse_header(tarfile.PAX_FORMAT, {"GNU.sparse.major": "1", "GNU.sparse.name": "a.jpg"}, b"0"),
+}
+
+
+def _sparse_header(format: int, fields: dict[str, str], kind: bytes) -> bytes:
+    info = tarfile.TarInfo("a.jpg")
+    info.type, info.pax_headers = kind, fields
+    return info.tobuf(format)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_members_are_refused(name: str) -> None:
+    """Their bytes in the shard are not the content: the holes are missing."""
+    with pytest.raises(infeed.ShardError, match=r"'a\.jpg' is a sparse file; .*without --sparse"):
+        scanned(SPARSE[name]())
+
+
+def test_too_many_columns_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys with dots make every sample a column of its own."""
+    monkeypatch.setattr("infeed.data.tar_scan.MOST_COLUMNS", 3)
+
+    assert len(scanned(tar_bytes((f"v.{number}.jpg", b"") for number in range(3)))) == 3
+    with pytest.raises(infeed.ShardError, match=r"a\.tar: more than 3 columns, such as '3\.jpg'; .*first dot"):
+        scanned(tar_bytes((f"v.{number}.jpg", b"") for number in range(4)))
+
+
+def test_too_many_columns_in_all_shards_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infeed.data.tar.MOST_COLUMNS", 3)
+    for number in range(2):
+        (tmp_path / f"{number}.tar").write_bytes(tar_bytes((f"v.{number}{letter}.jpg", b"") for letter in "ab"))
+    with pytest.raises(infeed.ShardError, match="columns, such as '1b.jpg'"):
+        infeed.open(tmp_path)
 
 
 def test_a_shard_without_end_marker_is_complete() -> None:

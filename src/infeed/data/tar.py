@@ -12,7 +12,7 @@ from infeed.data.dataset import KEY, URL, Decode, Integers, ShardDataset, ShardR
 from infeed.data.index import Index, Part, Scan, texts
 from infeed.data.patterns import scheme_of
 from infeed.data.storage import Range, Stat, Storage, unversioned
-from infeed.data.tar_scan import LOCAL, REMOTE, scan_tar
+from infeed.data.tar_scan import LOCAL, MOST_COLUMNS, REMOTE, scan_tar, too_many_columns
 from infeed.errors import ShardError
 
 _SEPARATOR = "\0"
@@ -123,9 +123,10 @@ def _common_codes(index: Index) -> tuple[Any, list[str]]:
         text = index.arrays["names"][stop - count : stop].tobytes().decode("utf-8", "surrogateescape")
         lists.append(text.split(_SEPARATOR) if text else [])
     numbers: dict[str, int] = {}
-    for names in lists:
+    for url, names in zip(index.urls, lists, strict=True):
         for name in names:
-            numbers.setdefault(name, len(numbers))
+            if numbers.setdefault(name, len(numbers)) == MOST_COLUMNS:
+                raise too_many_columns(url, name)
     known = list(numbers)
     codes = index.arrays["codes"]
     if all(names == known[: len(names)] for names in lists):

@@ -20,6 +20,10 @@ from infeed.errors import ShardError
 _BLOCK: Final = 512
 _END: Final = bytes(_BLOCK)
 _REGULAR: Final = frozenset(b"0\x007")
+_LINK: Final = ord("1")
+_SPARSE: Final = ord("S")
+# Links, devices and folders have no content, whatever their size field says.
+_WITHOUT_CONTENT: Final = frozenset(b"123456")
 # Members that describe the archive, which WebDataset skips too.
 _META: Final = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED: Final = {
@@ -29,6 +33,8 @@ _COMPRESSED: Final = {
     b"BZh": "bzip2",
     b"\x04\x22\x4d\x18": "lz4",
 }
+# Numbers of columns are stored as uint16.
+MOST_COLUMNS: Final = 1 << 16
 # Extended headers are a few hundred bytes; a larger one is damage.
 _MOST_HEADER: Final = 1 << 20
 
@@ -89,7 +95,7 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         read: Function of offset and size that returns bytes of the file.
 
     Raises:
-        ShardError: The file is compressed, cut off, or no tar file.
+        ShardError: The file is compressed, cut off, or no tar file, or has members that cannot be read at random.
     """
     headers = _Headers(read, file_size, ahead)
     keys: list[str] = []
@@ -99,6 +105,7 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
     sizes: list[int] = []
     numbers: dict[str, int] = {}
     present: set[int] = set()  # columns of the current sample
+    links: list[tuple[int, str]] = []  # members that are hard links, and the names that they link to
     key: str | None = None
     extended: dict[str, str] = {}
     position = 0
@@ -117,6 +124,8 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
             raise ShardError(
                 f"{url}: no tar header at offset {position}; the shard is damaged, copy or write it again"
             ) from error
+        if kind in _WITHOUT_CONTENT:
+            size = 0
         begin = position + _BLOCK
         position = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if begin + size > file_size:
@@ -128,17 +137,23 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
                 )
             extended |= _extended(kind, headers.at(begin, size))
             continue
-        name = extended.get("path") or _name(header)
-        if extended:
-            extended = {}
-        if kind not in _REGULAR:
+        fields, extended = extended, {}
+        name = fields.get("path") or _name(header)
+        if kind == _SPARSE or (fields and any(field.startswith("GNU.sparse.") for field in fields)):
+            raise ShardError(
+                f"{url}: {fields.get('GNU.sparse.name', name)!r} is a sparse file; write the shard without --sparse (-S) of tar"
+            )
+        if kind not in _REGULAR and kind != _LINK:
             continue
-        slash = name.rfind("/") + 1
-        dot = name.find(".", slash)
-        if dot <= slash or ("__" in name and _META.match(name)):
-            continue  # no basename or no extension
-        base, column = name[:dot], name[dot + 1 :].lower()
+        parts = split_name(name)
+        if parts is None:
+            continue
+        base, column = parts
         code = numbers.setdefault(column, len(numbers))
+        if code == MOST_COLUMNS:
+            raise too_many_columns(url, column)
+        if kind == _LINK:
+            links.append((len(offsets), fields.get("linkpath") or _text(header[157:257])))
         if base != key:
             key = base
             keys.append(base)
@@ -153,7 +168,7 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         codes.append(code)
         offsets.append(begin)
         sizes.append(size)
-    return ShardMembers(
+    found = ShardMembers(
         keys,
         np.array(counts, dtype=np.uint32),
         list(numbers),
@@ -161,6 +176,41 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         np.array(offsets, dtype=np.int64),
         np.array(sizes, dtype=np.int64),
     )
+    if links:
+        _resolve(url, links, found)
+    return found
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return key and column of a member, or ``None`` if it has no basename or extension, or describes the archive."""
+    slash = name.rfind("/") + 1
+    dot = name.find(".", slash)
+    if dot <= slash or dot + 1 == len(name) or ("__" in name and _META.match(name)):
+        return None
+    return name[:dot], name[dot + 1 :].lower()
+
+
+def too_many_columns(url: str, column: str) -> ShardError:
+    return ShardError(
+        f"{url}: more than {MOST_COLUMNS:,} columns, such as {column!r}; a column begins at the first dot of the basename, so "
+        "write keys without dots"
+    )
+
+
+def _resolve(url: str, links: list[tuple[int, str]], found: ShardMembers) -> None:
+    """Let hard links point to the content of their targets."""
+    keys = np.repeat(np.array(found.keys, dtype=object), found.counts).tolist()
+    members = list(zip(keys, [found.names[code] for code in found.codes.tolist()], strict=True))
+    places = {member: place for place, member in enumerate(members)}
+    for place, target in links:
+        parts = split_name(target)
+        source = place if parts is None else places.get(parts, place)
+        if source >= place:
+            raise ShardError(
+                f"{url}: {'.'.join(members[place])!r} is a hard link to {target!r}, which is not among the members before "
+                "it; write the shard with --hard-dereference of tar"
+            )
+        found.offsets[place], found.sizes[place] = found.offsets[source], found.sizes[source]
 
 
 def _check_start(url: str, header: bytes) -> None:
@@ -184,16 +234,18 @@ def _number(header: bytes, position: int) -> int:
 
 
 def _name(header: bytes) -> str:
-    name = header[: header.find(b"\0", 0, 100) if b"\0" in header[:100] else 100]
-    if header[257:263] == b"ustar\0" and header[345]:
-        name = header[345:500].partition(b"\0")[0] + b"/" + name
-    return name.decode("utf-8", "surrogateescape")
+    name = _text(header[:100])
+    return f"{_text(header[345:500])}/{name}" if header[257:263] == b"ustar\0" and header[345] else name
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def _extended(kind: int, data: bytes) -> dict[str, str]:
     """Return the fields that an extended header sets for the next member."""
-    if kind == ord("L"):
-        return {"path": data.rstrip(b"\0").decode("utf-8", "surrogateescape")}
+    if kind in b"LK":
+        return {"path" if kind == ord("L") else "linkpath": data.rstrip(b"\0").decode("utf-8", "surrogateescape")}
     found: dict[str, str] = {}
     if kind == ord("x"):
         while data:
@@ -201,7 +253,7 @@ def _extended(kind: int, data: bytes) -> dict[str, str]:
             if not length.isdigit() or int(length) > len(data) or not int(length):
                 break
             name, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
-            if name in (b"path", b"size"):
+            if name in (b"path", b"size", b"linkpath") or name.startswith(b"GNU.sparse."):
                 found[name.decode()] = value.decode("utf-8", "surrogateescape")
             data = data[int(length) :]
     return found
