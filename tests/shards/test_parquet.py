@@ -64,6 +64,60 @@ def test_numbers_keep_their_type(tmp_path: Path) -> None:
     }
 
 
+NULLABLE = {
+    "integer": ([1, 2, None, 4], "int32"),
+    "half": ([1.0, None, 3.0, 4.0], "float16"),
+    "bool": ([True, None, False, True], "bool_"),
+    "list": ([[1, 2], None, [3, None], []], "list_int64"),
+    "fixed list": ([[1, 2], None, [3, None], [4, 5]], "fixed_int16"),
+    "text": (["a", None, "c", "d"], "string"),
+}
+TYPES = {"list_int64": lambda: pa.list_(pa.int64()), "fixed_int16": lambda: pa.list_(pa.int16(), 2)}
+
+
+@pytest.mark.parametrize("name", NULLABLE)
+def test_a_value_does_not_depend_on_the_rows_read_with_it(tmp_path: Path, name: str) -> None:
+    """Numbers keep their type beside missing values, which are None."""
+    values, kind = NULLABLE[name]
+    made = TYPES[kind]() if kind in TYPES else getattr(pa, kind)()
+    array = pa.array([None if v is None else np.float16(v) for v in values] if kind == "float16" else values, made)
+    parquet.write_table(pa.table({"a": array}), tmp_path / "a.parquet", row_group_size=3)
+    dataset = infeed.open(tmp_path / "a.parquet")
+
+    def described(sample: Any) -> Any:
+        value = sample["a"]
+        return type(value), getattr(value, "dtype", None), np.array(value, dtype=object).tolist()
+
+    singly = [described(dataset[row]) for row in range(4)]
+    assert [described(one) for one in dataset.__getitems__([0, 1, 2, 3])] == singly
+    assert [described(one) for one in dataset.__getitems__([3, 0, 3])] == [singly[3], singly[0], singly[3]]
+    assert [value for _, _, value in singly] == values
+    if name == "integer":
+        assert [type(dataset[row]["a"]) for row in range(4)] == [np.int32, np.int32, type(None), np.int32]
+
+
+def test_columns_that_only_tar_shards_have_are_refused(tmp_path: Path) -> None:
+    for column in ("__url__", "__key__"):
+        with pytest.raises(infeed.ConfigError, match=f"columns has '{column}', which is in no shard"):
+            infeed.open(write(tmp_path), columns=[column, "label"])
+
+
+def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"x": [1], "y": ["a"]}), tmp_path / "0.parquet")
+    parquet.write_table(pa.table({"x": [1], "y": [2.0]}), tmp_path / "1.parquet")
+    with pytest.raises(infeed.ShardError, match=r"1\.parquet has column 'y' of type double, but .*0\.parquet has string"):
+        infeed.open(tmp_path)
+
+
+def test_lists_of_one_type_may_name_their_elements_differently(tmp_path: Path) -> None:
+    """As libraries do."""
+    for number, name in enumerate(("item", "element")):
+        field = pa.field(name, pa.int64(), nullable=number == 0)
+        parquet.write_table(pa.table({"x": pa.array([[number]], pa.list_(field))}), tmp_path / f"{number}.parquet")
+
+    assert [one["x"].tolist() for one in infeed.open(tmp_path)] == [[0], [1]]
+
+
 def test_rows_come_in_the_order_asked_for_with_the_columns_asked_for(tmp_path: Path) -> None:
     dataset = infeed.open(f"{write(tmp_path)}/*.parquet", columns=["name", "label"], decode={"label": lambda n: n * 2})
 

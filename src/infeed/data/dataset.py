@@ -19,9 +19,6 @@ from infeed.errors import ConfigError
 Decode: TypeAlias = Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any]
 Integers = npt.NDArray[np.int64]
 
-# Columns that every tar sample has, as in WebDataset.
-KEY: Final = "__key__"
-URL: Final = "__url__"
 # Smaller blocks cost more requests. Larger ones make fewer of a batch, so that batches are less mixed, and are not faster.
 _BLOCK_BYTES: Final = 1 << 19
 
@@ -56,6 +53,9 @@ class ShardDataset(ABC):
     Reading is safe from several threads. A pickled copy has no open files and no connections.
     """
 
+    # Columns that samples have although they are not stored in the shards.
+    _extra_columns: tuple[str, ...] = ()
+
     def __init__(
         self,
         index: Index,
@@ -73,7 +73,7 @@ class ShardDataset(ABC):
         """
         self._urls, self._reader, self._stops = index.urls, reader, stops
         self._length = int(stops[-1])
-        self._columns = _checked_columns(columns, known)
+        self._columns = _checked_columns(columns, known, self._extra_columns)
         self._decode_sample = decode if callable(decode) else None
         self._decoders = _checked_decoders(decode, self._columns, known)
         self._byte_count = sum(stat.size for stat in index.stats)
@@ -130,13 +130,13 @@ class ShardDataset(ABC):
         return f"<{type(self).__name__}: {self._length:,} samples in {shards}, columns {', '.join(self.columns)}>"
 
 
-def _checked_columns(columns: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...] | None:
+def _checked_columns(columns: Sequence[str] | None, known: Sequence[str], extra: Sequence[str]) -> tuple[str, ...] | None:
     if columns is None:
         return None
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns) or not columns:
         raise ConfigError(f"columns={columns!r} must be a list of names; the shards have {', '.join(known)}")
     for name in columns:
-        if name not in known and name not in (KEY, URL):
+        if name not in known and name not in extra:
             raise ConfigError(f"columns has {name!r}, which is in no shard; the shards have {', '.join(known)}")
     return tuple(columns)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,14 +32,17 @@ def parquet_scan(storage: Storage) -> Scan:
     def scan(url: str, stat: Stat) -> Part:
         footer = _footer(url, stat.size, lambda ranges: storage.read(ranges, unversioned))
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-        names, _ = texts([_SEPARATOR.join(footer.schema.to_arrow_schema().names)])
+        schema = footer.schema.to_arrow_schema()
+        names, _ = texts([_SEPARATOR.join(schema.names)])
+        types, _ = texts([_SEPARATOR.join(map(_type_text, schema.types))])
         return {
             "rows": np.array([group.num_rows for group in groups], dtype=np.int64),
             "bytes": np.array([group.total_byte_size for group in groups], dtype=np.int64),
             "names": names,
+            "types": types,
         }
 
-    return Scan("parquet", ("rows", "bytes", "names"), scan)
+    return Scan("parquet", ("rows", "bytes", "names", "types"), scan)
 
 
 @final
@@ -215,38 +219,61 @@ def _chunks(group: Any, columns: set[str]) -> list[tuple[int, int]]:
 
 
 def _values(column: Any) -> list[Any]:
-    """Return the values of a column: NumPy scalars and arrays where its type is numeric, else Python objects."""
+    """Return the values of a column: NumPy scalars and arrays where its type is numeric, else Python objects.
+
+    Each value is a function of its own row, whatever the others are, so that it does not depend on how rows are grouped.
+    """
+    chunks = column.chunks if hasattr(column, "chunks") else [column]
+    return [value for chunk in chunks for value in _chunk_values(chunk)]
+
+
+def _chunk_values(array: Any) -> list[Any]:
     types = import_module("pyarrow").types
-    array = column.combine_chunks() if hasattr(column, "num_chunks") else column
-    if hasattr(array, "num_chunks"):  # a chunked array without chunks, or with too much for one
-        return list(array.to_pylist())
     kind = array.type
 
     def is_plain(one: Any) -> bool:
         return bool(types.is_integer(one) or types.is_floating(one) or types.is_boolean(one))
 
-    if is_plain(kind) and not array.null_count:
-        return list(array.to_numpy(zero_copy_only=False))
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if is_list and is_plain(kind.value_type) and not array.null_count and not array.flatten().null_count:
-        flat = array.flatten().to_numpy(zero_copy_only=False)
-        if types.is_fixed_size_list(kind):
-            return list(flat.reshape(len(array), kind.list_size))
-        offsets = array.offsets.to_numpy()
-        return [flat[begin:end] for begin, end in zip(offsets - offsets[0], offsets[1:] - offsets[0], strict=False)]
-    return list(array.to_pylist())
+    if not is_plain(kind) and not (is_list and is_plain(kind.value_type)):
+        return list(array.to_pylist())
+    if array.null_count:
+        found = iter(_chunk_values(array.drop_null()))
+        return [next(found) if is_valid else None for is_valid in array.is_valid().to_pylist()]
+    if not is_list:
+        return list(array.to_numpy(zero_copy_only=False))
+    flat = array.flatten()
+    if flat.null_count:  # a list with missing elements has no dtype
+        lists = [one.values for one in array]
+        return [one.to_pylist() if one.null_count else one.to_numpy(zero_copy_only=False) for one in lists]
+    numbers = flat.to_numpy(zero_copy_only=False)
+    if types.is_fixed_size_list(kind):
+        return list(numbers.reshape(len(array), kind.list_size))
+    offsets = array.offsets.to_numpy()
+    return [numbers[begin:end] for begin, end in zip(offsets - offsets[0], offsets[1:] - offsets[0], strict=False)]
+
+
+def _type_text(kind: Any) -> str:
+    """Return a type as text, without what does not change its values: names of elements, and whether they may be missing."""
+    return re.sub(r"(?<=list<)\w+: ", "", str(kind)).replace(" not null", "")
 
 
 def _common_names(index: Index) -> list[str]:
-    """Return the columns, which are the same in all files.
+    """Return the columns, whose names and types are the same in all files.
 
     Raises:
         ShardError: They are not.
     """
-    known: list[str] | None = None
+    first: tuple[list[str], list[str]] | None = None
     for url, part in zip(index.urls, index.parts(), strict=True):
-        names = part["names"].tobytes().decode().split(_SEPARATOR)
-        if known is not None and names != known:
-            raise ShardError(f"{url} has columns {names}, but {index.urls[0]} has {known}; open them separately")
-        known = names
-    return known or []
+        names, types = (part[name].tobytes().decode().split(_SEPARATOR) for name in ("names", "types"))
+        first = first or (names, types)
+        if names != first[0]:
+            raise ShardError(f"{url} has columns {names}, but {index.urls[0]} has {first[0]}; open them separately")
+        for name, kind, usual in zip(names, types, first[1], strict=True):
+            if kind != usual:
+                raise ShardError(
+                    f"{url} has column {name!r} of type {kind}, but {index.urls[0]} has {usual}; write them with one schema, "
+                    "or open them separately"
+                )
+    return first[0] if first else []
