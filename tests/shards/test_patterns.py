@@ -26,13 +26,19 @@ def list_urls(prefix: str) -> list[str]:
         ("{08..10}-{a,b}", ["08-a", "08-b", "09-a", "09-b", "10-a", "10-b"]),
         ("x{a,{0..1}c}", ["xa", "x0c", "x1c"]),
         ("{,x}y", ["y", "xy"]),
+        ("{0..10..4}", ["0", "4", "8"]),
+        ("{a..c}{E..C}", ["aE", "aD", "aC", "bE", "bD", "bC", "cE", "cD", "cC"]),
+        ("{a..e..2}", ["a", "c", "e"]),
+        ("{3..1}", ["3", "2", "1"]),
+        ("{9..010}", ["009", "010"]),
+        ("{10..9..1}", ["10", "9"]),
     ],
 )
 def test_braces_expand_as_in_a_shell(pattern: str, expanded: list[str]) -> None:
     assert expand_braces(pattern) == expanded
 
 
-@pytest.mark.parametrize("pattern", ["{0..", "{abc}", "{3..1}", "{0..99999999}"])
+@pytest.mark.parametrize("pattern", ["{0..", "{abc}", "{a..C}", "{0..3..0}", "{0..99999999}"])
 def test_wrong_braces_are_refused(pattern: str) -> None:
     with pytest.raises(infeed.ConfigError, match="pattern="):
         expand_braces(pattern)
@@ -43,7 +49,8 @@ def test_wrong_braces_are_refused(pattern: str) -> None:
     [
         ("s3://b/x/{0..1}.tar", ["x/0.tar", "x/1.tar"]),
         ("s3://b/x/*.tar", ["x/0.tar", "x/1.tar"]),
-        ("s3://b/x/", ["x/0.tar", "x/1.tar", "x/y/2.tar"]),
+        ("s3://b/x/", ["x/0.tar", "x/1.tar"]),
+        ("s3://b/{x,z}/*.tar", ["x/0.tar", "x/1.tar", "z/3.tar"]),
         ("s3://b/**/*.tar", ["x/0.tar", "x/1.tar", "x/y/2.tar", "z/3.tar"]),
         ("s3://b/x/[!0].tar", ["x/1.tar"]),
         ("s3://b/?/3.tar", ["z/3.tar"]),
@@ -64,10 +71,39 @@ def test_globs_and_folders_match_local_files(tmp_path: Path) -> None:
     assert expand(f"file://{tmp_path}/a.tar", list_urls) == both[:1]
 
 
+def test_a_signature_is_not_shown() -> None:
+    with pytest.raises(infeed.ConfigError) as caught:
+        expand("https://h/0.tar?sig=secret", list_urls)
+
+    assert "secret" not in str(caught.value)
+
+
+def test_folders_are_not_searched_recursively(tmp_path: Path) -> None:
+    """On a disk as on object storage; ``**`` searches subfolders."""
+    (tmp_path / "val").mkdir()
+    for name in ("a.tar", "val/b.tar"):
+        (tmp_path / name).touch()
+
+    assert expand(tmp_path, list_urls) == [str(tmp_path / "a.tar")]
+    assert expand(f"{tmp_path}/**/*.tar", list_urls) == [str(tmp_path / name) for name in ("a.tar", "val/b.tar")]
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.TAR.ZST"])
+def test_a_folder_with_compressed_shards_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    """Leaving them out would lose data without a word."""
+    (tmp_path / "b.tar").touch()
+    (tmp_path / name).touch()
+    (tmp_path / "labels.csv.gz").touch()
+    with pytest.raises(infeed.ConfigError, match=f"{name}: the shard is compressed as a whole"):
+        infeed.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
         ("s3://b/q/*.tar", "matches no shards"),
+        ("s3://b/{x,nope}/*.tar", r"'s3://b/nope/\*\.tar' matches no shards"),
+        ("https://h/0.tar?sig=secret", r"https://h/0\.tar has a query"),
         ([], "lists no shards"),
         ([3], "must be a path"),
         (["s3://b/z/3.tar", "s3://b/z/*"], "lists 's3://b/z/3.tar' twice"),

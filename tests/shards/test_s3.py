@@ -90,7 +90,7 @@ def test_neighbours_are_one_request_and_others_run_concurrently(s3: Server) -> N
         assert proxy.request_count == before + 1
         assert labels(dataset.__getitems__([0, 21, 41, 61, 81, 101])) == [0, 21, 41, 61, 81, 101]
         assert proxy.request_count == before + 7
-        assert proxy.most_at_once == 6
+        assert proxy.most_at_once >= 6  # the proxy may not have noted the end of the request before
 
 
 FAULTS: dict[str, Callable[[bytes, int], str | None]] = {

@@ -218,7 +218,7 @@ def test_too_many_columns_in_all_shards_together_are_refused(tmp_path: Path, mon
     monkeypatch.setattr("infeed.data.tar.MOST_COLUMNS", 3)
     for number in range(2):
         (tmp_path / f"{number}.tar").write_bytes(tar_bytes((f"v.{number}{letter}.jpg", b"") for letter in "ab"))
-    with pytest.raises(infeed.ShardError, match="columns, such as '1b.jpg'"):
+    with pytest.raises(infeed.ShardError, match=r"columns, such as '1b\.jpg'"):
         infeed.open(tmp_path)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from infeed.data.cache import PieceCache
 from infeed.data.dataset import Decode, ShardDataset, ShardReader
 from infeed.data.index import Index, IndexStore
 from infeed.data.parquet import ParquetDataset, parquet_scan
-from infeed.data.patterns import expand, scheme_of
+from infeed.data.patterns import COMPRESSED, expand, scheme_of
 from infeed.data.storage import Storage, storage_for
 from infeed.data.tar import TarDataset, tar_scan
 from infeed.errors import ConfigError
@@ -18,8 +18,6 @@ from infeed.memory.limits import parse_bytes
 
 Patterns: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 Format: TypeAlias = Literal["tar", "parquet"]
-
-_COMPRESSED: Final = (".gz", ".tgz", ".zst", ".xz", ".txz", ".bz2", ".tbz2", ".lz4")
 
 
 def open(
@@ -117,12 +115,12 @@ def find_shards(pattern: Patterns, format: str | None, options: dict[str, Any] |
 
 
 def _format_of(url: str) -> Format:
-    path = url.partition("?")[0].lower()
+    path = url.lower()
     if path.endswith(".tar"):
         return "tar"
     if path.endswith((".parquet", ".pq")):
         return "parquet"
-    if path.endswith(_COMPRESSED):
+    if path.endswith(COMPRESSED):
         raise ConfigError(
             f"{url}: the shard is compressed as a whole, so samples cannot be read at random; decompress it, or compress the "
             "files in it instead"

@@ -13,7 +13,10 @@ from infeed.errors import ConfigError
 
 _MOST_SHARDS: Final = 1_000_000
 _SCHEME: Final = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-_RANGE: Final = re.compile(r"^(\d+)\.\.(\d+)$")
+_NUMBERS: Final = re.compile(r"(\d+)\.\.(\d+)(?:\.\.(\d+))?")
+_LETTERS: Final = re.compile(r"([a-z])\.\.([a-z])(?:\.\.(\d+))?|([A-Z])\.\.([A-Z])(?:\.\.(\d+))?")
+# Extensions of tar files that are compressed as a whole.
+COMPRESSED: Final = (".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4", ".tgz", ".txz", ".tbz2")
 _WILDCARD: Final = re.compile(r"[*?\[]")
 
 
@@ -28,7 +31,7 @@ def scheme_of(url: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand numeric ranges and alternatives in braces.
+    """Expand ranges and alternatives in braces, as shells and WebDataset do.
 
     >>> expand_braces("{train,val}-{08..10}.tar")
     ['train-08.tar', 'train-09.tar', 'train-10.tar', 'val-08.tar', 'val-09.tar', 'val-10.tar']
@@ -49,19 +52,28 @@ def expand_braces(pattern: str) -> list[str]:
     cuts = [begin, *commas, end]
     parts = [pattern[left + 1 : right] for left, right in pairwise(cuts)]
     if len(parts) == 1:
-        parts = _numbers(parts[0], pattern)
+        parts = _range(parts[0], pattern)
     inner = [one for part in parts for one in expand_braces(part)]
     return [pattern[:begin] + one + rest for one in inner for rest in expand_braces(pattern[end + 1 :])]
 
 
-def _numbers(text: str, pattern: str) -> list[str]:
-    match = _RANGE.match(text)
-    if match is None:
-        raise ConfigError(f"pattern={pattern!r} has braces that are neither a range {{000..127}} nor a list {{a,b}}")
-    first, last = int(match[1]), int(match[2])
-    if not 0 <= last - first < _MOST_SHARDS:
-        raise ConfigError(f"pattern={pattern!r} has a range {text} of {last - first + 1} shards; write {{first..last}}")
-    return [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+def _range(text: str, pattern: str) -> list[str]:
+    if match := _NUMBERS.fullmatch(text):
+        first, last, step = match.groups()
+        is_padded = any(len(one) > 1 and one[0] == "0" for one in (first, last))
+        width = max(len(first), len(last)) if is_padded else 0
+        return [str(number).zfill(width) for number in _steps(int(first), int(last), step, pattern)]
+    if match := _LETTERS.fullmatch(text):
+        first, last, step = match.groups()[:3] if match[1] else match.groups()[3:]
+        return [chr(number) for number in _steps(ord(first), ord(last), step, pattern)]
+    raise ConfigError(f"pattern={pattern!r} has braces that are neither a range {{000..127}} nor a list {{a,b}}")
+
+
+def _steps(first: int, last: int, step: str | None, pattern: str) -> range:
+    stride = int(step or 1)
+    if stride == 0 or abs(last - first) // stride >= _MOST_SHARDS:
+        raise ConfigError(f"pattern={pattern!r} has a range without end or of more than {_MOST_SHARDS:,} shards; shorten it")
+    return range(first, last + 1, stride) if first <= last else range(first, last - 1, -stride)
 
 
 def expand(
@@ -86,10 +98,11 @@ def expand(
             pattern = pattern[len("file://") :]
         # A literal path may contain braces.
         alternatives = [pattern] if not scheme_of(pattern) and os.path.exists(pattern) else expand_braces(pattern)
-        matched = [url for one in alternatives for url in (_remote(one, list_urls) if scheme_of(one) else _local(one))]
-        if not matched:
-            raise ConfigError(f"pattern={pattern!r} matches no shards; check the path")
-        found += matched
+        for one in alternatives:
+            matched = _remote(one, list_urls) if scheme_of(one) else _local(one)
+            if not matched:
+                raise ConfigError(f"pattern={one!r} matches no shards; check the path")
+            found += matched
     if not found:
         raise ConfigError("pattern=[] lists no shards; pass at least one")
     if len(set(found)) != len(found):
@@ -108,10 +121,18 @@ def _local(pattern: str) -> list[str]:
 
 
 def _remote(url: str, list_urls: Callable[[str], list[str]]) -> list[str]:
-    wildcard = _WILDCARD.search(url)
+    if scheme_of(url) in ("http", "https"):
+        plain, query, _ = url.partition("?")
+        if query:  # may have a signature, which no message should show
+            raise ConfigError(
+                f"pattern={plain} has a query, which is not supported; make the shards readable without a signature, or use "
+                "s3://, gs:// or az:// with credentials"
+            )
+        return [url]
     if url.endswith("/"):
-        return sorted(found for found in list_urls(url) if is_shard(found))
-    if wildcard is None or scheme_of(url) in ("http", "https"):  # "?" begins the query of a URL
+        return sorted(found for found in list_urls(url) if is_shard(found) and "/" not in found[len(url) :])
+    wildcard = _WILDCARD.search(url)
+    if wildcard is None:
         return [url]
     prefix = url[: url.rindex("/", 0, wildcard.start()) + 1]
     matches = re.compile(_translated(url)).fullmatch
@@ -129,5 +150,5 @@ def _translated(pattern: str) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file in a folder is a shard, by its extension."""
-    return name.lower().endswith((".tar", ".parquet", ".pq"))
+    """Whether a file in a folder is a shard, by its extension; also a compressed one, which must not be left out silently."""
+    return name.lower().endswith((".tar", ".parquet", ".pq", *COMPRESSED))

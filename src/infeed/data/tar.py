@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
-from infeed.data.dataset import KEY, URL, Decode, Integers, ShardDataset, ShardReader, decoded
+from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader, decoded
 from infeed.data.index import Index, Part, Scan, texts
 from infeed.data.patterns import scheme_of
 from infeed.data.storage import Range, Stat, Storage, unversioned
 from infeed.data.tar_scan import LOCAL, MOST_COLUMNS, REMOTE, scan_tar, too_many_columns
 from infeed.errors import ShardError
 
-_SEPARATOR = "\0"
+_SEPARATOR: Final = "\0"
+# Columns that every sample has, as in WebDataset.
+KEY: Final = "__key__"
+URL: Final = "__url__"
 
 
 def tar_scan(storage: Storage) -> Scan:
@@ -44,6 +47,8 @@ def tar_scan(storage: Storage) -> Scan:
 @final
 class TarDataset(ShardDataset):
     """A sample is a dict of ``__key__``, ``__url__`` and its members by extension, or only ``columns``."""
+
+    _extra_columns = (KEY, URL)
 
     def __init__(self, index: Index, reader: ShardReader, columns: Sequence[str] | None, decode: Decode | None) -> None:
         arrays, counts = index.arrays, index.counts
