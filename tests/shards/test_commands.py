@@ -20,7 +20,7 @@ from tests.shards.writing import write_shards as write_tar
 def images(folder: Path, count: int = 10) -> Path:
     for number in range(count):
         (folder / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
-        (folder / f"class{number % 2}" / f"{number:03d}.jpg").write_bytes(b"%d" % number * 100)
+        (folder / f"class{number % 2}" / f"{number:03d}.jpg").write_bytes(b"%d" % number * 600)
         (folder / f"class{number % 2}" / f"{number:03d}.meta.json").write_text(json.dumps({"number": number}))
     (folder / "README").write_text("no sample")
     return folder
@@ -29,7 +29,7 @@ def images(folder: Path, count: int = 10) -> Path:
 def test_a_folder_is_packed_and_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of one basename are one sample, and shards have the size asked for."""
     images(tmp_path / "in")
-    code = main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "350", "--prefix", "train"])
+    code = main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "10240", "--prefix", "train"])
 
     assert code == 0
     assert "wrote 10 samples to 4 shards" in capsys.readouterr().out
@@ -37,13 +37,63 @@ def test_a_folder_is_packed_and_opened(tmp_path: Path, capsys: pytest.CaptureFix
     numbers = [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
     assert [sample["__key__"] for sample in dataset] == [f"class{number % 2}/{number:03d}" for number in numbers]
     assert [sample["meta.json"]["number"] for sample in dataset] == numbers
-    assert [sample["jpg"] for sample in dataset] == [b"%d" % number * 100 for number in numbers]
+    assert [sample["jpg"] for sample in dataset] == [b"%d" % number * 600 for number in numbers]
+
+
+def test_the_size_of_a_shard_includes_headers_and_padding(tmp_path: Path) -> None:
+    """A label of three bytes takes 1 KiB; a long name takes headers of its own."""
+    (tmp_path / "in").mkdir()
+    for number in range(60):
+        name = f"{number:03d}" if number % 2 else f"{number:03d}{'é' * 60}"
+        (tmp_path / "in" / f"{name}.cls").write_text(str(number))
+
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "40960"]) == 0
+    sizes = [path.stat().st_size for path in (tmp_path / "out").iterdir()]
+    assert max(sizes) <= 40_960
+    assert len(sizes) == 3
+    assert [int(one["cls"]) for one in infeed.open(tmp_path / "out")] == list(range(60))
+
+
+def test_a_sample_larger_than_a_shard_has_a_shard_of_its_own(tmp_path: Path) -> None:
+    samples = [Sample(str(number), {"x": bytes(size)}) for number, size in enumerate((10, 30_000, 10))]
+
+    assert list(write_shards(samples, tmp_path, "shard", 20_000, 0)) == [0, 1, 2]
+
+
+def test_files_that_are_no_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without extension, hidden, or in a folder about the archive, which infeed.open would skip."""
+    for name in ("README", ".hidden", "b.", "__meta__/a.jpg", "a.jpg", "sub/__x__/c.jpg"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text("x")
+
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert "skipped 4 files" in capsys.readouterr().out
+    assert [one["__key__"] for one in infeed.open(tmp_path / "out")] == ["a", "sub/__x__/c"]
+
+
+@pytest.mark.linux("file systems elsewhere may ignore case")
+def test_files_that_would_be_the_same_column_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.JPG", "a.jpg"):
+        (tmp_path / "in" / name).write_text(name)
+
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert str(tmp_path / "in" / "a.JPG") in said
+    assert str(tmp_path / "in" / "a.jpg") in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", [("x", "X"), ("x", "x.npy")])
+def test_columns_that_would_be_the_same_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(infeed.ConfigError, match="two columns of one name"):
+        list(samples_of_dataset([{name: np.arange(2) for name in names}]))
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Complete shards stay as they are; the result is that of an undisturbed run."""
     images(tmp_path / "in")
-    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "350"]
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "10240"]
     main(["pack", *arguments])
     whole = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     for number in (2, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sqlite3
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import infeed
+from infeed.memory.reopening import advice, reduce_handle
 from tests.helpers import DEADLINE_S
 
 
@@ -127,9 +129,36 @@ def test_the_torch_loader_keeps_such_datasets_on_its_own_workers(
     assert [str(one.message) for one in recwarn if "torch's own workers" in str(one.message)] == []
 
 
+RELATIVE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "h5py file": (_h5py, "a.h5"),
+    "h5py group": (lambda folder: _h5py(folder)["group"], "a.h5"),
+    "lmdb": (lambda folder: _lmdb(folder, readonly=True, lock=False), "lmdb"),
+    "zip": (_zip, "a.zip"),
+    "image": (_image, "a.png"),
+}
+
+
+@pytest.mark.linux("the open files of a process are not listed everywhere")
+@pytest.mark.parametrize("name", RELATIVE)
+def test_a_relative_path_that_names_another_file_by_now_is_not_opened(tmp_path: Path, name: str, opened: list[Any]) -> None:
+    """As after os.chdir: the copy would read other data without an error."""
+    make, file = RELATIVE[name]
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    with contextlib.chdir(tmp_path / "two"):
+        other = make(Path())
+        (other.file if hasattr(other, "file") else other).close()
+    with contextlib.chdir(tmp_path / "one"):
+        opened.append(make(Path()))
+        assert reduce_handle(opened[0])[1][0] == str(tmp_path / "one" / file)
+    with contextlib.chdir(tmp_path / "two"):
+        assert reduce_handle(opened[0]) is NotImplemented
+        assert "absolute path" in advice(opened[0])
+
+
 WRITABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "h5py": (lambda folder: _h5py(folder, "r+"), "open the file with mode 'r'"),
-    "lmdb": (_lmdb, "open it with readonly=True and lock=False"),
+    "h5py": (lambda folder: _h5py(folder, "r+"), "with mode 'r'"),
+    "lmdb": (_lmdb, "with readonly=True and lock=False"),
     "sqlite3": (lambda _: sqlite3.connect(":memory:"), "open one database file and commit changes"),
 }
 

@@ -71,6 +71,10 @@ def pack(arguments: argparse.Namespace) -> int:
     resumed = f", {packed.resumed_samples:,} of them in an earlier run" if packed.resumed_samples else ""
     samples, shards = format_count(packed.samples, "sample"), format_count(packed.shards, "shard")
     print(f"wrote {samples} to {shards} in {arguments.out}{resumed}")
+    if packed.skipped_files:
+        print(
+            f"skipped {format_count(packed.skipped_files, 'file')}: hidden, without an extension, or in a folder such as __x__"
+        )
     print(f"open them with infeed.open({arguments.out!r})")
     return 0
 
@@ -81,20 +85,21 @@ def _pack(source: str, out: Path, prefix: str, shard_bytes: int) -> Any:
 
     done, count, last = written_shards(out, prefix)
     samples: Iterable[Any]
+    skipped_count = 0
     if not Path(source).is_dir() and targets.names_dataset(source):
         dataset = targets.load_dataset(source)
         total = len(dataset)
         samples = samples_of_dataset(dataset, count)
         expected = f"{count - 1:09d}" if count else None
     else:
-        found = samples_of_folder(Path(source))
+        found, skipped_count = samples_of_folder(Path(source))
         total, samples = len(found), islice(found, count, None)
         expected = found[count - 1].key if 0 < count <= total else None
     check_resumed(out, last, expected)
     number = len(done) - 1
     for number in _shown(write_shards(samples, out, prefix, shard_bytes, len(done)), count, total):  # noqa: B007
         pass
-    return PackResult(number + 1, total, count)
+    return PackResult(number + 1, total, count, skipped_count)
 
 
 def _shown(numbers: Iterator[int], start: int, total: int) -> Iterator[int]:

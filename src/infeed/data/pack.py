@@ -13,11 +13,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from infeed.data.storage import LocalStorage, Range, unversioned
-from infeed.data.tar_scan import LOCAL, scan_tar
+from infeed.data.tar_scan import LOCAL, scan_tar, split_name
 from infeed.errors import ConfigError, ShardError
 
 _PART_SUFFIX: Final = ".part"
 _DIGITS: Final = 6
+_FORMAT: Final = tarfile.PAX_FORMAT
+# An archive ends with two empty blocks, and its size is a multiple of the record size.
+_END_BYTES: Final = 2 * tarfile.BLOCKSIZE
 
 
 class Sample(NamedTuple):
@@ -26,8 +29,14 @@ class Sample(NamedTuple):
     key: str
     members: Mapping[str, bytes | Path]
 
-    def size(self) -> int:
-        return sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in self.members.values())
+    def archived_bytes(self) -> int:
+        """Return how much it adds to an archive: headers, and contents in whole blocks."""
+        total = 0
+        for extension, data in self.members.items():
+            info = tarfile.TarInfo(f"{self.key}.{extension}")
+            info.size = len(data) if isinstance(data, bytes) else data.stat().st_size
+            total += len(info.tobuf(_FORMAT)) + _rounded(info.size, tarfile.BLOCKSIZE)
+        return total
 
 
 class PackResult(NamedTuple):
@@ -36,23 +45,34 @@ class PackResult(NamedTuple):
     shards: int
     samples: int
     resumed_samples: int  # of them, those that an earlier run had written
+    skipped_files: int
 
 
-def samples_of_folder(folder: Path) -> list[Sample]:
+def samples_of_folder(folder: Path) -> tuple[list[Sample], int]:
     """Return the samples of a folder: files of one folder and basename are one sample, in the order of their paths.
 
+    Returns:
+        The samples, and how many files are no part of one, because their names have no basename or extension.
+
     Raises:
-        ConfigError: The folder has no file with an extension.
+        ConfigError: The folder has no samples, or names of its files differ only in upper and lower case of the extension.
     """
     groups: dict[str, dict[str, bytes | Path]] = {}
+    skipped_count = 0
     for path in sorted(folder.rglob("*")):
-        name, dot, extension = path.name.partition(".")
-        if path.is_file() and name and dot:
-            key = (path.relative_to(folder).parent / name).as_posix()
-            groups.setdefault(key, {})[extension.lower()] = path
+        if not path.is_file():
+            continue
+        parts = split_name(path.relative_to(folder).as_posix())
+        if parts is None:
+            skipped_count += 1
+            continue
+        key, column = parts
+        other = groups.setdefault(key, {}).setdefault(column, path)
+        if other is not path:
+            raise ConfigError(f"{other} and {path} would be the same column, which is in lower case; rename one of them")
     if not groups:
         raise ConfigError(f"{folder} has no files with an extension; pass a folder with files such as 0001.jpg and 0001.cls")
-    return [Sample(key, groups[key]) for key in sorted(groups)]
+    return [Sample(key, groups[key]) for key in sorted(groups)], skipped_count
 
 
 def samples_of_dataset(dataset: Any, start: int = 0) -> Iterator[Sample]:
@@ -63,7 +83,12 @@ def samples_of_dataset(dataset: Any, start: int = 0) -> Iterator[Sample]:
             sample = {f"{place}": value for place, value in enumerate(sample)}
         elif not isinstance(sample, Mapping):
             sample = {"0": sample}
-        members = dict(_member(name, value) for name, value in sample.items() if not name.startswith("__"))
+        found = [_member(name, value) for name, value in sample.items() if not name.startswith("__")]
+        members = {name.lower(): data for name, data in found}
+        if len(members) < len(found):
+            raise ConfigError(
+                f"sample {number} has two columns of one name among {list(sample)}, which is in lower case; rename one"
+            )
         yield Sample(f"{number:09d}", members)
 
 
@@ -133,22 +158,22 @@ def write_shards(samples: Iterable[Sample], out: Path, prefix: str, shard_bytes:
     A shard has a temporary name until it is complete, so that an interrupted run continues with the first missing one.
     """
     out.mkdir(parents=True, exist_ok=True)
-    number, size = first, 0
+    number = first
     part = shard_path(out, prefix, number).with_suffix(_PART_SUFFIX)
     archive: tarfile.TarFile | None = None
     try:
         for sample in samples:
-            if archive is not None and size + sample.size() > shard_bytes:
+            added = sample.archived_bytes()
+            if archive is not None and _rounded(archive.offset + added + _END_BYTES, tarfile.RECORDSIZE) > shard_bytes:
                 archive.close()
                 archive = None
                 os.replace(part, shard_path(out, prefix, number))
-                number, size = number + 1, 0
+                number += 1
                 part = shard_path(out, prefix, number).with_suffix(_PART_SUFFIX)
             if archive is None:
-                archive = tarfile.open(part, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+                archive = tarfile.open(part, "w", format=_FORMAT)  # noqa: SIM115
             for extension, data in sample.members.items():
                 _add(archive, f"{sample.key}.{extension}", data)
-            size += sample.size()
             yield number
         if archive is not None:
             archive.close()
@@ -158,6 +183,10 @@ def write_shards(samples: Iterable[Sample], out: Path, prefix: str, shard_bytes:
         if archive is not None:  # interrupted
             archive.close()
             part.unlink()
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes | Path) -> None:

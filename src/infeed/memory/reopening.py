@@ -1,7 +1,7 @@
 """Open handles of datasets again in workers, read-only, if their library reveals path and mode.
 
 A copy in a worker has its own file position and locks. Files of h5py, LMDB and zipfile that are open for writing are not opened
-again, because readers must not meet a writer there.
+again, because readers must not meet a writer there. Neither are files whose relative path names another file since ``os.chdir``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sqlite3
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Final
 from urllib.parse import quote
@@ -39,16 +40,46 @@ def advice(obj: Any) -> str:
     """Return how to open this handle so that workers can open it again; empty if they never can."""
     module = type(obj).__module__.partition(".")[0]
     if module == "h5py":
-        return "open the file with mode 'r', and workers will open it again"
+        return "open the file by its absolute path with mode 'r', and workers will open it again"
     if module == "lmdb" or (module == "builtins" and type(obj).__qualname__ in _LMDB_TYPES):
         if type(obj).__qualname__ != "Environment":
             return "keep only its environment, and call begin() or open_db() in __getitem__"
-        return "open it with readonly=True and lock=False, and workers will open it again"
+        return "open it by its absolute path with readonly=True and lock=False, and workers will open it again"
     if isinstance(obj, sqlite3.Connection):
         return "open one database file and commit changes, and workers will open it again"
+    if module in ("zipfile", "PIL"):
+        return "open the file by its absolute path, and workers will open it again"
     if module == "pyarrow":
         return "keep the path and open the file in __getitem__ on first use, or use infeed.open for Parquet files"
     return ""
+
+
+def _absolute(path: str, descriptor: Callable[[], int]) -> str | None:
+    """Return the absolute path of an open file, or ``None`` if its relative path names another file now.
+
+    Args:
+        descriptor: Function that returns the descriptor of the open file.
+    """
+    found = os.path.abspath(path)
+    if os.path.isabs(path):
+        return found
+    try:
+        return found if os.path.samestat(os.stat(found), os.fstat(descriptor())) else None
+    except (OSError, ValueError, AttributeError):  # it is gone, or has no descriptor
+        return None
+
+
+def _is_open(path: str) -> bool:
+    """Whether this process has the file open; ``True`` where the system does not list open files."""
+    try:
+        wanted, descriptors = os.stat(path), os.listdir("/dev/fd")
+    except OSError:
+        return not os.path.isdir("/dev/fd")
+    for number in descriptors:
+        with suppress(OSError):  # that of the listing itself is closed
+            if os.path.samestat(wanted, os.fstat(int(number))):
+                return True
+    return False
 
 
 def _reduce_h5py(h5py: Any, obj: Any) -> Any:
@@ -57,7 +88,10 @@ def _reduce_h5py(h5py: Any, obj: Any) -> Any:
     file = obj.file
     if file.mode != "r" or file.driver not in ("sec2", "stdio"):
         return NotImplemented
-    opened = _open_h5py, (os.path.abspath(file.filename), file.driver, file.swmr_mode)
+    path = _absolute(file.filename, file.id.get_vfd_handle)
+    if path is None:
+        return NotImplemented
+    opened = _open_h5py, (path, file.driver, file.swmr_mode)
     if isinstance(obj, h5py.File):
         return opened
     return _member_of_h5py, (*opened[1], obj.name) if obj.name is not None else NotImplemented
@@ -79,7 +113,9 @@ def _reduce_lmdb(lmdb: Any, obj: Any) -> Any:
         path, info = obj.path(), obj.info()
     except lmdb.Error:  # it is closed
         return NotImplemented
-    if not flags["readonly"]:
+    data = os.path.join(path, "data.mdb") if flags["subdir"] else path
+    # LMDB does not reveal its descriptor.
+    if not flags["readonly"] or not (os.path.isabs(path) or _is_open(data)):
         return NotImplemented
     kept = {name: flags[name] for name in ("readonly", "subdir", "lock", "readahead", "meminit") if name in flags}
     return _open_lmdb, (os.path.abspath(path), {**kept, "map_size": info["map_size"], "max_readers": info["max_readers"]})
@@ -118,7 +154,8 @@ def _reduce_zip(archive: zipfile.ZipFile) -> Any:
     # An archive over an open file of the user has no path of its own.
     if archive.mode != "r" or archive.fp is None or not isinstance(name, str) or not os.path.isfile(name):
         return NotImplemented
-    return _open_zip, (os.path.abspath(name), archive.pwd)
+    path = _absolute(name, archive.fp.fileno)
+    return NotImplemented if path is None else (_open_zip, (path, archive.pwd))
 
 
 def _open_zip(path: str, password: bytes | None) -> zipfile.ZipFile:
@@ -131,11 +168,12 @@ def _reduce_pillow(pillow: Any, obj: Any) -> Any:
     """Reduce an image that is not loaded yet. A loaded one is pickled with its pixels, which the user may have changed."""
     if not isinstance(obj, pillow.ImageFile) or getattr(obj, "fp", None) is None or getattr(obj, "is_animated", False):
         return NotImplemented
-    path = getattr(obj, "filename", "")
-    return (_open_image, (os.path.abspath(path),)) if path and os.path.isfile(path) else NotImplemented
+    name = getattr(obj, "filename", "")
+    path = _absolute(os.fsdecode(name), lambda: obj.fp.fileno()) if name and os.path.isfile(name) else None
+    return NotImplemented if path is None else (_open_image, (path,))
 
 
-def _open_image(path: str | bytes) -> Any:
+def _open_image(path: str) -> Any:
     return import_module("PIL.Image").open(path)
 
 
