@@ -1,7 +1,7 @@
 """Open handles of datasets again in workers, read-only, if their library reveals path and mode.
 
 A copy in a worker has its own file position and locks. Files of h5py, LMDB and zipfile that are open for writing are not opened
-again, because readers must not meet a writer there. Neither are files whose relative path names another file since ``os.chdir``.
+again, because readers must not meet a writer there. Neither are files whose relative path names another one since `os.chdir`.
 """
 
 from __future__ import annotations
