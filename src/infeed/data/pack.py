@@ -57,7 +57,7 @@ def samples_of_folder(folder: Path) -> tuple[list[Sample], int]:
     Raises:
         ConfigError: The folder has no samples, or names of its files differ only in upper and lower case of the extension.
     """
-    groups: dict[str, dict[str, bytes | Path]] = {}
+    groups: dict[str, dict[str, Path]] = {}
     skipped_count = 0
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
