@@ -89,3 +89,13 @@ def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
         LocalStorage().write(str(tmp_path / "a"), b"mine")
 
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_forked_process_raises_instead_of_waiting_forever(server: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore's threads do not exist in a forked child of a process that has used it, such as a worker of torch's loader."""
+    server.objects = {"d/0.tar": shard([1])}
+    dataset = infeed.open("s3://b/d/0.tar", storage_options=server.s3())
+    assert len(dataset) == 1
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with pytest.raises(infeed.StorageError, match="forked process"):
+        dataset[0]

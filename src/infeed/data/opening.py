@@ -42,8 +42,8 @@ def open(
 
     Args:
         pattern: A path, a folder, a URL (``s3://``, ``gs://``, ``az://``, ``https://``), or a list of them. Paths and URLs may
-            contain braces (``{000..127}``, ``{train,val}``) and globs (``*``, ``**``). The order of shards is the order of
-            indices.
+            contain braces (``{000..127}``, ``{train,val}``) and globs (``*``, ``**``). A folder stands for the shards in it,
+            without those of its subfolders. The order of shards is the order of indices.
         columns: Names of the columns to read; samples then contain these and no others. By default all.
         decode: A dict of column to function of its value, such as ``{"jpg": decode_image, "cls": int}``, or a function of the
             whole sample. Runs in workers.

@@ -395,7 +395,17 @@ class ObjectStorage(Storage):
         self._stores.clear()
 
 
+_obstore_pids: Final[list[int]] = []  # the process whose memory has obstore's threads
+
+
 def _obstore() -> Any:
+    if not _obstore_pids:
+        _obstore_pids.append(os.getpid())
+    elif os.getpid() != _obstore_pids[0]:  # requests would wait forever for threads that were not forked
+        raise StorageError(
+            "object storage cannot be read in a forked process after its parent has read it; use infeed's loaders, or "
+            "multiprocessing_context='spawn' with torch's"
+        )
     try:
         return import_module("obstore")
     except ImportError as error:
