@@ -18,49 +18,34 @@ class InfeedError(Exception):
         batch_size=0 must be at least 1; use batch_size=None to yield single samples
     """
 
-    __module__ = "infeed"
-
 
 class ConfigError(InfeedError, ValueError):
     """An option, or a combination of options, is invalid."""
-
-    __module__ = "infeed"
 
 
 class StateError(InfeedError, ValueError):
     """A state cannot be loaded: it is damaged or incomplete, or belongs to another version, dataset or other options."""
 
-    __module__ = "infeed"
-
 
 class LoaderClosedError(InfeedError, RuntimeError):
     """The loader, or the iterator of an epoch, was used after it was closed."""
-
-    __module__ = "infeed"
 
 
 class SampleError(InfeedError):
     """A sample could not be loaded, and the dataset's exception could not be re-created in this process."""
 
-    __module__ = "infeed"
-
 
 class CollateError(SampleError, ValueError):
     """Samples could not be collated into a batch: shapes or structures differ."""
-
-    __module__ = "infeed"
 
 
 class WorkerError(InfeedError, RuntimeError):
     """A worker failed."""
 
-    __module__ = "infeed"
-
 
 class WorkerStartError(WorkerError):
     """A worker did not become ready: the dataset cannot be pickled, an import failed, or ``worker_init_fn`` raised."""
 
-    __module__ = "infeed"
     # Names the object that cannot be pickled, if that is the cause: "dataset.file is a h5py.File, which cannot be pickled".
     unpicklable: str | None = None
 
@@ -68,34 +53,28 @@ class WorkerStartError(WorkerError):
 class WorkerDiedError(WorkerError):
     """A worker was killed or exited, and its tasks could not be retried."""
 
-    __module__ = "infeed"
-
 
 class LoadTimeoutError(WorkerError, TimeoutError):
     """No batch arrived within ``timeout`` seconds."""
-
-    __module__ = "infeed"
 
 
 class MemoryLimitError(InfeedError, MemoryError):
     """Not enough shared memory. The message gives the requested size, the available size and how to reduce the request."""
 
-    __module__ = "infeed"
-
 
 class StorageError(InfeedError, OSError):
     """A shard could not be read from disk or object storage. The message names the shard, the offset and the cause."""
-
-    __module__ = "infeed"
 
 
 class ShardError(InfeedError, ValueError):
     """The content of a shard is not as expected: it is compressed, damaged, has changed, or a sample lacks a column."""
 
-    __module__ = "infeed"
-
 
 class InternalError(InfeedError, RuntimeError):
     """A bug in infeed. The message asks the user to report it."""
 
-    __module__ = "infeed"
+
+# Users import them from there, and see that name in messages and pickles.
+for _error in [one for one in vars().values() if isinstance(one, type)]:
+    _error.__module__ = "infeed"
+del _error

@@ -5,6 +5,7 @@ Formatted numbers are ASCII only, because the encoding of the output stream is u
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 
 
@@ -79,6 +80,27 @@ def align(rows: Iterable[Sequence[str]], indent: str = "") -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def type_name(value: object) -> str:
+    """Return the qualified name of the value's type.
+
+    >>> type_name([]), type_name(type_name)
+    ('list', 'function')
+    """
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number if it has no name.
+
+    >>> signal_name(15)
+    'SIGTERM'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def shorten(text: str, most: int) -> str:

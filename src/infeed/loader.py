@@ -13,9 +13,11 @@ from infeed.engine.planning import Planner
 from infeed.engine.progress import Lineage
 from infeed.engine.session import Session
 from infeed.metrics.statistics import Statistics
-from infeed.options import Observe, OnError, OnStatistics, Options, RandomSampler, StartMethod, WorkerChoice
+from infeed.options import OnError, OnStatistics, Options, RandomSampler, WorkerChoice
 from infeed.plan.sharding import Shard
+from infeed.workers.interpreter import StartMethod
 from infeed.workers.preload import start_for_loader
+from infeed.workers.recorder import Observe
 
 
 @final

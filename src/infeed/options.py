@@ -14,27 +14,24 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
+from infeed.autotune.capacity import MOST_WORKERS, WorkerKind
 from infeed.distributed import find_shard
 from infeed.errors import ConfigError
 from infeed.memory.limits import available_cores, parse_bytes
 from infeed.metrics.statistics import Statistics
 from infeed.plan.sharding import ALONE, Shard
 from infeed.plan.state import MOST_SEED_BITS
+from infeed.workers.interpreter import StartMethod
 from infeed.workers.ray_options import RayWorkers
+from infeed.workers.recorder import Observe
 
-WorkerKind = Literal["process", "thread", "inline"]
 WorkerName = Literal["process", "thread", "inline", "auto", "ray"]
 WorkerChoice: TypeAlias = WorkerName | RayWorkers
-StartMethod = Literal["auto", "forkserver", "spawn"]
 Output = Literal["jax"]
 BadSampleAction: TypeAlias = Literal["raise", "skip", "replace"]
 BadSampleFunction: TypeAlias = Callable[[BaseException, Any], BadSampleAction]
-Observe: TypeAlias = Literal["timeline", "counters", "off"]
 Topic = Literal["torch", "workers", "reproducibility", "ranks", "memory", "faults", "device", "observing"]
 
-# I/O-bound work gains from more workers than CPU cores, regardless of the number of cores. For CPU-bound work the tuner keeps
-# the count within the cores.
-MOST_WORKERS: Final = 64
 # Larger values are typing errors, and would start that many processes before the user can react.
 _MOST_WORKERS: Final = 1024
 
@@ -46,17 +43,11 @@ class AutoCount(int):
     The type survives copying, pickling and being passed to another loader.
     """
 
-    def __new__(cls, most: int) -> AutoCount:
-        return super().__new__(cls, most)
-
     def __repr__(self) -> str:
         return "'auto'"
 
     def __str__(self) -> str:
         return "auto"
-
-    def __reduce__(self) -> tuple[type[AutoCount], tuple[int]]:
-        return AutoCount, (int(self),)
 
 
 def core_limit(cpu_limit: float | None) -> float:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from infeed import options
-from infeed.options import MOST_WORKERS, AutoCount, Options
+from infeed.autotune.capacity import MOST_WORKERS
+from infeed.options import AutoCount, Options
 from tests.helpers import Stream
 from tests.unit.test_options import config
 

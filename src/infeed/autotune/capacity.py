@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import ceil
 from typing import Final, Literal, TypeAlias
 
+WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
+ParallelKind: TypeAlias = Literal["thread", "process"]
 State: TypeAlias = Literal["warming up", "compute-bound", "balanced", "data-bound"]
 
 # Below the first wait share, the training loop does not wait for data in practice. From the second on, it is data-bound.
@@ -24,7 +26,8 @@ BUSY: Final = 0.6
 IO_BOUND_CPU: Final = 0.6
 # Threads that together use more than this number of cores release the GIL.
 GIL_CORES: Final = 1.2
-# More workers than this are never proposed or measured.
+# More workers than this are never proposed or measured. I/O-bound work gains from more workers than CPU cores, regardless of
+# the number of cores.
 MOST_WORKERS: Final = 64
 # Headroom above the average need, because sample times vary.
 HEADROOM: Final = 1.15

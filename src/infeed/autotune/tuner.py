@@ -13,7 +13,7 @@ from math import ceil, exp, floor, inf, log
 from statistics import fmean, median, pstdev
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
-from infeed.autotune.capacity import BUSY, workers_needed, workers_useful
+from infeed.autotune.capacity import BUSY, ParallelKind, WorkerKind, workers_needed, workers_useful
 from infeed.formatting import format_bytes, format_count
 
 # Minimum length of a spell (a measurement interval): the clock is coarse, and batches differ...
@@ -159,7 +159,7 @@ _ALONE: Final = 0.15
 class Work(NamedTuple):
     """Measurements of the workers of an engine."""
 
-    kind: Literal["inline", "thread", "process"]
+    kind: WorkerKind
     busy_ns: int  # excludes waiting for a CPU core
     sample_count: int
     gil_share: float | None  # share of the loading time that holds the GIL; None if unknown
@@ -171,7 +171,7 @@ class Work(NamedTuple):
 
 
 class KindAdvice(NamedTuple):
-    kind: Literal["thread", "process"]
+    kind: ParallelKind
     why: str  # a sentence for the log
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
-__all__ = ["Output", "count", "find_problem", "replacing", "seconds", "workers"]
+__all__ = ["Output", "complain", "count", "find_problem", "replacing", "seconds", "workers"]
 
 # Replacements for outputs that can encode only ASCII or Latin-1.
 _PLAIN: Final = {"µ": "u", "█": "#", "…": "..."}
@@ -62,6 +62,12 @@ class Output:
 
     def _error(self, why: str) -> str:
         return f"{self._option} {self._where} cannot be written: {why}"
+
+
+def complain(command: str, text: str, code: int = 2) -> int:
+    """Print an error of a subcommand to standard error and return the exit code; by default, that of wrong usage."""
+    print(f"infeed {command}: {text}", file=sys.stderr)
+    return code
 
 
 def find_problem(outputs: list[Output]) -> str:

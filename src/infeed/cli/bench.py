@@ -7,10 +7,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from infeed.cli import arguments as types
-from infeed.cli.arguments import Output, find_problem
+from infeed.cli.arguments import Output, complain, find_problem
 from infeed.cli.terminal import open_console, print_table
 from infeed.formatting import format_bytes, format_seconds
 
@@ -30,6 +31,8 @@ _BAR: Final = 24
 _LEAST_BAR: Final = 4
 _GAP: Final = 3
 _EDGES: Final = 2
+
+_complain: Final = partial(complain, "bench")
 
 
 def add_parser(commands: Any) -> None:
@@ -52,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure the settings, print the results, and print the best setting as a line to paste."""
     from infeed.doctor import targets
     from infeed.doctor.report import bench_page, check_plot
-    from infeed.doctor.throughput import Bench, choose, confirm, search, text_of
+    from infeed.doctor.throughput import Bench, choose, confirm, search
     from infeed.errors import ConfigError
     from infeed.memory.limits import available_cores
-    from infeed.programs.script import show_error
+    from infeed.programs.script import describe_error, show_error
 
     target: str = arguments.dataset
     if not targets.names_dataset(target):
@@ -75,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _complain(str(error), _NOT_RUN)
     except Exception as error:  # raised by the user's module or dataset function
         show_error(error, [__file__, targets.__file__, importlib.__file__])
-        return _complain(f"{target} could not be loaded: {text_of(error)}", _NOT_RUN)
+        return _complain(f"{target} could not be loaded: {describe_error(error)}", _NOT_RUN)
     cores = max(1, int(available_cores()))  # a container may have less than one core
     if bench.batch_size < arguments.batch_size:
         print(f"batch size reduced to {bench.batch_size}, the number of samples", file=sys.stderr)
@@ -142,8 +145,3 @@ def _fitting(rows: list[list[str]], rates: Sequence[float], width: int) -> list[
 def _room(rows: list[list[str]], width: int) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return width - sum(widths) - _GAP * (len(widths) - 1) - _EDGES
-
-
-def _complain(text: str, code: int) -> int:
-    print(f"infeed bench: {text}", file=sys.stderr)
-    return code

@@ -10,7 +10,6 @@ import argparse
 import importlib
 import importlib.util
 import platform
-import sys
 import tempfile
 import threading
 import time
@@ -20,10 +19,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
+from infeed.autotune.capacity import WorkerKind
 from infeed.cli import arguments as types
-from infeed.cli.arguments import Output
+from infeed.cli.arguments import Output, complain
 from infeed.cli.terminal import open_console, print_table
 from infeed.formatting import format_count, format_seconds
 from infeed.memory.limits import available_cores
@@ -41,7 +41,7 @@ OpenLoader: TypeAlias = Callable[[], AbstractContextManager[Loader]]
 _NEEDED: Final = {"PIL": "Pillow", "tqdm": "tqdm", "rich": "rich"}
 # With more workers, process start-up would dominate the demo's few hundred images.
 _MAX_DEFAULT_WORKERS: Final = 8
-_FAILED: Final = 2
+_complain: Final = partial(complain, "demo")
 _END: Final[Any] = object()
 _PROCESSES: Final = "infeed, processes"
 _TORCH: Final = "torch DataLoader"
@@ -180,7 +180,7 @@ def _compare(options: DemoOptions, folder: Path, report: Path) -> int:
     notes = [_describe(options)]
     timings = []
     loaders: list[Loader] = []
-    kinds: dict[str, Literal["inline", "thread", "process"]]
+    kinds: dict[str, WorkerKind]
     kinds = {"infeed, no workers": "inline", "infeed, threads": "thread", _PROCESSES: "process"}
     for name, worker in kinds.items():
         timings.append(time_loader(name, partial(_open_infeed, dataset, options, worker, loaders)))
@@ -221,7 +221,7 @@ def _ranking(timings: Sequence[Timing]) -> list[str]:
 
 
 def _open_infeed(
-    dataset: "ImageFolder", options: DemoOptions, worker: Literal["inline", "thread", "process"], loaders: list[Loader]
+    dataset: "ImageFolder", options: DemoOptions, worker: WorkerKind, loaders: list[Loader]
 ) -> AbstractContextManager[Loader]:
     """Create a loader and append it to ``loaders``; its statistics outlive its workers."""
     import infeed
@@ -285,8 +285,3 @@ def _describe(options: DemoOptions) -> str:
     parts = [format_count(count, noun) for count, noun in counted]
     parts.insert(2, f"batch size {options.batch_size}")
     return f"{', '.join(parts)}; {platform.system()}, Python {platform.python_version()}"
-
-
-def _complain(text: str) -> int:
-    print(f"infeed demo: {text}", file=sys.stderr)
-    return _FAILED

@@ -4,11 +4,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from infeed.cli import arguments as types
-from infeed.cli.arguments import Output, find_problem
+from infeed.cli.arguments import Output, complain, find_problem
 from infeed.cli.terminal import open_console, print_entries, print_spans
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _EPILOG: Final = """\
 exit codes: 0 no problems found, 1 problems found, 2 wrong usage or a file that cannot be written, 3 no problems found, but no
 batch arrived or the program failed, 130 interrupted
 """
+
+_complain: Final = partial(complain, "doctor")
 
 
 def add_parser(commands: Any) -> None:
@@ -189,8 +192,3 @@ def print_report(run: "Run", findings: "Sequence[Finding]", console: Any, *, is_
     if not findings:
         color = "green" if run.has_batch and not run.has_failed else "red"
         print_spans(console, (conclusion(run), color), is_wrapped=False)
-
-
-def _complain(text: str) -> int:
-    print(f"infeed doctor: {text}", file=sys.stderr)
-    return _USAGE

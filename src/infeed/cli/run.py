@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from infeed.cli.arguments import complain
 from infeed.programs.children import carry_into_commands, install_when_imported
 from infeed.programs.script import exit_code_of, run_module, run_script, show_error
 from infeed.workers.preload import start_for_module, start_for_program
@@ -13,7 +14,6 @@ from infeed.workers.preload import start_for_module, start_for_program
 __all__ = ["add_parser", "run"]
 
 _FAILED: Final = 1
-_USAGE: Final = 2
 
 
 def add_parser(commands: Any) -> None:
@@ -32,14 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program and return its exit code; print a summary to standard error at the end."""
     program: list[str] = arguments.program
     if not program:
-        print(
-            "infeed run: missing program; pass a script or -m MODULE; for example: infeed run train.py --epochs 3",
-            file=sys.stderr,
-        )
-        return _USAGE
+        return complain("run", "missing program; pass a script or -m MODULE; for example: infeed run train.py --epochs 3")
     if not arguments.is_module and not Path(program[0]).is_file():
-        print(f"infeed run: {program[0]!r} is not a file; pass a script, or a module with -m", file=sys.stderr)
-        return _USAGE
+        return complain("run", f"{program[0]!r} is not a file; pass a script, or a module with -m")
     install_when_imported()
     carry_into_commands()
     pid = os.getpid()

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from infeed.cli.arguments import complain
 from infeed.formatting import format_count
 
 __all__ = ["add_parsers", "index", "pack"]
@@ -49,8 +50,7 @@ def index(arguments: argparse.Namespace) -> int:
     try:
         dataset, where = build_index(arguments.pattern, arguments.format, arguments.index, options or None)
     except (ConfigError, ShardError, StorageError) as error:
-        print(f"infeed index: {error}", file=sys.stderr)
-        return _USAGE if isinstance(error, ConfigError) else _FAILED
+        return complain("index", str(error), _USAGE if isinstance(error, ConfigError) else _FAILED)
     samples, shards = format_count(len(dataset), "sample"), format_count(len(dataset.urls), "shard")
     print(f"{samples} in {shards}; columns: {', '.join(dataset.columns)}")
     print(f"index: {where or 'up to date'}")
@@ -66,8 +66,7 @@ def pack(arguments: argparse.Namespace) -> int:
         shard_bytes = parse_bytes(arguments.shard_size, "--shard-size")
         packed = _pack(arguments.source, Path(arguments.out), arguments.prefix, shard_bytes)
     except (InfeedError, OSError) as error:
-        print(f"infeed pack: {error}", file=sys.stderr)
-        return _FAILED
+        return complain("pack", str(error), _FAILED)
     resumed = f", {packed.resumed_samples:,} of them in an earlier run" if packed.resumed_samples else ""
     samples, shards = format_count(packed.samples, "sample"), format_count(packed.shards, "shard")
     print(f"wrote {samples} to {shards} in {arguments.out}{resumed}")

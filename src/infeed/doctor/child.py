@@ -22,7 +22,7 @@ from infeed.doctor.monitor import Watcher
 from infeed.doctor.targets import load_dataset
 from infeed.errors import ConfigError
 from infeed.programs.children import install_when_imported
-from infeed.programs.script import exit_code_of, run_module, run_script, show_error
+from infeed.programs.script import describe_error, exit_code_of, run_module, run_script, show_error
 
 _PROBE_S: Final = 2.0
 _PAUSE_S: Final = 0.5
@@ -78,7 +78,7 @@ class _Child:
         except ConfigError as error:
             ending, code, message = "error", _FAILED, str(error)
         except BaseException as error:
-            ending, code, message = "error", _FAILED, _text_of(error)
+            ending, code, message = "error", _FAILED, describe_error(error)
             show_error(error, [__file__])
         sys.stdout.flush()
         self._finish(ending, code, message)
@@ -142,15 +142,6 @@ class _Child:
         for watched in self._watcher.loaders[:_MOST_PROBES]:
             probe(watched, self._journal, min(_PROBE_S, self._orders.seconds / 2))
         self._journal.write("done")
-
-
-def _text_of(error: BaseException) -> str:
-    """Format an exception in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    # torch's message contains the worker's whole traceback; its last line is the original exception.
-    if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
-        return f"{lines[-1]}, in a worker"
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
 def _is_fork_default() -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
+from infeed.autotune.capacity import WorkerKind
+
 EVENT: Final = "event"
 
 
@@ -67,7 +69,6 @@ class JournalReader:
 
 
 Library: TypeAlias = Literal["torch", "infeed", "infeed.torch"]
-Kind: TypeAlias = Literal["inline", "thread", "process"]
 Ending: TypeAlias = Literal["finished", "exit", "error", "time", "stuck", "died"]
 
 # A call counts as I/O-bound from this many voluntary context switches on average; a busy machine also preempts it.
@@ -154,7 +155,7 @@ class LoaderSeen:
     number: int
     library: Library
     dataset: str
-    kind: Kind
+    kind: WorkerKind
     num_workers: int  # actual count; with "auto", the latest one recorded
     asked: str = ""  # num_workers (and worker) as the program wrote them
     is_auto: bool = False  # whether infeed chooses the number or the kind of workers
@@ -173,10 +174,10 @@ class LoaderSeen:
     is_on_device: bool = False
     waiting_s: float = 0.0  # wait for the batch that was pending when time was up
     is_settled: bool = True  # False while infeed searches for the best number of workers
-    settled_as: tuple[Kind, int] | None = None  # the result of that search, if recorded
+    settled_as: tuple[WorkerKind, int] | None = None  # the result of that search, if recorded
     probe: Probe = field(default_factory=Probe)
 
-    def see_workers(self, kind: Kind, count: int, is_gathered: bool, is_settled: bool = True) -> None:
+    def see_workers(self, kind: WorkerKind, count: int, is_gathered: bool, is_settled: bool = True) -> None:
         """Update the worker kind and count. A number set by the program is kept, as some workers may not have started yet."""
         self.kind, self.is_gathered, self.is_settled = kind, is_gathered, is_settled
         if kind == "inline":

@@ -23,6 +23,7 @@ import numpy as np
 import infeed
 from infeed.doctor.evidence import Journal
 from infeed.doctor.monitor import Watched
+from infeed.formatting import type_name
 from infeed.memory.pickling import dump_by_value
 from infeed.memory.search import find_culprit, find_heavy
 
@@ -75,8 +76,7 @@ def _try_to_send(watched: Watched) -> dict[str, Any]:
                 found.setdefault("unsendable", f"{name}: {error}")
             else:
                 path, part = culprit
-                kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
-                found.setdefault("unsendable", f"{path} is a {kind}")
+                found.setdefault("unsendable", f"{path} is a {type_name(part)}")
         try:
             pickle.Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
         except Exception as error:

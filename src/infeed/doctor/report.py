@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from typing import Any, Final
 
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.finding import Finding, describe
 from infeed.doctor.throughput import Measured
-from infeed.formatting import format_bytes, format_count, format_seconds
+from infeed.formatting import format_bytes, format_count, format_seconds, signal_name
 from infeed.metrics.page import (
     Html,
     Tone,
@@ -205,10 +204,7 @@ def _death(code: int) -> str:
     """Describe a process that ended without an "end" event: a negative code is a signal, else it called ``os._exit``."""
     if code >= 0:
         return f"called os._exit({code}), so its datasets could not be examined"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # the signal has no name
-        return f"was killed by signal {-code}"
+    return f"was killed by {signal_name(-code)}"
 
 
 def cost_text(finding: Finding) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
-from infeed.autotune.capacity import ENOUGH, MOST_WORKERS
+from infeed.autotune.capacity import ENOUGH, MOST_WORKERS, WorkerKind
 from infeed.doctor.monitor import measure as measure_batch
-from infeed.errors import ConfigError, InfeedError
+from infeed.errors import ConfigError
 from infeed.formatting import format_workers
-
-Kind: TypeAlias = Literal["inline", "thread", "process"]
+from infeed.programs.script import describe_error
 
 # Throughput must grow by this factor to count as a gain. One step without a gain may be noise; two end the search.
 _GAIN: Final = 1.05
@@ -29,7 +28,7 @@ _WARM_BATCHES: Final = 2
 class Setting:
     """A worker kind and count to measure."""
 
-    kind: Kind
+    kind: WorkerKind
     num_workers: int
 
     def code(self, batch_size: int) -> str:
@@ -57,7 +56,7 @@ class Measured:
 Measure: TypeAlias = Callable[[Setting], Measured]
 
 
-def search(measure: Measure, core_count: int, kinds: Iterable[Kind] = ("thread", "process")) -> Iterator[Measured]:
+def search(measure: Measure, core_count: int, kinds: Iterable[WorkerKind] = ("thread", "process")) -> Iterator[Measured]:
     """Measure no workers, then increasing counts of each kind, until more workers bring no gain."""
     yield measure(Setting("inline", 0))
     for kind in kinds:
@@ -126,7 +125,7 @@ class Bench:
         try:
             return self._measure(setting)
         except Exception as error:  # the dataset's exceptions arrive with their own type
-            return Measured(setting=setting, error=text_of(error))
+            return Measured(setting=setting, error=describe_error(error))
 
     def _measure(self, setting: Setting) -> Measured:
         import psutil
@@ -170,15 +169,6 @@ class Bench:
             first_s=first_s,
             memory_bytes=memory,
         )
-
-
-def text_of(error: Exception) -> str:
-    """Format an error in one line, with its type unless it is infeed's, and with the failing sample if known."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, InfeedError):
-        return first
-    where = "".join(f", {note}" for note in getattr(error, "__notes__", ())[:1] if note.startswith("while loading"))
-    return f"{type(error).__name__}: {first}".removesuffix(": ") + where
 
 
 class _Endless:

@@ -10,6 +10,7 @@ from functools import partial
 from math import ceil
 from typing import Any, Final
 
+from infeed.autotune.capacity import WorkerKind
 from infeed.autotune.tuner import Tuner
 from infeed.collate.arrays import ArrayTable
 from infeed.collate.torch_compat import collate_as_torch
@@ -28,7 +29,7 @@ from infeed.memory.search import advise
 from infeed.memory.segments import PrivateStore, SegmentStore, open_store
 from infeed.memory.serialized_dataset import copy_out, send
 from infeed.metrics.collector import Collector
-from infeed.options import Options, WorkerKind
+from infeed.options import Options
 from infeed.plan.batches import BatchPlan
 from infeed.plan.state import Cursor
 from infeed.scheduler.messages import WorkerId

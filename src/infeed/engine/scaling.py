@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Final, Literal, NamedTuple, final
+from typing import Final, NamedTuple, final
 
+from infeed.autotune.capacity import ParallelKind, WorkerKind
 from infeed.autotune.tuner import Bound, Reading, Tuner, Work, WorkerLimits, better_kind
 from infeed.errors import WorkerStartError
 from infeed.formatting import format_count
 from infeed.memory.limits import available_bytes
 from infeed.metrics.collector import EngineMetrics
 from infeed.metrics.statistics import LOOP, Point
-from infeed.options import Options, WorkerKind
+from infeed.options import Options
 from infeed.scheduler.messages import WorkerAdded, WorkerId, WorkerReleased
 from infeed.scheduler.scheduler import Scheduler
 from infeed.workers.pool import WorkerPool
@@ -34,7 +35,7 @@ class WorkerTuning:
     def __init__(self) -> None:
         self._tuner: Tuner | None = None
         self._given: tuple[float, int, bool, WorkerKind] | None = None
-        self._kind: Literal["thread", "process"] = "process"
+        self._kind: ParallelKind = "process"
         self._has_been_thread = False
         self._process_ns = 0.0  # time per sample in processes; 0: unknown
         self.is_open = True  # whether infeed may still change the kind, if it chooses it
@@ -91,7 +92,7 @@ class WorkerTuning:
         """Whether workers switch back from threads to processes."""
         return config.is_kind_auto and self._kind == "process" and self._has_been_thread
 
-    def stay(self, kind: Literal["thread", "process"]) -> None:
+    def stay(self, kind: ParallelKind) -> None:
         """Fix the kind of worker for the rest of the run."""
         self._kind, self.is_open = kind, False
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from infeed.errors import WorkerStartError
+from infeed.formatting import type_name
 from infeed.memory.inheriting import starting, tracker_fd
 from infeed.memory.pickling import dump_by_value, load, spans
 from infeed.memory.reopening import advice
@@ -98,8 +99,7 @@ def _explained(named: dict[str, Any], error: Exception) -> WorkerStartError:
         culprit = find_culprit(value, name)
         if culprit is not None:
             path, found = culprit
-            kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
-            reason = f"{path} is a {kind}, which cannot be pickled"
+            reason = f"{path} is a {type_name(found)}, which cannot be pickled"
             hint = f"{advice(found)}; or ".removeprefix("; or ")
             text = (
                 f"{name} cannot be sent to workers: {reason}; {hint}open it on first use or in "

@@ -31,7 +31,7 @@ from typing import Any, Final, NoReturn, final
 
 import numpy as np
 
-from infeed.formatting import format_bytes
+from infeed.formatting import format_bytes, type_name
 from infeed.memory.pickling import dumps_by_value
 from infeed.memory.segments import round_up
 from infeed.memory.shared_arrays import (
@@ -90,7 +90,7 @@ def share(obj: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and type(obj) is torch.Tensor and is_plain_tensor(torch, obj):
         return share_tensor(obj)
-    name = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
+    name = type_name(obj)
     base = next((cls.__name__ for cls in (list, tuple, dict) if isinstance(obj, cls)), None)
     if base is not None:
         fix = f"the copy would lose the type, so pass {base}(...) if that is acceptable"

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple, TypeAlias, final
+from typing import Final, NamedTuple, final
 
+from infeed.autotune.capacity import WorkerKind
 from infeed.autotune.tuner import Bound, Work
 from infeed.metrics.diagnosis import diagnose
 from infeed.metrics.history import History
@@ -71,8 +72,6 @@ _NEVER: Final = 1 << 63
 # After epochs shorter than this, `WorkerMetrics` takes no snapshots, so work loaded ahead is not separated exactly.
 _SHORT_NS: Final = 20_000_000
 _CLOCK: Final = Clock()
-
-WorkerKind: TypeAlias = Literal["inline", "thread", "process"]
 
 
 class Flight(NamedTuple):

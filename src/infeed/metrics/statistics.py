@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
+from infeed.autotune.capacity import WorkerKind
 from infeed.autotune.tuner import Bound
 from infeed.formatting import align, format_bytes, format_count, format_seconds, format_workers
 from infeed.metrics.recent import Recent
@@ -215,7 +216,7 @@ class Statistics:
     loads_by: str
     has_collate_fn: bool
     keeps_workers: bool = True
-    kind: Literal["inline", "thread", "process"]
+    kind: WorkerKind
     is_auto: bool
     is_settled: bool = True
     bound: Bound = ""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
+from infeed.errors import InfeedError
+
 _FAILED: Final = 1
 
 
@@ -50,6 +52,18 @@ def exit_code_of(leaving: SystemExit) -> int:
         return leaving.code
     print(leaving.code, file=sys.stderr)
     return _FAILED
+
+
+def describe_error(error: BaseException) -> str:
+    """Format an error in one line, with its type unless it is infeed's, and with the failing sample if known."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, InfeedError):
+        return lines[0]
+    # torch's message contains the worker's whole traceback; its last line is the original exception.
+    if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
+        return f"{lines[-1]}, in a worker"
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ())[:1] if note.startswith("while loading"))
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ") + where
 
 
 def show_error(error: BaseException, ours: Collection[str]) -> None:

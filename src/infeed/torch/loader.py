@@ -11,15 +11,14 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader  # before `install` patches it
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from infeed.autotune.capacity import MOST_WORKERS
 from infeed.engine.bad_samples import BadSample
 from infeed.engine.progress import Lineage
 from infeed.errors import ConfigError
 from infeed.metrics.statistics import Statistics
 from infeed.options import (
-    MOST_WORKERS,
     TORCH_OPTIONS,
     AutoCount,
-    Observe,
     OnError,
     OnStatistics,
     RandomSampler,
@@ -40,6 +39,7 @@ from infeed.torch.service import (
     why_not,
 )
 from infeed.workers.preload import start_for_loader
+from infeed.workers.recorder import Observe
 
 _T = TypeVar("_T", covariant=True)
 _TORCH_ARGUMENTS: Final = tuple(signature(TorchDataLoader).parameters)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import time
 from collections.abc import Hashable
 from typing import Any, Final, final
 
+from infeed.formatting import signal_name
 from infeed.memory.limits import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.memory.serialized_dataset import SerializedDataset
@@ -386,8 +386,5 @@ def _how_it_ended(code: int | None) -> str:
     if code >= 0x80000000:
         return f"crashed: {_CRASHES.get(code, 'an exception in native code')} (code 0x{code:08X})"
     if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
+        return f"was killed by {signal_name(-code)}"
     return f"exited with code {code}"

@@ -11,11 +11,12 @@ import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import cloudpickle
 import numpy as np
 
+from infeed.autotune.capacity import WorkerKind
 from infeed.collate.arrays import ArrayTable
 from infeed.collate.layout import Layout
 from infeed.collate.packing import Handed, Packed
@@ -87,7 +88,7 @@ class WorkerSpec:
     grain_size: int
     seeding: Seeding
     cut: Cut  # how an iterable dataset is split among ranks
-    kind: Literal["inline", "thread", "process"]
+    kind: WorkerKind
     retries: int = 0  # how often to retry a sample that raises
     handles_bad_samples: bool = False  # bad samples are skipped or replaced: report all of a task together
     is_watched: bool = False  # samples have a time limit: record each one
