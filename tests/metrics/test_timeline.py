@@ -73,11 +73,10 @@ def assert_nested(events: list[dict[str, Any]]) -> None:
 
 
 def test_every_span_is_there_once_with_what_is_known_of_it(tmp_path: Path) -> None:
-    """Nothing is put together or left out in this form; and what was done for batches is there once more, among batches."""
+    """Nothing is put together or left out in this form."""
     trace = make_trace()
     events = [event for event in events_of(trace, tmp_path) if event["ph"] == "X"]
     known = [(span.kind, span.begin_ns, span.end_ns) for span in trace.spans]
-    known += [(span.kind, span.begin_ns, span.end_ns) for span in trace.spans if span.kind in ("collate", "write")]
 
     assert sorted((one["name"], round(one["ts"] * 1e3), round((one["ts"] + one["dur"]) * 1e3)) for one in events) == sorted(
         known
@@ -88,7 +87,7 @@ def test_every_span_is_there_once_with_what_is_known_of_it(tmp_path: Path) -> No
 
 
 def test_each_lane_has_a_name(tmp_path: Path) -> None:
-    """Workers by number, the loop, and what is done for batches apart from the loop's own work."""
+    """Workers by number, the loop, and delivery apart from the loop's own work."""
     events = events_of(make_trace(workers=2), tmp_path)
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     kinds = defaultdict(set)
@@ -100,8 +99,6 @@ def test_each_lane_has_a_name(tmp_path: Path) -> None:
         "worker 0": {"start", "load", "write"},
         "worker 1": {"start", "load", "write"},
         "training loop": {"wait", "away"},
-        "collation": {"write"},
-        "collation (2)": {"write"},
         "delivery": {"deliver"},
     }
     numbers = [{one["pid"] for one in events}, {one["tid"] for one in events} - {0}]
@@ -115,17 +112,6 @@ def test_spans_that_cross_get_a_second_row(tmp_path: Path) -> None:
 
     assert_nested(events)
     assert "worker 0 (2)" in [one["args"]["name"] for one in events if one["name"] == "thread_name"]
-
-
-def test_two_workers_that_collate_at_a_time_get_two_rows(tmp_path: Path) -> None:
-    """Each with the number of its worker."""
-    spans = (Span(0, "collate", 0, 1000, 0, 0, 0, 4), Span(1, "collate", 500, 1200, 0, 4, 4, 4))
-    events = events_of(replace(make_trace(), spans=spans), tmp_path)
-
-    assert_nested(events)
-    rows = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    told = [(rows[one["tid"]], one["args"]["worker"]) for one in events if one["ph"] == "X" and one["cat"] == "batch"]
-    assert told == [("collation", 0), ("collation (2)", 1)]
 
 
 def test_what_happened_is_marked_in_its_lane(tmp_path: Path) -> None:
@@ -206,7 +192,7 @@ def test_picture_page_and_report_say_the_same(tmp_path: Path) -> None:
     said = [re.findall(r"[0-9.]+ times slower", text) for text in texts]
     assert said[0]
     assert said[0] == said[1] == said[2]
-    assert all("late in the run, " in text for text in texts)
+    assert all("the end, " in text for text in texts)
 
 
 def test_a_picture_stays_small_however_many_spans_there_are(tmp_path: Path) -> None:

@@ -136,34 +136,30 @@ def windows(trace: Trace) -> tuple[Window, ...]:
     """Return the windows to show: all of a short run; of a long run, the beginning and a steady part.
 
     The steady part contains the first later fault, or else starts 60% into the run. The windows exclude loading ahead after
-    the training loop ended, and times from which spans were dropped.
+    the training loop ended. If spans were dropped, show only the last iterations, which are complete.
     """
     everything, cycles = whole(trace), loop_cycles(trace)
     if everything is None or not cycles:
         return () if everything is None else (everything,)
-    is_cut = trace.lost_span_count > 0
-    if is_cut:
-        since_ns = _known_since(trace)
-        known = [cycle for cycle in cycles if cycle.begin_ns >= since_ns]
-        # A worker that was idle for long looks as if it had lost spans. Then use the latest cycles.
-        cycles = known if len(known) >= _STEADY_BATCH_COUNT else cycles[-_STEADY_BATCH_COUNT:]
-    begin_ns, end_ns = cycles[0].begin_ns, cycles[-1].end_ns
-    if not is_cut:  # workers start before the training loop's first request
-        begin_ns = max(everything.begin_ns, begin_ns - int((end_ns - begin_ns) * _MOST_BEFORE))
+    end_ns = cycles[-1].end_ns
+    if trace.lost_span_count:
+        begin_ns = cycles[-_STEADY_BATCH_COUNT:][0].begin_ns
+        return (Window(begin_ns, max(end_ns, begin_ns + 1), "the end"),)
+    # Workers start before the training loop's first request.
+    begin_ns = max(everything.begin_ns, cycles[0].begin_ns - int((end_ns - cycles[0].begin_ns) * _MOST_BEFORE))
     if sum(cycle.size for cycle in cycles) <= _WHOLE_BATCH_COUNT or len(cycles) <= _BEGINNING_BATCH_COUNT + _STEADY_BATCH_COUNT:
-        return (Window(begin_ns, max(end_ns, begin_ns + 1), "the end" if is_cut else everything.title),)
-    beginning_count = 0 if is_cut else _BEGINNING_BATCH_COUNT
-    later_ns = cycles[beginning_count].begin_ns
+        return (Window(begin_ns, max(end_ns, begin_ns + 1), everything.title),)
+    later_ns = cycles[_BEGINNING_BATCH_COUNT].begin_ns
     fault = next((mark for mark in trace.marks if mark.kind in FAULTS and mark.at_ns >= later_ns), None)
     if fault is None:
         first = len(cycles) * 3 // 5
     else:
         first = bisect_left([cycle.end_ns for cycle in cycles], fault.at_ns) - _STEADY_BATCH_COUNT // 3
-    first = max(beginning_count, min(first, len(cycles) - _STEADY_BATCH_COUNT))
-    title = ("late in the run" if is_cut else "steady state") + ("" if fault is None else f", with a fault ({fault.kind})")
+    first = max(_BEGINNING_BATCH_COUNT, min(first, len(cycles) - _STEADY_BATCH_COUNT))
+    title = "steady state" + ("" if fault is None else f", with a fault ({fault.kind})")
     later_ns = cycles[first].begin_ns
     later = Window(later_ns, max(cycles[first + _STEADY_BATCH_COUNT - 1].end_ns, later_ns + 1), title)
-    return (later,) if is_cut else (Window(begin_ns, cycles[beginning_count - 1].end_ns, "the beginning"), later)
+    return Window(begin_ns, cycles[_BEGINNING_BATCH_COUNT - 1].end_ns, "the beginning"), later
 
 
 def loop_cycles(trace: Trace) -> list[Cycle]:
@@ -181,17 +177,6 @@ def loop_cycles(trace: Trace) -> list[Cycle]:
             is_away = span.kind == "away"
             cycles.append(Cycle(span.begin_ns, span.end_ns, span.epoch, span.position, span.size, away_ns, is_away))
     return cycles
-
-
-def _known_since(trace: Trace) -> int:
-    """Return the time from which the spans of all workers and the training loop are complete, after older ones were dropped."""
-    first: dict[int, Span] = {}
-    for span in trace.spans:
-        first.setdefault(span.lane, span)
-    workers = [span.begin_ns for lane, span in first.items() if lane != LOOP]
-    # A lane whose first span is its start has lost no spans.
-    kept = [span.begin_ns for span in first.values() if span.kind != "start"]
-    return max([min(workers, default=0), *kept])
 
 
 def pieces(spans: Iterable[Span], window: Window, *, most: int = 6000) -> list[DrawnSpan]:

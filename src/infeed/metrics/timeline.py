@@ -5,8 +5,7 @@ instant events, and periodic measurements are counters. Workers, batches and the
 each group can be collapsed; each worker is a thread of the first.
 
 Events of one thread must be nested or disjoint. Events overlap if short spans were merged or several workers collate at the
-same time; overlapping events get an additional row. Collating and writing appear twice: in the worker's row, which would
-otherwise look idle, and next to the delivery of batches.
+same time; overlapping events get an additional row.
 """
 
 from __future__ import annotations
@@ -32,13 +31,10 @@ _LOOP: Final = 3
 # Row numbers must differ from process numbers: a viewer takes an equal number for the process's main thread.
 _LOOP_ROW: Final = 10
 _DELIVERY_ROW: Final = 20
-_COLLATION_ROW: Final = 21
-_MOST_COLLATIONS: Final = 500  # maximum number of rows; one per worker that collates at the same time
 _WORKER_ROW: Final = 1000
 # Row numbers reserved per worker: its first row, and rows for overlapping spans.
 _ROWS_PER_WORKER: Final = 8
 _CATEGORIES: Final = {_WORKERS: "worker", _BATCHES: "batch", _LOOP: "loop"}
-_COLLATION: Final = frozenset({"collate", "write"})
 # chrome://tracing accepts only these colour names; Perfetto chooses its own colours.
 _COLOURS: Final[dict[SpanKind, str]] = {
     "start": "grey",
@@ -81,7 +77,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
     """Yield all events in the Trace Event Format, each group sorted by time."""
     names = lane_names(trace)
     yield from _names(_WORKERS, 0, "process", "infeed: workers")
-    yield from _names(_BATCHES, 0, "process", "infeed: collation and delivery")
+    yield from _names(_BATCHES, 0, "process", "infeed: delivery")
     yield from _names(_LOOP, 0, "process", "infeed: training loop")
     yield from _names(_LOOP, _LOOP_ROW, "thread", names[LOOP])
     yield from _names(_BATCHES, _DELIVERY_ROW, "thread", "delivery")
@@ -90,10 +86,7 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
         lanes[span.lane].append(span)
     own = lanes.pop(LOOP)
     for lane, spans in lanes.items():
-        yield from _rows(spans, _WORKERS, _worker_row(lane), names[lane], _ROWS_PER_WORKER)
-    collations = [span for spans in lanes.values() for span in spans if span.kind in _COLLATION]
-    if collations:
-        yield from _rows(collations, _BATCHES, _COLLATION_ROW, "collation", _MOST_COLLATIONS)
+        yield from _rows(spans, _worker_row(lane), names[lane])
     for span in sorted(own, key=_outer_first):
         process, row = (_BATCHES, _DELIVERY_ROW) if span.kind == "deliver" else (_LOOP, _LOOP_ROW)
         yield _complete(span, process, row, {"epoch": span.epoch, "batch": span.position, "batches": span.size})
@@ -111,34 +104,32 @@ def _names(process: int, thread: int, what: str, name: str) -> Iterator[Event]:
     yield {**place, "name": f"{what}_sort_index", "args": {"sort_index": thread or process}}
 
 
-def _rows(spans: list[Span], process: int, first_row: int, name: str, most: int) -> Iterator[Event]:
-    """Yield the events of workers in as many rows as needed to avoid overlaps, at most ``most``."""
-    yield from _names(process, first_row, "thread", name)
+def _rows(spans: list[Span], first_row: int, name: str) -> Iterator[Event]:
+    """Yield the events of a worker in as many rows as needed to avoid overlaps, at most ``_ROWS_PER_WORKER``."""
+    yield from _names(_WORKERS, first_row, "thread", name)
     rows: list[list[int]] = [[]]  # for each row, the ends of the open spans, innermost last
     for span in sorted(spans, key=_outer_first):
-        row = _fit(rows, span, most)
+        row = _fit(rows, span)
         if row == len(rows):
             rows.append([])
-            yield from _names(process, first_row + row, "thread", f"{name} ({row + 1})")
+            yield from _names(_WORKERS, first_row + row, "thread", f"{name} ({row + 1})")
         rows[row].append(span.end_ns)
         args: Event = {"epoch": span.epoch, "position": span.position, "samples": span.size}
         if span.first_index is not None:
             args["index"] = span.first_index
-        if process != _WORKERS:
-            args["worker"] = span.lane
-        yield _complete(span, process, first_row + row, args)
+        yield _complete(span, _WORKERS, first_row + row, args)
 
 
 def _outer_first(span: Span) -> tuple[int, int]:
     return span.begin_ns, -span.end_ns
 
 
-def _fit(rows: list[list[int]], span: Span, most: int) -> int:
+def _fit(rows: list[list[int]], span: Span) -> int:
     """Return the first row in which the span is nested in another span or overlaps none; the last row takes any span."""
     for row, open_ends in enumerate(rows):
         while open_ends and open_ends[-1] <= span.begin_ns:
             open_ends.pop()
-        if not open_ends or span.end_ns <= open_ends[-1] or row == most - 1:
+        if not open_ends or span.end_ns <= open_ends[-1] or row == _ROWS_PER_WORKER - 1:
             return row
     return len(rows)
 
