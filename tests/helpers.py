@@ -508,7 +508,7 @@ def always_threads(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "infeed.engine.scaling.better_kind", lambda *_args, **_options: KindAdvice("thread", "threads: told to")
     )
-    monkeypatch.setattr("infeed.engine.scaling._WORSE", 1e9)
+    monkeypatch.setattr("infeed.engine.scaling.WORSE", 1e9)
     monkeypatch.setattr(
         WorkerTuning,
         "reconsider",

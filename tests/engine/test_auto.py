@@ -72,8 +72,8 @@ def test_whatever_the_tuner_does_batches_are_the_same(monkeypatch: pytest.Monkey
         return Change(asked[-1], "it likes to")
 
     monkeypatch.setattr(Tuner, "consider", consider)
-    monkeypatch.setattr("infeed.metrics.collector._TICK_NS", 1_000_000)
-    monkeypatch.setattr("infeed.metrics.collector._TICK_SHARE", 0)
+    monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)
+    monkeypatch.setattr("infeed.metrics.collector.TICK_SHARE", 0)
     # Threads share the global generators: there only what infeed offers is the same.
     for worker, columns in (("process", (0, 1, 2, 3)), ("thread", (0, 3))):
         with infeed.DataLoader(Drawing(), 8, shuffle=True, seed=3) as loader:
@@ -128,8 +128,8 @@ def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
 
 def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     always_threads(monkeypatch)
-    monkeypatch.setattr("infeed.engine.scaling._WORSE", 0.0)
-    monkeypatch.setattr("infeed.engine.scaling._LEAST_NS", 1)
+    monkeypatch.setattr("infeed.engine.scaling.WORSE", 0.0)
+    monkeypatch.setattr("infeed.engine.scaling.LEAST_NS", 1)
     with infeed.DataLoader(Waiting(100), 8, num_workers=2, worker="auto") as loader:
         kinds = []
         # On a busy machine it may take several epochs until enough was seen.
@@ -155,8 +155,8 @@ class OpensFile(Waiting):
 def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no way back, and nobody's loop breaks because of that."""
     always_threads(monkeypatch)
-    monkeypatch.setattr("infeed.engine.scaling._WORSE", 0.0)
-    monkeypatch.setattr("infeed.engine.scaling._LEAST_NS", 1)
+    monkeypatch.setattr("infeed.engine.scaling.WORSE", 0.0)
+    monkeypatch.setattr("infeed.engine.scaling.LEAST_NS", 1)
     dataset = OpensFile(100)
     with infeed.DataLoader(dataset, 8, num_workers=2, worker="auto") as loader:
         for _ in range(4):
@@ -207,8 +207,8 @@ def test_two_loops_at_a_time_do_not_confuse_the_tuner(monkeypatch: pytest.Monkey
     """It hears of one of them."""
     heard: list[Reading] = []
     monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: heard.append(reading))
-    monkeypatch.setattr("infeed.metrics.collector._TICK_NS", 1_000_000)
-    monkeypatch.setattr("infeed.metrics.collector._TICK_SHARE", 0)
+    monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)
+    monkeypatch.setattr("infeed.metrics.collector.TICK_SHARE", 0)
     with infeed.DataLoader(Waiting(200, 0.001), 4, num_workers="auto") as loader:
         for _ in zip(loader, loader, strict=True):
             pass
@@ -253,7 +253,7 @@ def test_nothing_is_left_of_workers_that_were_let_go(monkeypatch: pytest.MonkeyP
     """The guard around every test looks for them."""
     counts = iter([4, 1, 3, 2] * 100)
     monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: Change(next(counts), "told to"))
-    monkeypatch.setattr("infeed.metrics.collector._TICK_NS", 1_000_000)
+    monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)
     with infeed.DataLoader(Waiting(400, 0.001), 4, num_workers=4, worker="auto") as loader:
         assert sorted(index for batch in loader for index in batch[0].tolist()) == list(range(400))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("infeed")]

@@ -73,8 +73,8 @@ def test_of_many_deaths_the_log_tells_some(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one by one, and then now and again how many they are."""
-    monkeypatch.setattr("infeed.engine.faults._LOGGED_DEATHS", 2)
-    monkeypatch.setattr("infeed.engine.faults._LOGGED_EVERY", 4)
+    monkeypatch.setattr("infeed.engine.faults.LOGGED_DEATHS", 2)
+    monkeypatch.setattr("infeed.engine.faults.LOGGED_EVERY", 4)
     dataset = CrashingDataset(200, range(5, 200, 20), tmp_path / "deaths")
     with infeed.DataLoader(dataset, 4, **ALONE, timeout=60) as loader:
         assert flat(collected(loader)) == list(range(200))
@@ -351,7 +351,7 @@ def test_ready_batches_are_delivered_while_idle_workers_are_killed(
     forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More often than broken workers may die: nothing was lost, and the epoch goes on when the kills end."""
-    monkeypatch.setattr("infeed.engine.engine._HEAR_NS", 0)  # as if each step took long enough
+    monkeypatch.setattr("infeed.engine.engine.HEAR_NS", 0)  # as if each step took long enough
     journal = Journal(tmp_path / "loaded")
 
     def load(index: int) -> int:
@@ -375,7 +375,7 @@ def test_workers_that_cannot_start_any_more_fail_the_epoch_after_its_ready_batch
     forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is about workers. Nobody closed the loader."""
-    monkeypatch.setattr("infeed.engine.engine._HEAR_NS", 0)  # as if each step took long enough
+    monkeypatch.setattr("infeed.engine.engine.HEAR_NS", 0)  # as if each step took long enough
     journal = Journal(tmp_path / "loaded")
 
     def load(index: int) -> int:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(params=engine_params("spawn", "portable"))
 def spawned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Options for spawned workers, which have time to drop their dataset; none is idle at the beginning and at the end."""
-    monkeypatch.setattr("infeed.workers.process._RESET_S", 20.0)
+    monkeypatch.setattr("infeed.workers.process.RESET_S", 20.0)
     if request.param == "portable" and sys.platform == "linux":
         request.getfixturevalue("windows_stand_in")
     IDLE_WORKERS.clear()
@@ -85,7 +85,7 @@ def test_an_idle_worker_has_released_its_dataset(spawned: dict[str, Any], tmp_pa
 def test_an_idle_worker_of_torchs_loader_has_released_its_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.utils.data.get_worker_info` referenced it."""
     ours = pytest.importorskip("infeed.torch")
-    monkeypatch.setattr("infeed.workers.process._RESET_S", 20.0)
+    monkeypatch.setattr("infeed.workers.process.RESET_S", 20.0)
     dataset = Released(tmp_path)
     pids = {
         pid

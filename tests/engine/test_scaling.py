@@ -17,6 +17,7 @@ import infeed
 from infeed.engine.engine import Engine
 from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.process import ProcessPool
 from infeed.workers.protocol import Started
 from infeed.workers.thread import ThreadPool
 from tests.helpers import Stream, Tree, collected, kill_process, plain, wait_until, worker_processes
@@ -173,7 +174,7 @@ def test_a_pool_that_cannot_grow_goes_on_as_it_is(
 ) -> None:
     """A limit of the system is no reason to lose what works: the log says why there are no more."""
 
-    def refuse(worker: WorkerId) -> None:
+    def refuse(pool: ProcessPool, worker: WorkerId) -> None:
         raise WorkerStartError("no processes left")
 
     with closing(infeed.DataLoader(Tree(10_000, lambda i: i), batch_size=2, **forkserver)) as loader:
@@ -182,7 +183,7 @@ def test_a_pool_that_cannot_grow_goes_on_as_it_is(
         engine = engine_of(loader)
         engine.scale(1)
         wait_until(lambda: next(batches) is not None and len(pids_of(loader)) == 1, "one worker")
-        monkeypatch.setattr(engine._pool, "start", refuse)
+        monkeypatch.setattr(ProcessPool, "start", refuse)
         engine.scale(2)
 
         assert plain(next(batches))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from infeed.memory import limits as cores
 from infeed.memory.limits import available_cores, local_ranks
 
 Machine = Callable[..., float]
@@ -21,7 +20,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     def ask(
         allowed: int = 8, total: int = 8, files: dict[str, str] | None = None, own: str = "0::/\n", **environ: str
     ) -> float:
-        monkeypatch.setattr(cores, "_allowed_count", lambda: allowed)
+        monkeypatch.setattr(os, "process_cpu_count", lambda: allowed, raising=False)  # new in Python 3.13
         monkeypatch.setattr(os, "cpu_count", lambda: total)
         (tmp_path / "own").write_text(own)
         for name, text in (files or {}).items():

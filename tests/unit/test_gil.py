@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from infeed.workers import gil as gilshare
 from infeed.workers.gil import GilShare
 
 pytestmark = pytest.mark.linux("elsewhere a busy machine cannot be told from a GIL that is held")
@@ -67,10 +66,9 @@ def test_half_of_each_is_in_between() -> None:
     assert any(is_in_between() for _ in range(6))
 
 
-def test_a_short_look_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_look_says_nothing() -> None:
     """Some ticks could be chance. And one that was not begun says nothing either."""
-    monkeypatch.setattr(gilshare, "_LEAST_TICKS", 1 << 30)  # however busy the machine is
-    probe = GilShare()
+    probe = GilShare(least_ticks=1 << 30)  # however busy the machine is
     assert probe.stop() is None
     probe.start()
 

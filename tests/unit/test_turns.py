@@ -102,7 +102,7 @@ def test_the_thread_leaves_the_end_of_the_channel_to_the_worker() -> None:
 
 
 def test_the_thread_keeps_out_of_what_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infeed.workers.loop._LONG_S", DEADLINE_S)
+    monkeypatch.setattr("infeed.workers.loop.LONG_S", DEADLINE_S)
     desk = Desk("a", "b", "c")
     desk.held = 1
     for message in ("a", "b", "c"):

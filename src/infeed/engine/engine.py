@@ -98,7 +98,7 @@ _MSG_CLOSED: Final = "the loader was closed during iteration; iterate it again, 
 _COOLING_LOOK_S: Final = 0.0005
 # A training loop that finds its batches ready need not read worker messages. But workers would starve: their queued tasks may
 # last only 2 ms. So the engine reads messages once per millisecond, at the cost of a system call.
-_HEAR_NS: Final = 1_000_000
+HEAR_NS: Final = 1_000_000
 # How long an exhausted epoch waits for workers that are still in worker_init_fn.
 _INIT_S: Final = 5.0
 # Upper limit of the grain size in per-sample times: a batch that is collated as a whole has no finite grain size.
@@ -357,7 +357,7 @@ class Engine:
             elif not self._listen(deadline_s, waits=waits) and not waits:
                 return NOTHING
         if not setup.is_lazy:
-            if asked_ns - self._heard_ns > _HEAR_NS:
+            if asked_ns - self._heard_ns > HEAR_NS:
                 self._hear(self._pool.receive(0))
             self._plan()
             self._pool.flush()

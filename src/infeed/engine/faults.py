@@ -37,8 +37,8 @@ _DEATHS: Final = 256
 _DEATHS_PER_WORKER: Final = 64
 _MINUTE_S: Final = 60.0
 # Warn of the first 10 deaths per minute, then of every 50th.
-_LOGGED_DEATHS: Final = 10
-_LOGGED_EVERY: Final = 50
+LOGGED_DEATHS: Final = 10
+LOGGED_EVERY: Final = 50
 
 
 @final
@@ -161,9 +161,9 @@ class Faults:
         times = self._death_times
         count = sum(times[-1] - at < _MINUTE_S for at in times)
         text = self.last_death if self.is_storm else f"{self.last_death}; infeed replaces it"
-        if count > _LOGGED_DEATHS:
+        if count > LOGGED_DEATHS:
             text = f"{count} workers died within a minute; the last: {text}"
-        is_many = count > _LOGGED_DEATHS and count % _LOGGED_EVERY
+        is_many = count > LOGGED_DEATHS and count % LOGGED_EVERY
         _LOG.log(logging.INFO if is_reported or is_many else logging.WARNING, "%s", text)
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:

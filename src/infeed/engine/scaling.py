@@ -24,8 +24,8 @@ _LOG: Final = logging.getLogger("infeed")
 _RESERVE: Final = 0.1
 # Threads may contend for more than the GIL: memory allocation in the kernel, locks of a library. If a sample takes threads this
 # many times as long as processes, switch back to processes.
-_WORSE: Final = 1.15
-_LEAST_NS: Final = 200_000_000  # minimum work for a comparison
+WORSE: Final = 1.15
+LEAST_NS: Final = 200_000_000  # minimum work for a comparison
 
 
 @final
@@ -85,7 +85,7 @@ class WorkerTuning:
             self.is_open = False
             return False
         self._kind, self._has_been_thread = "thread", True
-        self._process_ns = work.sample_ns if work.busy_ns >= _LEAST_NS else 0.0
+        self._process_ns = work.sample_ns if work.busy_ns >= LEAST_NS else 0.0
         return True
 
     def is_back(self, config: Options) -> bool:
@@ -98,7 +98,7 @@ class WorkerTuning:
 
     def _regret(self, work: Work) -> bool:
         took_ns, before_ns = work.sample_ns, self._process_ns
-        if not before_ns or work.busy_ns < _LEAST_NS or took_ns <= _WORSE * before_ns:
+        if not before_ns or work.busy_ns < LEAST_NS or took_ns <= WORSE * before_ns:
             return False
         self.stay("process")
         _LOG.info(

@@ -63,8 +63,8 @@ class AllMetrics:
 
 
 # A tick reads the workers' metrics. The next one follows after 100 ms, or 200 times the duration of this one if longer.
-_TICK_NS: Final = 100_000_000
-_TICK_SHARE: Final = 200
+TICK_NS: Final = 100_000_000
+TICK_SHARE: Final = 200
 # Training loop spans shorter than 50 µs are merged into spans of up to 2 ms.
 _LONG_NS: Final = 50_000
 _RUN_NS: Final = 2_000_000
@@ -374,7 +374,7 @@ class EngineMetrics:
         self._process.count()
         self._add_to_past(totals)
         done_ns = self._clock.now_ns()
-        self._next_tick = done_ns + max(_TICK_NS, _TICK_SHARE * (done_ns - now_ns))
+        self._next_tick = done_ns + max(TICK_NS, TICK_SHARE * (done_ns - now_ns))
 
     def loop_times(self) -> LoopTimes:
         """Return the times of the training loop up to now."""

@@ -37,7 +37,8 @@ class GilShare:
     For worker processes only, because it changes the switch interval in between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_ticks: int = _LEAST_TICKS) -> None:
+        self._least_ticks = least_ticks
         self._thread: threading.Thread | None = None
         self._is_stopped = threading.Event()
         self._interval_s = 0.0
@@ -62,7 +63,7 @@ class GilShare:
         self._is_stopped.set()
         thread.join()
         sys.setswitchinterval(self._interval_s)
-        if len(self._ticks) < _LEAST_TICKS:
+        if len(self._ticks) < self._least_ticks:
             return None
         self.looked_s = sum(seconds for _, seconds in self._ticks)
         held_s = sum(seconds for is_held, seconds in self._ticks if is_held)

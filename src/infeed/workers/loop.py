@@ -52,7 +52,7 @@ from infeed.workers.status import Cell
 from infeed.workers.write import Segments, SlotWriter
 
 # If a message takes longer than this, the thread listens. For shorter ones it would only slow the worker down.
-_LONG_S: Final = 0.005
+LONG_S: Final = 0.005
 # The timeout of one receive, as a share of the time that the thread has listened. It bounds how long the worker waits for the
 # thread to stop.
 _LISTEN_SHARE: Final = 0.02
@@ -146,7 +146,7 @@ class Turns(Generic[T]):
                 if self._is_closed:
                     return
                 self._is_new = False
-                if self._changed.wait_for(lambda: not self._is_needed or self._is_new, _LONG_S):
+                if self._changed.wait_for(lambda: not self._is_needed or self._is_new, LONG_S):
                     continue
                 self._is_listening = True
             try:

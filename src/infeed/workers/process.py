@@ -42,7 +42,7 @@ _SIGKILL: Final = 9  # not in `signal` on Windows
 # How long a worker has to reply with its stack.
 _STACK_S: Final = 0.5
 # How long workers have to drop their dataset, so that the next loader can reuse them. The training loop waits meanwhile.
-_RESET_S: Final = END_S
+RESET_S: Final = END_S
 # Answers to tiny tasks would each wake the engine, which doubles the cost of a task. After an answer the engine therefore
 # sleeps until this time has passed, and then reads all answers together.
 _DEAF_NS: Final = 100_000
@@ -307,7 +307,7 @@ class ProcessPool(WorkerPool):
         """Ask all workers to drop the dataset. Keep those that do so in time, or are still starting, for other loaders."""
         for member in self._members.values():
             member.link.send([RESET])
-        deadline = time.monotonic() + _RESET_S
+        deadline = time.monotonic() + RESET_S
         while any(member.is_started for member in self._members.values()) and (left_s := deadline - time.monotonic()) > 0:
             for link in self._poller.wait(left_s):
                 worker = self._worker_of[link]
