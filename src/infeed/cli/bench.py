@@ -54,10 +54,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the settings, print the results, and print the best setting as a line to paste."""
     from infeed.doctor import targets
-    from infeed.doctor.report import bench_page, check_plot
+    from infeed.doctor.report import bench_page
     from infeed.doctor.throughput import Bench, choose, confirm, search
     from infeed.errors import ConfigError
     from infeed.memory.limits import available_cores
+    from infeed.metrics.page import plotly_source
     from infeed.programs.script import describe_error, show_error
 
     target: str = arguments.dataset
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _complain(problem, _USAGE)
     try:
         if page.is_wanted:
-            check_plot()
+            plotly_source()  # raises now rather than after the measurement
     except ConfigError as error:
         return _complain(str(error), _USAGE)
     try:

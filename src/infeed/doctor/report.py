@@ -19,7 +19,6 @@ from infeed.metrics.page import (
     label,
     page,
     paragraph,
-    plotly_source,
     section,
     table,
 )
@@ -62,15 +61,6 @@ def findings_page(run: Run, findings: Sequence[Finding]) -> str:
         section("Monitored loaders", table(head, rows, numbers=range(1, 5)), paragraph(f"The program {ending(run)}."))
     )
     return page("infeed doctor", blocks, subtitle=f"{run.program}, monitored for {format_seconds(run.seconds)}")
-
-
-def check_plot() -> None:
-    """Check that ``bench_page`` can draw its chart.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    plotly_source()
 
 
 def bench_page(name: str, batch_size: int, core_count: int, results: Sequence[Measured], best: Measured | None) -> str:
