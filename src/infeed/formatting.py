@@ -5,7 +5,6 @@ Formatted numbers are ASCII only, because the encoding of the output stream is u
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Sequence
 
 
@@ -89,18 +88,6 @@ def type_name(value: object) -> str:
     ('list', 'function')
     """
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number if it has no name.
-
-    >>> signal_name(15)
-    'SIGTERM'
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def shorten(text: str, most: int) -> str:

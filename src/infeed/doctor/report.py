@@ -8,7 +8,7 @@ from typing import Any, Final
 from infeed.doctor.evidence import LoaderSeen, Run
 from infeed.doctor.finding import Finding, describe
 from infeed.doctor.throughput import Measured
-from infeed.formatting import format_bytes, format_count, format_seconds, signal_name
+from infeed.formatting import format_bytes, format_count, format_seconds
 from infeed.metrics.page import (
     Html,
     Tone,
@@ -22,6 +22,7 @@ from infeed.metrics.page import (
     section,
     table,
 )
+from infeed.workers.process_tools import signal_name
 
 
 def findings_page(run: Run, findings: Sequence[Finding]) -> str:

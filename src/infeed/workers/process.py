@@ -8,7 +8,6 @@ import time
 from collections.abc import Hashable
 from typing import Any, Final, final
 
-from infeed.formatting import signal_name
 from infeed.memory.limits import OomWatch
 from infeed.memory.segments import SegmentHandle, SegmentStore
 from infeed.memory.serialized_dataset import SerializedDataset
@@ -16,7 +15,7 @@ from infeed.scheduler.messages import WorkerId
 from infeed.workers.interpreter import StartMethod, command_line, explaining_limits, search_path
 from infeed.workers.launcher import IDLE_WORKERS, IdleWorker, Launch, Process, SpawnedProcess, Starter, are_unchanged
 from infeed.workers.pool import Death, News, WorkerPool
-from infeed.workers.process_tools import child_environment, current_directory
+from infeed.workers.process_tools import child_environment, current_directory, signal_name
 from infeed.workers.protocol import (
     END_S,
     PART,

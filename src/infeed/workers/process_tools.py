@@ -223,3 +223,15 @@ def _is_glibc() -> bool:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (OSError, ValueError):  # musl defines the name, but has no value for it
         return False
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number if it has no name.
+
+    >>> signal_name(15)
+    'SIGTERM'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
