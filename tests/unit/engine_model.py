@@ -500,7 +500,6 @@ class EngineModel:
             assert self.running or self.starting or self.dying is not None, "the user waits, and nothing will ever happen"
         assert max(0, scheduler.room) == self.room
         assert scheduler.held_slots == len(self.leased)
-        assert scheduler.has_work == bool(self.tasks)
         for epoch in (self.epoch, self.epoch + 1):
             assert scheduler.has_undelivered(epoch) == bool(self.live(epoch))
         assert not self.gone or scheduler.is_lost, f"{self.gone} died and were not started again"
@@ -508,10 +507,9 @@ class EngineModel:
         assert set(scheduler.leaving_workers) == self.leaving
         for worker in self.leaving:
             assert any(task.worker == worker for task in self.tasks.values()), f"{worker} was released, and is not stopped"
-        for worker in self.workers:
-            told = scheduler.worker_tasks(worker)
-            books = [(t.batch.batch, t.first_grain, t.grain_count) for t in self.tasks.values() if t.worker == worker]
-            assert sorted(told) == sorted(books)
+        told = [(task.worker, task.batch.batch, task.first_grain, task.grain_count) for task in scheduler._tasks.values()]
+        books = [(task.worker, task.batch.batch, task.first_grain, task.grain_count) for task in self.tasks.values()]
+        assert sorted(told) == sorted(books)
 
     # --- the end of a run
 

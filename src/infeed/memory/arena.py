@@ -182,10 +182,6 @@ class Arena:
         segment, offset, size = self._blocks[slot]
         return self._book.grant(self._extents[segment].segment.memory, offset, size, slot)
 
-    def segment_handles(self) -> list[SegmentHandle]:
-        """Return the handles of all current segments, for a worker that starts now."""
-        return [extent.segment.handle for extent in self._extents.values()]
-
     def close(self) -> None:
         """Release all memory. Batches that user code still references stay valid and mapped until it releases them."""
         # Do not release segments to the store: that would free the memory of batches that user code still holds.

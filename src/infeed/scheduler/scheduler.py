@@ -145,11 +145,6 @@ class Scheduler:
         return self._is_lost
 
     @property
-    def has_work(self) -> bool:
-        """Whether a worker has a task, so that waiting for a report makes sense."""
-        return bool(self._tasks)
-
-    @property
     def free_slots(self) -> tuple[SlotId, ...]:
         """Unused slots."""
         return tuple(self._slots.free)
@@ -172,12 +167,6 @@ class Scheduler:
     def grain_s(self) -> float:
         """Usual time per grain in seconds; 0 until measured."""
         return self._pacing.grain_s
-
-    def worker_tasks(self, worker: WorkerId) -> list[tuple[BatchId, int, int]]:
-        """Return (batch, first grain, grain count) of each task that the worker has not reported yet."""
-        record = self._workers.get(worker)
-        held = [] if record is None else [self._tasks[task] for task in sorted(record.tasks)]
-        return [(task.batch.batch, task.first_grain, task.grain_count) for task in held]
 
     def has_undelivered(self, epoch: int) -> bool:
         """Whether the epoch has planned batches that are undelivered."""
@@ -326,9 +315,7 @@ class Scheduler:
             self._actions.append(Forget(batch.batch))
             batch.is_abandoned = True
             self._draining.add(batch.batch)
-        self._settle(batch)
-        self._deliver()
-        self._assign()
+        self._advance(batch)
 
     def _on_task_unplaced(self, event: TaskUnplaced) -> None:
         task = self._tasks.get(event.task)
@@ -355,9 +342,7 @@ class Scheduler:
             batch.must_regroup = True
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
-        self._settle(batch)
-        self._deliver()
-        self._assign()
+        self._advance(batch)
 
     def _on_task_failed(self, event: TaskFailed) -> None:
         task = self._finish(event.worker, event.task)
@@ -369,9 +354,7 @@ class Scheduler:
             batch.fail(event.task, task.first_grain)
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
-        self._settle(batch)
-        self._deliver()
-        self._assign()
+        self._advance(batch)
 
     def _on_batch_has_bad_samples(self, event: BatchHasBadSamples) -> None:
         batch = self._batches.get(event.batch)
@@ -391,9 +374,7 @@ class Scheduler:
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
         # Also needed if the batch has failed already: this may have been its last task.
-        self._settle(batch)
-        self._deliver()
-        self._assign()
+        self._advance(batch)
 
     # --- slots
 
@@ -672,6 +653,12 @@ class Scheduler:
         """Remove a released worker that has no tasks left."""
         del self._workers[worker]
         self._actions.append(StopWorker(worker))
+
+    def _advance(self, batch: Batch) -> None:
+        """Settle a batch, then deliver and assign what has become possible."""
+        self._settle(batch)
+        self._deliver()
+        self._assign()
 
     def _settle(self, batch: Batch) -> None:
         """Advance a batch after its last task was reported."""
