@@ -174,7 +174,7 @@ class RowWriter:
     def __init__(self, layout: Layout, memory: mmap, block_offset: int, row_count: int, *, keeps_strides: bool = False) -> None:
         """Create a writer. With ``keeps_strides``, samples that torch stacks into a non-contiguous batch do not fit."""
         offsets, _ = layout.offsets(row_count)
-        self._node = layout.node
+        self._layout, self._node = layout, layout.node
         self._keeps_strides = keeps_strides and any(len(leaf.shape) > 2 for leaf in layout.leaves)
         self._cells: list[_Cell | None] = [
             _CELLS[leaf.kind](leaf, memory, block_offset + offset, row_count) if leaf.is_in_slot else None
@@ -259,7 +259,7 @@ class RowReader:
 
     def __init__(self, layout: Layout, row_count: int) -> None:
         offsets, self.nbytes = layout.offsets(row_count)
-        self._node = layout.node
+        self._layout, self._node = layout, layout.node
         self._beside_leaves = [leaf for leaf in layout.leaves if not leaf.is_in_slot]
         self._makers: list[Callable[[Lease], Any] | None] = [
             _maker(leaf, offset, row_count) if leaf.is_in_slot else None

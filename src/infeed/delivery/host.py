@@ -34,8 +34,8 @@ class HostDelivery:
         self._cooling = None if backend is None or is_staged else PendingReads(backend, arena.ended_leases)
         self.ended_slots = arena.ended_leases if self._cooling is None else self._cooling.free
         self.given_bytes = 0  # total of all delivered batches
+        # A reader references its layout, so Python does not reuse the layout's id, which is part of the key.
         self._readers: dict[tuple[int, int], RowReader] = {}
-        self._alive: dict[int, Layout] = {}
 
     def rows(self, slot: SlotId, layout: Layout, row_count: int, beside: Mapping[int, list[list[Any]]]) -> Any:
         """Return a batch written row by row; ``beside`` holds values sent outside the slot, by first row of the task."""
@@ -44,10 +44,7 @@ class HostDelivery:
         if reader is None:
             if len(self._readers) >= _READERS_KEPT:
                 self._readers.clear()
-                self._alive.clear()
             reader = self._readers[key] = RowReader(layout, row_count)
-            # The key contains id(layout): keep the layout alive so that Python does not reuse the id.
-            self._alive[id(layout)] = layout
         self.given_bytes += reader.nbytes
         parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
         return reader.read(self._arena.lease(slot) if self._pinner is None else self._pinned_lease(slot, self._pinner), parts)

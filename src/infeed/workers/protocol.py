@@ -308,8 +308,8 @@ class TaskEncoder:
     """Encodes messages at the engine's end of one worker's pipe."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Layout] = []
+        # By id. The layout is in the value too, so that Python does not reuse its id.
+        self._numbers: dict[int, tuple[int, Layout]] = {}
 
     def encode(self, message: ToWorker, frames: list[bytes]) -> None:
         """Append the frames of a message."""
@@ -339,15 +339,13 @@ class TaskEncoder:
         """Return the number of a layout. Sends the layout first if the worker does not have it yet."""
         if layout is None:
             return _NONE
-        number = self._numbers.get(id(layout))
-        if number is not None:
-            return number
-        if len(self._alive) == _LAYOUTS_KEPT:
+        known = self._numbers.get(id(layout))
+        if known is not None:
+            return known[0]
+        if len(self._numbers) == _LAYOUTS_KEPT:
             self._numbers.clear()
-            self._alive.clear()
-        number = len(self._alive)
-        self._numbers[id(layout)] = number
-        self._alive.append(layout)
+        number = len(self._numbers)
+        self._numbers[id(layout)] = number, layout
         frames.append(bytes([_LAYOUT]) + _NUMBER.pack(number) + dumps_by_value(layout))
         return number
 

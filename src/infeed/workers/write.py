@@ -80,8 +80,8 @@ class SlotWriter:
         self._place_now = place
         self._fetcher = fetcher
         self._keeps_strides = spec.kind == "inline" and source.torch_collate is not None
+        # A writer references its layout, so Python does not reuse the layout's id, which is part of the key.
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
-        self._layouts_alive: dict[int, Layout] = {}
         self.held: dict[TaskId, Held] = {}
         self.began_ns = 0  # start of the current task, set by the runner
 
@@ -156,12 +156,9 @@ class SlotWriter:
                 return None
             if len(self._writers) >= _WRITERS_KEPT:
                 self._writers.clear()
-                self._layouts_alive.clear()
             memory = self._segments.memory(block.segment)
             writer = RowWriter(layout, memory, block.offset, row_count, keeps_strides=self._keeps_strides)
             self._writers[key] = writer
-            # The key contains id(layout): keep the layout alive so that Python does not reuse the id.
-            self._layouts_alive[id(layout)] = layout
         return writer
 
     def write(self, message: LoadGrains | LoadNext, samples: list[Sample], row_count: int, first_row: int) -> RowsLoaded | None:
