@@ -98,17 +98,15 @@ def table_of(dataset: Any) -> ArrayTable | None:
     """Return the dataset as a table, or ``None`` if it is not one."""
     if _is_column(dataset):
         return ArrayTable(LeafNode(), [dataset])
-    cls = type(dataset)
-    if cls is tuple or (isinstance(dataset, tuple) and isinstance(getattr(cls, "_fields", None), tuple)):
-        if _are_columns(dataset):
-            return ArrayTable(SequenceNode(cls, (LeafNode(),) * len(dataset), ""), dataset)
+    columns = _columns_of(dataset)
+    if columns is None:
+        return _tensor_table(dataset)
+    if not all(map(_is_column, columns)):
         return None
-    if cls is dict:
-        if _are_columns(list(dataset.values())):
-            keys = tuple(dataset)
-            return ArrayTable(MappingNode(dict, dict, keys, (LeafNode(),) * len(keys), ""), list(dataset.values()))
-        return None
-    return _tensor_table(dataset)
+    leaves = (LeafNode(),) * len(columns)
+    if type(dataset) is dict:
+        return ArrayTable(MappingNode(dict, dict, tuple(dataset), leaves, ""), columns)
+    return ArrayTable(SequenceNode(type(dataset), leaves, ""), columns)
 
 
 @final
@@ -132,14 +130,20 @@ class RowView:
 
 def as_rows(dataset: Any) -> Any:
     """Wrap a tuple, named tuple or dict of equally long arrays as a dataset of rows; return anything else unchanged."""
-    if type(dataset) is dict:
+    return dataset if _columns_of(dataset) is None else RowView(dataset)
+
+
+def _columns_of(dataset: Any) -> list[Any] | None:
+    """Return the values of a tuple, named tuple or dict if they are equally long arrays."""
+    cls = type(dataset)
+    if cls is dict:
         columns = list(dataset.values())
-    elif isinstance(dataset, tuple):
+    elif cls is tuple or (isinstance(dataset, tuple) and isinstance(getattr(cls, "_fields", None), tuple)):
         columns = list(dataset)
     else:
-        return dataset
-    are_columns = bool(columns) and all(isinstance(column, np.ndarray) and column.ndim > 0 for column in columns)
-    return RowView(dataset) if are_columns and len({len(column) for column in columns}) == 1 else dataset
+        return None
+    are_arrays = bool(columns) and all(isinstance(column, np.ndarray) and column.ndim > 0 for column in columns)
+    return columns if are_arrays and len({len(column) for column in columns}) == 1 else None
 
 
 def _tensor_table(dataset: Any) -> ArrayTable | None:
@@ -156,10 +160,6 @@ def _tensor_table(dataset: Any) -> ArrayTable | None:
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
     return ArrayTable(SequenceNode(tuple, (LeafNode(),) * len(tensors), ""), tensors) if tensors else None
-
-
-def _are_columns(values: Sequence[Any]) -> bool:
-    return bool(values) and all(map(_is_column, values)) and len({len(value) for value in values}) == 1
 
 
 def _is_column(value: Any) -> bool:
