@@ -60,6 +60,11 @@ class Doing(NamedTuple):
         return self.row if self.row >= 0 and self.row_count == 1 else None
 
 
+def _span(worker: int) -> slice:
+    """Return where the cell of a worker is on the status board; its recorder follows."""
+    return slice(worker * _PAGE, worker * _PAGE + _NUMBERS)
+
+
 @final
 class Cell:
     """One worker's cell of the status board. Only the worker writes it while it runs."""
@@ -72,7 +77,7 @@ class Cell:
     @staticmethod
     def over(memory: Any, worker: int) -> Cell:
         """Return the cell of a worker in a status board that this process has mapped."""
-        return Cell(memoryview(memory).cast("q")[worker * _PAGE : worker * _PAGE + _NUMBERS])
+        return Cell(memoryview(memory).cast("q")[_span(worker)])
 
     def start(self, stack_fd: int) -> None:
         numbers = self._numbers
@@ -119,7 +124,7 @@ def recorder_over(memory: Any, worker: int, observe: Observe) -> Recorder | Null
     """Return the recorder of a worker in a status board that this process has mapped."""
     if observe == "off":
         return NullRecorder()
-    begin = worker * _PAGE + _NUMBERS
+    begin = _span(worker).stop
     return Recorder(memoryview(memory).cast("q")[begin : begin + RECORDER_NUMBERS], is_spanning=observe == "timeline")
 
 
@@ -145,22 +150,20 @@ class StatusBoard:
         return recorder_over(memoryview(self._memory).cast("B"), worker, observe)
 
     def reader(self, worker: WorkerId) -> RecorderReader:
-        return RecorderReader(self._numbers, worker * _PAGE + _NUMBERS)
+        return RecorderReader(self._numbers, _span(worker).stop)
 
     def doing(self, worker: WorkerId) -> Doing:
-        task, row, since_ns, rss, stack, count, cpu_ns, queued_ns, private, *_ = self._numbers[
-            worker * _PAGE : worker * _PAGE + _NUMBERS
-        ]
+        task, row, since_ns, rss, stack, count, cpu_ns, queued_ns, private, *_ = self._numbers[_span(worker)]
         return Doing(TaskId(task - 1) if task else None, row, count, since_ns, rss, stack, cpu_ns, queued_ns, private)
 
     def copy_of_cell(self, worker: WorkerId) -> bytes:
         """Return the cell of a worker, for ``mirror``."""
-        cell: bytes = self._numbers[worker * _PAGE : worker * _PAGE + _NUMBERS].tobytes()
+        cell: bytes = self._numbers[_span(worker)].tobytes()
         return cell
 
     def resume(self, worker: WorkerId, counters: bytes) -> None:
         """Set the counters that the next recorder of a worker continues."""
-        resume_counters(self._numbers, worker * _PAGE + _NUMBERS, counters)
+        resume_counters(self._numbers, _span(worker).stop, counters)
 
     def mirror(self, worker: WorkerId, cell: bytes, counters: bytes, spans: bytes, shift_ns: int) -> None:
         """Show what a worker on another machine is doing and has recorded.
@@ -171,22 +174,21 @@ class StatusBoard:
             spans: its spans since the last call.
             shift_ns: how far the clock of this machine is ahead of the other.
         """
-        begin = worker * _PAGE
+        span = _span(worker)
         numbers = memoryview(cell).cast("q").tolist()
         if numbers[_SINCE]:
             numbers[_SINCE] += shift_ns
         numbers[_STACK] = UNKNOWN
         numbers[_PRIVATE] = 0  # of another machine's memory
-        self._numbers[begin : begin + _NUMBERS] = array("q", numbers)
-        mirror_counters(self._numbers, begin + _NUMBERS, counters, spans, shift_ns)
+        self._numbers[span] = array("q", numbers)
+        mirror_counters(self._numbers, span.stop, counters, spans, shift_ns)
 
     def show_silent(self, worker: WorkerId, task: TaskId | None, since_ns: int) -> None:
         """Show that a worker on another machine has not replied since this time, probably because of this task."""
-        numbers = self._numbers
-        begin = worker * _PAGE
-        numbers[begin + _TASK] = 0 if task is None else task + 1
-        numbers[begin + _ROW] = UNKNOWN
-        numbers[begin + _SINCE] = since_ns
+        numbers = self._numbers[_span(worker)]
+        numbers[_TASK] = 0 if task is None else task + 1
+        numbers[_ROW] = UNKNOWN
+        numbers[_SINCE] = since_ns
 
     def close(self) -> None:
         """Release the memory, because a mapping holds a file descriptor. This also closes the readers."""
@@ -196,16 +198,14 @@ class StatusBoard:
 
     def vacate(self, worker: WorkerId) -> None:
         """Clear the cell of a worker that has ended."""
-        for number in range(_NUMBERS):
-            self._numbers[worker * _PAGE + number] = 0
+        self._numbers[_span(worker)] = array("q", bytes(_NUMBERS * _NUMBER_BYTES))
 
     def clear(self, worker: WorkerId) -> None:
         """Reset the cell before a worker starts or restarts, so that it shows nothing of its predecessor."""
-        for number in range(_NUMBERS):
-            self._numbers[worker * _PAGE + number] = 0
-        self._numbers[worker * _PAGE + _STACK] = UNKNOWN
-        self._numbers[worker * _PAGE + _ROW] = UNKNOWN
-        self._numbers[worker * _PAGE + _SINCE] = perf_counter_ns()
+        self.vacate(worker)
+        numbers = self._numbers[_span(worker)]
+        numbers[_STACK] = numbers[_ROW] = UNKNOWN
+        numbers[_SINCE] = perf_counter_ns()
 
 
 # Signal that requests a stack dump. A real-time signal, because those have no predefined meaning.
