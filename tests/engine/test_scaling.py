@@ -17,9 +17,9 @@ import infeed
 from infeed.engine.engine import Engine
 from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
+from infeed.workers.in_process import ThreadPool
 from infeed.workers.process import ProcessPool
 from infeed.workers.protocol import Started
-from infeed.workers.thread import ThreadPool
 from tests.helpers import Stream, Tree, collected, kill_process, plain, wait_until, worker_processes
 
 MOST = 4
@@ -60,7 +60,7 @@ def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: 
     for step, batch in enumerate(loader):
         yield plain(batch)
         if rng.random() < 0.5:
-            engine_of(loader).scale(rng.randint(1, MOST))
+            engine_of(loader).scaling.aim(rng.randint(1, MOST))
         pids = pids_of(loader)
         if kills and step in KILL_STEPS and pids:
             with suppress(OSError):
@@ -102,9 +102,9 @@ def test_who_leaves_is_gone_and_who_comes_works(process_engine: dict[str, Any], 
             return len(pids_of(loader)) == count == len(worker_processes())
 
         wait_until(lambda: has(2), "two workers")
-        engine_of(loader).scale(1)
+        engine_of(loader).scaling.aim(1)
         wait_until(lambda: has(1), "one worker")
-        engine_of(loader).scale(2)
+        engine_of(loader).scaling.aim(2)
         wait_until(lambda: has(2), "two workers again")
     assert "kill" not in caplog.text
     assert "died" not in caplog.text
@@ -116,7 +116,7 @@ def test_there_is_always_a_worker_and_never_more_than_there_may_be(forkserver: d
         batches = iter(loader)
         next(batches)
         for asked, had in ((0, 1), (100, 2)):
-            engine_of(loader).scale(asked)
+            engine_of(loader).scaling.aim(asked)
             wait_until(lambda had=had: next(batches) is not None and len(pids_of(loader)) == had, f"{had} workers")
 
 
@@ -126,7 +126,7 @@ def test_a_stream_keeps_its_workers(forkserver: dict[str, Any]) -> None:
         batches = iter(loader)
         first = plain(next(batches))
         pids = pids_of(loader)
-        engine_of(loader).scale(1)
+        engine_of(loader).scaling.aim(1)
 
         assert [first, *map(plain, batches)] == collected(infeed.DataLoader(Stream(200), batch_size=2))
         assert pids
@@ -156,13 +156,13 @@ def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, A
     with closing(infeed.DataLoader(Tree(100_000, lambda i: i), **options)) as loader:
         batches = iter(loader)
         next(batches)
-        engine_of(loader).scale(1)
+        engine_of(loader).scaling.aim(1)
         wait_until(lambda: skip(batches) and len(worker_processes()) == 1, "one worker")
         (tmp_path / "slow").touch()
-        engine_of(loader).scale(2)
+        engine_of(loader).scaling.aim(2)
         next(batches)
         wait_until((tmp_path / "starting").exists, "a worker that is starting")
-        engine_of(loader).scale(1)
+        engine_of(loader).scaling.aim(1)
         wait_until(lambda: next(batches) is not None and len(pids_of(loader)) == 1, "one worker again")
         if ends_by == "looking":
             wait_until(lambda: skip(batches) and len(worker_processes()) == 1, "its end")
@@ -181,10 +181,10 @@ def test_a_pool_that_cannot_grow_goes_on_as_it_is(
         batches = iter(loader)
         next(batches)
         engine = engine_of(loader)
-        engine.scale(1)
+        engine.scaling.aim(1)
         wait_until(lambda: next(batches) is not None and len(pids_of(loader)) == 1, "one worker")
         monkeypatch.setattr(ProcessPool, "start", refuse)
-        engine.scale(2)
+        engine.scaling.aim(2)
 
         assert plain(next(batches))
         assert len(pids_of(loader)) == 1
@@ -197,7 +197,7 @@ def test_threads_that_left_are_gone() -> None:
         batches = iter(loader)
         next(batches)
         for count in (1, 3, 2, MOST, 1):
-            engine_of(loader).scale(count)
+            engine_of(loader).scaling.aim(count)
             next(batches)
 
         def count_threads() -> int:

@@ -272,12 +272,12 @@ def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: py
         next(batches)
         (engine,) = loader._session.engine_cache._out
         if how == "added":
-            engine.scale(1)
+            engine.scaling.aim(1)
             next(batches)
         before = loader.statistics()
         monkeypatch.setattr(ProcessPool, "start", slowly)
         if how == "added":
-            engine.scale(2)  # as the tuner does, while the loop waits
+            engine.scaling.aim(2)  # as the tuner does, while the loop waits
         else:
             kill_process(engine.worker_processes()[0].pid)
         wait_until(lambda: next(batches) is not None and started, "another worker")

@@ -110,7 +110,7 @@ def test_a_prefetch_factor_is_of_the_workers_that_there_are() -> None:
         next(batches)
         engine = batches._epoch._engine
         for count in (1, 4, 2):
-            engine.scale(count)
+            engine.scaling.aim(count)
             next(batches)
             assert engine._allocator.window == 3 * len(engine._scheduler.active_workers)
         del batches, engine

@@ -35,8 +35,8 @@ from infeed.plan.state import Cursor
 from infeed.scheduler.messages import WorkerId
 from infeed.scheduler.pacing import REMOTE_TASKS
 from infeed.scheduler.scheduler import Scheduler
-from infeed.workers.epoch_hooks import EpochHooks
-from infeed.workers.inline import InlinePool
+from infeed.workers.epoch_hooks import EpochHooks, Recalls
+from infeed.workers.in_process import InlinePool, ThreadPool
 from infeed.workers.launcher import prepare
 from infeed.workers.loop import Runner
 from infeed.workers.pool import WorkerPool
@@ -45,7 +45,6 @@ from infeed.workers.process_tools import is_importing
 from infeed.workers.protocol import Making, Seeding, Source, WorkerSpec
 from infeed.workers.ray_options import RayWorkers
 from infeed.workers.status import StatusBoard
-from infeed.workers.thread import ThreadPool
 
 _LOG: Final = logging.getLogger("infeed")
 _MSG_IMPORTING: Final = (
@@ -155,9 +154,9 @@ def build_engine(
             workers=first_workers, window=allocator.window, in_order=config.in_order, whole_batches=is_whole,
             remote_workers=remote,
         )  # fmt: skip
-        watchdog = None if is_inline else Watchdog(pool, status_board, workers, limits)
+        watchdog = Watchdog(pool, status_board, workers, limits)
         faults = Faults(
-            BadSampleHandler(config.error_policy.action, plan), watchdog,
+            BadSampleHandler(config.error_policy.action, plan), pool, status_board, watchdog,
             worker_count=count, grain_size=grain_size, sample_timeout_s=limits.sample_timeout_s, is_inline=is_inline,
         )  # fmt: skip
         scaling = WorkerScaling(
@@ -236,100 +235,60 @@ def _pool(
     status_board: StatusBoard,
     specs: dict[WorkerId, WorkerSpec],
 ) -> WorkerPool:
-    if kind == "inline":
-        first = WorkerId(0)
-        return InlinePool(
-            Runner(specs[first], source, arena, status_board.cell(first), status_board.recorder(first, specs[first].observe))
-        )
-    if kind == "thread":
-        return ThreadPool(
-            lambda worker, recalls: Runner(
-                specs[worker],
-                source,
-                arena,
-                status_board.cell(worker),
-                status_board.recorder(worker, specs[worker].observe),
-                recalls,
-            )
-        )
-    given = {
-        "dataset": config.dataset,
-        "collate_fn": config.collate_fn,
-        "worker_init_fn": config.worker_init_fn,
-    }
+    given = {"dataset": config.dataset, "collate_fn": config.collate_fn, "worker_init_fn": config.worker_init_fn}
     ray = config.ray
-    if ray is not None:
-        return _ray_pool(config, ray, given, source, store, arena, status_board, specs)
-    return _process_pool(config, plan, given, source, store, status_board, specs)
 
+    def runner(worker: WorkerId, recalls: Recalls | None = None) -> Runner:
+        spec = specs[worker]
+        cell, recorder = status_board.cell(worker), status_board.recorder(worker, spec.observe)
+        return Runner(spec, source, arena, cell, recorder, recalls)
 
-def _ray_pool(
-    config: Options,
-    ray: RayWorkers,
-    given: dict[str, Any],
-    source: Source,
-    store: SegmentStore,
-    arena: Arena,
-    status_board: StatusBoard,
-    specs: dict[WorkerId, WorkerSpec],
-) -> WorkerPool:
-    from infeed.workers.ray_pool import RayPool  # imports Ray
+    def process_pool() -> ProcessPool:
+        serialized = send(given, source, store)
+        if ray is None and plan not in _advised:
+            _advised.add(plan)
+            usual = min(len(specs), ceil(config.core_limit)) if config.is_auto else len(specs)
+            advise(config.dataset, serialized.sizes, usual)
+        return ProcessPool(
+            serialized=serialized,
+            store=store,
+            status_board=status_board,
+            specs=specs,
+            start_method=config.start_method,
+            threads=config.threads_per_worker,
+            init_fn=config.worker_init_fn,
+        )
 
-    def make(on_news: Callable[[], None] | None) -> RayPool:
+    def ray_pool(options: RayWorkers, on_news: Callable[[], None] | None) -> WorkerPool:
+        from infeed.workers.ray_pool import RayPool  # imports Ray
+
         return RayPool(
             parts=copy_out(given, source),
             segments=arena,
             status_board=status_board,
             specs=specs,
-            options=ray,
+            options=options,
             threads=config.threads_per_worker,
             sample_timeout_s=float(config.sample_timeout),
             on_news=on_news,
         )
 
+    if kind == "inline":
+        return InlinePool(runner(WorkerId(0)))
+    if kind == "thread":
+        return ThreadPool(runner)
+    if ray is None:
+        return process_pool()
     if not ray.local:
-        return make(None)
+        return ray_pool(ray, None)
     from infeed.workers.mixed import MixedPool
 
-    local = ProcessPool(
-        serialized=send(given, source, store),
-        store=store,
-        status_board=status_board,
-        specs=specs,
-        start_method=config.start_method,
-        threads=config.threads_per_worker,
-        init_fn=config.worker_init_fn,
-    )
+    local = process_pool()
     try:
-        return MixedPool(local, make, ray.local)
+        return MixedPool(local, partial(ray_pool, ray), ray.local)
     except BaseException:
         local.close()
         raise
-
-
-def _process_pool(
-    config: Options,
-    plan: Plan,
-    given: dict[str, Any],
-    source: Source,
-    store: SegmentStore,
-    status_board: StatusBoard,
-    specs: dict[WorkerId, WorkerSpec],
-) -> WorkerPool:
-    serialized = send(given, source, store)
-    if plan not in _advised:
-        _advised.add(plan)
-        usual = min(len(specs), ceil(config.core_limit)) if config.is_auto else len(specs)
-        advise(config.dataset, serialized.sizes, usual)
-    return ProcessPool(
-        serialized=serialized,
-        store=store,
-        status_board=status_board,
-        specs=specs,
-        start_method=config.start_method,
-        threads=config.threads_per_worker,
-        init_fn=config.worker_init_fn,
-    )
 
 
 def _make_feed(

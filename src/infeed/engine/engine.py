@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, assert_never, final
 
-from infeed.autotune.tuner import Work
 from infeed.collate.layout import Layout, LayoutPool
 from infeed.delivery.host import HostDelivery
 from infeed.engine.faults import Faults, start_error, workers_error
@@ -25,7 +24,7 @@ from infeed.engine.planning import Feed, PlannedBatch, StreamFeed, StreamShares
 from infeed.engine.progress import Progress, Record, SentTask
 from infeed.engine.scaling import AutoScaler, WorkerScaling
 from infeed.engine.slots import SlotAllocator
-from infeed.engine.watchdog import Watchdog, timeout_error
+from infeed.engine.watchdog import Watchdog
 from infeed.errors import LoaderClosedError, WorkerStartError
 from infeed.memory.arena import Arena, Block
 from infeed.memory.segments import SegmentStore
@@ -139,7 +138,7 @@ class EngineSetup:
     scaling: WorkerScaling
     autoscaler: AutoScaler
     faults: Faults
-    watchdog: Watchdog | None  # None in the main process
+    watchdog: Watchdog
     workers: tuple[WorkerId, ...]  # all workers that may exist
     first_workers: tuple[WorkerId, ...]  # workers started at first
     is_lazy: bool  # in the main process: a batch is planned only when it is wanted
@@ -161,8 +160,8 @@ class Engine:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         self._scheduler, self._pool, self._arena = setup.scheduler, setup.pool, setup.arena
-        self._delivery, self._metrics = setup.delivery, setup.metrics
-        self._allocator, self._scaling, self._autoscaler = setup.allocator, setup.scaling, setup.autoscaler
+        self._delivery, self.metrics = setup.delivery, setup.metrics
+        self._allocator, self.scaling, self._autoscaler = setup.allocator, setup.scaling, setup.autoscaler
         self._faults, self._watchdog = setup.faults, setup.watchdog
         self._events: deque[Event] = deque()  # not yet passed to the scheduler
         self._is_handling = False
@@ -193,10 +192,10 @@ class Engine:
         self._driver = 0  # ident of that thread while it is in `next_batch`
         self.owner_pid = os.getpid()
         # Last, when everything is set: another thread may ask for statistics at any time.
-        self._metrics.connect(self._flight, lambda: setup.delivery.given_bytes)
+        self.metrics.connect(self._flight, lambda: setup.delivery.given_bytes)
         # For an iterable dataset start only one worker, until it is known whether others read too.
         for worker in setup.first_workers[: None if setup.stream is None else 1]:
-            self._scaling.start(worker)
+            self.scaling.start(worker)
 
     @property
     def is_usable(self) -> bool:
@@ -211,42 +210,16 @@ class Engine:
         """Return the workers that are processes, in worker order."""
         return list(self._pool.processes().values())
 
-    def scale(self, worker_count: int) -> None:
-        """Change the number of workers with the next batch, within the limits. An iterable dataset keeps its workers."""
-        self._scaling.aim(worker_count)
-
-    def work(self) -> Work:
-        """Return what the workers have done and measured so far."""
-        return self._metrics.work()
-
     def _flight(self) -> Flight:
         arena = self._arena
         used_bytes = arena.used_bytes(self._scheduler.free_slots)
         return Flight(len(self._records), used_bytes, arena.total_bytes)
-
-    # --- reports of device prefetch and of the iteration
-
-    def asked(self, asked_ns: int) -> None:
-        """Note that the training loop asked for a batch. ``given``, ``ended`` or ``stop_waiting`` follows."""
-        self._metrics.asked(asked_ns)
-
-    def stop_waiting(self) -> None:
-        """Note that the training loop gets an exception instead of a batch."""
-        self._metrics.stop_waiting()
 
     def given(self, asked_ns: int, left_ns: int) -> None:
         """Note that device prefetch delivered a batch, with the times of request and delivery."""
         with self._lock:
             if not self._is_closed:
                 self._count_batch(asked_ns, left_ns)
-
-    def ended(self, asked_ns: int) -> None:
-        """Note that the training loop asked for a batch at this time, and the epoch has no more."""
-        self._metrics.end_epoch(asked_ns)
-
-    def changed_over(self, began_ns: int) -> None:
-        """Count the time since ``began_ns`` as epoch change: begin or end of an epoch, start or stop of workers."""
-        self._metrics.changed_over(began_ns, time.perf_counter_ns())
 
     # --- epochs
 
@@ -263,10 +236,10 @@ class Engine:
         self._ready.clear()
         self._error = None
         self._is_polled = is_polled
-        self._metrics.begin_epoch(progress.epoch, start.step)
+        self.metrics.begin_epoch(progress.epoch, start.step)
         self._autoscaler.begin_epoch()
         self._left_ns = 0  # time between epochs is not time of the training loop
-        self._is_sparing = self._metrics.kind == "thread"
+        self._is_sparing = self.metrics.kind == "thread"
         # The first batches may already be planned behind those of the previous epoch.
         prefetched, self._next_feed, self._next_count = self._next_feed, None, 0
         if prefetched is not None and start == Cursor(prefetched.epoch):
@@ -289,12 +262,12 @@ class Engine:
             # Plan in steps: workers load the first batches while the engine plans the others.
             while self._plan(self._refill):
                 self._pool.flush()
-            self.changed_over(began_ns)
+            self.metrics.changed_over(began_ns, time.perf_counter_ns())
 
     def leave_epoch(self) -> None:
         """Abandon the rest of the epoch, so that the next can begin."""
         feed, self._feed = self._feed, None
-        self._metrics.end_epoch()
+        self.metrics.end_epoch()
         if feed is not None and not self._is_closed:
             self._abandon(feed.epoch)
 
@@ -329,8 +302,8 @@ class Engine:
                 raise
             finally:
                 self._driver = 0
-                if self._metrics.is_waiting and not self._is_polled:
-                    self.stop_waiting()
+                if self.metrics.is_waiting and not self._is_polled:
+                    self.metrics.stop_waiting()
                 if self._is_closed:
                     self._tear_down()
 
@@ -342,7 +315,7 @@ class Engine:
             raise LoaderClosedError(_MSG_CLOSED)
         asked_ns = time.perf_counter_ns()
         if not self._is_polled:
-            self._metrics.asked(asked_ns)
+            self.metrics.asked(asked_ns)
         deadline_s = asked_ns / 1e9 + setup.timeout_s if setup.timeout_s else None
         # An earlier call that did not wait may have left a batch or an error.
         if not self._ready and self._error is None and not (setup.gather and self._gather(feed, setup.gather)):
@@ -352,7 +325,7 @@ class Engine:
             if self._error is not None:
                 raise self._take_error()
             is_over = (feed.is_exhausted or feed.error is not None) and not self._scheduler.has_undelivered(feed.epoch)
-            if is_over and (waits or not self._scaling.awaits_init):
+            if is_over and (waits or not self.scaling.awaits_init):
                 self._end_epoch(feed, asked_ns)
             elif not self._listen(deadline_s, waits=waits) and not waits:
                 return NOTHING
@@ -373,10 +346,10 @@ class Engine:
 
     def _count_batch(self, asked_ns: int, left_ns: int) -> None:
         """Record that the training loop got a batch, and adapt to what was measured, if anything was."""
-        if self._metrics.delivered(asked_ns, left_ns):
+        if self.metrics.delivered(asked_ns, left_ns):
             adjustment = self._autoscaler.consider()
             if adjustment.worker_count is not None:
-                self._scaling.aim(adjustment.worker_count)
+                self.scaling.aim(adjustment.worker_count)
             before = self._allocator.window
             if adjustment.is_narrow and (window := self._allocator.widen()) is not None:
                 _LOG.info("%d batches in flight, not %d: the training loop waited while workers were idle", window, before)
@@ -423,7 +396,7 @@ class Engine:
         """End the epoch after its last batch, or raise the sampler's error. Returns only if ``worker_init_fn`` failed."""
         if feed.error is not None:
             raise feed.take_error()
-        if self._scaling.awaits_init:
+        if self.scaling.awaits_init:
             self._await_init()
             if self._error is not None:
                 return
@@ -436,7 +409,7 @@ class Engine:
             self._pool.flush()
         self._feed = None
         if not self._is_polled:
-            self.ended(asked_ns)
+            self.metrics.end_epoch(asked_ns)
         empty = None if self._delivered_count else self._progress.error_budget.emptiness()
         if empty is not None:
             raise empty
@@ -449,12 +422,12 @@ class Engine:
         a worker may hang there.
         """
         deadline_s = time.perf_counter() + _INIT_S
-        while self._scaling.awaits_init and not self._scheduler.is_lost:
+        while self.scaling.awaits_init and not self._scheduler.is_lost:
             if time.perf_counter() >= deadline_s:
-                self._scaling.stop_awaiting()
+                self.scaling.stop_awaiting()
                 return
             self._listen(deadline_s, raises=False)
-        if self._scaling.awaits_init:
+        if self.scaling.awaits_init:
             self._fail_workers()
 
     # --- waiting and workers' messages
@@ -477,7 +450,7 @@ class Engine:
             timeout_s = self._wait_limit(began_ns / 1e9, deadline_s, raises=raises)
             idle_count = self._scheduler.idle_count
             news = self._pool.receive(timeout_s)
-            self._metrics.blocked(time.perf_counter_ns() - began_ns, idle_count)
+            self.metrics.blocked(time.perf_counter_ns() - began_ns, idle_count)
         else:
             news = self._pool.receive(0)
         is_any = bool(news)
@@ -494,13 +467,11 @@ class Engine:
         timeout_s = None if deadline_s is None else deadline_s - now_s
         watchdog = self._watchdog
         if raises and timeout_s is not None and timeout_s <= 0:
-            limit_s = self._setup.timeout_s
-            raise timeout_error(limit_s, []) if watchdog is None else watchdog.timeout_error(limit_s, self._tasks)
-        if watchdog is not None:
-            if now_s >= self._next_look:
-                watchdog.look(self._scheduler.grain_s / min(self._setup.grain_size, _LONG_GRAIN), self._tasks)
-                self._next_look = time.perf_counter() + watchdog.look_s
-            timeout_s = watchdog.look_s if timeout_s is None else min(timeout_s, watchdog.look_s)
+            raise watchdog.timeout_error(self._setup.timeout_s, self._tasks)
+        if now_s >= self._next_look:
+            watchdog.look(self._scheduler.grain_s / min(self._setup.grain_size, _LONG_GRAIN), self._tasks)
+            self._next_look = time.perf_counter() + watchdog.look_s
+        timeout_s = watchdog.look_s if timeout_s is None else min(timeout_s, watchdog.look_s)
         if self._delivery.is_cooling:
             timeout_s = _COOLING_LOOK_S  # slots become free without notification, so poll
         return 0 if self._faults.is_storm else timeout_s
@@ -529,8 +500,8 @@ class Engine:
             case RowsLoaded() | PackedLoaded():
                 self._loaded(worker, message)
             case Started():
-                self._metrics.workers.started(worker, self._pool.pids().get(worker))
-                self._scaling.ready(worker)
+                self.metrics.workers.started(worker, self._pool.pids().get(worker))
+                self.scaling.ready(worker)
                 self._handle(WorkerReady(worker))
             case Unplaced(task, nbytes, layout):
                 self._unplaced(worker, task, nbytes, layout)
@@ -544,18 +515,18 @@ class Engine:
             case StartFailed(failure):
                 # Other workers of this engine would fail the same way. Stop it, so that its exit is not logged as a death.
                 self._pool.stop(worker)
-                self._metrics.workers.ended(worker)
+                self.metrics.workers.ended(worker)
                 self._lose_workers(start_error(worker, failure))
             case Death():
-                self._metrics.workers.ended(worker)
+                self.metrics.workers.ended(worker)
                 held = {task: entry for task, entry in self._tasks.items() if entry.worker == worker}
                 for task in held:
                     del self._tasks[task]
                 events = self._faults.died(worker, message, held)
-                self._metrics.mark("death", worker, self._faults.last_death)
+                self.metrics.mark("death", worker, self._faults.last_death)
                 for event in events:
                     self._handle(event)
-                self._scaling.note_gone()
+                self.scaling.note_gone()
             case Stack() | Idle():
                 pass  # a stack reply that arrived after the timeout
             case _:
@@ -653,7 +624,7 @@ class Engine:
         """
         for slot in self._delivery.ended_slots():
             self._handle(SlotFreed(slot))
-        if self._scaling.is_unsettled:
+        if self.scaling.is_unsettled:
             self._settle_workers()
         # Plan several at a time, so that their messages are sent together.
         room, feed = self._scheduler.room, self._feed
@@ -691,12 +662,12 @@ class Engine:
         self._handle(BatchPlanned(batch, planned.epoch, planned.grain_count, worker, planned.indices is None))
 
     def _open_share(self, worker: WorkerId, feed: StreamFeed) -> None:
-        self._scaling.start_once(worker)
+        self.scaling.start_once(worker)
         self._pool.send(worker, feed.open_message(worker))
 
     def _settle_workers(self) -> None:
         """Start or release workers to reach the target count, and adapt the window to it."""
-        for event in self._scaling.settle(self._scheduler.active_workers, self._scheduler.leaving_workers):
+        for event in self.scaling.settle(self._scheduler.active_workers, self._scheduler.leaving_workers):
             self._handle(event)
         self._change_window(self._allocator.learn_worker_count(len(self._scheduler.active_workers)))
 
@@ -765,10 +736,9 @@ class Engine:
             case StartWorker(worker):
                 self._restart(worker)
             case StopWorker(worker):
-                self._metrics.workers.ended(worker)
-                self._scaling.stop(worker)
-                if self._watchdog is not None:
-                    self._watchdog.forget(worker)
+                self.metrics.workers.ended(worker)
+                self.scaling.stop(worker)
+                self._watchdog.forget(worker)
             case FailWorkers():
                 self._fail_workers()
             case FailMemory():
@@ -819,9 +789,9 @@ class Engine:
 
     def _restart(self, worker: WorkerId) -> None:
         """Start a worker in place of one that died."""
-        self._metrics.workers.restarted(worker)
+        self.metrics.workers.restarted(worker)
         try:
-            self._scaling.start_while_waited(worker)
+            self.scaling.start_while_waited(worker)
             if isinstance(self._feed, StreamFeed):
                 self._open_share(worker, self._feed)
         except WorkerStartError as error:
@@ -864,7 +834,7 @@ class Engine:
                 failure = Failure.of(kept(error), "receiving a batch (an object in it cannot be unpickled in the main process)")
                 self._error = failure.exception(place)
                 return
-        self._metrics.add_samples(record.row_count)
+        self.metrics.add_samples(record.row_count)
         record.release()
         if not (self._setup.handles_bad_samples and self._note_bad(record)):
             self._ready.append((value, record))
@@ -872,7 +842,7 @@ class Engine:
     def _fail(self, record: Record, task: TaskId | None) -> None:
         """Set the error of a failed batch when the batch is due."""
         self._error = self._faults.batch_error(record, task)
-        self._metrics.mark("failure", LOOP, f"{type(self._error).__name__}: {text_of(self._error)}")
+        self.metrics.mark("failure", LOOP, f"{type(self._error).__name__}: {text_of(self._error)}")
         self._note_failed(record)
 
     def _note_passed(self) -> None:
@@ -883,7 +853,7 @@ class Engine:
     def _note_bad(self, record: Record) -> bool:
         """Count the bad samples of a batch; return whether they exceed the error budget."""
         for sample in () if record.bad_rows is None else record.bad_rows.done:
-            self._metrics.add_outcome(sample.outcome, str(sample))
+            self.metrics.add_outcome(sample.outcome, str(sample))
         error = self._progress.note_bad(record)
         if error is not None:
             self._note_failed(record)

@@ -99,11 +99,11 @@ class EpochIterator(Iterator[Any]):
     def _next_ahead(self, engine: Engine, ahead: DevicePrefetch) -> Any:
         """Return the next batch on the device, and keep further batches in transfer."""
         asked_ns = perf_counter_ns()
-        engine.asked(asked_ns)
+        engine.metrics.asked(asked_ns)
         try:
             return self._take_ahead(engine, ahead, asked_ns)
         finally:
-            engine.stop_waiting()
+            engine.metrics.stop_waiting()
 
     def _take_ahead(self, engine: Engine, ahead: DevicePrefetch, asked_ns: int) -> Any:
         assert self._progress is not None
@@ -127,7 +127,7 @@ class EpochIterator(Iterator[Any]):
                 engine.close()  # as for any interrupt: a batch in transfer is lost, so no later batch may follow
                 raise
         if ahead.is_empty:
-            engine.ended(asked_ns)
+            engine.metrics.end_epoch(asked_ns)
             raise EpochEnd
         try:
             batch, reached = ahead.pop()
@@ -175,7 +175,7 @@ class EpochIterator(Iterator[Any]):
         # A training loop left by `break`, `return` or an exception drops this object, which releases the engine.
         self._finalizer = weakref.finalize(self, _leave, session, engine, self._ahead)
         self._finalizer.atexit = False
-        engine.changed_over(asked_ns)
+        engine.metrics.changed_over(asked_ns, perf_counter_ns())
         return engine
 
     def worker_pids(self) -> list[int]:
@@ -238,4 +238,4 @@ def _leave(session: Session, engine: Engine, ahead: DevicePrefetch | None) -> No
         engine.leave_epoch()
         session.learn(engine)
     session.engine_cache.give_back(engine)
-    engine.changed_over(began_ns)
+    engine.metrics.changed_over(began_ns, perf_counter_ns())

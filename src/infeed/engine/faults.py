@@ -17,15 +17,15 @@ from typing import Any, Final, final
 from infeed.engine.bad_samples import BadRows, BadSampleHandler
 from infeed.engine.progress import Loss, Record, SentTask, sample_of
 from infeed.engine.watchdog import Overdue, Watchdog
-from infeed.errors import LoadTimeoutError, MemoryLimitError, WorkerDiedError, WorkerStartError
+from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerStartError
 from infeed.formatting import format_bytes, format_count
 from infeed.plan.batches import grain_count
 from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import BatchHasBadSamples, Event, TaskFailed, TaskId, WorkerDied, WorkerId
 from infeed.workers.exceptions import BUILDING, Failure
-from infeed.workers.pool import Death
+from infeed.workers.pool import Death, WorkerPool
 from infeed.workers.protocol import LoadFailed
-from infeed.workers.status import Doing
+from infeed.workers.status import Doing, StatusBoard
 
 _LOG: Final = logging.getLogger("infeed")
 
@@ -48,15 +48,17 @@ class Faults:
     def __init__(
         self,
         handler: BadSampleHandler,
-        watchdog: Watchdog | None,
+        pool: WorkerPool,
+        status_board: StatusBoard,
+        watchdog: Watchdog,
         *,
         worker_count: int,
         grain_size: int,
         sample_timeout_s: float,
         is_inline: bool,
     ) -> None:
-        """Create a handler of faults; ``watchdog`` is ``None`` in the main process."""
         self._handler, self._watchdog = handler, watchdog
+        self._pool, self._status_board = pool, status_board
         self._grain_size, self._sample_timeout_s = grain_size, sample_timeout_s
         self._is_inline = is_inline
         self._death_times: deque[float] = deque(maxlen=_DEATHS + _DEATHS_PER_WORKER * worker_count)
@@ -130,21 +132,20 @@ class Faults:
     def died(self, worker: WorkerId, death: Death, tasks: Mapping[TaskId, SentTask]) -> list[Event]:
         """Record the death of a worker that had these tasks, and decide which sample or batch is to blame."""
         self._death_times.append(time.monotonic())
-        watchdog = self._watchdog
-        doing = None if watchdog is None else watchdog.doing(worker)
-        overdue = None if watchdog is None else watchdog.forget(worker)
+        doing = self._status_board.doing(worker)
+        overdue = self._watchdog.forget(worker)
         # Race: the worker finished the sample just before it was killed, so the sample is not to blame.
-        is_late = overdue is not None and doing is not None and doing[:4] != overdue.doing[:4]
+        is_late = overdue is not None and doing[:4] != overdue.doing[:4]
         is_blamed = death.is_blamed and not is_late
         held = sorted(tasks)
         self.last_death = f"worker {worker} " + _death_text(death, doing, [_indices(tasks[task]) for task in held])
         # Loaded but unreported tasks are lost with the worker, but did not kill it.
-        culprit = next((task for task in held if doing is not None and task == doing.task), None)
+        culprit = next((task for task in held if task == doing.task), None)
         entry = tasks[held[0] if culprit is None else culprit] if held else None
         events: list[Event] = []
         if entry is not None and not entry.record.is_forgotten and is_blamed:
             record = entry.record
-            row = doing.exact_row if culprit is not None and doing is not None else None
+            row = None if culprit is None else doing.exact_row
             loss = Loss(self.last_death, None if row is None else sample_of(record, row))
             record.deaths = [*(record.deaths or ()), loss]
             failure = self._cause(record, row, overdue)
@@ -194,9 +195,7 @@ class Faults:
         return BatchHasBadSamples(entry.batch, None, worker)
 
     def _name(self, worker: WorkerId) -> str:
-        if self._is_inline or self._watchdog is None:
-            return "main process"
-        return f"worker {worker}{self._watchdog.place_of(worker)}"
+        return "main process" if self._is_inline else f"worker {worker}{self._pool.place_of(worker)}"
 
 
 def start_error(worker: WorkerId, failure: Failure) -> BaseException:
@@ -220,21 +219,13 @@ def workers_error(last_death: str) -> WorkerDiedError:
     )
 
 
-def memory_error(shortage: MemoryLimitError, held_count: int, batch_bytes: int) -> MemoryLimitError:
-    """Return the error when no slot is free because user code holds batches, or memory is short."""
-    if not held_count:
-        return MemoryLimitError(str(shortage))  # a new one: a raised exception references frames
-    held = format_count(held_count, "batch", "batches")
-    return MemoryLimitError(f"{shortage}\n  your code holds {held} (about {format_bytes(batch_bytes)} each)")
-
-
-def _death_text(death: Death, doing: Doing | None, held: list[list[Any]]) -> str:
+def _death_text(death: Death, doing: Doing, held: list[list[Any]]) -> str:
     """Describe a death: exit status, pending samples, memory and, if known, the cause."""
     text = death.text
     indices = [index for part in held for index in part]
     if indices:
         text += f"; it had {format_count(len(indices), 'sample')} to load, indices {reprlib.repr(indices)}"
-    if doing is not None and doing.rss_bytes:
+    if doing.rss_bytes:
         text += f"; its memory at the last measurement: {format_bytes(doing.rss_bytes)}"
     if death.cause is not None:
         text += f"; {death.cause}; use fewer workers, or smaller samples and batches"

@@ -430,7 +430,7 @@ class Session:
         """Evaluate a finished or abandoned epoch: retire its engine if another kind of worker is better."""
         if not (self.config.is_kind_auto and self.worker_tuning.is_open):
             return
-        if self.worker_tuning.reconsider(engine.work(), self.cores):
+        if self.worker_tuning.reconsider(engine.metrics.work(), self.cores):
             self.engine_cache.retire(engine)
 
     def statistics(self) -> Statistics:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Final, final
 
 from infeed.delivery.host import HostDelivery
-from infeed.engine.faults import memory_error
 from infeed.errors import MemoryLimitError
+from infeed.formatting import format_bytes, format_count
 from infeed.memory.arena import Arena, Block
 from infeed.scheduler.messages import SlotId
 from infeed.workers.pool import WorkerPool
@@ -119,7 +119,11 @@ class SlotAllocator:
     def error(self, held_count: int) -> MemoryLimitError:
         """Return the error to raise when no batch can be loaded for lack of memory."""
         assert self._shortage is not None
-        return memory_error(self._shortage, held_count, self._slot_bytes)
+        text = str(self._shortage)
+        if held_count:
+            held = format_count(held_count, "batch", "batches")
+            text += f"\n  your code holds {held} (about {format_bytes(self._slot_bytes)} each)"
+        return MemoryLimitError(text)  # a new one: a raised exception references frames
 
     def _announce(self) -> None:
         for number in self._arena.gone_segments:

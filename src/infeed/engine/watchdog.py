@@ -59,9 +59,6 @@ class Watchdog:
         self._warned: dict[WorkerId, tuple[int, float]] = {}
         self._killed: dict[WorkerId, Overdue] = {}  # whose death was not handled yet
 
-    def doing(self, worker: WorkerId) -> Doing:
-        return self._status_board.doing(worker)
-
     def forget(self, worker: WorkerId) -> Overdue | None:
         """Forget a worker that died or was stopped; another may get its number. Return why it was killed, if it was."""
         return self._killed.pop(worker, None)
@@ -113,11 +110,11 @@ class Watchdog:
         idle = sorted({task.worker for task in tasks.values()} - at.keys())
         busy += [f"worker {worker} has not started its task" for worker in idle]
         stack = self._stack_of(oldest[0]) if oldest else None
-        return timeout_error(timeout_s, busy, stack)
-
-    def place_of(self, worker: WorkerId) -> str:
-        """Return the node of a worker on another machine, such as " on node 10.0.0.3"; else an empty text."""
-        return self._pool.place_of(worker)
+        listed = "; ".join(busy) or "no worker has a task"
+        where = "" if stack is None else f"\n  stack of the first:\n{stack}"
+        return LoadTimeoutError(
+            f"timeout={timeout_s:g} seconds passed without a batch; raise timeout, or make loading faster\n  {listed}{where}"
+        )
 
     def _stack_of(self, worker: WorkerId) -> str | None:
         return self._pool.stack_of(worker, self._status_board.doing(worker).stack_fd)
@@ -131,15 +128,6 @@ class Watchdog:
             return False
         self._warned[worker] = (doing.since_ns, for_s)
         return True
-
-
-def timeout_error(timeout_s: float, busy: list[str], stack: str | None = None) -> LoadTimeoutError:
-    """Return the error for ``timeout``, with the busy workers and the stack of the one that blocks the next batch."""
-    listed = "; ".join(busy) or "no worker has a task"
-    where = "" if stack is None else f"\n  stack of the first:\n{stack}"
-    return LoadTimeoutError(
-        f"timeout={timeout_s:g} seconds passed without a batch; raise timeout, or make loading faster\n  {listed}{where}"
-    )
 
 
 def _description(doing: Doing, tasks: Tasks) -> str:

@@ -1,4 +1,7 @@
-"""Workers as threads of the main process: no copy of the dataset, no transfer. Fast if loading releases the GIL."""
+"""Pools whose workers are in the main process: the training loop's thread (``num_workers=0``), or threads.
+
+Neither copies the dataset or transfers batches. Threads are fast if loading releases the GIL.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import thread_time_ns
@@ -23,6 +27,7 @@ from infeed.workers.protocol import (
     FromWorker,
     LoadGrains,
     LoadNext,
+    OpenStream,
     Started,
     StartFailed,
     ToWorker,
@@ -42,7 +47,65 @@ _News = queue.SimpleQueue[tuple[_Inbox, News] | None]  # paired with the inbox o
 
 
 @final
+class InlinePool(WorkerPool):
+    """The pool for ``num_workers=0``: tasks run in the training loop's thread when it requests a batch."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._todo: deque[ToWorker] = deque()
+        self._news: list[News] = []
+        self.gather = runner.gather
+
+    def start(self, worker: WorkerId) -> None:
+        self._news.append((worker, Started()))
+
+    def stop(self, worker: WorkerId) -> None:
+        self._news = [news for news in self._news if news[0] != worker]
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        del worker
+        self._todo.append(message)
+
+    def flush(self) -> None:
+        """Open an iterable dataset now. Otherwise its first batch would open it."""
+        while self._todo and isinstance(message := self._todo[0], OpenStream):
+            self._todo.popleft()
+            self._runner.open_now(message)
+
+    def receive(self, timeout_s: float | None) -> list[News]:
+        del timeout_s
+        while self._todo and not self._news:
+            self._add(self._runner.handle(self._todo.popleft()))
+        # No frame below user code may hold an answer: from Python 3.12 on, the traceback of an exception holds these frames and
+        # their variables, so an exception in an answer would hold itself.
+        try:
+            return self._news
+        finally:
+            self._news = []
+
+    def _add(self, answer: FromWorker | None) -> None:
+        if answer is not None:
+            self._news.append((WorkerId(0), answer))
+
+    def add_segment(self, handle: SegmentHandle) -> None:
+        del handle
+
+    def remove_segment(self, number: int) -> None:
+        self._runner.handle(UnmapSegment(number))
+
+    def wake(self) -> None:
+        return
+
+    def close(self, *, keeps_workers: bool = False) -> None:
+        del keeps_workers
+        self._todo.clear()
+        self._runner.finish()
+
+
+@final
 class ThreadPool(WorkerPool):
+    """One thread per worker."""
+
     def __init__(self, make_runner: Callable[[WorkerId, Recalls], Runner]) -> None:
         self._recalls = Recalls()
         self._make_runner = lambda worker: make_runner(worker, self._recalls)
