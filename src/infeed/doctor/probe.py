@@ -12,7 +12,6 @@ import random
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import ModuleType
@@ -25,7 +24,7 @@ from infeed.doctor.evidence import Journal
 from infeed.doctor.monitor import Watched
 from infeed.formatting import type_name
 from infeed.memory.pickling import dump_by_value
-from infeed.memory.search import find_culprit, find_heavy
+from infeed.memory.search import Steps, find_culprit, find_heavy, path_of, walk
 
 _MOST_SAMPLES: Final = 300
 _WARM: Final = 2
@@ -266,23 +265,20 @@ def _read_bytes() -> float:
 def find_generators(dataset: Any) -> list[tuple[str, Any]]:
     """Return random generators held by the dataset, or global in the modules of its classes, with their paths."""
     found: list[tuple[str, Any]] = []
-    todo: deque[tuple[str, Any, int]] = deque([("dataset", dataset, 0)])
     modules = {cls.__module__ for cls in type(dataset).__mro__ if not _is_library(cls.__module__)}
-    seen: set[int] = set()
-    for _ in range(_LOOKS):
-        if not todo:
-            break
-        path, value, depth = todo.popleft()
-        if id(value) in seen or isinstance(value, str | bytes | int | float | type | ModuleType | np.ndarray):
-            continue
-        seen.add(id(value))
+
+    def visit(value: Any, steps: Steps) -> bool:
+        if isinstance(value, str | bytes | int | float | type | ModuleType | np.ndarray):
+            return False
         if _state(value) is not None:
-            found.append((path, value))
-        elif depth < _DEPTH:
-            todo.extend((path + step, part, depth + 1) for step, part in _parts(value))
-            cls = type(value).__module__
-            if not _is_library(cls):
-                modules.add(cls)
+            found.append((path_of("dataset", steps), value))
+            return False
+        if not _is_library(type(value).__module__):
+            modules.add(type(value).__module__)
+        return True
+
+    walk(dataset, visit, looks=_LOOKS, depth=_DEPTH, most=_ELEMENTS)
+    seen = {id(generator) for _, generator in found}
     for name in sorted(modules):
         for key, value in list(vars(sys.modules.get(name, object)).items()) if name in sys.modules else ():
             if id(value) not in seen and _state(value) is not None:
@@ -295,18 +291,6 @@ def _is_library(module: str) -> bool:
     """Whether to skip a module's global generators: loaders seed those of the standard library, NumPy and torch."""
     first = module.partition(".")[0]
     return first in sys.stdlib_module_names or first in ("numpy", "torch", "infeed")
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, part in itertools.islice(value.items(), _ELEMENTS):
-            yield f"[{key!r}]", part
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value[:_ELEMENTS]):
-            yield f"[{number}]", part
-    else:
-        for name, part in tuple(getattr(value, "__dict__", {}).items()):
-            yield f".{name}", part
 
 
 def _state(value: Any) -> Any:

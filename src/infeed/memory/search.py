@@ -1,6 +1,6 @@
 """Search user objects: for what cannot be pickled, and for what uses memory again in every worker.
 
-`parts` is the one walk over user objects; `workers/epoch_hooks.py` uses it as well.
+`walk` is the one search of user objects breadth first; `workers/epoch_hooks.py` and `doctor/probe.py` use it as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final, TypeAlias, final
@@ -27,6 +27,7 @@ _OPAQUE_MODULES: Final = ("builtins", "_io", "numpy", "weakref")
 
 # How to append a part to the path of its owner: a format, and its argument.
 Step: TypeAlias = tuple[str, Any]
+Steps: TypeAlias = tuple[Step, ...]
 
 
 def parts(value: Any, *, most: int, has_functions: bool = False) -> Iterator[tuple[Step, Any]]:
@@ -55,6 +56,32 @@ def parts(value: Any, *, most: int, has_functions: bool = False) -> Iterator[tup
                 yield ("[{}]", ", ".join(map(str, place))), value[place]
     elif not issubclass(cls, type) and cls.__module__.partition(".")[0] not in _OPAQUE_MODULES:
         yield from (((".{}", name), part) for name, part in attributes(value).items())
+
+
+def walk(root: Any, visit: Callable[[Any, Steps], bool], *, looks: int, depth: int, most: int) -> None:
+    """Visit ``root`` and what it refers to, breadth first, each object once.
+
+    Args:
+        visit: Called with an object and the steps to it. Returns whether to walk into its parts.
+        looks: Maximum number of objects.
+        depth: Maximum number of steps.
+        most: Maximum number of elements per container.
+    """
+    todo: deque[tuple[Any, Steps]] = deque([(root, ())])
+    seen: set[int] = set()
+    for _ in range(looks):
+        if not todo:
+            return
+        value, steps = todo.popleft()
+        if id(value) not in seen:
+            seen.add(id(value))
+            if visit(value, steps) and len(steps) < depth:
+                todo.extend((part, (*steps, step)) for step, part in parts(value, most=most))
+
+
+def path_of(name: str, steps: Steps) -> str:
+    """Return the path to an object as the user would write it, such as ``dataset.files[3]``."""
+    return name + "".join(form.format(argument) for form, argument in steps)
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -204,41 +231,38 @@ def advise(dataset: Any, sizes: Sequence[int], worker_count: int) -> None:
 def find_heavy(root: Any, name: str) -> list[Heavy]:
     """Return the large arrays and the large lists, tuples and dicts of plain objects in ``root``, largest first."""
     found: list[Heavy] = []
-    todo: deque[tuple[str, Any, int]] = deque([(name, root, 0)])
-    seen: set[int] = set()
-    for _ in range(_LOOKS):
-        if not todo:
-            break
-        path, value, depth = todo.popleft()
-        if isinstance(value, (*_ATOMS, Shared, type, ModuleType)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        heavy = _weigh(path, value)
-        if heavy is not None:
-            found.append(heavy)
-        elif depth < _DEPTH and (isinstance(value, dict | list | tuple) or not _has_own_state(type(value))):
-            inside = parts(value, most=_INSIDE)
-            todo.extend((path + form.format(argument), part, depth + 1) for (form, argument), part in inside)
+
+    def visit(value: Any, steps: Steps) -> bool:
+        if isinstance(value, (*_ATOMS, Shared, type, ModuleType)):
+            return False
+        weighed = _weigh(value)
+        if weighed is not None:
+            found.append(Heavy(path_of(name, steps), *weighed))
+            return False
+        return isinstance(value, dict | list | tuple) or not _has_own_state(type(value))
+
+    walk(root, visit, looks=_LOOKS, depth=_DEPTH, most=_INSIDE)
     return sorted(found, key=lambda heavy: -heavy.size)
 
 
-def _weigh(path: str, value: Any) -> Heavy | None:
+def _weigh(value: Any) -> tuple[str, int, bool] | None:
+    """Return the fields of ``Heavy`` that follow the path, if the object is large."""
     if type(value) is np.ndarray:
         is_large = value.nbytes >= _LEAST_ARRAY and not value.dtype.hasobject and BINS.locate(pointer_of(value)) is None
-        return Heavy(path, f"an array of {value.dtype}", value.nbytes, is_array=True) if is_large else None
+        return (f"an array of {value.dtype}", value.nbytes, True) if is_large else None
     torch = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor:
         size = value.numel() * value.element_size()
         is_large = size >= _LEAST_ARRAY and value.device.type == "cpu" and value.layout is torch.strided
         if not is_large or BINS.locate(value.data_ptr()) is not None:
             return None
-        return Heavy(path, f"a tensor of {str(value.dtype).removeprefix('torch.')}", size, is_array=True)
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')}", size, True
     if type(value) in (list, tuple, dict) and len(value) >= _LEAST_ELEMENTS:
-        return _weigh_elements(path, value)
+        return _weigh_elements(value)
     return None
 
 
-def _weigh_elements(path: str, value: Any) -> Heavy | None:
+def _weigh_elements(value: Any) -> tuple[str, int, bool] | None:
     sample: Sequence[Any]
     if type(value) is dict:
         sample = [part for item in itertools.islice(value.items(), _SAMPLE) for part in item]
@@ -258,7 +282,7 @@ def _weigh_elements(path: str, value: Any) -> Heavy | None:
     else:
         types = {type(element).__name__ for element in sample}
         what = f"a {type(value).__name__} of {len(value):,} {types.pop() if len(types) == 1 else 'objects'}"
-    return Heavy(path, what, size, is_array=False)
+    return what, size, False
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

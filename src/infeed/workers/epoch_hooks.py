@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Final, final
 
-from infeed.memory.search import parts
+from infeed.memory.search import Steps, walk
 
 # Search depth for transforms in the dataset's attributes: a dataset in a subset in a concatenation, its transform, and the
 # steps of that transform.
@@ -28,18 +28,12 @@ class EpochHooks:
 
     def __init__(self, *roots: Any) -> None:
         self._found: list[Any] = []
-        seen: set[int] = set()
-        level = [root for root in roots if root is not None]
-        for _ in range(_DEPTH):
-            below: list[Any] = []
-            for value in level:
-                if id(value) in seen or len(seen) > _MOST_OBJECTS:
-                    continue
-                seen.add(id(value))
-                if _hears(type(value)):
-                    self._found.append(value)
-                below.extend(_parts_of(value))
-            level = below
+        walk(roots, self._visit, looks=_MOST_OBJECTS, depth=_DEPTH, most=_MOST_ITEMS)
+
+    def _visit(self, value: Any, _steps: Steps) -> bool:
+        if _hears(type(value)):
+            self._found.append(value)
+        return not (issubclass(type(value), list | tuple | set | frozenset | dict) and len(value) > _MOST_ITEMS)
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -95,9 +89,3 @@ def _told(epoch_hook: Any) -> int | None:
 def _hears(cls: type[Any]) -> bool:
     # Skip a loader inside the dataset: its set_epoch would restart the epoch.
     return callable(getattr(cls, "set_epoch", None)) and not cls.__module__.startswith("infeed") and cls is not type
-
-
-def _parts_of(value: Any) -> list[Any]:
-    if issubclass(type(value), list | tuple | set | frozenset | dict) and len(value) > _MOST_ITEMS:
-        return []
-    return [part for _, part in parts(value, most=_MOST_ITEMS)]

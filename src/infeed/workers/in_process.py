@@ -6,6 +6,7 @@ Neither copies the dataset or transfers batches. Threads are fast if loading rel
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import thread_time_ns
-from typing import Final, final
+from typing import Any, Final, final
 
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import TaskId, WorkerId
@@ -198,7 +199,7 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
         return
     send(Started())
     # The training loop blocks on the first task, so any draw during it comes from the dataset.
-    before: dict[str, object] | None = None
+    before: dict[str, Any] | None = None
     is_first = worker == 0
 
     def receive(timeout_s: float | None) -> ToWorker:
@@ -226,9 +227,9 @@ def _work(worker: WorkerId, make_runner: Callable[[WorkerId], Runner], inbox: _I
     runner.finish()
 
 
-def _warn_of_draws(before: dict[str, object]) -> None:
+def _warn_of_draws(before: dict[str, Any]) -> None:
     after = generator_states()
-    drawn = [name for name, state in after.items() if name in before and before[name] != state]
+    drawn = [name for name, state in after.items() if name in before and pickle.dumps(before[name]) != pickle.dumps(state)]
     if drawn:
         _LOG.warning(
             "worker='thread': the dataset draws from %s, which all threads share, so its random numbers differ from run to "

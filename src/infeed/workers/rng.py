@@ -327,27 +327,24 @@ class DrawWatch:
         return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
 
 
-def generator_states() -> dict[str, object]:
-    """Return the state of each global generator by name, to detect draws by comparison."""
-    numpy_state: Any = np.random.get_state()
-    states: dict[str, object] = {"random": random.getstate(), "numpy.random": (numpy_state[1].tobytes(), *numpy_state[2:])}
+def generator_states() -> dict[str, Any]:
+    """Return the state of each global generator by name; equal states have equal pickles."""
+    states: dict[str, Any] = {"random": random.getstate(), "numpy.random": np.random.get_state()}
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
+        states["torch"] = torch.default_generator.get_state().numpy()
     return states
 
 
 @contextmanager
 def lent_generators() -> Iterator[None]:
     """Restore the global generators of the main process on exit, also after an exception."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch: Any = sys.modules.get("torch")
-    torch_state = torch.default_generator.get_state() if torch is not None else None
+    states = generator_states()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if torch_state is not None:
-            torch.default_generator.set_state(torch_state)
+        random.setstate(states["random"])
+        np.random.set_state(states["numpy.random"])
+        if "torch" in states:
+            torch: Any = sys.modules["torch"]
+            torch.default_generator.set_state(torch.from_numpy(states["torch"]))
