@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infeed
+from infeed.collate.layout import infer_layout
 from infeed.engine.planning import IndexedFeed, PlannedBatch
-from infeed.engine.progress import Progress, Record
+from infeed.engine.progress import Loss, Progress, Record
 from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
 from infeed.plan.order import SequentialOrder
 from infeed.plan.sharding import Cut, Shard
@@ -22,18 +23,21 @@ from infeed.scheduler.messages import WorkerId
 from infeed.testing import FaultyDataset
 from tests.helpers import Stream
 
+LAYOUT = infer_layout([0], [0])
 
-def step(number: int, *, size: int = 4) -> Record:
-    """Batch ``number`` of an epoch of full batches, loaded."""
+
+def step(number: int, *, size: int = 4, elapsed_ns: int = 0) -> Record:
+    """Batch ``number`` of an epoch of full batches, loaded by worker 0."""
     record = Record(PlannedBatch(0, number * size, size, 1, number, (number + 1) * size, list(range(size))))
-    record.row_count = size
+    record.add_rows(WorkerId(0), 0, size, elapsed_ns, LAYOUT, [])
     return record
 
 
 def share(worker: int, number: int, rows: int = 4, state: Any = None, *, size: int = 4) -> Record:
     """A batch of a stream's share, step ``number`` of the epoch, with so many rows."""
     record = Record(PlannedBatch(0, 0, size, 1, number, 0, None, WorkerId(worker)))
-    record.row_count, record.stream_state = rows, state
+    record.add_rows(WorkerId(worker), 0, rows, 0, LAYOUT, [])
+    record.keep_state(state)
     return record
 
 
@@ -128,14 +132,14 @@ def test_a_failed_batch_that_came_early_is_no_gap_later() -> None:
 def test_the_latest_batches_are_remembered_and_old_ones_are_not() -> None:
     """Also those that failed; the latest of what is known of a step."""
     progress = Progress(Cursor())
-    record = step(0)
-    record.deaths = ["worker 0 was killed", "worker 1 was killed"]
-    record.parts.append((WorkerId(1), 0, 4, 1000))
+    record = step(0, elapsed_ns=1000)
+    for text in ("worker 0 was killed", "worker 1 was killed"):
+        record.add_death(Loss(text, None))
     progress.failed(record)
     past = progress.find(0)
     assert past is not None
     assert past.attempts == 3
-    assert past.parts == [(WorkerId(1), 0, 4, 1000)]
+    assert past.parts == [(WorkerId(0), 0, 4, 1000)]
     for number in range(1, 1000):
         progress.delivered(step(number), 0)
     assert progress.find(0) is None
@@ -279,7 +283,7 @@ def taken(source: IndexedFeed) -> list[PlannedBatch]:
 
 def loaded(planned: PlannedBatch) -> Record:
     record = Record(planned)
-    record.row_count = planned.row_count
+    record.add_rows(WorkerId(0), 0, planned.row_count, 0, LAYOUT, [])
     return record
 
 

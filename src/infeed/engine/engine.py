@@ -87,6 +87,7 @@ from infeed.workers.protocol import (
     Stack,
     Started,
     StartFailed,
+    StreamNote,
     Unplaced,
 )
 from infeed.workers.status import StatusBoard
@@ -381,8 +382,7 @@ class Engine:
                 if block.size >= layout.offsets(row_count)[1]:
                     took_ns = gather(planned.epoch, planned.first_position, planned.indices, block, row_count)
                     record = Record(planned)
-                    record.layout, record.row_count = layout, row_count
-                    record.parts.append((self._setup.workers[0], 0, row_count, took_ns))
+                    record.add_rows(self._setup.workers[0], 0, row_count, took_ns, layout, [])
                     self._deliver(record, slot)
                     return True
             except Exception:
@@ -402,7 +402,7 @@ class Engine:
                 return
         # An engine that cannot start workers is useless for the next epoch.
         self._is_closed |= self._scheduler.is_lost
-        self._progress.carried = feed.carried()
+        self._progress.carry(feed.carried())
         if not self._setup.is_lazy:
             self._is_sparing = False
             self._plan()
@@ -536,10 +536,8 @@ class Engine:
         entry = self._tasks.pop(message.task, None)
         if entry is not None and not entry.record.is_forgotten:
             record = entry.record
-            record.row_count += message.row_count
-            record.parts.append((worker, entry.first_row, message.row_count, message.elapsed_ns))
             if isinstance(message, PackedLoaded):
-                record.packed = message.packed
+                record.add_packed(worker, message.row_count, message.elapsed_ns, message.packed)
                 self._change_window(self._allocator.learn_size(record.needed_bytes))
             else:
                 layout = message.layout
@@ -547,14 +545,11 @@ class Engine:
                     layout = entry.layout
                 elif layout is not entry.layout:
                     layout = self._layout = self._layouts.interned(layout)
-                record.layout = layout
-                record.beside[entry.first_row] = message.beside
-            if self._setup.stream is not None:
-                self._setup.stream.decide(shards_itself=message.shards_itself)
-                record.stream_state = message.stream_state
-                self._note_share(record, message.row_count, message.stream_state)
-                if message.bad and (event := self._faults.left_out(worker, record, message.task, message.bad)) is not None:
-                    self._handle(event)
+                assert layout is not None
+                record.add_rows(worker, entry.first_row, message.row_count, message.elapsed_ns, layout, message.beside)
+            if message.stream is not None:
+                record.keep_state(message.stream.state)
+                if self._hear_stream(worker, message.task, record, message.row_count, message.stream):
                     return
         self._handle(TaskLoaded(worker, message.task, message.elapsed_ns))
 
@@ -562,15 +557,13 @@ class Engine:
         entry = self._tasks.get(task)
         if entry is not None and not entry.record.is_forgotten:
             record = entry.record
-            record.needed_bytes = nbytes
+            record.need(nbytes)
             self._change_window(self._allocator.learn_size(nbytes))
             if layout is not None:
                 layout = self._layouts.interned(layout)
                 if self._layout is None:
                     self._layout = layout
-                if record.layout is None:
-                    record.layout = layout
-                elif record.layout is not layout:
+                if not record.agree(layout):
                     # Another part of this batch has a different layout.
                     del self._tasks[task]
                     self._pool.send(worker, DropTask(task))
@@ -582,17 +575,11 @@ class Engine:
     def _emptied(self, worker: WorkerId, message: Emptied) -> None:
         """Handle a task without rows: the iterable dataset has ended, or its remaining elements were bad."""
         entry = self._tasks.pop(message.task, None)
-        if self._setup.stream is not None:
-            self._setup.stream.decide(shards_itself=message.shards_itself)
         if entry is not None and not entry.record.is_forgotten:
-            record = entry.record
-            self._note_share(record, 0, message.stream_state)
-            if message.bad:
-                event = self._faults.left_out(worker, record, message.task, message.bad)
-                if event is not None:
-                    self._handle(event)
-                    return
-                self._note_bad(record)
+            if self._hear_stream(worker, message.task, entry.record, 0, message.stream):
+                return
+            if message.stream.bad:
+                self._note_bad(entry.record)
         self._handle(TaskEmpty(worker, message.task))
 
     def _load_failed(self, worker: WorkerId, message: LoadFailed) -> None:
@@ -601,18 +588,25 @@ class Engine:
             self._handle(TaskFailed(worker, message.task))
             return
         if self._setup.stream is not None:
-            # All positions of the batch are used up: the next element belongs to the next batch.
-            record = entry.record
-            record.row_count = record.plan.row_count
-            self._setup.stream.decide(shards_itself=message.shards_itself)
-            self._note_share(record, record.plan.row_count, None)
+            entry.record.use_up()
+            note = message.stream or StreamNote(shards_itself=False)
+            self._hear_stream(worker, message.task, entry.record, entry.record.row_count, note)
         self._handle(self._faults.failed(worker, entry, message))
 
-    def _note_share(self, record: Record, row_count: int, state: Any) -> None:
-        """Pass the row count of an iterable dataset's batch to the feed; a short batch ends the share."""
+    def _hear_stream(self, worker: WorkerId, task: TaskId, record: Record, row_count: int, note: StreamNote) -> bool:
+        """Note what a worker reports about its share of an iterable dataset; return whether the batch has failed.
+
+        A batch with fewer rows than planned ends the share.
+        """
+        assert self._setup.stream is not None
+        self._setup.stream.decide(shards_itself=note.shards_itself)
         if isinstance(self._feed, StreamFeed) and self._feed.epoch == record.plan.epoch:
             assert record.plan.worker is not None
-            self._feed.loaded(record.plan.worker, row_count, record.plan.row_count, state)
+            self._feed.loaded(record.plan.worker, row_count, record.plan.row_count, note.state)
+        event = self._faults.left_out(worker, record, task, note.bad) if note.bad else None
+        if event is not None:
+            self._handle(event)
+        return event is not None
 
     # --- planning
 
@@ -732,7 +726,7 @@ class Engine:
                     self._progress.delivered(record, 0)
                 self._note_passed()
             case Forget(batch):
-                self._records.pop(batch).is_forgotten = True
+                self._records.pop(batch).forget()
             case StartWorker(worker):
                 self._restart(worker)
             case StopWorker(worker):
@@ -763,8 +757,8 @@ class Engine:
             self._pool.send(worker, LoadNext(task, plan.epoch, plan.first_position, plan.row_count, block, layout))
             return
         if not is_whole:
-            if block is not None and record.layout is None:
-                record.layout = layout
+            if block is not None and layout is not None:
+                record.agree(layout)
             grain_size = self._setup.grain_size
             first_row = first_grain * grain_size
             indices = indices[first_row : first_row + grain_count * grain_size]

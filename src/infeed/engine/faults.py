@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, final
 
-from infeed.engine.bad_samples import BadRows, BadSampleHandler
-from infeed.engine.progress import Loss, Record, SentTask, sample_of
+from infeed.engine.bad_samples import BadSampleHandler
+from infeed.engine.progress import Loss, Record, SentTask
 from infeed.engine.watchdog import Overdue, Watchdog
 from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerStartError
 from infeed.formatting import format_bytes, format_count
@@ -74,24 +74,21 @@ class Faults:
 
     def failed(self, worker: WorkerId, task: SentTask, message: LoadFailed) -> Event:
         """Decide about a task that ended with an exception."""
-        record = task.record
         if message.bad:
             return self._bad_rows(task, dict(message.bad), worker, message.task)
-        record.failures = (record.failures or {}) | {message.task: (worker, message.failure)}
+        task.record.add_failure(message.task, worker, message.failure)
         return TaskFailed(worker, message.task)
 
     def left_out(
         self, worker: WorkerId, record: Record, task: TaskId, bad: tuple[tuple[int, Failure], ...]
     ) -> TaskFailed | None:
         """Decide about elements that a worker skipped in an iterable dataset; return an event if the batch has failed."""
-        bad_rows = record.bad_rows = record.bad_rows or BadRows(None)
+        bad_rows = record.begin_bad_rows()
         for element, failure in bad:
             place = f"position {element} of epoch {record.plan.epoch}, {self._name(worker)}"
             outcome = self._handler.decide_element(record.plan.epoch, element, failure, place)
             if isinstance(outcome, BaseException):
-                record.failures = (record.failures or {}) | {
-                    task: (worker, Failure.of(outcome, "reading the iterable dataset"))
-                }
+                record.add_failure(task, worker, Failure.of(outcome, "reading the iterable dataset"))
                 return TaskFailed(worker, task)
             bad_rows.done.append(outcome)
         return None
@@ -99,13 +96,14 @@ class Faults:
     def _bad_rows(self, entry: SentTask, bad: dict[int, Failure], worker: WorkerId, task: TaskId | None) -> Event:
         """Decide about bad rows; the scheduler then reloads the batch or gives it up."""
         record, plan = entry.record, entry.record.plan
-        bad_rows = record.bad_rows = record.bad_rows or BadRows(plan.indices)
+        bad_rows = record.begin_bad_rows()
         for row, failure in sorted(bad.items()):
             if bad_rows.knows(row):
                 continue
             position = plan.first_position + bad_rows.first_row(row)
             place = f"position {position} of epoch {plan.epoch}, {self._name(worker)}"
-            record.doom = record.doom or self._handler.decide(plan, bad_rows, row, failure, place)
+            if record.doom is None:
+                record.give_up(self._handler.decide(plan, bad_rows, row, failure, place))
         grains = None if record.doom is not None else grain_count(bad_rows.row_count, self._grain_size)
         return BatchHasBadSamples(entry.batch, grains, worker, task)
 
@@ -138,7 +136,7 @@ class Faults:
         is_late = overdue is not None and doing[:4] != overdue.doing[:4]
         is_blamed = death.is_blamed and not is_late
         held = sorted(tasks)
-        self.last_death = f"worker {worker} " + _death_text(death, doing, [_indices(tasks[task]) for task in held])
+        self.last_death = f"worker {worker} " + _death_text(death, doing, [tasks[task].indices for task in held])
         # Loaded but unreported tasks are lost with the worker, but did not kill it.
         culprit = next((task for task in held if task == doing.task), None)
         entry = tasks[held[0] if culprit is None else culprit] if held else None
@@ -146,8 +144,7 @@ class Faults:
         if entry is not None and not entry.record.is_forgotten and is_blamed:
             record = entry.record
             row = None if culprit is None else doing.exact_row
-            loss = Loss(self.last_death, None if row is None else sample_of(record, row))
-            record.deaths = [*(record.deaths or ()), loss]
+            record.add_death(Loss(self.last_death, None if row is None else record.sample(row)))
             failure = self._cause(record, row, overdue)
             if failure is not None:
                 # Before WorkerDied, so that the scheduler does not send the same sample to another worker in between.
@@ -169,7 +166,7 @@ class Faults:
 
     def _cause(self, record: Record, row: int | None, overdue: Overdue | None) -> Failure | None:
         """Return why a sample, or the batch if the row is unknown, is given up; ``None`` if it may be retried."""
-        index, position = sample_of(record, row)
+        index, position = record.sample(row)
         if overdue is not None:
             stack = f"; the worker's stack:\n{overdue.stack}" if overdue.stack else ""
             error: Exception = LoadTimeoutError(
@@ -191,7 +188,7 @@ class Faults:
         if row is not None and record.plan.indices is not None:
             return self._bad_rows(entry, {row: failure}, worker, None)
         position = failure.position if failure.position is not None else record.plan.first_position
-        record.doom = failure.exception(f"position {position} of epoch {record.plan.epoch}, {self._name(worker)}")
+        record.give_up(failure.exception(f"position {position} of epoch {record.plan.epoch}, {self._name(worker)}"))
         return BatchHasBadSamples(entry.batch, None, worker)
 
     def _name(self, worker: WorkerId) -> str:
@@ -230,11 +227,3 @@ def _death_text(death: Death, doing: Doing, held: list[list[Any]]) -> str:
     if death.cause is not None:
         text += f"; {death.cause}; use fewer workers, or smaller samples and batches"
     return text
-
-
-def _indices(task: SentTask) -> list[Any]:
-    """Return the indices of a task; empty for an iterable dataset and for a batch that nobody waits for."""
-    indices = task.record.plan.indices
-    if indices is None or task.record.is_forgotten:
-        return []
-    return plain_indices(indices)[task.first_row : task.first_row + task.row_count]

@@ -64,6 +64,10 @@ class Plan(Protocol):
     torch_seed: int | None  # base of the seeds of torch's workers
     tells_epochs: bool  # workers call set_epoch of the dataset, its transforms and collate_fn
 
+    def reseed(self, seed: int) -> None:
+        """Continue with the seed of a loaded state."""
+        self.seed = seed
+
     @property
     def table(self) -> ArrayTable | None:
         """The dataset as in-memory arrays, if rows can be gathered from it."""

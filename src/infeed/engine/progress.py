@@ -69,7 +69,76 @@ class Record:
         self.deaths: list[Loss] | None = None if before is None else before.deaths
         self.bad_rows: BadRows | None = None if before is None else before.bad_rows
         self.doom: BaseException | None = None  # raised in its place, if it cannot be loaded
-        self.is_forgotten = False  # it is not delivered: its epoch was abandoned, or the dataset ended before it
+        self.is_forgotten = False
+
+    def add_rows(
+        self, worker: WorkerId, first_row: int, row_count: int, elapsed_ns: int, layout: Layout, beside: list[list[Any]]
+    ) -> None:
+        """Note rows that a worker has written into the slot."""
+        self.parts.append((worker, first_row, row_count, elapsed_ns))
+        self.row_count += row_count
+        self.layout = layout
+        self.beside[first_row] = beside
+
+    def add_packed(self, worker: WorkerId, row_count: int, elapsed_ns: int, packed: Packed | Handed) -> None:
+        """Note that a worker has packed the batch into the slot."""
+        self.parts.append((worker, 0, row_count, elapsed_ns))
+        self.row_count += row_count
+        self.packed = packed
+
+    def need(self, nbytes: int) -> None:
+        """Set the size of the batch, which a worker holds because its slot is too small."""
+        self.needed_bytes = nbytes
+
+    def agree(self, layout: Layout) -> bool:
+        """Set the layout, unless a part of the batch has one; return whether it is this one."""
+        if self.layout is None:
+            self.layout = layout
+        return self.layout is layout
+
+    def keep_state(self, state: Any) -> None:
+        """Set the state of the iterable dataset after this batch."""
+        self.stream_state = state
+
+    def take_state(self) -> Any:
+        """Return that state and release it: it may be large, and only the latest is needed."""
+        state, self.stream_state = self.stream_state, None
+        return state
+
+    def use_up(self) -> None:
+        """Note that a batch of an iterable dataset has failed: the next element belongs to the next batch."""
+        self.row_count = self.plan.row_count
+
+    def begin_bad_rows(self) -> BadRows:
+        """Return the bad rows, so that more can be added."""
+        if self.bad_rows is None:
+            self.bad_rows = BadRows(self.plan.indices)
+        return self.bad_rows
+
+    def add_failure(self, task: TaskId, worker: WorkerId, failure: Failure) -> None:
+        self.failures = {**(self.failures or {}), task: (worker, failure)}
+
+    def add_death(self, loss: Loss) -> None:
+        self.deaths = [*(self.deaths or ()), loss]
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Set the error to raise in place of the batch; ``None`` if it can still be loaded."""
+        self.doom = error
+
+    def forget(self) -> None:
+        """Note that the batch is not delivered: its epoch was abandoned, or the dataset ended before it."""
+        self.is_forgotten = True
+
+    def sample(self, row: int | None) -> tuple[Any, int | None]:
+        """Return index and position of a row: for an iterable dataset, the element number; without a row, all indices."""
+        plan = self.plan
+        if plan.indices is None:
+            return (f"element {row}", row) if row is not None else (None, None)
+        indices = plain_indices(plan.indices)
+        if row is None or row >= len(indices):
+            return indices, None
+        first_row = row if self.bad_rows is None else self.bad_rows.first_row(row)
+        return indices[row], plan.first_position + first_row
 
     def release(self) -> None:
         """Release the content of the batch; the rest of the record serves ``explain``.
@@ -93,17 +162,13 @@ class SentTask(NamedTuple):
     row_count: int
     layout: Layout | None
 
-
-def sample_of(record: Record, row: int | None) -> tuple[Any, int | None]:
-    """Return index and position of a row: for an iterable dataset, the element number; without a row, all indices."""
-    plan = record.plan
-    if plan.indices is None:
-        return (f"element {row}", row) if row is not None else (None, None)
-    indices = plain_indices(plan.indices)
-    if row is None or row >= len(indices):
-        return indices, None
-    first_row = row if record.bad_rows is None else record.bad_rows.first_row(row)
-    return indices[row], plan.first_position + first_row
+    @property
+    def indices(self) -> list[Any]:
+        """The indices of the rows; empty for an iterable dataset and for a batch that nobody waits for."""
+        indices = self.record.plan.indices
+        if indices is None or self.record.is_forgotten:
+            return []
+        return plain_indices(indices)[self.first_row : self.first_row + self.row_count]
 
 
 # Latest batches whose records are kept for ``explain`` and ``replay``.
@@ -136,7 +201,7 @@ class Progress:
         self._failed: Record | None = None
         self._recent: deque[Record] = deque(maxlen=_KEPT)
         self.is_over = False
-        self.carried: StreamCursor | None = None  # state passed to the next epoch
+        self._carried: StreamCursor | None = None
         self._shown: Cursor | None = None
         stream = start.stream or stream
         self.share_count = 0 if stream is None else len(stream.shares)
@@ -179,13 +244,22 @@ class Progress:
         """Set the cursor that the training loop has reached; later batches are still in transfer to the device."""
         self._shown = cursor
 
+    def carry(self, stream: StreamCursor | None) -> None:
+        """Set the state of an iterable dataset that the next epoch begins with."""
+        self._carried = stream
+
+    @property
+    def carried(self) -> StreamCursor | None:
+        """The state that the next epoch begins with; ``None`` if this one is not over."""
+        return self._carried if self.is_over else None
+
     def end(self) -> None:
         """End the epoch; the cursor is now the start of the next."""
         self.is_over = True
 
     def cursor(self) -> Cursor:
         if self.is_over:
-            return Cursor(self.epoch + 1, stream=self.carried)
+            return Cursor(self.epoch + 1, stream=self._carried)
         return self.reached() if self._shown is None else self._shown
 
     def reached(self) -> Cursor:
@@ -226,8 +300,7 @@ class Progress:
     def _pass_share(self, worker: int, record: Record) -> None:
         before = self._shares.get(worker) or ShareCursor()
         is_ended = record.row_count < record.plan.row_count
-        self._shares[worker] = ShareCursor(before.rows + record.row_count, is_ended, record.stream_state)
-        record.stream_state = None  # may be large, and only the latest is needed
+        self._shares[worker] = ShareCursor(before.rows + record.row_count, is_ended, record.take_state())
         self._step = record.plan.step + 1
         self._position += record.row_count
         self._turn = worker + 1

@@ -222,7 +222,7 @@ class Session:
         self._progress = self._made = None
         # Existing workers have the old seed, or their copy of the dataset has another state.
         if seed != self.plan.seed or self.config.is_stream or dataset is not None:
-            self.plan.seed = seed
+            self.plan.reseed(seed)
             self.engine_cache.clear()
 
     def _beginning(self) -> StreamCursor | None:
@@ -232,11 +232,7 @@ class Session:
             return None
         if self.worker_tuning.kind(config) == "process":
             # Kept worker processes continue with their copy of the dataset; new ones get a fresh copy.
-            return (
-                self._progress.carried
-                if self._progress is not None and self._progress.is_over and self.engine_cache.is_keeping
-                else None
-            )
+            return None if self._progress is None or not self.engine_cache.is_keeping else self._progress.carried
         state = source_state(config.dataset) if config.most_workers <= 1 else None
         return None if state is None else StreamCursor(0, (ShareCursor(state=state),))
 

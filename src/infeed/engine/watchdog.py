@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias, final
 
-from infeed.engine.progress import SentTask, sample_of
+from infeed.engine.progress import SentTask
 from infeed.errors import LoadTimeoutError
 from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import TaskId, WorkerId
@@ -139,7 +139,7 @@ def _description(doing: Doing, tasks: Tasks) -> str:
         return "loading a batch of an abandoned epoch"
     plan = task.record.plan
     if doing.exact_row is not None:
-        index, position = sample_of(task.record, doing.row)
+        index, position = task.record.sample(doing.row)
         return f"loading index={index!r} (position {position} of epoch {plan.epoch})"
     if doing.row >= 0 and plan.indices is not None:
         among = plain_indices(plan.indices)[doing.row : doing.row + doing.row_count]

@@ -18,9 +18,9 @@ from infeed.collate.tree import Sample
 from infeed.errors import InternalError
 from infeed.plan.batches import GivenIndices
 from infeed.plan.order import plain_indices
-from infeed.plan.seeds import mix
+from infeed.plan.seeds import derive, mix
 from infeed.workers.exceptions import Failure
-from infeed.workers.protocol import LoadGrains, Making, Seeding, Source, WorkerSpec
+from infeed.workers.protocol import LoadGrains, Making, Seeding, Source, StreamNote, WorkerSpec
 from infeed.workers.recorder import NullRecorder, Recorder
 from infeed.workers.rng import EpochPosition, seed_generators
 from infeed.workers.status import Cell
@@ -35,9 +35,13 @@ class LoadError(Exception):
     def __init__(self, doing: str, index: Any, position: int | None) -> None:
         super().__init__(doing, index, position)
         self.doing, self.index, self.position = doing, index, position
-        self.shards_itself = False  # an iterable dataset called get_worker_info
+        self.stream: StreamNote | None = None
         # All rows of the task that cannot be loaded, if handles_bad_samples is set: they are reported together.
         self.bad: tuple[tuple[int, Failure], ...] = ()
+
+    def add(self, stream: StreamNote) -> None:
+        """Add what a worker reports about its share of an iterable dataset."""
+        self.stream = stream
 
     def failure(self) -> Failure:
         cause = self.__cause__
@@ -63,11 +67,14 @@ class Fetcher:
         self.is_passed_on = self.is_together and spec.torch_seed is not None
         self._fetch: Callable[[list[Any], int], Any] = self._fetch_together if self.is_together else self._fetch_singly
         self._is_forgiving = spec.retries > 0 or spec.handles_bad_samples
-        self.epoch_seed = 0
+        self.epoch_seed = 0  # of the epoch of the latest task
         self._batch_position = 0
         # The sample time is unknown before the first task, so record its samples individually.
         self._row_ns = _NOTED_NS + 1
         self._is_noting = True
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.epoch_seed = derive(self._spec.seed, epoch)
 
     def seed(self, place: int) -> None:
         """Seed the grain that starts at ``place`` with ``derive(seed, epoch, place)``; ``epoch_seed`` caches the epoch part."""
@@ -127,7 +134,7 @@ class Fetcher:
         """Return the indices of a task and the position of the first one."""
         position = message.first_position + message.first_row
         self._batch_position = message.first_position
-        self._place.moved = None if message.rows is None else (position, message.first_position, message.rows)
+        self._place.begin(None if message.rows is None else (position, message.first_position, message.rows))
         self._is_noting = message.is_careful or self._spec.is_watched or self._row_ns > _NOTED_NS
         return plain_indices(message.indices), position
 

@@ -21,9 +21,8 @@ from infeed.workers.protocol import (
     LoadNext,
     Making,
     OpenStream,
-    PackedLoaded,
-    RowsLoaded,
     Source,
+    StreamNote,
     WorkerSpec,
 )
 from infeed.workers.write import SlotWriter
@@ -71,24 +70,18 @@ class IterableLoader:
         except Exception as error:
             self._share = self._share or _Share()  # opening failed: continue with an ended share
             failed = LoadError("reading the iterable dataset", f"element {message.first_position + len(samples)}", None)
-            failed.shards_itself = self._take_was_asked()
+            failed.add(StreamNote(self._take_was_asked()))
             raise failed from error
-        asked = self._take_was_asked()
-        bad, self._bad = tuple(self._bad), []
+        note = StreamNote(self._take_was_asked(), state, tuple(self._bad))
+        self._bad.clear()
         is_dropped = self._spec.cut.drop_last and len(samples) < message.row_count
         if not samples or is_dropped:
-            return Emptied(message.task, asked, bad, state)
+            return Emptied(message.task, note)
         try:
-            answer = self._write(message, samples)
+            return self._slot_writer.answer(self._write(message, samples), note)
         except LoadError as error:
-            error.shards_itself = asked
+            error.add(StreamNote(note.shards_itself))
             raise
-        if isinstance(answer, RowsLoaded | PackedLoaded):
-            return answer._replace(shards_itself=asked, stream_state=state, bad=bad)
-        held = self._slot_writer.held.get(message.task)
-        if held is not None:
-            held.shards_itself, held.stream_state, held.bad = asked, state, bad
-        return answer
 
     def begin(self) -> _Share:
         """Open this worker's share and skip the elements that were already delivered."""

@@ -14,14 +14,15 @@ from time import monotonic, perf_counter_ns
 from typing import Any, Final, Generic, NoReturn, TypeVar, assert_never, final
 
 from infeed.collate.layout import Layout
+from infeed.collate.rows import RowMismatch
+from infeed.collate.tree import Sample
 from infeed.memory.arena import Block
-from infeed.plan.seeds import derive
+from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import TaskId
 from infeed.workers.epoch_hooks import EpochHooks, Recalls
 from infeed.workers.exceptions import Failure
 from infeed.workers.fetch import Fetcher, LoadError
 from infeed.workers.gil import KindProbe
-from infeed.workers.indexed import IndexedLoader
 from infeed.workers.info import introduce
 from infeed.workers.iterable import IterableLoader
 from infeed.workers.process_tools import MemoryUse
@@ -34,6 +35,7 @@ from infeed.workers.protocol import (
     LoadNext,
     Making,
     MapSegment,
+    Mismatched,
     OpenStream,
     PackedLoaded,
     PlaceTask,
@@ -49,7 +51,7 @@ from infeed.workers.protocol import (
 from infeed.workers.recorder import NullRecorder, Recorder
 from infeed.workers.rng import EpochPosition, keep_user_seeds, lent_generators, seed_worker, show_worker_seed, swap_place
 from infeed.workers.status import Cell
-from infeed.workers.write import Segments, SlotWriter
+from infeed.workers.write import Held, Segments, SlotWriter
 
 # If a message takes longer than this, the thread listens. For shorter ones it would only slow the worker down.
 LONG_S: Final = 0.005
@@ -256,13 +258,17 @@ class Runner:
         self._recorder = recorder
         self._fetcher = Fetcher(spec, source, self._place_now, cell, recorder)
         self._slot_writer = SlotWriter(spec, source, segments, cell, recorder, self._place_now, self._fetcher)
-        self._indexed = IndexedLoader(spec, source, recorder, self._fetcher, self._slot_writer)
         self._iterable = IterableLoader(spec, source, self._fetcher, self._slot_writer)
         self._probe = KindProbe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
         self._recalls = recalls or Recalls()
         self._is_lending = spec.seeding is Seeding.LEND
         self._epoch = -1  # epoch of the latest task
+        # Runs a task of a map-style dataset; raises LoadError if user code raises.
+        self._load_indexed: Callable[[LoadGrains], FromWorker] = {
+            Making.GATHERED: self._gather,
+            Making.ROWS: self._load_rows,
+        }.get(source.making, self._load_packed)
 
     def start(self) -> None:
         """Set worker info and seeds for this thread, then run the user's ``worker_init_fn``."""
@@ -288,7 +294,7 @@ class Runner:
                 finally:
                     self._cell.rest()
             case DropTask(task):
-                self._slot_writer.held.pop(task, None)
+                self._slot_writer.drop(task)
                 return None
             case OpenStream():
                 self._iterable.open(message)
@@ -320,7 +326,7 @@ class Runner:
 
     def held_count(self) -> int:
         """Return the number of tasks whose samples wait for a block."""
-        return len(self._slot_writer.held)
+        return self._slot_writer.held_count
 
     @property
     def can_place_aside(self) -> bool:
@@ -346,7 +352,7 @@ class Runner:
         self._recorder.flush()
 
     def _load(self, message: LoadGrains | LoadNext) -> FromWorker:
-        began = self._slot_writer.began_ns = self._cell.begin(message.task)
+        began = self._slot_writer.begin(message.task)
         self._recorder.begin(began, message.epoch, message.first_position)
         if self._probe is not None:
             self._probe.begin()
@@ -357,7 +363,7 @@ class Runner:
                     self._begin_epoch(message.epoch, message.task)
                 if isinstance(message, LoadGrains):
                     row_count = len(message.indices)
-                    answer = self._indexed.load(message)
+                    answer = self._load_indexed(message)
                 else:
                     answer = self._iterable.load(message)
                     row_count = self._read_count(answer)
@@ -371,7 +377,7 @@ class Runner:
             return answer
         except LoadError as error:
             self._recorder.failed(perf_counter_ns())
-            return LoadFailed(message.task, error.failure(), error.shards_itself, error.bad)
+            return LoadFailed(message.task, error.failure(), error.stream, error.bad)
         finally:
             swap_place(before)
             self._cell.rest()
@@ -379,7 +385,7 @@ class Runner:
     def _read_count(self, answer: FromWorker) -> int:
         """Return how many elements of an iterable dataset were read for a task."""
         if isinstance(answer, Unplaced):
-            return self._slot_writer.held[answer.task].row_count
+            return self._slot_writer.held_rows(answer.task)
         return answer.row_count if isinstance(answer, RowsLoaded | PackedLoaded) else 0
 
     def open_now(self, message: OpenStream) -> None:
@@ -402,7 +408,7 @@ class Runner:
     def _begin_epoch(self, epoch: int, task: TaskId | None = None) -> None:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._fetcher.epoch_seed = derive(self._spec.seed, epoch)
+            self._fetcher.begin_epoch(epoch)
         if self._epoch_hooks:
             with self._recalls.lock:
                 if task is not None and self._recalls.take(task):
@@ -422,5 +428,110 @@ class Runner:
         self._recorder.begin(self._cell.begin(task), self._epoch, 0)
         held = self._slot_writer.take_held(task)
         if self._source.making is Making.GATHERED:
-            return self._indexed.gather_into(task, held.samples, block, held.row_count)
+            return self._gather_into(task, held.samples, block, held.row_count)
         return self._slot_writer.place(task, held, block, layout)
+
+    # --- samples of a map-style dataset
+
+    def _load_packed(self, message: LoadGrains) -> FromWorker:
+        samples = self._fetcher.grains(message)
+        return self._slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
+
+    def _load_rows(self, message: LoadGrains) -> FromWorker:
+        """Load rows with the expected layout.
+
+        * The rows fit: the worker writes them in chunks while it loads, and keeps no samples.
+        * They do not fit, and the task is the whole batch: the worker infers a layout from all samples, or raises an error that
+          names two samples that do not stack.
+        * They do not fit, and the task is a part: the worker answers ``Mismatched``, and the scheduler assigns the whole batch
+          to one worker.
+        """
+        slot_writer, recorder = self._slot_writer, self._recorder
+        is_torch = self._source.torch_collate is not None
+        if is_torch and (self._fetcher.is_together or not len(message.indices)):
+            # Like torch, collate whatever __getitems__ returns, and also an empty batch.
+            samples = self._fetcher.grains(message)
+            if type(samples) is not list or len(samples) != message.row_count or not samples:
+                return slot_writer.pack(message, samples, message.row_count, plain_indices(message.indices))
+            written = slot_writer.write(message, samples, message.row_count, message.first_row)
+            return self._place_fetched(message, samples) if written is None else written
+        writer = slot_writer.writer(message.block, message.layout, message.row_count)
+        if recorder.is_fine:
+            recorder.written()  # mapping a new segment may take as long as writing into it
+        if writer is None:
+            samples = self._fetcher.grains(message)
+        else:
+            beside = writer.new_beside()
+            row = message.first_row
+            fits = True
+            # Without seeding, a sample must not be loaded twice, so keep all samples until all are known to fit.
+            chunk_rows = len(message.indices) if self._spec.seeding is Seeding.LEAVE else writer.chunk_rows
+            for samples in self._fetcher.chunks(message, chunk_rows):
+                try:
+                    writer.write(row, samples, beside)
+                except RowMismatch:
+                    fits = False
+                    break
+                if recorder.is_fine:
+                    recorder.written()
+                row += len(samples)
+            if fits:
+                return RowsLoaded(message.task, slot_writer.elapsed_ns(), len(message.indices), None, beside)
+            if not message.is_whole:
+                return Mismatched(message.task)
+            if len(samples) < len(message.indices):
+                # Earlier rows were written and dropped. Loading them again is safe, because grains are seeded.
+                samples = self._fetcher.grains(message)
+        return self._place_fetched(message, samples)
+
+    def _place_fetched(self, message: LoadGrains, samples: list[Sample]) -> FromWorker:
+        """Make a batch, or a part of one, from samples that do not fit the expected layout."""
+        indices = plain_indices(message.indices)
+        if self._source.torch_collate is not None and self._slot_writer.torch_layout(samples) is None:
+            if not message.is_whole:
+                return Mismatched(message.task)
+            return self._slot_writer.pack(message, samples, message.row_count, indices)
+        block = message.block if message.is_whole else None
+        return self._slot_writer.write_or_hold(
+            message.task, samples, indices, block, message.row_count, first_row=message.first_row
+        )
+
+    # --- in-memory arrays
+
+    def _gather(self, message: LoadGrains) -> FromWorker:
+        table = self._source.table
+        assert table is not None
+        _, nbytes = table.layout.offsets(message.row_count)
+        if message.block is None or message.block.size < nbytes:
+            self._slot_writer.hold(message.task, Held(0, message.row_count, message.indices, table.layout, None))
+            return Unplaced(message.task, nbytes, table.layout)
+        return self._gather_into(message.task, message.indices, message.block, message.row_count)
+
+    def _gather_into(self, task: TaskId, indices: Any, block: Block, row_count: int) -> FromWorker:
+        """Copy rows of the arrays into a block."""
+        table = self._source.table
+        assert table is not None
+        try:
+            table.gather(indices, self._slot_writer.memory(block), block.offset, row_count)
+        except Exception as error:  # out of range, or not a valid index
+            bad = self._missing_rows(indices) if self._spec.handles_bad_samples and isinstance(error, IndexError) else ()
+            return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
+        if self._recorder.is_fine:
+            self._recorder.loaded(0, ())
+        return RowsLoaded(task, self._slot_writer.elapsed_ns(), row_count, table.layout, [])
+
+    def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
+        table = self._source.table
+        assert table is not None
+        return tuple(
+            (
+                row,
+                Failure.of(
+                    IndexError(f"index {index} is out of bounds for a dataset of length {table.length}"),
+                    "loading sample",
+                    index=index,
+                ),
+            )
+            for row, index in enumerate(plain_indices(indices))
+            if not -table.length <= index < table.length
+        )

@@ -213,6 +213,14 @@ class StartFailed(NamedTuple):
     failure: Failure
 
 
+class StreamNote(NamedTuple):
+    """What a worker reports about its share of an iterable dataset, with each answer to ``LoadNext``."""
+
+    shards_itself: bool  # the dataset called get_worker_info()
+    state: Any = None  # of the dataset after these rows or, after the end, for the next epoch; None if it has no state_dict()
+    bad: tuple[tuple[int, Failure], ...] = ()  # elements skipped before or among these rows
+
+
 class RowsLoaded(NamedTuple):
     """The rows are in the slot. ``layout`` is ``None`` if it is the expected one."""
 
@@ -221,9 +229,7 @@ class RowsLoaded(NamedTuple):
     row_count: int
     layout: Layout | None
     beside: list[list[Any]]
-    shards_itself: bool = False  # the iterable dataset called get_worker_info()
-    stream_state: Any = None  # state of the iterable dataset after these rows, if it supports states
-    bad: tuple[tuple[int, Failure], ...] = ()  # elements of the iterable dataset skipped before or among these rows
+    stream: StreamNote | None = None
 
 
 class PackedLoaded(NamedTuple):
@@ -233,9 +239,7 @@ class PackedLoaded(NamedTuple):
     elapsed_ns: int
     row_count: int
     packed: Packed | Handed  # Handed: passed by reference, from workers in this process
-    shards_itself: bool = False
-    stream_state: Any = None
-    bad: tuple[tuple[int, Failure], ...] = ()
+    stream: StreamNote | None = None
 
 
 class Unplaced(NamedTuple):
@@ -256,15 +260,13 @@ class Emptied(NamedTuple):
     """The iterable dataset had no elements left for this task."""
 
     task: TaskId
-    shards_itself: bool = False
-    bad: tuple[tuple[int, Failure], ...] = ()
-    stream_state: Any = None  # the state from which the next epoch begins
+    stream: StreamNote
 
 
 class LoadFailed(NamedTuple):
     task: TaskId
     failure: Failure
-    shards_itself: bool = False
+    stream: StreamNote | None = None
     bad: tuple[tuple[int, Failure], ...] = ()  # rows that cannot be loaded, if bad samples are handled
 
 
@@ -289,7 +291,7 @@ _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
 _NUMBER: Final = struct.Struct("<q")
 
-_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _ROWS_PICKLED, _TELL_STACK, _PART, _RESET = range(9)
+_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _TELL_STACK, _PART, _RESET = range(8)
 # One byte each, because the thread that reads a worker's pipe compares every message with them.
 TELL_STACK: Final = bytes([_TELL_STACK])
 # The engine is about to close the pipe, but lives on. If the pipe closes without this message, the worker assumes that the
@@ -298,6 +300,7 @@ PART: Final = bytes([_PART])
 # The loader no longer needs the worker. Another loader may send it a dataset.
 RESET: Final = bytes([_RESET])
 _NONE: Final = -1
+_NOTES: Final = (None, StreamNote(shards_itself=False), StreamNote(shards_itself=True))
 # The size of the layout table; a full table is cleared. Otherwise a loader with a new layout in every batch would grow it
 # without limit.
 _LAYOUTS_KEPT: Final = 64
@@ -415,10 +418,20 @@ def encode_plain(answer: FromWorker) -> bytes | None:
     """Return the frame of an answer without user objects; ``None`` if the answer has any: pickling them may take any time."""
     if type(answer) is not RowsLoaded:
         return None
-    task, elapsed_ns, row_count, layout, beside, shards_itself, stream_state, bad = answer
-    if layout is not None or beside or stream_state is not None or bad:
+    task, elapsed_ns, row_count, layout, beside, stream = answer
+    if layout is not None or beside or not _is_short(stream):
         return None
-    return _DONE.pack(_ROWS, task, elapsed_ns, row_count, shards_itself)
+    return _DONE.pack(_ROWS, task, elapsed_ns, row_count, _number_of(stream))
+
+
+def _number_of(stream: StreamNote | None) -> int:
+    """Return the place in ``_NOTES`` of a note without its state and bad elements."""
+    return 0 if stream is None else 1 + stream.shards_itself
+
+
+def _is_short(stream: StreamNote | None) -> bool:
+    """Whether the note fits into the header of an answer."""
+    return stream is None or (stream.state is None and not stream.bad)
 
 
 def encode_answer(answer: FromWorker) -> bytes:
@@ -430,37 +443,35 @@ def encode_answer(answer: FromWorker) -> bytes:
         return _DONE.pack(_OTHER, _NONE, 0, 0, 0) + dumps(answer)
     try:
         if isinstance(answer, LoadFailed):
-            answer = answer._replace(failure=answer.failure.packed())
-        if isinstance(answer, LoadFailed | RowsLoaded | PackedLoaded | Emptied) and answer.bad:
-            answer = answer._replace(bad=tuple((row, failure.packed()) for row, failure in answer.bad))
-        if isinstance(answer, RowsLoaded) and answer.stream_state is None and not answer.bad:
-            head = _DONE.pack(_ROWS_PICKLED, answer.task, answer.elapsed_ns, answer.row_count, answer.shards_itself)
-            return head + dumps((answer.layout, answer.beside))
+            answer = answer._replace(failure=answer.failure.packed(), bad=_packed(answer.bad))
+        if isinstance(answer, RowsLoaded | PackedLoaded | Emptied) and answer.stream is not None and answer.stream.bad:
+            answer = answer._replace(stream=answer.stream._replace(bad=_packed(answer.stream.bad)))
         # The header repeats the task, so that the engine can report a body that it cannot decode.
-        return _DONE.pack(_OTHER, answer.task, 0, 0, 0) + dumps(answer)
+        note = 0 if isinstance(answer, Unplaced | Mismatched) else _number_of(answer.stream)
+        return _DONE.pack(_OTHER, answer.task, 0, 0, note) + dumps(answer)
     except BaseException as error:  # a user object that cannot be pickled may raise anything
         failure = Failure.of(error, "sending a batch (it contains an object that cannot be pickled)")
         return encode_answer(LoadFailed(answer.task, failure))
 
 
+def _packed(bad: tuple[tuple[int, Failure], ...]) -> tuple[tuple[int, Failure], ...]:
+    return tuple((row, failure.packed()) for row, failure in bad)
+
+
 def decode_answer(frame: bytes) -> FromWorker:
     """Return the message. If rebuilding a user object raises, return a failure of its batch instead."""
-    tag, task, elapsed_ns, row_count, shards_itself = _DONE.unpack_from(frame)
-    layout: Layout | None = None
-    beside: list[list[Any]] = []
+    tag, task, elapsed_ns, row_count, stream = _DONE.unpack_from(frame)
+    if tag == _ROWS:
+        return RowsLoaded(TaskId(task), elapsed_ns, row_count, None, [], _NOTES[stream])
     try:
-        if tag == _OTHER:
-            message: FromWorker = pickle.loads(memoryview(frame)[_DONE.size :])
-            return message
-        if tag == _ROWS_PICKLED:
-            layout, beside = pickle.loads(memoryview(frame)[_DONE.size :])
-            settle_sparse()
+        message: FromWorker = pickle.loads(memoryview(frame)[_DONE.size :])
+        settle_sparse()
     except Exception as error:  # the user's __setstate__ or __init__ may raise anything
         if task == _NONE:
             raise
         doing = "receiving a batch (it contains an object that cannot be unpickled in this process)"
-        return LoadFailed(TaskId(task), Failure.of(error, doing), bool(shards_itself))
-    return RowsLoaded(TaskId(task), elapsed_ns, row_count, layout, beside, bool(shards_itself))
+        return LoadFailed(TaskId(task), Failure.of(error, doing), _NOTES[stream])
+    return message
 
 
 def dumps(value: object) -> bytes:

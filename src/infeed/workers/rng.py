@@ -126,11 +126,17 @@ class EpochPosition:
         # Key, first position, row count, and an iterator over the indices not loaded yet. For an iterable dataset, the last
         # item is the list of elements read so far. One tuple: it is set often and read only when user code calls get_rng.
         self._where: tuple[int, int, int, Iterator[Any] | list[Any] | None] = (0, 0, 1, None)
-        # Set if samples of the batch were skipped: first position of the task, first position of the batch, rows as first
-        # planned. A sample's generator depends on its planned position, not on skipped samples before it.
-        self.moved: tuple[int, int, list[int]] | None = None
+        self._moved: tuple[int, int, list[int]] | None = None
         self._rng: np.random.Generator | None = None
         self._rng_position = -1
+
+    def begin(self, moved: tuple[int, int, list[int]] | None) -> None:
+        """Begin a task. ``moved`` is set if samples of the batch were skipped.
+
+        A sample's generator depends on its planned position, not on skipped samples before it. So ``moved`` has the first
+        position of the task, the first position of the batch, and the rows as first planned.
+        """
+        self._moved = moved
 
     def at_rows(self, key: int, first: int, count: int, rest: Iterator[Any] | None) -> None:
         """Record that the worker loads ``count`` positions from ``first``; ``rest`` yields the indices not loaded yet."""
@@ -144,7 +150,7 @@ class EpochPosition:
 
     def at_collation(self, key: int, first: int) -> None:
         """Record that the worker collates the batch that starts at position ``first``."""
-        self.moved = None
+        self._moved = None
         self.at_rows(key ^ _COLLATE_SALT, first, 1, None)
 
     def rng(self) -> np.random.Generator:
@@ -153,8 +159,8 @@ class EpochPosition:
             position += len(progress)
         elif progress is not None:
             position += count - length_hint(progress) - 1
-        if self.moved is not None:
-            start, batch_start, rows = self.moved
+        if self._moved is not None:
+            start, batch_start, rows = self._moved
             position = batch_start + rows[position - start]
         if self._rng is None or position != self._rng_position:
             self._rng = np.random.Generator(np.random.PCG64(derive(key, _SALT, position)))

@@ -26,6 +26,7 @@ from infeed.workers.protocol import (
     PackedLoaded,
     RowsLoaded,
     Source,
+    StreamNote,
     Unplaced,
     WorkerSpec,
 )
@@ -53,9 +54,7 @@ class Held:
         self.first_row, self.row_count = first_row, row_count
         self.samples, self.layout, self.packing = samples, layout, packing
         self.elapsed_ns = 0  # loading time, without the wait for a block
-        self.shards_itself = False
-        self.stream_state: Any = None
-        self.bad: tuple[tuple[int, Failure], ...] = ()  # skipped elements of an iterable dataset
+        self.stream: StreamNote | None = None
 
 
 @final
@@ -82,8 +81,17 @@ class SlotWriter:
         self._keeps_strides = spec.kind == "inline" and source.torch_collate is not None
         # A writer references its layout, so Python does not reuse the layout's id, which is part of the key.
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
-        self.held: dict[TaskId, Held] = {}
-        self.began_ns = 0  # start of the current task, set by the runner
+        self._held: dict[TaskId, Held] = {}
+        self._began_ns = 0  # start of the current task
+
+    def begin(self, task: TaskId) -> int:
+        """Begin a task; return the time."""
+        self._began_ns = self._cell.begin(task)
+        return self._began_ns
+
+    def elapsed_ns(self) -> int:
+        """Return the time since the current task began."""
+        return perf_counter_ns() - self._began_ns
 
     def memory(self, block: Block) -> mmap:
         """Return the mapped segment of a block."""
@@ -94,9 +102,35 @@ class SlotWriter:
         for key in [key for key in self._writers if key[0] == number]:
             del self._writers[key]
 
+    def hold(self, task: TaskId, held: Held) -> None:
+        """Keep samples until the task has a block."""
+        held.elapsed_ns = self.elapsed_ns()
+        self._held[task] = held
+
+    def answer(self, answer: FromWorker, stream: StreamNote) -> FromWorker:
+        """Add a note to the answer of a task of an iterable dataset, or to its held samples."""
+        if isinstance(answer, RowsLoaded | PackedLoaded):
+            return answer._replace(stream=stream)
+        if isinstance(answer, Unplaced):
+            self._held[answer.task].stream = stream
+        return answer
+
+    @property
+    def held_count(self) -> int:
+        """The number of tasks whose samples wait for a block."""
+        return len(self._held)
+
+    def held_rows(self, task: TaskId) -> int:
+        """Return how many rows the held batch of a task has."""
+        return self._held[task].row_count
+
+    def drop(self, task: TaskId) -> None:
+        """Discard the held samples of a task, if it has any."""
+        self._held.pop(task, None)
+
     def take_held(self, task: TaskId) -> Held:
         """Remove and return the held samples of a task that now has a block."""
-        held = self.held.pop(task, None)
+        held = self._held.pop(task, None)
         if held is None:
             raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
         return held
@@ -112,7 +146,7 @@ class SlotWriter:
                 self._recorder.end(0, perf_counter_ns())
             return answer
         except Exception as error:  # out of memory, or a user object that raises
-            return LoadFailed(task, Failure.of(error, "writing a batch"), held.shards_itself)
+            return LoadFailed(task, Failure.of(error, "writing a batch"), held.stream)
 
     def _write_held(self, task: TaskId, held: Held, block: Block, *, is_aside: bool = False) -> FromWorker:
         is_timed = not is_aside and self._recorder.is_fine
@@ -120,9 +154,7 @@ class SlotWriter:
             held.packing.write(self._segments.memory(block.segment), block.offset)
             if is_timed:
                 self._recorder.written()
-            return PackedLoaded(
-                task, held.elapsed_ns, held.row_count, held.packing.packed, held.shards_itself, held.stream_state, held.bad
-            )
+            return PackedLoaded(task, held.elapsed_ns, held.row_count, held.packing.packed, held.stream)
         if is_aside:
             assert held.layout is not None
             writer = RowWriter(held.layout, self._segments.memory(block.segment), block.offset, held.row_count)
@@ -134,9 +166,7 @@ class SlotWriter:
         writer.write_any(held.first_row, held.samples, beside)
         if is_timed:
             self._recorder.written()
-        return RowsLoaded(
-            task, held.elapsed_ns, len(held.samples), held.layout, beside, held.shards_itself, held.stream_state, held.bad
-        )
+        return RowsLoaded(task, held.elapsed_ns, len(held.samples), held.layout, beside, held.stream)
 
     # --- rows
 
@@ -173,7 +203,7 @@ class SlotWriter:
             return None
         if self._recorder.is_fine:
             self._recorder.written()
-        return RowsLoaded(message.task, perf_counter_ns() - self.began_ns, len(samples), None, beside)
+        return RowsLoaded(message.task, self.elapsed_ns(), len(samples), None, beside)
 
     def write_or_hold(
         self,
@@ -194,10 +224,10 @@ class SlotWriter:
         assert layout is not None
         _, nbytes = layout.offsets(row_count)
         held = Held(first_row, row_count, samples, layout, None)
-        held.elapsed_ns = perf_counter_ns() - self.began_ns
         if block is None or block.size < nbytes:
-            self.held[task] = held
+            self.hold(task, held)
             return Unplaced(task, nbytes, layout)
+        held.elapsed_ns = self.elapsed_ns()
         return self._write_held(task, held, block)
 
     # --- packed batches
@@ -228,10 +258,9 @@ class SlotWriter:
         except Exception as error:  # pickling user objects may raise anything
             raise LoadError("pickling the batch of", indices, None) from error
         if block is None or block.size < packing.nbytes:
-            held = self.held[task] = Held(0, row_count, samples, None, packing)
-            held.elapsed_ns = perf_counter_ns() - self.began_ns
+            self.hold(task, Held(0, row_count, samples, None, packing))
             return Unplaced(task, packing.nbytes, None)
         packing.write(self._segments.memory(block.segment), block.offset)
         if self._recorder.is_fine:
             self._recorder.written()
-        return PackedLoaded(task, perf_counter_ns() - self.began_ns, row_count, packing.packed)
+        return PackedLoaded(task, self.elapsed_ns(), row_count, packing.packed)
