@@ -21,7 +21,7 @@ from infeed.plan.order import plain_indices
 from infeed.plan.seeds import derive, mix
 from infeed.workers.exceptions import Failure
 from infeed.workers.protocol import LoadGrains, Making, Seeding, Source, StreamNote, WorkerSpec
-from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.recorder import Recorder
 from infeed.workers.rng import EpochPosition, seed_generators
 from infeed.workers.status import Cell
 
@@ -53,9 +53,7 @@ class LoadError(Exception):
 class Fetcher:
     """Calls the dataset for one runner."""
 
-    def __init__(
-        self, spec: WorkerSpec, source: Source, place: EpochPosition, cell: Cell, recorder: Recorder | NullRecorder
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, source: Source, place: EpochPosition, cell: Cell, recorder: Recorder) -> None:
         self._spec = spec
         self._source = source
         self._place = place

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Final, final
 
 from infeed.workers.process_tools import queued_ns
-from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.recorder import Recorder
 from infeed.workers.rng import DrawWatch
 
 # Sampling interval. Long enough not to slow down user code.
@@ -125,7 +125,7 @@ _LEAST_NS: Final = 50_000_000
 class KindProbe:
     """Measures GIL use and draws from global generators in one worker process."""
 
-    def __init__(self, recorder: Recorder | NullRecorder, *, looks_at_gil: bool) -> None:
+    def __init__(self, recorder: Recorder, *, looks_at_gil: bool) -> None:
         self._recorder = recorder
         self._gil = GilShare() if looks_at_gil else None
         self._draws = DrawWatch()

@@ -48,7 +48,7 @@ from infeed.workers.protocol import (
     Unplaced,
     WorkerSpec,
 )
-from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.recorder import Recorder
 from infeed.workers.rng import EpochPosition, keep_user_seeds, lent_generators, seed_worker, show_worker_seed, swap_place
 from infeed.workers.status import Cell
 from infeed.workers.write import Held, Segments, SlotWriter
@@ -248,7 +248,7 @@ class Runner:
         source: Source,
         segments: Segments,
         cell: Cell,
-        recorder: Recorder | NullRecorder,
+        recorder: Recorder,
         recalls: Recalls | None = None,
     ) -> None:
         self._spec = spec

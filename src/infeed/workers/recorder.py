@@ -16,36 +16,6 @@ from struct import Struct
 from time import perf_counter_ns
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
-
-@final
-class NullRecorder:
-    """A recorder that records nothing."""
-
-    is_fine = False
-
-    def begin(self, now_ns: int, epoch: int, position: int) -> None: ...
-
-    def loaded(self, position: int, indices: Sequence[Any], times: list[int] | None = None) -> None: ...
-
-    def collated(self) -> None: ...
-
-    def written(self) -> None: ...
-
-    def retried(self) -> None: ...
-
-    def end(self, row_count: int, now_ns: int) -> None: ...
-
-    def failed(self, now_ns: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def started(self, began_ns: int) -> None: ...
-
-    def note_gil(self, share: float) -> None: ...
-
-    def note_draw(self) -> None: ...
-
-
 # What a worker records: spans and sums, sums only, or nothing.
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
 
@@ -106,19 +76,20 @@ class Recorder:
     """Writes the counters and spans; used by the worker."""
 
     __slots__ = (
-        "_began", "_busy", "_ended", "_entered", "_epoch", "_is_spanning", "_is_timed", "_laps", "_last", "_looked", "_numbers",
-        "_position", "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
+        "_began", "_busy", "_ended", "_entered", "_epoch", "_is_on", "_is_spanning", "_is_timed", "_laps", "_last", "_looked",
+        "_numbers", "_position", "_rows", "_run_began", "_run_rows", "_slow", "_split", "_sums", "_task_split", "is_fine",
     )  # fmt: skip
 
-    def __init__(self, numbers: Any = None, *, is_spanning: bool = True) -> None:
+    def __init__(self, numbers: Any = None, *, is_on: bool = True, is_spanning: bool = True) -> None:
         """
         Args:
             numbers: the memory to write to; by default private memory without a reader.
+            is_on: whether to record anything about tasks.
             is_spanning: whether to record spans in addition to sums.
         """
         self._numbers = memoryview(array("q", bytes(8 * RECORDER_NUMBERS))) if numbers is None else numbers
         numbers = self._numbers
-        self._is_spanning = is_spanning
+        self._is_on, self._is_spanning = is_on, is_on and is_spanning
         self._sums: list[int] = list(numbers[: _SPANS + 1])
         self._split: Sequence[int] = numbers[_SPLIT : _SPLIT + 3].tolist()  # load, collate, write: of the last timed tiny task
         self._busy, self._rows = numbers[_TINY_BUSY], numbers[_TINY_ROWS]  # of tiny tasks that are not in the sums yet
@@ -131,7 +102,7 @@ class Recorder:
         self._laps: list[tuple[int, int, int, int, int, int]] = []  # spans of this task, if it is not tiny
         # Whether the worker times the laps of this task. Tiny tasks whose samples are not timed one by one are combined. One
         # tiny task per _LOOK_NS is timed, and its split applies to the others.
-        self.is_fine = True
+        self.is_fine = is_on
         self._task_split = [0, 0, 0]  # load, collate, write: of this task
         # When tiny tasks were last added to the sums, and when the latest timed one ended.
         self._entered = self._looked = 0
@@ -193,6 +164,8 @@ class Recorder:
         """End the task, which loaded ``row_count`` samples."""
         self._ended = now_ns
         if not self.is_fine:
+            if not self._is_on:
+                return
             numbers = self._numbers
             numbers[_TINY_ROWS] = self._rows = self._rows + row_count
             numbers[_TINY_BUSY] = self._busy = self._busy + now_ns - self._began
@@ -226,7 +199,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Add pending tiny tasks to the sums; the next task is timed in detail."""
-        if not self.is_fine:
+        if self._is_on and not self.is_fine:
             self._enter(self._ended)
             self.is_fine = True
 

@@ -26,7 +26,6 @@ from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.process_tools import MemoryUse
 from infeed.workers.recorder import (
     RECORDER_NUMBERS,
-    NullRecorder,
     Observe,
     Recorder,
     RecorderReader,
@@ -120,10 +119,10 @@ class Cell:
         self._numbers[_QUEUED] = queued_ns
 
 
-def recorder_over(memory: Any, worker: int, observe: Observe) -> Recorder | NullRecorder:
+def recorder_over(memory: Any, worker: int, observe: Observe) -> Recorder:
     """Return the recorder of a worker in a status board that this process has mapped."""
     if observe == "off":
-        return NullRecorder()
+        return Recorder(is_on=False)  # in private memory
     begin = _span(worker).stop
     return Recorder(memoryview(memory).cast("q")[begin : begin + RECORDER_NUMBERS], is_spanning=observe == "timeline")
 
@@ -146,7 +145,7 @@ class StatusBoard:
     def cell(self, worker: WorkerId) -> Cell:
         return Cell.over(memoryview(self._memory).cast("B"), worker)
 
-    def recorder(self, worker: WorkerId, observe: Observe) -> Recorder | NullRecorder:
+    def recorder(self, worker: WorkerId, observe: Observe) -> Recorder:
         return recorder_over(memoryview(self._memory).cast("B"), worker, observe)
 
     def reader(self, worker: WorkerId) -> RecorderReader:

@@ -30,7 +30,7 @@ from infeed.workers.protocol import (
     Unplaced,
     WorkerSpec,
 )
-from infeed.workers.recorder import NullRecorder, Recorder
+from infeed.workers.recorder import Recorder
 from infeed.workers.rng import EpochPosition
 from infeed.workers.status import Cell
 
@@ -67,7 +67,7 @@ class SlotWriter:
         source: Source,
         segments: Segments,
         cell: Cell,
-        recorder: Recorder | NullRecorder,
+        recorder: Recorder,
         place: EpochPosition,
         fetcher: Fetcher,
     ) -> None:
