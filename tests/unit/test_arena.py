@@ -173,8 +173,10 @@ def test_a_segment_without_used_blocks_goes_back() -> None:
 
     arena.enlarge(slot, 20 * MIB)
 
-    assert arena.gone_segments == [old]
-    assert [handle.number for handle in arena.new_segments] == [old, arena.block(slot).segment]
+    gone, new = arena.take_changes()
+    assert gone == [old]
+    assert [handle.number for handle in new] == [old, arena.block(slot).segment]
+    assert arena.take_changes() == ([], [])
     assert [*store.live] == [arena.block(slot).segment]
 
 

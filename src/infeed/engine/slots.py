@@ -126,10 +126,9 @@ class SlotAllocator:
         return MemoryLimitError(text)  # a new one: a raised exception references frames
 
     def _announce(self) -> None:
-        for number in self._arena.gone_segments:
+        gone, new = self._arena.take_changes()
+        for number in gone:
             self._pool.remove_segment(number)
             self._delivery.forget_segment(number)
-        for handle in self._arena.new_segments:
+        for handle in new:
             self._pool.add_segment(handle)
-        self._arena.gone_segments.clear()
-        self._arena.new_segments.clear()

@@ -120,9 +120,9 @@ class Arena:
         self.ended_leases = self._book.ended
         self._next_slot = 0
         self.total_bytes = 0
-        # Segments not yet announced to the workers, and segments that the workers must unmap.
-        self.new_segments: list[SegmentHandle] = []
-        self.gone_segments: list[int] = []
+        # Since the last `take_changes`.
+        self._gone_segments: list[int] = []
+        self._new_segments: list[SegmentHandle] = []
 
     def add_slot(self, size: int) -> SlotId:
         """Create a slot with a block of at least ``size`` bytes.
@@ -174,6 +174,12 @@ class Arena:
             self._blocks[slot] = _NO_BLOCK
             self._free(block)
 
+    def take_changes(self) -> tuple[list[int], list[SegmentHandle]]:
+        """Return the segments that workers must unmap, and those that they must map, since the last call."""
+        changes = self._gone_segments, self._new_segments
+        self._gone_segments, self._new_segments = [], []
+        return changes
+
     def memory(self, segment: int) -> mmap:
         return self._extents[segment].segment.memory
 
@@ -218,7 +224,7 @@ class Arena:
         # Ascending, popped from the end: the first blocks are used last and stay untouched while few slots are in use.
         extent.free = [index * size for index in range(1, count)]
         self._extents[segment.handle.number] = extent
-        self.new_segments.append(segment.handle)
+        self._new_segments.append(segment.handle)
         return Block(segment.handle.number, 0, size)
 
     def _free(self, block: Block) -> None:
@@ -229,4 +235,4 @@ class Arena:
             del self._extents[block.segment]
             self._store.release(extent.segment.handle)
             self.total_bytes -= extent.segment.handle.size
-            self.gone_segments.append(block.segment)
+            self._gone_segments.append(block.segment)

@@ -72,7 +72,7 @@ _HANDLERS: Final = {event: "_on" + re.sub("([A-Z])", r"_\1", event.__name__).low
 
 @final
 class Scheduler:
-    """The state machine. ``handle`` is the only input; the properties serve the engine and the tests."""
+    """The state machine. ``handle`` and ``lease_free_slot`` change the state; the properties serve the engine and the tests."""
 
     def __init__(
         self,
@@ -150,7 +150,10 @@ class Scheduler:
         return tuple(self._slots.free)
 
     def lease_free_slot(self) -> SlotId | None:
-        """Lease a slot for a batch that the engine fills itself, without tasks; return ``None`` if no slot is free."""
+        """Lease a slot for a batch that the engine fills itself; return ``None`` if no slot is free.
+
+        Changes the state without an event: such a batch is not planned and has no tasks, and the engine needs the slot at once.
+        """
         if not self._slots.free:
             return None
         self._wanted = None  # the training loop waits for this batch

@@ -134,6 +134,14 @@ class Launch:
         self.link = link
         return link.open()
 
+    def own(self, process: Process) -> None:
+        """Register the process."""
+        self.process = process
+
+    def adopt(self, worker: IdleWorker) -> None:
+        """Register a worker that was started for another loader."""
+        self.link, self.process = worker.link, worker.process
+
     def close(self) -> None:
         if self.link is not None:
             self.link.close()
@@ -188,7 +196,7 @@ class Starter:
                 try:
                     server = fork_server(self._preload)
                     server.preload(self._preload)
-                    launch.process = ForkedProcess(server, server.fork([*ends, *self._shared_fds()]))
+                    launch.own(ForkedProcess(server, server.fork([*ends, *self._shared_fds()])))
                 except ServerGoneError:
                     # The server was killed, or has just exited while idle; try another.
                     if attempt == _SERVERS:
@@ -211,7 +219,8 @@ class Starter:
             entry = "over_connection"
             link = ConnectionLink()
         ends = launch.open(link)
-        process = launch.process = SpawnedProcess()
+        process = SpawnedProcess()
+        launch.own(process)
         process.start(entry, threads=self._threads, pass_fds=(*ends, *self._shared_fds()))
         link.close_inherited()
 
@@ -308,7 +317,7 @@ class IdleWorkers:
                 # Prefer workers that have finished starting.
                 found = next((entry for entry in fitting if entry[2].files is not None), fitting[0])
                 worker = found[2]
-                launch.link, launch.process = worker.link, worker.process
+                launch.adopt(worker)
                 self._workers.remove(found)
             if worker.is_usable():
                 return worker

@@ -91,7 +91,11 @@ class PipeLink(Link):
         self._frames = _Frames()
         self._outbox = bytearray()
         self._is_broken = self._is_large = False
-        self.poller: PipePoller | None = None
+        self._poller: PipePoller | None = None
+
+    def join(self, poller: PipePoller | None) -> None:
+        """Set the poller that waits for room in the pipe."""
+        self._poller = poller
 
     def open(self) -> tuple[int, ...]:
         # One call into C: a signal handler cannot raise between the system call and the list.
@@ -120,8 +124,8 @@ class PipeLink(Link):
             sent += self._write(data[sent:])
         if sent < len(data) and not self._is_broken:
             self._outbox += data[sent:]
-            if self.poller is not None:
-                self.poller.watch_room(self)
+            if self._poller is not None:
+                self._poller.watch_room(self)
 
     def flush(self) -> None:
         """Write as much of the outbox as the pipe accepts."""
@@ -200,14 +204,14 @@ class PipePoller(Poller):
     def add(self, link: PipeLink) -> None:
         self._links[link.read_fd] = link
         self._poll.register(link.read_fd, select.POLLIN)
-        link.poller = self
+        link.join(self)
 
     def remove(self, link: PipeLink) -> None:
         self._links.pop(link.read_fd, None)
         self._unregister(link.read_fd)
         if self._links.pop(link.write_fd, None) is not None:
             self._unregister(link.write_fd)
-        link.poller = None
+        link.join(None)
 
     def watch_room(self, link: PipeLink) -> None:
         self._links[link.write_fd] = link
