@@ -304,23 +304,14 @@ class ProcessPool(WorkerPool):
 
     def _keep_workers(self) -> None:
         """Ask all workers to drop the dataset. Keep those that do so in time, or are still starting, for other loaders."""
+        self._unflushed.clear()  # no task may follow the reset
         for member in self._members.values():
             member.link.send([RESET])
         deadline = time.monotonic() + RESET_S
         while any(member.is_started for member in self._members.values()) and (left_s := deadline - time.monotonic()) > 0:
-            for link in self._poller.wait(left_s):
-                worker = self._worker_of[link]
-                member = self._members[worker]
-                try:
-                    answers = [decode_answer(frame) for frame in link.receive()]
-                except EOFError:
-                    self._dismiss(worker)
-                    self._leavers.append(_Leaver(worker, member.process))
-                    continue
-                member.is_started |= any(isinstance(answer, Started) for answer in answers)
-                for answer in answers:
-                    if isinstance(answer, Idle):
-                        self._keep(worker, answer.files)
+            for worker, answer in self.receive(left_s):
+                if isinstance(answer, Idle):
+                    self._keep(worker, answer.files)
         if self._store.descriptor() is None:
             return  # a worker that is still starting would open segment names that disappear with this loader
         for worker in [worker for worker, member in self._members.items() if not member.is_started]:
