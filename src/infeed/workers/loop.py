@@ -258,6 +258,7 @@ class Runner:
         self._recorder = recorder
         self._fetcher = Fetcher(spec, source, self._place_now, cell, recorder)
         self._slot_writer = SlotWriter(spec, source, segments, cell, recorder, self._place_now, self._fetcher)
+        self.held_count = self._slot_writer.held_count
         self._iterable = IterableLoader(spec, source, self._fetcher, self._slot_writer)
         self._probe = KindProbe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
         self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
@@ -323,10 +324,6 @@ class Runner:
             self._recorder.loaded(0, ())
         self._recorder.end(row_count, now_ns)
         return now_ns - began
-
-    def held_count(self) -> int:
-        """Return the number of tasks whose samples wait for a block."""
-        return self._slot_writer.held_count
 
     @property
     def can_place_aside(self) -> bool:
@@ -476,7 +473,7 @@ class Runner:
                     recorder.written()
                 row += len(samples)
             if fits:
-                return RowsLoaded(message.task, slot_writer.elapsed_ns(), len(message.indices), None, beside)
+                return RowsLoaded(message.task, perf_counter_ns() - slot_writer.began_ns, len(message.indices), None, beside)
             if not message.is_whole:
                 return Mismatched(message.task)
             if len(samples) < len(message.indices):
@@ -518,7 +515,7 @@ class Runner:
             return LoadFailed(task, Failure.of(error, "gathering rows of the dataset"), bad=bad)
         if self._recorder.is_fine:
             self._recorder.loaded(0, ())
-        return RowsLoaded(task, self._slot_writer.elapsed_ns(), row_count, table.layout, [])
+        return RowsLoaded(task, perf_counter_ns() - self._slot_writer.began_ns, row_count, table.layout, [])
 
     def _missing_rows(self, indices: Any) -> tuple[tuple[int, Failure], ...]:
         table = self._source.table

@@ -300,6 +300,7 @@ PART: Final = bytes([_PART])
 # The loader no longer needs the worker. Another loader may send it a dataset.
 RESET: Final = bytes([_RESET])
 _NONE: Final = -1
+# By the last number of an answer's header: no note, or a note without state and bad elements.
 _NOTES: Final = (None, StreamNote(shards_itself=False), StreamNote(shards_itself=True))
 # The size of the layout table; a full table is cleared. Otherwise a loader with a new layout in every batch would grow it
 # without limit.
@@ -419,19 +420,9 @@ def encode_plain(answer: FromWorker) -> bytes | None:
     if type(answer) is not RowsLoaded:
         return None
     task, elapsed_ns, row_count, layout, beside, stream = answer
-    if layout is not None or beside or not _is_short(stream):
+    if layout is not None or beside or (stream is not None and (stream.state is not None or stream.bad)):
         return None
-    return _DONE.pack(_ROWS, task, elapsed_ns, row_count, _number_of(stream))
-
-
-def _number_of(stream: StreamNote | None) -> int:
-    """Return the place in ``_NOTES`` of a note without its state and bad elements."""
-    return 0 if stream is None else 1 + stream.shards_itself
-
-
-def _is_short(stream: StreamNote | None) -> bool:
-    """Whether the note fits into the header of an answer."""
-    return stream is None or (stream.state is None and not stream.bad)
+    return _DONE.pack(_ROWS, task, elapsed_ns, row_count, 0 if stream is None else 1 + stream.shards_itself)
 
 
 def encode_answer(answer: FromWorker) -> bytes:
@@ -447,8 +438,8 @@ def encode_answer(answer: FromWorker) -> bytes:
         if isinstance(answer, RowsLoaded | PackedLoaded | Emptied) and answer.stream is not None and answer.stream.bad:
             answer = answer._replace(stream=answer.stream._replace(bad=_packed(answer.stream.bad)))
         # The header repeats the task, so that the engine can report a body that it cannot decode.
-        note = 0 if isinstance(answer, Unplaced | Mismatched) else _number_of(answer.stream)
-        return _DONE.pack(_OTHER, answer.task, 0, 0, note) + dumps(answer)
+        stream = None if isinstance(answer, Unplaced | Mismatched) else answer.stream
+        return _DONE.pack(_OTHER, answer.task, 0, 0, 0 if stream is None else 1 + stream.shards_itself) + dumps(answer)
     except BaseException as error:  # a user object that cannot be pickled may raise anything
         failure = Failure.of(error, "sending a batch (it contains an object that cannot be pickled)")
         return encode_answer(LoadFailed(answer.task, failure))

@@ -82,16 +82,12 @@ class SlotWriter:
         # A writer references its layout, so Python does not reuse the layout's id, which is part of the key.
         self._writers: dict[tuple[int, int, int, int], RowWriter] = {}
         self._held: dict[TaskId, Held] = {}
-        self._began_ns = 0  # start of the current task
+        self.began_ns = 0  # start of the current task
 
     def begin(self, task: TaskId) -> int:
         """Begin a task; return the time."""
-        self._began_ns = self._cell.begin(task)
-        return self._began_ns
-
-    def elapsed_ns(self) -> int:
-        """Return the time since the current task began."""
-        return perf_counter_ns() - self._began_ns
+        self.began_ns = self._cell.begin(task)
+        return self.began_ns
 
     def memory(self, block: Block) -> mmap:
         """Return the mapped segment of a block."""
@@ -104,7 +100,7 @@ class SlotWriter:
 
     def hold(self, task: TaskId, held: Held) -> None:
         """Keep samples until the task has a block."""
-        held.elapsed_ns = self.elapsed_ns()
+        held.elapsed_ns = perf_counter_ns() - self.began_ns
         self._held[task] = held
 
     def answer(self, answer: FromWorker, stream: StreamNote) -> FromWorker:
@@ -115,9 +111,8 @@ class SlotWriter:
             self._held[answer.task].stream = stream
         return answer
 
-    @property
     def held_count(self) -> int:
-        """The number of tasks whose samples wait for a block."""
+        """Return the number of tasks whose samples wait for a block."""
         return len(self._held)
 
     def held_rows(self, task: TaskId) -> int:
@@ -203,7 +198,7 @@ class SlotWriter:
             return None
         if self._recorder.is_fine:
             self._recorder.written()
-        return RowsLoaded(message.task, self.elapsed_ns(), len(samples), None, beside)
+        return RowsLoaded(message.task, perf_counter_ns() - self.began_ns, len(samples), None, beside)
 
     def write_or_hold(
         self,
@@ -227,7 +222,7 @@ class SlotWriter:
         if block is None or block.size < nbytes:
             self.hold(task, held)
             return Unplaced(task, nbytes, layout)
-        held.elapsed_ns = self.elapsed_ns()
+        held.elapsed_ns = perf_counter_ns() - self.began_ns
         return self._write_held(task, held, block)
 
     # --- packed batches
@@ -263,4 +258,4 @@ class SlotWriter:
         packing.write(self._segments.memory(block.segment), block.offset)
         if self._recorder.is_fine:
             self._recorder.written()
-        return PackedLoaded(task, self.elapsed_ns(), row_count, packing.packed)
+        return PackedLoaded(task, perf_counter_ns() - self.began_ns, row_count, packing.packed)
