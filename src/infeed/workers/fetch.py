@@ -36,12 +36,11 @@ class LoadError(Exception):
         super().__init__(doing, index, position)
         self.doing, self.index, self.position = doing, index, position
         self.stream: StreamNote | None = None
-        # All rows of the task that cannot be loaded, if handles_bad_samples is set: they are reported together.
-        self.bad: tuple[tuple[int, Failure], ...] = ()
+        self.bad: tuple[tuple[int, Failure], ...] = ()  # rows of the task that cannot be loaded, if bad samples are handled
 
-    def add(self, stream: StreamNote) -> None:
-        """Add what a worker reports about its share of an iterable dataset."""
-        self.stream = stream
+    def add(self, stream: StreamNote | None = None, bad: tuple[tuple[int, Failure], ...] = ()) -> None:
+        """Add what else to report with the exception."""
+        self.stream, self.bad = stream, bad
 
     def failure(self) -> Failure:
         cause = self.__cause__
@@ -203,7 +202,7 @@ class Fetcher:
                     self._recorder.retried()
                     continue
                 if self._spec.handles_bad_samples:
-                    error.bad = self._bad_rows(error, indices, begin, position)
+                    error.add(bad=self._bad_rows(error, indices, begin, position))
                 raise
 
     def _bad_rows(self, error: LoadError, indices: list[Any], begin: int, position: int) -> tuple[tuple[int, Failure], ...]:
