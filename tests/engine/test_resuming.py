@@ -102,3 +102,21 @@ def test_a_run_with_a_thread_resumed_at_any_moment_is_the_uninterrupted_one(case
 @pytest.mark.parametrize("case", ["sampler", "stream", "iterator of a stream"])
 def test_a_run_with_processes_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
     assert_resumes(case, {"num_workers": 2, "timeout": DEADLINE_S}, every=4)
+
+
+def test_a_state_with_workers_has_the_dataset_only_before_the_first_epoch() -> None:
+    """Later, kept workers may have loaded ahead."""
+    options = {"num_workers": 1, "worker": "thread"}
+    with made("dataset", options) as loader:
+        before = loader.state_dict()
+        iterator = iter(loader)
+        first = next(iterator)
+        with pytest.warns(RuntimeWarning, match=r"Counting.*num_workers=0"):
+            unknown = loader.state_dict()
+        rest = list(iterator)
+    for given in ({}, options):
+        with made("dataset", given) as resumed:
+            with pytest.raises(infeed.StateError, match=r"Counting.*num_workers=0"):
+                resumed.load_state_dict(unknown)
+            resumed.load_state_dict(json.loads(json.dumps(before)))
+            assert list(resumed) == [first, *rest]
