@@ -4,8 +4,9 @@ Starts a cluster of three nodes on this machine: one for the ranks, two for work
 
     python ray_train.py
 
-Give each rank at most (CPUs of the cluster) / (number of ranks) workers. infeed starts them outside of Ray Train's placement group,
-so `ScalingConfig` reserves only what the ranks themselves need.
+Give each rank at most (CPUs for workers) / (number of ranks) workers. infeed starts them outside of Ray Train's placement group, so
+`ScalingConfig` reserves only what the ranks themselves need. The custom resource `train_node` keeps ranks off the nodes with
+`cpu_node`: otherwise Ray may place ranks there, and their workers wait forever for the CPUs of the ranks.
 """
 
 import tempfile
@@ -60,14 +61,15 @@ def train(config):
 
 def main():
     store = 200 << 20
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": store})
+    head = {"num_cpus": 2, "object_store_memory": store, "resources": {"train_node": 2}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         cluster.add_node(num_cpus=2, object_store_memory=store, resources={"cpu_node": 2})
     ray.init(address=cluster.address, log_to_driver=False)
     trainer = TorchTrainer(
         train,
         train_loop_config={"epochs": 3},
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1, "train_node": 1}),
         run_config=RunConfig(storage_path=tempfile.mkdtemp()),
     )
     result = trainer.fit()

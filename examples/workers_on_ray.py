@@ -4,9 +4,9 @@ Without an address this program starts a cluster of three nodes on this machine:
 
     python workers_on_ray.py [address of a cluster]
 
-On a real cluster, `RayWorkers(resources={"cpu_node": 1})` keeps workers on nodes that were started with
-`ray start --address=... --resources='{"cpu_node": 16}'`. The same works in the `train_loop_per_worker` of Ray Train and in
-programs under torchrun (set RAY_ADDRESS=auto there): pass the rank and the number of ranks, or `shard="auto"`.
+On a real cluster, start the nodes for workers with `ray start --address=... --resources='{"cpu_node": 16}'` and those for ranks with
+`--resources='{"train_node": 8}'`. The same works in Ray Train (see ray_train.py) and under torchrun (set RAY_ADDRESS there): pass the
+rank and the number of ranks, or `shard="auto"`.
 """
 
 import sys
@@ -48,7 +48,8 @@ def start_cluster():
     from ray.cluster_utils import Cluster
 
     store = 200 << 20
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": RANKS, "object_store_memory": store})
+    head = {"num_cpus": RANKS, "object_store_memory": store, "resources": {"train_node": RANKS}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         cluster.add_node(num_cpus=2, object_store_memory=store, resources={"cpu_node": 2})
     return cluster
@@ -59,7 +60,9 @@ def main():
     if len(sys.argv) < 2:
         cluster = start_cluster()
     ray.init(address=cluster.address if cluster else sys.argv[1], log_to_driver=False)
-    ranks = [ray.remote(num_cpus=1)(train).remote(rank) for rank in range(RANKS)]  # Ray Train does this for you
+    # Ray Train does this for you. Ranks on a node with `cpu_node` would take the CPUs for which their own workers wait.
+    rank = ray.remote(num_cpus=1, resources={"train_node": 1})(train)
+    ranks = [rank.remote(number) for number in range(RANKS)]
     parts = ray.get(ranks)
     assert sorted(index for part in parts for index in part) == list(range(1000))
     print(f"{RANKS} ranks, {len(parts[0])} and {len(parts[1])} samples: together each sample once")

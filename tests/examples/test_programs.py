@@ -103,6 +103,16 @@ def test_ranks_have_workers_on_other_nodes(tmp_path: Path) -> None:
     assert "2 ranks, 500 and 500 samples: together each sample once" in out
 
 
+@pytest.mark.torch
+@pytest.mark.long
+@pytest.mark.linux("Ray is tested on Linux")
+def test_ray_train_has_workers_on_other_nodes(tmp_path: Path) -> None:
+    """Two ranks on the first node of three. Also needs pandas, which comes with ray[train]."""
+    out = run("ray_train.py", tmp_path, needs=["torch", "ray", "pandas", "tensorboardX"])
+
+    assert "200 samples per rank" in out
+
+
 def test_jax_fits_a_line(tmp_path: Path) -> None:
     out = run("jax_training.py", tmp_path, needs=["jax"])
 
