@@ -4,8 +4,8 @@ Starts a cluster of three nodes on this machine: one for the ranks, two for work
 
     python ray_train.py
 
-Give each rank at most (CPUs for workers) / (number of ranks) workers. infeed starts them outside of Ray Train's placement group, so
-`ScalingConfig` reserves only what the ranks themselves need. The custom resource `train_node` keeps ranks off the nodes with
+Give each rank at most (CPUs for workers) / (number of ranks) workers. infeed starts them outside of the placement group of Ray
+Train, so `ScalingConfig` reserves only what the ranks themselves need. The resource `train_node` keeps ranks off the nodes with
 `cpu_node`: otherwise Ray may place ranks there, and their workers wait forever for the CPUs of the ranks.
 """
 
@@ -38,7 +38,9 @@ def train(config):
     context = ray.train.get_context()
     sampler = DistributedSampler(Points(), context.get_world_size(), context.get_world_rank(), seed=1)
     workers = infeed.RayWorkers(resources={"cpu_node": 1})
-    loader = infeed.torch.DataLoader(Points(), batch_size=20, sampler=sampler, num_workers=2, worker=workers, persistent_workers=True)
+    loader = infeed.torch.DataLoader(
+        Points(), batch_size=20, sampler=sampler, num_workers=2, worker=workers, persistent_workers=True
+    )
     model = prepare_model(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for epoch in range(config["epochs"]):

@@ -4,9 +4,9 @@ Without an address this program starts a cluster of three nodes on this machine:
 
     python workers_on_ray.py [address of a cluster]
 
-On a real cluster, start the nodes for workers with `ray start --address=... --resources='{"cpu_node": 16}'` and those for ranks with
-`--resources='{"train_node": 8}'`. The same works in Ray Train (see ray_train.py) and under torchrun (set RAY_ADDRESS there): pass the
-rank and the number of ranks, or `shard="auto"`.
+On a real cluster, start the nodes for workers with `ray start --address=... --resources='{"cpu_node": 16}'` and those for ranks
+with `--resources='{"train_node": 8}'`. The same works in Ray Train (ray_train.py) and under torchrun (set RAY_ADDRESS there):
+pass the rank and the number of ranks, or `shard="auto"`.
 """
 
 import sys

@@ -29,12 +29,15 @@ class TwoNodes:
             head = {"num_cpus": CPUS, "object_store_memory": STORE_BYTES, "include_dashboard": False, "_system_config": _SYSTEM}
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self.second = self.add_node()
-            ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+            self.connect()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         ray.shutdown()
         self._cluster.shutdown()
+
+    def connect(self) -> None:
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
 
     @property
     def address(self) -> str:

@@ -217,6 +217,39 @@ def test_a_dataset_that_cannot_be_built_on_a_node_is_an_error() -> None:
         next(iter(loader))
 
 
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["between batches", "waiting"])
+def test_after_ray_shutdown_the_loader_raises_and_does_not_reconnect(cluster: TwoNodes, is_waiting: bool) -> None:
+    """Most functions of Ray connect to any cluster that they find."""
+
+    class Slow:
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(3600 if is_waiting and index >= 20 else 0.001)
+            return index
+
+    loader = infeed.DataLoader(Slow(), batch_size=10, num_workers=2, worker="ray", timeout=4 * DEADLINE_S)
+    try:
+        batches = iter(loader)
+        next(batches)
+        shutdown = threading.Timer(0.5 if is_waiting else 0, ray.shutdown)
+        shutdown.start()
+        if not is_waiting:
+            shutdown.join()
+        with pytest.raises(infeed.WorkerDiedError, match=r"ray\.shutdown"):
+            list(batches)
+        shutdown.join()
+        with pytest.raises(infeed.ConfigError, match=r"ray\.init"):
+            next(iter(loader))
+        assert not ray.is_initialized()
+    finally:
+        ray.shutdown()
+        cluster.connect()
+    assert plain(next(iter(loader))) == list(range(10))
+    loader.close()
+
+
 def test_the_training_process_leaves_no_actor_when_it_is_killed(cluster: TwoNodes) -> None:
     """Ray ends the actors of a job whose driver has died."""
     import subprocess

@@ -260,9 +260,11 @@ def _pool(
         )
 
     def ray_pool(options: RayWorkers, on_news: Callable[[], None] | None) -> WorkerPool:
-        from infeed.workers.ray_pool import RayPool  # imports Ray
+        from infeed.workers.ray_cluster import Connection, connect
+        from infeed.workers.ray_pool import RayPool
 
         return RayPool(
+            connection=Connection(connect()),
             parts=copy_out(given, source),
             segments=arena,
             status_board=status_board,

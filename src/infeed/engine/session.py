@@ -391,7 +391,7 @@ class Session:
         """Return the CPU cores for which the tuner may add workers: also those of a Ray cluster, if the user allows it."""
         if config.ray is None or not config.is_auto:
             return self.cores
-        from infeed.workers.ray_pool import capacity  # imports Ray
+        from infeed.workers.ray_cluster import capacity
 
         world_size = 1 if config.shard is None else config.shard.world_size  # type: ignore[union-attr]
         return min(self.cores, config.ray.local) + capacity(config.ray) / world_size

@@ -17,19 +17,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 import infeed
 from infeed.collate.layout import Layout
-from infeed.errors import ConfigError, WorkerStartError
+from infeed.errors import WorkerDiedError, WorkerStartError
 from infeed.formatting import format_count
 from infeed.memory.arena import Block
 from infeed.memory.segments import SegmentHandle
 from infeed.scheduler.messages import TaskId, WorkerId
-from infeed.workers.exceptions import BUILDING, Failure
+from infeed.workers.exceptions import BUILDING, Failure, kept
 from infeed.workers.interpreter import command_line, explaining_limits, search_path
 from infeed.workers.pool import Death, News, WorkerPool
 from infeed.workers.process_tools import current_directory
@@ -54,6 +55,7 @@ from infeed.workers.protocol import (
     WorkerSpec,
     decode_answer,
 )
+from infeed.workers.ray_cluster import DISCONNECTED, Connection
 from infeed.workers.ray_options import RayWorkers
 from infeed.workers.remote import RemoteBirth, RemoteWorker, Reply, Report
 from infeed.workers.status import StatusBoard
@@ -74,27 +76,6 @@ _WAIT_S: Final = 10.0
 # Results may take this share of a node's object store. Above 80% Ray writes objects to disk.
 _STORE_SHARE: Final = 0.5
 _CONTROL: Final = "control"
-# The number of workers that a cluster has resources for, if they need none.
-_NO_LIMIT: Final = 1024
-
-
-def connect() -> Any:
-    """Return the ``ray`` module, connected to a cluster.
-
-    Raises:
-        ConfigError: Ray is not installed, or no cluster is known.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("worker='ray' needs Ray; install it with: pip install 'infeed[ray]'") from error
-    if not ray.is_initialized():
-        if not os.environ.get("RAY_ADDRESS"):
-            raise ConfigError("worker='ray' needs a Ray cluster; call ray.init() first, or set RAY_ADDRESS")
-        ray.init(log_to_driver=True)
-    if ray.util.client.ray.is_connected():
-        raise ConfigError("worker='ray' does not support ray:// addresses; run the training process on a node of the cluster")
-    return ray
 
 
 Call: TypeAlias = Literal["start", "task", "look"]
@@ -170,6 +151,7 @@ class RayPool(WorkerPool):
     def __init__(
         self,
         *,
+        connection: Connection,
         parts: Sequence[Any],
         segments: Segments,
         status_board: StatusBoard,
@@ -186,7 +168,7 @@ class RayPool(WorkerPool):
             threads: per native thread pool of a worker.
             on_news: called from another thread when ``receive`` has something to return.
         """
-        ray = self._ray = connect()
+        self._connection, ray = connection, connection.ray
         self._segments, self._status_board, self._specs = segments, status_board, specs
         self._threads = threads
         self._on_news = on_news
@@ -208,9 +190,10 @@ class RayPool(WorkerPool):
         self._inbox: queue.SimpleQueue[_Done | _Place | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[tuple[_Member, FromWorker | Death | _Arrived] | None] = queue.SimpleQueue()
         self._batch_bytes = 0  # of the largest batch so far
-        self._store_bytes = _store_sizes(ray)
+        self._store_bytes = connection.store_sizes()
         self._look_s = min(_LOOK_S, max(_SOONEST_LOOK_S, sample_timeout_s / 4)) if sample_timeout_s else _LOOK_S
         self._warned_s = _WAIT_S / 2
+        self._failure: Exception | None = None  # after which no worker can be heard any more
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="infeed:ray", daemon=True)
         with explaining_limits():
@@ -229,13 +212,15 @@ class RayPool(WorkerPool):
             self._threads,
             counters,
         )
-        actor = self._actor_class.remote()
-        member = _Member(worker, actor, time.perf_counter_ns())
-        with self._lock:
-            self._status_board.vacate(worker)
-            self._members[worker] = member
-            self._look(member)
-        self._call(member, "start", _NO_TASK, actor.start, pickle.dumps(birth, 5), self._parts)
+        with self._guarded():
+            self._connection.check()
+            actor = self._actor_class.remote()
+            member = _Member(worker, actor, time.perf_counter_ns())
+            with self._lock:
+                self._status_board.vacate(worker)
+                self._members[worker] = member
+                self._look(member)
+            self._call(member, "start", _NO_TASK, actor.start, pickle.dumps(birth, 5), self._parts)
 
     def stop(self, worker: WorkerId) -> None:
         with self._lock:
@@ -244,7 +229,8 @@ class RayPool(WorkerPool):
                 self._status_board.vacate(worker)
         if member is not None:
             self._stopped.append(member.actor)
-            self._end(member)
+            with self._guarded():
+                self._end(member)
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         member = self._members.get(worker)
@@ -259,7 +245,7 @@ class RayPool(WorkerPool):
             self._send(member, message)
 
     def _send(self, member: _Member, message: LoadGrains | LoadNext | OpenStream) -> None:
-        with self._lock:
+        with self._guarded(), self._lock:
             if isinstance(message, OpenStream):
                 member.encoder.encode(message, member.frames)
                 return
@@ -276,14 +262,21 @@ class RayPool(WorkerPool):
 
     def receive(self, timeout_s: float | None) -> list[News]:
         news: list[News] = []
-        try:
-            item = self._news.get(timeout=timeout_s) if timeout_s != 0 else self._news.get_nowait()
+        is_waiting = timeout_s != 0 and self._failure is None
+        with suppress(queue.Empty):
+            item = self._news.get(timeout=timeout_s) if is_waiting else self._news.get_nowait()
             while True:
                 if item is not None and self._members.get(item[0].worker) is item[0]:
                     news.append(self._heard(*item))
                 item = self._news.get_nowait()
-        except queue.Empty:
+        failure = self._failure
+        if failure is None or news:
             return news
+        if isinstance(failure, WorkerDiedError):
+            raise WorkerDiedError(str(failure))
+        raise WorkerDiedError(
+            f"workers on the Ray cluster are lost after {failure!r}; check the cluster, then start a new epoch"
+        ) from failure
 
     def _heard(self, member: _Member, item: FromWorker | Death | _Arrived) -> News:
         if isinstance(item, Death):
@@ -312,17 +305,19 @@ class RayPool(WorkerPool):
     def kill(self, worker: WorkerId) -> None:
         member = self._members.get(worker)
         if member is not None:
-            self._ray.kill(member.actor)
+            with self._guarded():
+                self._connection.ray.kill(member.actor)
 
     def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
         del stack_fd
         member = self._members.get(worker)
-        if member is None or member.report is None:
+        if member is None or member.report is None or not self._connection.is_open:
             return None
+        ray = self._connection.ray
         try:
             ref = member.actor.stack.options(concurrency_group=_CONTROL).remote()
-            stack: str = self._ray.get(ref, timeout=_STACK_S)
-        except self._ray.exceptions.RayError:  # it holds the GIL, or has died
+            stack: str = ray.get(ref, timeout=_STACK_S)
+        except ray.exceptions.RayError:  # it holds the GIL, or has died
             return None
         return stack or None
 
@@ -342,26 +337,47 @@ class RayPool(WorkerPool):
         members, self._members = list(self._members.values()), {}
         actors = [*self._stopped, *(member.actor for member in members)]
         self._stopped = []
-        if not self._ray.is_initialized():
-            return  # the user has called ray.shutdown(), which ends all actors
-        ends = [self._end(member) for member in members if member.is_started]
+        self._failure = None
         try:
+            if self._connection.is_open:  # otherwise ray.shutdown() has ended all actors
+                self._end_all([member for member in members if member.is_started], actors)
+        finally:
+            self._parts = None
+
+    def _end_all(self, members: list[_Member], actors: list[Any]) -> None:
+        """Ask members to exit, and kill all actors after a moment."""
+        ray = self._connection.ray
+        try:
+            ends = [self._end(member) for member in members]
             if ends:
-                self._ray.wait(ends, num_returns=len(ends), timeout=_END_S)
+                ray.wait(ends, num_returns=len(ends), timeout=_END_S)
         finally:
             for actor in actors:
-                self._ray.kill(actor)
-            self._parts = None
+                ray.kill(actor)
 
     def _end(self, member: _Member) -> Any:
         """Ask an actor to exit after its current task; return a reference that becomes ready when it has."""
+        self._connection.check()
         return member.actor.__ray_terminate__.remote()
 
     # --- called by both threads
 
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Make ``receive`` raise what goes wrong in the body: in this thread or at this point nobody could handle it."""
+        try:
+            yield
+        except Exception as error:
+            if self._failure is None:
+                self._failure = kept(error) if self._connection.is_open else WorkerDiedError(DISCONNECTED)
+            self._news.put(None)
+            if self._on_news is not None:
+                self._on_news()
+
     def _call(
         self, member: _Member, call: Literal["start", "task", "look"], task: TaskId, method: Any, *arguments: Any
     ) -> None:
+        self._connection.check()
         future = method.remote(*arguments).future()
         future.add_done_callback(lambda done: self._inbox.put(_Done(member, call, task, done)))
 
@@ -377,7 +393,7 @@ class RayPool(WorkerPool):
             return True
         node = member.report.node
         if node.number not in self._store_bytes:  # it has joined since
-            self._store_bytes = {node.number: 0.0, **_store_sizes(self._ray)}
+            self._store_bytes = {node.number: 0.0, **self._connection.store_sizes()}
         room = self._store_bytes[node.number]
         others = sum(len(one.tasks) for one in self._members.values() if one.report is not None and one.report.node == node)
         return not room or (others + 1) * self._batch_bytes <= _STORE_SHARE * room
@@ -385,6 +401,10 @@ class RayPool(WorkerPool):
     # --- the pool's thread
 
     def _run(self) -> None:
+        with self._guarded():
+            self._serve()
+
+    def _serve(self) -> None:
         next_look = time.monotonic() + self._look_s
         while True:
             left_s = next_look - time.monotonic()
@@ -449,7 +469,8 @@ class RayPool(WorkerPool):
 
     def _fail(self, member: _Member, call: str, task: TaskId, error: BaseException) -> None:
         """Handle a failed call: the actor has died, its result is lost, or infeed's own code raised there."""
-        exceptions = self._ray.exceptions
+        ray = self._connection.ray
+        exceptions = ray.exceptions
         if isinstance(error, exceptions.RayTaskError) and call == "task":
             with self._lock:
                 member.tasks.pop(task, None)
@@ -467,7 +488,7 @@ class RayPool(WorkerPool):
         who = "(not placed yet)" if report is None else f"(pid {report.pid} on node {report.node})"
         is_lost = not isinstance(error, exceptions.RayActorError)
         if is_lost:  # the result is gone, but the actor may live and has answered: start another, to load it again
-            self._ray.kill(member.actor)
+            ray.kill(member.actor)
         is_node = "node has died" in text or "node was" in text
         cause_text = "Ray killed it because its node ran out of memory" if "low on memory" in text else None
         self._tell(member, Death(f"{who} died: {text}", cause_text, is_blamed=not (is_lost or is_node)))
@@ -494,6 +515,7 @@ class RayPool(WorkerPool):
         self._call(member, "look", _NO_TASK, member.actor.look.options(concurrency_group=_CONTROL))
 
     def _look_at_all(self) -> None:
+        self._connection.check()  # after ray.shutdown() no call returns
         now_ns = time.perf_counter_ns()
         waiting_s: list[float] = []
         for member in list(self._members.values()):
@@ -514,26 +536,11 @@ class RayPool(WorkerPool):
             self._warn_of_waiting(len(waiting_s))
 
     def _warn_of_waiting(self, count: int) -> None:
-        needs = _needs(self._options)
-        has, free = self._ray.cluster_resources(), self._ray.available_resources()
-        listed = ", ".join(f"{needs[name]:g} {name} ({free.get(name, 0):g} of {has.get(name, 0):g} free)" for name in needs)
         _LOG.warning(
             "Ray has not started %d of %s after %.0f s; each needs %s; add nodes, end other work, or lower num_workers",
-            count, format_count(len(self._members), "worker"), self._warned_s, listed,
+            count, format_count(len(self._members), "worker"), self._warned_s,
+            self._connection.describe_free(self._options),
         )  # fmt: skip
-
-
-def capacity(options: RayWorkers) -> float:
-    """Return how many workers the cluster has resources for, if it does nothing else."""
-    has, needs = connect().cluster_resources(), _needs(options)
-    return min((has.get(name, 0.0) // need for name, need in needs.items() if need), default=float(_NO_LIMIT))
-
-
-def _needs(options: RayWorkers) -> dict[str, float]:
-    needs = {"CPU": float(options.cpus), **options.resources}
-    if options.memory is not None:
-        needs["memory"] = float(options.memory)
-    return needs
 
 
 def _reason(error: BaseException) -> str:
@@ -543,8 +550,3 @@ def _reason(error: BaseException) -> str:
     text = " ".join(told).removeprefix("The actor died unexpectedly before finishing this task.").strip()
     text = text.partition(" Some common causes include")[0]  # a paragraph of guesses
     return text or type(error).__name__
-
-
-def _store_sizes(ray: Any) -> dict[str, float]:
-    """Return the size of each node's object store."""
-    return {node["NodeID"]: node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"]}
