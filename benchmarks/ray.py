@@ -1,25 +1,34 @@
 """Compares workers on a Ray cluster with local workers and with Ray Data, in one run.
 
-    python -m benchmarks.ray [--workers 2] [--batches 20] [--repeat 3] [--without-ray-data]
+    python -m benchmarks.ray [--workers 2] [--batches 60] [--repeats 3] [--without-ray-data] [--json FILE]
 
 The cluster is two nodes on this machine (``ray.cluster_utils.Cluster``): transfers between them cross the loopback interface.
 ``cpu`` has samples of 5 ms of CPU time in batches of 16; ``big`` has batches of 64 images of 3x224x224 float32, 38.5 MB, that
-take no time to create. Variants alternate; the table shows medians.
+take no time to create.
+
+Each variant loads two epochs. "Cold" is the time from the creation of the loader to its first batch, "warm" that from the start
+of the second epoch to its first batch. The rate is that of the second epoch after its first batch. The CPU time is that of this
+process and of the raylet of its node, in the second epoch. Variants alternate; the table shows medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from ray.cluster_utils import Cluster
 
 import infeed
 import ray
+from benchmarks import machine
 
 _STORE_BYTES = 1 << 30
 _SAMPLE_S = 0.005
@@ -60,25 +69,54 @@ class Big:
         return self.image
 
 
-def with_infeed(dataset: Any, workers: int, worker: Any) -> tuple[float, float]:
-    """Return batches per second after the first batch, and the seconds until the first batch."""
+class Meter:
+    """Measures epochs, and the CPU time that this node spends on receiving batches."""
+
+    def __init__(self, raylet: int) -> None:
+        self._processes = [psutil.Process(), psutil.Process(raylet)]
+
+    def _cpu_s(self) -> float:
+        return sum(times.user + times.system for times in (process.cpu_times() for process in self._processes))
+
+    def epochs(self, began: float, first: Iterable[Any], second: Callable[[], Iterable[Any]]) -> dict[str, float]:
+        """Measure two epochs, of which the first began at ``began``."""
+        cold_s = 0.0
+        for _ in first:
+            cold_s = cold_s or time.perf_counter() - began
+        before_s, began = self._cpu_s(), time.perf_counter()
+        times, nbytes = [], 0
+        for batch in second():
+            times.append(time.perf_counter())
+            nbytes += _size(batch)
+        cpu_s = self._cpu_s() - before_s
+        return {
+            "batches_per_s": (len(times) - 1) / (times[-1] - times[0]),
+            "cold_s": cold_s,
+            "warm_s": times[0] - began,
+            "cpu_s": cpu_s,
+            "gb": nbytes / 1e9,
+        }
+
+
+def _size(batch: Any) -> int:
+    if isinstance(batch, dict):
+        return sum(map(_size, batch.values()))
+    return sum(map(_size, batch)) if isinstance(batch, tuple | list) else batch.nbytes
+
+
+def with_infeed(meter: Meter, dataset: Any, workers: int, worker: Any) -> dict[str, float]:
     began = time.perf_counter()
     with infeed.DataLoader(dataset, dataset.batch_size, num_workers=workers, worker=worker, timeout=300) as loader:
-        next(iter(loader))
-        first_s = time.perf_counter() - began
-        list_len = 0
-        began = time.perf_counter()  # a whole epoch with warm workers
-        for _ in loader:
-            list_len += 1
-        return list_len / (time.perf_counter() - began), first_s
+        return meter.epochs(began, loader, lambda: loader)
 
 
-def with_ray_data(dataset: Any, workers: int) -> tuple[float, float]:
-    """Measure the same samples with ``iter_torch_batches``; each worker is a task with one CPU."""
+def with_ray_data(meter: Meter, dataset: Any, workers: int) -> dict[str, float]:
+    """Measure the same samples with ``iter_torch_batches``; one task with one CPU loads a batch."""
     import ray.data
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
 
     def load(rows: dict[str, Any]) -> dict[str, Any]:
         samples = [dataset[int(index)] for index in rows["id"]]
@@ -86,53 +124,72 @@ def with_ray_data(dataset: Any, workers: int) -> tuple[float, float]:
             return {"index": np.array([one[0] for one in samples]), "value": np.array([one[1] for one in samples])}
         return {"image": np.stack(samples)}
 
+    def epoch() -> Iterable[Any]:
+        batches: Iterable[Any] = loaded.iter_torch_batches(batch_size=dataset.batch_size, prefetch_batches=4)
+        return batches
+
     began = time.perf_counter()
-    table = ray.data.range(len(dataset), override_num_blocks=2 * workers)
-    loaded = table.map_batches(load, batch_size=dataset.batch_size, concurrency=workers)
-    count, first_s = 0, 0.0
-    for _ in loaded.iter_torch_batches(batch_size=dataset.batch_size, prefetch_batches=4):
-        if not count:
-            first_s = time.perf_counter() - began
-        count += 1
-    return count / (time.perf_counter() - began), first_s
+    table = ray.data.range(len(dataset), override_num_blocks=len(dataset) // dataset.batch_size)
+    loaded = table.map_batches(load, batch_size=dataset.batch_size, compute=ray.data.TaskPoolStrategy(size=workers))
+    return meter.epochs(began, epoch(), epoch)
 
 
-def _variants(workers: int, has_ray_data: bool) -> Iterator[tuple[str, Callable[[Any], tuple[float, float]]]]:
-    yield "infeed, local", lambda dataset: with_infeed(dataset, workers, "process")
-    yield "infeed, same node", lambda dataset: with_infeed(dataset, workers, infeed.RayWorkers(resources={"near": 1}))
-    yield "infeed, other node", lambda dataset: with_infeed(dataset, workers, infeed.RayWorkers(resources={"far": 1}))
+def _variants(meter: Meter, workers: int, has_ray_data: bool) -> Iterator[tuple[str, Callable[[Any], dict[str, float]]]]:
+    yield "infeed, local", lambda dataset: with_infeed(meter, dataset, workers, "process")
+    for name, place in (("same", "near"), ("other", "far")):
+        worker = infeed.RayWorkers(resources={place: 1})
+        yield f"infeed, {name} node", lambda dataset, worker=worker: with_infeed(meter, dataset, workers, worker)
     if has_ray_data:
-        yield "Ray Data", lambda dataset: with_ray_data(dataset, workers)
+        yield "Ray Data", lambda dataset: with_ray_data(meter, dataset, workers)
+
+
+def summarize(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the medians of the repeats of one variant."""
+    of = {name: statistics.median(record[name] for record in records) for name in records[0] if name not in ("case", "variant")}
+    return of | {"cpu_s_per_gb": of["cpu_s"] / of["gb"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--without-ray-data", action="store_true", help="Ray Data needs pandas and pyarrow")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write records, medians and machine to FILE")
     arguments = parser.parse_args()
+    described = machine.describe(["infeed", "ray", "torch"])
     count = arguments.workers
     node = {"num_cpus": count + 1, "object_store_memory": _STORE_BYTES}
     head = {**node, "resources": {"near": count}, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
+    records: list[dict[str, Any]] = []
+    summary: dict[str, dict[str, dict[str, float]]] = {}
     try:
         cluster.add_node(**node, resources={"far": count})
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-        for name, dataset in (("cpu", Cpu(arguments.batches)), ("big", Big(arguments.batches))):
-            rates: dict[str, list[tuple[float, float]]] = {}
-            for _ in range(arguments.repeat):
-                for variant, measure in _variants(count, not arguments.without_ray_data):
-                    rates.setdefault(variant, []).append(measure(dataset))
-            local = statistics.median(rate for rate, _ in rates["infeed, local"])
-            print(f"{name}: {arguments.batches} batches, {count} workers")
-            for variant, results in rates.items():
-                rate = statistics.median(one for one, _ in results)
-                first_s = statistics.median(one for _, one in results)
-                print(f"  {variant:<20} {rate:8.1f} batches/s  {rate / local:5.2f} x local  first batch after {first_s:.2f} s")
+        meter = Meter(cluster.head_node.all_processes["raylet"][0].process.pid)
+        for case, dataset in (("cpu", Cpu(arguments.batches)), ("big", Big(arguments.batches))):
+            for _ in range(arguments.repeats):
+                for variant, measure in _variants(meter, count, not arguments.without_ray_data):
+                    records.append({"case": case, "variant": variant, **measure(dataset)})
+            names = dict.fromkeys(record["variant"] for record in records)
+            summary[case] = {
+                name: summarize([one for one in records if one["case"] == case and one["variant"] == name]) for name in names
+            }
+            local = summary[case]["infeed, local"]["batches_per_s"]
+            print(f"{case}: {arguments.batches} batches, {count} workers")
+            for name, one in summary[case].items():
+                print(
+                    f"  {name:<18} {one['batches_per_s']:7.1f} batches/s {one['batches_per_s'] / local:5.2f} x local"
+                    f"   first batch: cold {one['cold_s']:.2f} s, warm {one['warm_s']:.3f} s"
+                    + (f"   {one['cpu_s_per_gb']:.2f} CPU s/GB" if case == "big" else "")
+                )
     finally:
         ray.shutdown()
         cluster.shutdown()
+    if arguments.json is not None:
+        result = {"machine": described, "arguments": {**vars(arguments), "json": None}, "summary": summary, "records": records}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
