@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ import pytest
 
 import infeed
 import ray
+from infeed.engine.session import cores_of_workers
+from infeed.plan.shards import Shard
+from tests.delivery.fake import FakeBackend
 from tests.helpers import DEADLINE_S, assert_same, plain
 from tests.ray.clusters import STORE_BYTES, TwoNodes
 
@@ -353,3 +357,76 @@ def test_auto_adds_workers_on_the_cluster() -> None:
             for _, pid in loader:
                 seen |= set(plain(pid))
     assert len(seen) >= 3
+
+
+def test_ranks_share_the_cluster_that_auto_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a sampler divides the epoch, not shard=."""
+    ray_workers = infeed.RayWorkers(local=1)
+    config: Any = SimpleNamespace(ray=ray_workers, is_auto=True, shard=None)
+    alone = cores_of_workers(config, 2.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert alone - 1 == 2 * (cores_of_workers(config, 2.0) - 1) > 0
+    config.shard = Shard(0, 3)
+    assert alone - 1 == 3 * (cores_of_workers(config, 2.0) - 1)
+
+
+def test_a_loader_that_gets_no_worker_times_out() -> None:
+    """Other loaders may hold all CPUs for ever."""
+    nowhere = infeed.RayWorkers(resources={"node_that_never_joins": 1})
+    with (
+        infeed.DataLoader(range(4), num_workers=1, worker=nowhere, timeout=1) as loader,
+        pytest.raises(infeed.LoadTimeoutError),
+    ):
+        next(iter(loader))
+
+
+class Arrays:
+    """Samples of 1 MiB."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(1 << 17, index)
+
+
+def test_a_held_batch_keeps_its_values() -> None:
+    """While later batches, and those of the next epoch, arrive in other memory."""
+    with infeed.DataLoader(Arrays(), batch_size=2, prefetch=2, **OPTIONS) as loader:
+        batches = iter(loader)
+        held = next(batches)
+        for later in (batches, loader, loader):
+            assert [batch[0, 0] for batch in later][-1] == 22
+        assert held.shape == (2, 1 << 17)
+        assert (held[0] == 0).all()
+        assert (held[1] == 1).all()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    fake = FakeBackend()
+    monkeypatch.setattr("infeed.engine.build.find_backend", lambda: fake)
+    monkeypatch.setattr("infeed.engine.iterator.open_stage", lambda _, device, convert: fake.open_stage(device, convert))
+    return fake
+
+
+def test_a_slot_is_not_filled_again_while_the_device_reads_it(device: FakeBackend) -> None:
+    """The copy from pinned memory is late, and the user does not keep the batch."""
+    copies = []
+    with infeed.DataLoader(Arrays(), batch_size=2, prefetch=2, pin_memory=True, **OPTIONS) as loader:
+        for batch in loader:
+            copies.append(device.copy_later(batch))
+            del batch
+        device.user.run()
+    assert [copy[:, -1].tolist() for copy in copies] == [[begin, begin + 1] for begin in range(0, 24, 2)]
+
+
+def test_batches_arrive_on_the_device(device: FakeBackend) -> None:
+    """In order."""
+    with infeed.DataLoader(Arrays(), batch_size=2, device=infeed.Device("fake"), **OPTIONS) as loader:
+        batches = []
+        for batch in loader:
+            device.copies.run()
+            batches.append(batch[:, -1].tolist())
+    assert batches == [[begin, begin + 1] for begin in range(0, 24, 2)]

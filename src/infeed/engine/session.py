@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
+from infeed.distributed import find_shard
 from infeed.engine.bad_samples import BadSample, ErrorBudget, new_list
 from infeed.engine.build import build_engine
 from infeed.engine.engine import Engine
@@ -387,15 +388,6 @@ class Session:
         """
         return offered if self._progress is None else self._next
 
-    def _cores_of_workers(self, config: Options) -> float:
-        """Return the CPU cores for which the tuner may add workers: also those of a Ray cluster, if the user allows it."""
-        if config.ray is None or not config.is_auto:
-            return self.cores
-        from infeed.workers.ray_cluster import capacity
-
-        world_size = 1 if config.shard is None else config.shard.world_size  # type: ignore[union-attr]
-        return min(self.cores, config.ray.local) + capacity(config.ray) / world_size
-
     @property
     def bad_samples(self) -> list[BadSample]:
         return list(self._bad_samples)
@@ -403,7 +395,7 @@ class Session:
     def build(self, config: Options) -> Engine:
         """Build an engine with the best known number and kind of workers."""
         worker_tuning = self.worker_tuning
-        tuner = worker_tuning.tuner(config, self._cores_of_workers(config))
+        tuner = worker_tuning.tuner(config, cores_of_workers(config, self.cores))
         # Only one of several concurrent engines is tuned; the others use its worker count.
         is_alone = not self.engine_cache.has_engines_out
         build = partial(
@@ -497,6 +489,18 @@ class Session:
         with self._lock:
             if self._progress is progress:
                 self._next, self._progress = progress.start, None
+
+
+def cores_of_workers(config: Options, cores: float) -> float:
+    """Return the CPU cores for which the tuner may add workers: also those of a Ray cluster, if the user allows it."""
+    if config.ray is None or not config.is_auto:
+        return cores
+    from infeed.workers.ray_cluster import capacity
+
+    # Without shard=, a DistributedSampler may divide the epoch among ranks. They share the cluster too.
+    shard = find_shard() if config.shard is None else config.shard
+    world_size: int = shard.world_size  # type: ignore[union-attr]
+    return min(cores, config.ray.local) + capacity(config.ray) / world_size
 
 
 def _loads_by(config: Options, plan: Plan) -> str:
