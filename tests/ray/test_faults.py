@@ -99,8 +99,37 @@ def test_batches_survive_killed_actors() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("worker", ["ray", infeed.RayWorkers(local=1)], ids=["remote", "mixed"])
 def test_batches_survive_fifty_kills(worker: Any) -> None:
-    """Fifty kills, over some epochs."""
-    assert_survives_kills(4000, 50, worker, 2)
+    """Fifty kills by another thread, at any moment: while actors start, load, or send a batch.
+
+    At least one batch arrives between two kills: eight actors that die before they load anything are an error.
+    """
+    with infeed.DataLoader(Work(4000), **ARGUMENTS) as inline:
+        expected = list(inline)
+    draw = random.Random(2)
+    delivered_count, count_at_kill = 0, -1
+
+    def kill() -> bool:
+        nonlocal count_at_kill
+        found = actors() if delivered_count > count_at_kill else []
+        if not found:
+            return False
+        count_at_kill = delivered_count
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(found), signal.SIGKILL)
+            return True
+        return False
+
+    with (
+        infeed.DataLoader(Work(4000), num_workers=4, worker=worker, timeout=8 * DEADLINE_S, **ARGUMENTS) as loader,
+        repeated(kill, lambda: draw.uniform(0.05, 1.5), 50) as times,
+    ):
+        while len(times) < 50:
+            loader.set_epoch(0)
+            got = []
+            for batch in loader:
+                got.append(batch)
+                delivered_count += 1
+            assert_same(got, expected)
 
 
 def _epochs_until(loader: Any, expected: list[Any], is_enough: Callable[[], bool]) -> None:

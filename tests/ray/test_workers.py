@@ -18,7 +18,7 @@ import pytest
 import infeed
 import ray
 from infeed.engine.session import cores_of_workers
-from infeed.plan.shards import Shard
+from infeed.plan.sharding import Shard
 from tests.delivery.fake import FakeBackend
 from tests.helpers import DEADLINE_S, assert_same, plain
 from tests.ray.clusters import STORE_BYTES, TwoNodes
@@ -163,7 +163,7 @@ def test_shared_objects_are_copied_to_the_workers() -> None:
 
 
 def test_a_large_dataset_is_stored_once_and_read_without_a_copy() -> None:
-    """Its arrays are read-only views of the object store, one copy for all workers of a node."""
+    """Its arrays are read-only views of the object store, one copy for all workers of a node, on two nodes."""
 
     class Large:
         def __init__(self) -> None:
@@ -175,9 +175,11 @@ def test_a_large_dataset_is_stored_once_and_read_without_a_copy() -> None:
         def __getitem__(self, index: int) -> tuple[float, bool]:
             return self.table[index], self.table.flags.writeable
 
-    with infeed.DataLoader(Large(), batch_size=10, **OPTIONS) as loader:
+    with infeed.DataLoader(Large(), batch_size=10, num_workers=4, worker="ray", timeout=2 * DEADLINE_S) as loader:
         values = [value for batch in loader for value in plain(batch[0])]
         assert not any(flag for batch in loader for flag in plain(batch[1]))
+        used = ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+    assert used < 2.5 * 72e6
     assert values == list(range(100))
 
 
