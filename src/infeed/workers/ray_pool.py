@@ -212,6 +212,7 @@ class RayPool(WorkerPool):
             self._threads,
             counters,
         )
+        packed = pickle.dumps(birth, 5)
         with self._guarded():
             self._connection.check()
             actor = self._actor_class.remote()
@@ -220,7 +221,7 @@ class RayPool(WorkerPool):
                 self._status_board.vacate(worker)
                 self._members[worker] = member
                 self._look(member)
-            self._call(member, "start", _NO_TASK, actor.start, pickle.dumps(birth, 5), self._parts)
+            self._call(member, "start", _NO_TASK, actor.start, packed, self._parts)
 
     def stop(self, worker: WorkerId) -> None:
         with self._lock:
@@ -245,7 +246,7 @@ class RayPool(WorkerPool):
             self._send(member, message)
 
     def _send(self, member: _Member, message: LoadGrains | LoadNext | OpenStream) -> None:
-        with self._guarded(), self._lock:
+        with self._lock:
             if isinstance(message, OpenStream):
                 member.encoder.encode(message, member.frames)
                 return
@@ -255,7 +256,8 @@ class RayPool(WorkerPool):
             member.frames = []
             if not member.is_dead:  # else `receive` is about to return its death
                 member.queued.append((message.task, sent))
-                self._submit(member)
+                with self._guarded():
+                    self._submit(member)
 
     def flush(self) -> None:
         return  # every task is submitted at once
@@ -364,7 +366,7 @@ class RayPool(WorkerPool):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Make ``receive`` raise what goes wrong in the body: in this thread or at this point nobody could handle it."""
+        """Let ``receive`` raise exceptions of the body: the pool's thread has no caller, and the engine is amid an action."""
         try:
             yield
         except Exception as error:
