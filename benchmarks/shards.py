@@ -1,7 +1,7 @@
 """Measures reading of shards with infeed, WebDataset, litdata and torch, from a local disk and from an S3 server.
 
-    python -m benchmarks.shards --json benchmarks/results/NAME.json      everything; 40 minutes on two cores
-    python -m benchmarks.shards --quick                                  fewer and smaller samples: a tendency in 3 minutes
+    python -m benchmarks.shards --json benchmarks/results/NAME.json      everything; takes tens of minutes
+    python -m benchmarks.shards --quick                                  fewer samples, one repeat: a tendency
 
 Each run is a new process. Libraries alternate, and each repeat starts with a different one; the result is the median. Samples
 are random bytes and a label. Every library decodes them with the same function in its workers, and yields batches. The first

@@ -47,6 +47,7 @@ def test_of_two_stored_indices_the_one_with_more_unchanged_shards_is_used(server
         scanned.append([name for name in server.read if name.endswith(".tar")])
 
     assert scanned == [["d/1.tar"], []]
+    assert server.read == []  # the local copy fits, so that the published one is not downloaded
 
 
 @pytest.mark.parametrize("code", [401, 403])

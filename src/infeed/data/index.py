@@ -114,7 +114,7 @@ class IndexStore:
             ShardError: A shard is compressed or damaged.
         """
         stats = self._storage.stat(self._urls)
-        place, index = self._load(stats)
+        place, index = self._load(stats, publish=publish)
         if index is not None and index.stats == stats and not (publish and place != self._places[0]):
             return index
         with ExitStack() as stack:
@@ -122,7 +122,7 @@ class IndexStore:
                 stack.enter_context(file_lock(self._lock))  # other ranks wait instead of scanning the same shards
             except OSError as error:
                 _LOG.debug("cannot lock %s: %s", self._lock, error)
-            place, index = self._load(stats)
+            place, index = self._load(stats, publish=publish)
             if index is None or index.stats != stats:
                 index = self._build(stats, index, progress)
             elif not (publish and place != self._places[0]):
@@ -130,11 +130,12 @@ class IndexStore:
             self._save(index, publish=publish)
         return index
 
-    def _load(self, stats: Sequence[Stat]) -> tuple[IndexPlace | None, Index | None]:
+    def _load(self, stats: Sequence[Stat], *, publish: bool) -> tuple[IndexPlace | None, Index | None]:
         """Return the stored index with the most unchanged shards, and where it is."""
         best: tuple[IndexPlace | None, Index | None] = None, None
         most = -1
-        for place in self._places:
+        # A local copy that fits saves downloading the published one.
+        for place in self._places if publish or not self._is_remote else self._places[::-1]:
             try:
                 data = place.storage.read_whole(place.url)
             except OSError as error:
