@@ -23,8 +23,9 @@ pytest.register_assert_rewrite("tests.helpers")
 from tests.helpers import DEADLINE_S  # noqa: E402  # after the line that is about it
 from tests.possessions import possessions  # noqa: E402
 
-# Processes that were told to end take a moment to be gone.
-_VANISH_S = 5.0
+# Processes that were told to end take a moment to be gone. When torch's iterator is collected, it waits 5 s for each of its
+# workers before it kills them.
+_VANISH_S = 15.0
 
 _ENGINES = {
     "inline": {"num_workers": 0},

@@ -244,18 +244,19 @@ def worker_processes() -> list[Any]:
     found = []
     for process in descendants():
         try:
-            if not (has_ended(process) or is_fork_server(process) or is_resource_tracker(process) or is_of_ray(process)):
+            if not (has_ended(process) or is_fork_server(process) or is_resource_tracker(process) or is_of_tests(process)):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
     return found
 
 
-def is_of_ray(process: Any) -> bool:
-    """Whether a process belongs to the cluster of tests/ray, if it still runs."""
+def is_of_tests(process: Any) -> bool:
+    """Whether a process belongs to the S3 server of tests/shards or the cluster of tests/ray, if they still run."""
     words = process.cmdline()
     is_script = any(word.endswith(".py") and "/ray/" in word for word in words)
-    return is_script or process.name() in ("raylet", "gcs_server") or (bool(words) and words[0].startswith("ray::"))
+    is_server = process.name() in ("node", "raylet", "gcs_server")
+    return is_script or is_server or (bool(words) and words[0].startswith("ray::"))
 
 
 def has_ended(process: Any) -> bool:

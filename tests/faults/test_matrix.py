@@ -239,7 +239,7 @@ class Init:
         real = protocol.dumps
 
         def dumps(value: object) -> bytes:
-            if type(value) is tuple:  # the layout of rows, and what is beside them
+            if isinstance(value, protocol.RowsLoaded | protocol.PackedLoaded):
                 self.fault.strike()
             return real(value)
 

@@ -409,7 +409,7 @@ def test_a_held_batch_keeps_its_values() -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     fake = FakeBackend()
     monkeypatch.setattr("infeed.engine.build.find_backend", lambda: fake)
-    monkeypatch.setattr("infeed.engine.iterator.open_stage", lambda _, device, convert: fake.open_stage(device, convert))
+    monkeypatch.setattr("infeed.engine.epoch_iterator.open_stage", lambda _, device, convert: fake.open_stage(device, convert))
     return fake
 
 
