@@ -75,7 +75,11 @@ INSTALLED = (
 )
 
 
-@pytest.mark.parametrize("program", ["with_lightning", "with_accelerate"])
+@pytest.mark.parametrize(
+    "program",
+    # Trainer, below, prepares its loaders with Accelerate too.
+    ["with_lightning", pytest.param("with_accelerate", marks=pytest.mark.long)],
+)
 def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: str, tmp_path: Path) -> None:
     """Its loaders are served by infeed's workers, and nobody can tell from the numbers."""
     skip_without(program)
@@ -131,8 +135,8 @@ def test_ranks_under_torchrun_have_the_losses_that_they_have_without(tmp_path: P
 
 @pytest.mark.parametrize(
     "program",
-    # Two ranks below run the second too.
-    ["own_lightning", pytest.param("own_accelerate", marks=pytest.mark.long)],
+    # Two ranks below run the second too; the example `lightning_trainer.py` resumes infeed's loader in Lightning.
+    [pytest.param("own_lightning", marks=pytest.mark.long), pytest.param("own_accelerate", marks=pytest.mark.long)],
 )
 def test_a_framework_keeps_infeeds_loader(program: str, tmp_path: Path) -> None:
     """Made anew, wrapped, sharded once, saved and resumed: the program asserts it."""
