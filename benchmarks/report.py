@@ -27,7 +27,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TargetCheck:
     target: str
     reached: float | None
     is_met: bool | None
@@ -43,7 +43,7 @@ class MetricRow:
     spread: Spread
     baseline: str | None
     advantage: float | None
-    verdicts: tuple[Verdict, ...]
+    targets: tuple[TargetCheck, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _target_text(target: Target, unit: str) -> str:
     return f"{text} ({target.note})" if target.note else text
 
 
-def _verdict(target: Target, metric: Metric, value: float, others: dict[str, Spread]) -> Verdict:
+def _check_target(target: Target, metric: Metric, value: float, others: dict[str, Spread]) -> TargetCheck:
     reached: float | None = value
     if target.against is not None:
         theirs = others.get(target.against)
@@ -79,7 +79,7 @@ def _verdict(target: Target, metric: Metric, value: float, others: dict[str, Spr
     is_met: bool | None = None
     if reached is not None:
         is_met = reached >= target.at_least if target.at_least is not None else reached <= (target.at_most or 0.0)
-    return Verdict(_target_text(target, metric.unit), reached, is_met)
+    return TargetCheck(_target_text(target, metric.unit), reached, is_met)
 
 
 def metric_rows(case: Case, records: Iterable[Record]) -> list[MetricRow]:
@@ -94,13 +94,13 @@ def metric_rows(case: Case, records: Iterable[Record]) -> list[MetricRow]:
         for library, spread in spreads.items():
             base = spreads.get(case.baseline) if case.baseline is not None else None
             ratio = None if base is None or library == case.baseline else advantage(metric, spread.median, base.median)
-            verdicts = tuple(
-                _verdict(target, metric, spread.median, spreads)
+            targets = tuple(
+                _check_target(target, metric, spread.median, spreads)
                 for target in case.targets
                 if library == "infeed" and target.metric == metric.name
             )
             rows.append(
-                MetricRow(case.name, metric.name, metric.title, metric.unit, library, spread, case.baseline, ratio, verdicts)
+                MetricRow(case.name, metric.name, metric.title, metric.unit, library, spread, case.baseline, ratio, targets)
             )
     return rows
 
@@ -136,15 +136,15 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
 
 
-def _verdict_text(verdict: Verdict) -> str:
-    if verdict.is_met is None:
+def _check_text(check: TargetCheck) -> str:
+    if check.is_met is None:
         return "not measured"
-    reached = _number(verdict.reached or 0.0)
-    return f"{'met' if verdict.is_met else 'MISSED'} ({reached})"
+    reached = _number(check.reached or 0.0)
+    return f"{'met' if check.is_met else 'MISSED'} ({reached})"
 
 
 def _results_table(cases: Sequence[Case], records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    head = ["case", "metric", "library", "median", "min .. max", "unit", "x baseline", "target", "verdict"]
+    head = ["case", "metric", "library", "median", "min .. max", "unit", "x baseline", "target", "result"]
     lines: list[list[str]] = []
     for case in cases:
         for row in metric_rows(case, records):
@@ -158,8 +158,8 @@ def _results_table(cases: Sequence[Case], records: Sequence[Record]) -> tuple[li
                     f"{_number(row.spread.least)} .. {_number(row.spread.most)}",
                     row.unit,
                     ratio,
-                    "; ".join(verdict.target for verdict in row.verdicts),
-                    "; ".join(map(_verdict_text, row.verdicts)),
+                    "; ".join(check.target for check in row.targets),
+                    "; ".join(map(_check_text, row.targets)),
                 ]
             )
     return head, lines

@@ -1,4 +1,4 @@
-"""Ratios point the right way, and a verdict is given only on what was measured."""
+"""Ratios point the right way, and a target is checked only against what was measured."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ RECORDS = [
     ],
     ids=lambda value: str(value) if isinstance(value, bool) else report._target_text(value, ""),
 )
-def test_a_verdict_follows_the_median_and_the_direction(target: spec.Target, is_met: bool) -> None:
+def test_a_target_check_follows_the_median_and_the_direction(target: spec.Target, is_met: bool) -> None:
     """Medians decide, and an advantage above one is better for rates and for delays."""
     rows = report.metric_rows(make_case(target), RECORDS)
-    verdicts = [diagnosis for row in rows for diagnosis in row.verdicts]
-    assert [diagnosis.is_met for diagnosis in verdicts] == [is_met]
+    checks = [check for row in rows for check in row.targets]
+    assert [check.is_met for check in checks] == [is_met]
 
 
 def test_a_target_against_a_missing_library_is_neither_met_nor_missed() -> None:
     """Without the other side there is no ratio, and the table says so."""
     ours = [record for record in RECORDS if record["library"] == "infeed"]
     rows = report.metric_rows(make_case(spec.Target("rate", at_least=10, against="torch")), ours)
-    verdicts = [diagnosis for row in rows for diagnosis in row.verdicts]
-    assert [(diagnosis.reached, diagnosis.is_met) for diagnosis in verdicts] == [(None, None)]
+    checks = [check for row in rows for check in row.targets]
+    assert [(check.reached, check.is_met) for check in checks] == [(None, None)]
 
 
 def test_a_failed_run_is_named_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -351,7 +351,7 @@ def test_ready_batches_are_delivered_while_idle_workers_are_killed(
     forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More often than broken workers may die: nothing was lost, and the epoch goes on when the kills end."""
-    monkeypatch.setattr("infeed.engine.engine.HEAR_NS", 0)  # as if each step took long enough
+    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
     journal = Journal(tmp_path / "loaded")
 
     def load(index: int) -> int:
@@ -375,7 +375,7 @@ def test_workers_that_cannot_start_any_more_fail_the_epoch_after_its_ready_batch
     forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is about workers. Nobody closed the loader."""
-    monkeypatch.setattr("infeed.engine.engine.HEAR_NS", 0)  # as if each step took long enough
+    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
     journal = Journal(tmp_path / "loaded")
 
     def load(index: int) -> int:

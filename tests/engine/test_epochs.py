@@ -76,7 +76,7 @@ def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late
 
 def test_workers_are_sent_more_while_the_loop_takes_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that need not wait for its batches hears workers all the same, or they would run dry until it has to."""
-    monkeypatch.setattr("infeed.engine.engine.HEAR_NS", 0)  # as if each step took long enough
+    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
     loaded: list[int] = []
 
     def load(index: int) -> int:

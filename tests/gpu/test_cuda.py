@@ -55,7 +55,7 @@ def test_pinned_batches_are_pinned_without_a_copy() -> None:
     for _ in range(2):
         batches = list(loader)
         assert all(batch["x"].is_pinned() for batch in batches)
-    pinner = loader.__dict__["_infeed_core"].engine_cache._idle_engine._delivery._pinner
+    pinner = loader.__dict__["_infeed_session"].engine_cache._idle_engine._delivery._pinner
     assert pinner is not None
     assert pinner._registered
     del batches

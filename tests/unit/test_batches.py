@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from infeed.plan.batches import (
     BatchPlan,
     default_grain_size,
-    given_batches,
     grain_count,
     ordered_batches,
     sampled_batches,
+    user_batches,
 )
 from infeed.plan.order import SequentialOrder, ShuffledOrder
 from infeed.plan.sharding import Cut, Shard, Steps
@@ -71,7 +71,7 @@ def test_other_generators_are_as_lazy(kind: str) -> None:
             asked.append(number)
             yield [number] if kind == "batch_sampler" else number
 
-    plans = given_batches(source(), Cut(1)) if kind == "batch_sampler" else sampled_batches(source(), Cut(1))
+    plans = user_batches(source(), Cut(1)) if kind == "batch_sampler" else sampled_batches(source(), Cut(1))
     next(plans)
 
     assert asked == [0]
@@ -79,7 +79,7 @@ def test_other_generators_are_as_lazy(kind: str) -> None:
 
 def test_a_batch_sampler_decides_batches_of_any_size() -> None:
     """Positions count samples, whatever the sizes."""
-    assert listed(given_batches([[5], (3, 1), iter([2]), np.array([9, 8, 7])], Cut(1))) == [
+    assert listed(user_batches([[5], (3, 1), iter([2]), np.array([9, 8, 7])], Cut(1))) == [
         ([5], 0),
         ([3, 1], 1),
         ([2], 3),
@@ -109,20 +109,20 @@ def test_iter_is_called_on_a_sampler_once(start: int) -> None:
     sampler, batch_sampler = _Resetting([4, 2, 5, 1, 3]), _Resetting([[4, 2], [5, 1], [3]])
 
     assert [list(plan.indices) for plan in sampled_batches(sampler, Cut(2), start)] == [[4, 2], [5, 1], [3]][start // 2 :]
-    assert listed(given_batches(batch_sampler, Cut(2), start)) == [([4, 2], 0), ([5, 1], 2), ([3], 4)][start // 2 :]
+    assert listed(user_batches(batch_sampler, Cut(2), start)) == [([4, 2], 0), ([5, 1], 2), ([3], 4)][start // 2 :]
 
 
 def test_what_is_no_batch_is_an_exception_in_its_place() -> None:
     """The batches behind it still come, of each rank."""
-    plans = list(given_batches([[1], 5, [2, 3]], Cut(1)))
+    plans = list(user_batches([[1], 5, [2, 3]], Cut(1)))
     assert [type(plan) for plan in plans] == [BatchPlan, TypeError, BatchPlan]
-    plans = [plan for rank in range(2) for plan in given_batches([[1], 5, [2, 3], [4]], Cut(1, shard=Shard(rank, 2)))]
+    plans = [plan for rank in range(2) for plan in user_batches([[1], 5, [2, 3], [4]], Cut(1, shard=Shard(rank, 2)))]
     assert [type(plan) for plan in plans] == [BatchPlan, BatchPlan, TypeError, BatchPlan]
 
 
 def test_an_empty_batch_of_a_batch_sampler_is_left_out() -> None:
     """A batch of no rows is no batch, and takes no position."""
-    assert listed(given_batches([[], [1], [], [2, 3], []], Cut(1))) == [([1], 0), ([2, 3], 1)]
+    assert listed(user_batches([[], [1], [], [2, 3], []], Cut(1))) == [([1], 0), ([2, 3], 1)]
 
 
 def test_single_samples_are_batches_of_one() -> None:

@@ -15,7 +15,7 @@ import infeed
 from infeed.collate.layout import infer_layout
 from infeed.engine.planning import IndexedFeed, PlannedBatch
 from infeed.engine.progress import Loss, Progress, Record
-from infeed.plan.batches import given_batches, ordered_batches, sampled_batches
+from infeed.plan.batches import ordered_batches, sampled_batches, user_batches
 from infeed.plan.order import SequentialOrder
 from infeed.plan.sharding import Cut, Shard
 from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor, read_state, write_state
@@ -271,7 +271,7 @@ def feed(kind: str, cursor: Cursor, cut: Cut, length: int) -> IndexedFeed:
     if kind == "sampled":
         return IndexedFeed(cursor, sampled_batches(range(length), cut, cursor.position), 2)
     batches = [list(range(first, min(first + 1 + first % 3, length))) for first in range(0, length, 3)]
-    return IndexedFeed(cursor, given_batches(batches, cut, cursor.position), 2)
+    return IndexedFeed(cursor, user_batches(batches, cut, cursor.position), 2)
 
 
 def taken(source: IndexedFeed) -> list[PlannedBatch]:
@@ -340,7 +340,7 @@ def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
     batches = [[number * size + row for row in range(size)] for number in range(count * start)]
 
     def planned(world: int, rank: int, position: int) -> list[Any]:
-        return [list(plan.indices) for plan in given_batches(batches, Cut(1, shard=Shard(rank, world)), position)]
+        return [list(plan.indices) for plan in user_batches(batches, Cut(1, shard=Shard(rank, world)), position)]
 
     at = min(at, count)
     seen = [batch for rank in range(start) for batch in planned(start, rank, 0)[:at]]

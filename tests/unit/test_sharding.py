@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infeed.distributed import find_shard
 from infeed.errors import ConfigError
-from infeed.plan.batches import BatchPlan, given_batches, ordered_batches, sampled_batches
+from infeed.plan.batches import BatchPlan, ordered_batches, sampled_batches, user_batches
 from infeed.plan.order import SequentialOrder, ShuffledOrder
 from infeed.plan.sharding import Cut, Shard, Steps
 
@@ -135,7 +135,7 @@ def test_a_batch_sampler_is_shared_out_batch_by_batch(sizes: list[int], world: i
     """Each batch goes to one rank; the first come again for those who would have none at the end."""
     batches = [[number * 10 + row for row in range(size)] for number, size in enumerate(sizes)]
 
-    plans = [[list(map(int, p.indices)) for p in given_batches(batches, Cut(1, shard=Shard(r, world)))] for r in range(world)]
+    plans = [[list(map(int, p.indices)) for p in user_batches(batches, Cut(1, shard=Shard(r, world)))] for r in range(world)]
 
     assert {len(rank) for rank in plans} == {-(-len(batches) // world)}
     given_out = [batch for step in zip(*plans, strict=True) for batch in step]
@@ -146,7 +146,7 @@ def test_a_batch_sampler_goes_on_after_the_batches_that_were_had() -> None:
     """By the number of samples, whatever the sizes."""
     batches = [[1], [2, 3], [4], [5, 6, 7]]
 
-    rest = list(given_batches(batches, Cut(1), 3))
+    rest = list(user_batches(batches, Cut(1), 3))
 
     assert [(list(p.indices), p.first_position, p.stop) for p in rest] == [([4], 3, 4), ([5, 6, 7], 4, 7)]
 

@@ -33,7 +33,7 @@ class HostDelivery:
         self._pinner = None if backend is None else Pinner(backend)
         self._cooling = None if backend is None or is_staged else PendingReads(backend, arena.ended_leases)
         self.ended_slots = arena.ended_leases if self._cooling is None else self._cooling.free
-        self.given_bytes = 0  # total of all delivered batches
+        self.delivered_bytes = 0  # total of all delivered batches
         # A reader references its layout, so Python does not reuse the layout's id, which is part of the key.
         self._readers: dict[tuple[int, int], RowReader] = {}
 
@@ -45,14 +45,14 @@ class HostDelivery:
             if len(self._readers) >= _READERS_KEPT:
                 self._readers.clear()
             reader = self._readers[key] = RowReader(layout, row_count)
-        self.given_bytes += reader.nbytes
+        self.delivered_bytes += reader.nbytes
         parts = [beside[row] for row in sorted(beside)] if len(beside) > 1 else list(beside.values())
         return reader.read(self._arena.lease(slot) if self._pinner is None else self._pinned_lease(slot, self._pinner), parts)
 
     def tree(self, slot: SlotId, packed: Packed | Handed) -> Any:
         """Return a batch of any type that was packed into the slot."""
         if not isinstance(packed, Handed):
-            self.given_bytes += sum(packed.sizes)
+            self.delivered_bytes += sum(packed.sizes)
         return unpack(packed, self._arena.lease(slot) if self._pinner is None else self._pinned_lease(slot, self._pinner))
 
     @property

@@ -113,7 +113,7 @@ def build_engine(
             cut=plan.cut,
             kind=kind,
             torch_seed=plan.torch_seed,
-            tells_epochs=plan.tells_epochs,
+            sets_epochs=plan.sets_epochs,
             retries=config.error_policy.retries,
             handles_bad_samples=config.error_policy.action != "raise",
             is_watched=config.sample_timeout > 0,
@@ -135,7 +135,7 @@ def build_engine(
     remote = frozenset(workers[ray.local :]) if ray is not None else frozenset()
     windows = partial(_windows, config, is_inline=is_inline, is_whole=is_whole, is_remote=bool(remote))
     # Threads share the dataset: set_epoch for the next epoch must wait until all threads have finished this one.
-    is_shared_hearer = kind == "thread" and plan.tells_epochs and bool(EpochHooks(source.dataset, source.collate_fn))
+    shares_epoch_hooks = kind == "thread" and plan.sets_epochs and bool(EpochHooks(source.dataset, source.collate_fn))
     undo = ExitStack()
     undo.callback(store.close)
     with undo:
@@ -184,7 +184,7 @@ def build_engine(
             timeout_s=float(config.timeout),
             stream=stream,
             make_feed=partial(_make_feed, config, plan, grain_size, stream, only),
-            prefetches_epochs=not is_inline and plan.is_foreseeable and not is_shared_hearer,
+            prefetches_epochs=not is_inline and plan.is_foreseeable and not shares_epoch_hooks,
             # To skip or replace bad indices, use tasks: they report each bad sample.
             gather=pool.gather
             if isinstance(pool, InlinePool) and table is not None and config.error_policy.action == "raise"

@@ -98,7 +98,7 @@ _MSG_CLOSED: Final = "the loader was closed during iteration; iterate it again, 
 _COOLING_LOOK_S: Final = 0.0005
 # A training loop that finds its batches ready need not read worker messages. But workers would starve: their queued tasks may
 # last only 2 ms. So the engine reads messages once per millisecond, at the cost of a system call.
-HEAR_NS: Final = 1_000_000
+POLL_NS: Final = 1_000_000
 # How long an exhausted epoch waits for workers that are still in worker_init_fn.
 _INIT_S: Final = 5.0
 # Upper limit of the grain size in per-sample times: a batch that is collated as a whole has no finite grain size.
@@ -184,7 +184,7 @@ class Engine:
         self._is_sparing = False
         self._is_polled = False  # device prefetch asks for batches, and reports itself what the training loop gets
         self._left_ns = 0  # when the training loop got its latest batch; 0: none yet
-        self._heard_ns = 0  # when worker messages were last read
+        self._polled_ns = 0  # when worker messages were last read
         self._next_look = 0.0  # time of the next watchdog check
         self._fatal: BaseException | None = None  # why no more workers can be started
         self._is_closed = False
@@ -193,7 +193,7 @@ class Engine:
         self._driver = 0  # ident of that thread while it is in `next_batch`
         self.owner_pid = os.getpid()
         # Last, when everything is set: another thread may ask for statistics at any time.
-        self.metrics.connect(self._flight, lambda: setup.delivery.given_bytes)
+        self.metrics.connect(self._flight, lambda: setup.delivery.delivered_bytes)
         # For an iterable dataset start only one worker, until it is known whether others read too.
         for worker in setup.first_workers[: None if setup.stream is None else 1]:
             self.scaling.start(worker)
@@ -216,7 +216,7 @@ class Engine:
         used_bytes = arena.used_bytes(self._scheduler.free_slots)
         return Flight(len(self._records), used_bytes, arena.total_bytes)
 
-    def given(self, asked_ns: int, left_ns: int) -> None:
+    def count_delivery(self, asked_ns: int, left_ns: int) -> None:
         """Note that device prefetch delivered a batch, with the times of request and delivery."""
         with self._lock:
             if not self._is_closed:
@@ -331,8 +331,8 @@ class Engine:
             elif not self._listen(deadline_s, waits=waits) and not waits:
                 return NOTHING
         if not setup.is_lazy:
-            if asked_ns - self._heard_ns > HEAR_NS:
-                self._hear(self._pool.receive(0))
+            if asked_ns - self._polled_ns > POLL_NS:
+                self._handle_messages(self._pool.receive(0))
             self._plan()
             self._pool.flush()
         left_ns = time.perf_counter_ns()
@@ -454,7 +454,7 @@ class Engine:
         else:
             news = self._pool.receive(0)
         is_any = bool(news)
-        self._hear(news)
+        self._handle_messages(news)
         if self._faults.is_storm and not self._is_closed:
             self._fail_workers()
         # In the main process, plan nothing while a batch is undelivered: the sampler advances only when the training loop asks.
@@ -476,26 +476,26 @@ class Engine:
             timeout_s = _COOLING_LOOK_S  # slots become free without notification, so poll
         return 0 if self._faults.is_storm else timeout_s
 
-    def _hear(self, news: list[News]) -> None:
+    def _handle_messages(self, news: list[News]) -> None:
         """Process messages from workers, in order, and empty the list.
 
         The callers' frames hold the list. From Python 3.12 on, the traceback of a user's exception, which may be in the list,
         holds those frames.
         """
-        self._heard_ns = time.perf_counter_ns()
+        self._polled_ns = time.perf_counter_ns()
         try:
             for worker, message in news:
                 if type(message) is RowsLoaded:  # most messages, without another call
                     self._loaded(worker, message)
                 else:
-                    self._hear_one(worker, message)
+                    self._handle_message(worker, message)
         except Exception:
             # The message is handled only in part and the others are lost, so the state is unreliable.
             self._is_closed = True
             raise
         news.clear()
 
-    def _hear_one(self, worker: WorkerId, message: FromWorker | Death) -> None:
+    def _handle_message(self, worker: WorkerId, message: FromWorker | Death) -> None:
         match message:
             case RowsLoaded() | PackedLoaded():
                 self._loaded(worker, message)
@@ -549,7 +549,7 @@ class Engine:
                 record.add_rows(worker, entry.first_row, message.row_count, message.elapsed_ns, layout, message.beside)
             if message.stream is not None:
                 record.keep_state(message.stream.state)
-                if self._hear_stream(worker, message.task, record, message.row_count, message.stream):
+                if self._handle_stream(worker, message.task, record, message.row_count, message.stream):
                     return
         self._handle(TaskLoaded(worker, message.task, message.elapsed_ns))
 
@@ -576,7 +576,7 @@ class Engine:
         """Handle a task without rows: the iterable dataset has ended, or its remaining elements were bad."""
         entry = self._tasks.pop(message.task, None)
         if entry is not None and not entry.record.is_forgotten:
-            if self._hear_stream(worker, message.task, entry.record, 0, message.stream):
+            if self._handle_stream(worker, message.task, entry.record, 0, message.stream):
                 return
             if message.stream.bad:
                 self._note_bad(entry.record)
@@ -590,10 +590,10 @@ class Engine:
         if self._setup.stream is not None:
             entry.record.use_up()
             note = message.stream or StreamNote(shards_itself=False)
-            self._hear_stream(worker, message.task, entry.record, entry.record.row_count, note)
+            self._handle_stream(worker, message.task, entry.record, entry.record.row_count, note)
         self._handle(self._faults.failed(worker, entry, message))
 
-    def _hear_stream(self, worker: WorkerId, task: TaskId, record: Record, row_count: int, note: StreamNote) -> bool:
+    def _handle_stream(self, worker: WorkerId, task: TaskId, record: Record, row_count: int, note: StreamNote) -> bool:
         """Note what a worker reports about its share of an iterable dataset; return whether the batch has failed.
 
         A batch with fewer rows than planned ends the share.

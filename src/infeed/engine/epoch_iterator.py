@@ -131,7 +131,7 @@ class EpochIterator(Iterator[Any]):
             raise EpochEnd
         try:
             batch, reached = ahead.pop()
-            engine.given(asked_ns, perf_counter_ns())
+            engine.count_delivery(asked_ns, perf_counter_ns())
         except BaseException as error:
             if not isinstance(error, Exception):
                 engine.close()  # an interrupt: this batch is lost, so no later batch may follow

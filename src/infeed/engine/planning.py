@@ -20,11 +20,11 @@ from infeed.plan.batches import (
     BatchPlan,
     Lookahead,
     default_grain_size,
-    given_batches,
     grain_count,
     ordered_batch,
     ordered_batches,
     sampled_batches,
+    user_batches,
 )
 from infeed.plan.order import (
     Blocks,
@@ -62,7 +62,7 @@ class Plan(Protocol):
     seed: int
     cut: Cut
     torch_seed: int | None  # base of the seeds of torch's workers
-    tells_epochs: bool  # workers call set_epoch of the dataset, its transforms and collate_fn
+    sets_epochs: bool  # workers call set_epoch of the dataset, its transforms and collate_fn
 
     def reseed(self, seed: int) -> None:
         """Continue with the seed of a loaded state."""
@@ -128,7 +128,7 @@ class Planner(Plan):
     """The plan of ``infeed.DataLoader``. Loading a state may change ``seed``; the options fix everything else."""
 
     torch_seed = None
-    tells_epochs = True
+    sets_epochs = True
 
     def __init__(self, config: Options, seed: int) -> None:
         assert isinstance(config.shard, Shard)
@@ -171,7 +171,7 @@ class Planner(Plan):
             size = None if is_batched else self.cut.batch_size
             reading = SamplerReader(sampler, cursor, cursor.sampler, is_kept=is_alone, full_size=size if is_alone else None)
             self._readings.follow(cursor, reading)
-            return reading.watched((given_batches if is_batched else sampled_batches)(reading, self.cut, reading.skip))
+            return reading.watched((user_batches if is_batched else sampled_batches)(reading, self.cut, reading.skip))
         return ordered_batches(self._order(cursor.epoch), self.cut, cursor.position)
 
     def lookahead(self, cursor: Cursor) -> Lookahead | None:

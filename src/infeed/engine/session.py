@@ -193,9 +193,9 @@ class Session:
             raise ConfigError(f"epoch={shown} must be from 0 to 2**62 - 1; pass the number of the epoch")
         sampler = self.config.batch_sampler if self.config.sampler is None else self.config.sampler
         for one in (sampler, getattr(sampler, "sampler", None)):
-            hear = getattr(one, "set_epoch", None)
-            if callable(hear):
-                hear(epoch)
+            set_epoch = getattr(one, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
         if not (self._next.epoch == epoch and self._progress is None):
             self._next = Cursor(epoch)
             self._progress = None

@@ -143,7 +143,7 @@ def steps_of(indices: Iterator[Any], cut: Cut) -> Iterator[list[Any]]:
         yield before
 
 
-def given_batches(batch_sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan | Exception]:
+def user_batches(batch_sampler: Iterable[Any], cut: Cut, start: int = 0) -> Iterator[BatchPlan | Exception]:
     """Yield this rank's batches from the user's batch sampler; ranks take batches in turn. Empty batches are left out.
 
     An element that is not iterable is replaced by its exception.

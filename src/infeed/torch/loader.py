@@ -242,13 +242,13 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         """
         session = session_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
-            hear = getattr(one, "set_epoch", None)
-            if callable(hear):
-                hear(epoch)
+            set_epoch = getattr(one, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
         session.set_epoch(epoch)
         plan = plan_of(session)
-        if not plan.tells_epochs:
-            plan.tells_epochs = True
+        if not plan.sets_epochs:
+            plan.sets_epochs = True
             session.engine_cache.clear()  # persistent workers were started without this option
             self._iterator = None
 

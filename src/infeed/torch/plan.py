@@ -127,7 +127,7 @@ class TorchPlan(Plan):
         self.seed = seed
         self.torch_seed: int | None = seed
         # As in torch: user code may count epochs differently. Calling set_epoch of the loader sets this to True.
-        self.tells_epochs = False
+        self.sets_epochs = False
         self._table: ArrayTable | None = None
         self._columns_seen: list[Any] | None = None
         self.configure(config, sampler, lookahead)

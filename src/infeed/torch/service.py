@@ -32,7 +32,7 @@ _torch_iterator: Final[Callable[[Any], _BaseDataLoaderIter]] = TorchDataLoader._
 _KNOWN_TYPES: Final = dict(torch_collation.default_collate_fn_map)
 # Loader attribute that holds its Session. Written to __dict__ to bypass __setattr__, which Lightning hooks. A copy of the
 # loader gets no Session (see ``Session.__reduce__``).
-_CORE: Final = "_infeed_core"
+_SESSION: Final = "_infeed_session"
 _MAKING: Final = threading.RLock()  # held while a Session is created
 # Loader attribute: the reason, if its latest iteration runs on torch's own iterator.
 _REFUSED: Final = "_infeed_refused"
@@ -68,7 +68,7 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
 def session_of(loader: TorchDataLoader[Any]) -> Session:
     """Return the loader's session, updated to its current options: torch allows changing most of them between epochs."""
     config = config_of(loader)
-    session = known_session(loader) or _make_core(loader, config)
+    session = known_session(loader) or _make_session(loader, config)
     plan = plan_of(session)
     before, table_before = session.config, plan.table
     session.config = config
@@ -91,14 +91,14 @@ def _is_same(config: Options, other: Options) -> bool:
     return all(getattr(config, name) is getattr(other, name) for name in Options.__slots__)
 
 
-def _make_core(loader: TorchDataLoader[Any], config: Options) -> Session:
+def _make_session(loader: TorchDataLoader[Any], config: Options) -> Session:
     with _MAKING:
         plan = TorchPlan(config, loader._index_sampler, _lookahead(loader), 0 if config.seed is None else config.seed)
         made = Session(config, plan)
         # Another thread or a signal handler may have called statistics() and created a session meanwhile.
         session = known_session(loader) or made
         if session is made:
-            loader.__dict__[_CORE] = session
+            loader.__dict__[_SESSION] = session
             # Finalize with the session, not the loader: an iteration references the session and may outlive the loader.
             weakref.finalize(session, session.engine_cache.close_unasked)
         return session
@@ -106,7 +106,7 @@ def _make_core(loader: TorchDataLoader[Any], config: Options) -> Session:
 
 def known_session(loader: TorchDataLoader[Any]) -> Session | None:
     """Return the loader's session if it has one, without updating its options."""
-    session: Session | None = loader.__dict__.get(_CORE)
+    session: Session | None = loader.__dict__.get(_SESSION)
     return session
 
 

@@ -19,7 +19,7 @@ _MOST_OBJECTS: Final = 5_000
 
 # The last epoch set for each object, keyed by id. It is global, because with num_workers=0 and threads several iterators share
 # an object. The weak reference detects a reused id.
-_TOLD: Final[dict[int, tuple[weakref.ref[Any], int]]] = {}
+_LAST_EPOCHS: Final[dict[int, tuple[weakref.ref[Any], int]]] = {}
 
 
 @final
@@ -31,26 +31,26 @@ class EpochHooks:
         walk(roots, self._visit, looks=_MOST_OBJECTS, depth=_DEPTH, most=_MOST_ITEMS)
 
     def _visit(self, value: Any, _steps: Steps) -> bool:
-        if _hears(type(value)):
+        if _is_epoch_hook(type(value)):
             self._found.append(value)
         return not (issubclass(type(value), list | tuple | set | frozenset | dict) and len(value) > _MOST_ITEMS)
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def untold(self, epoch: int) -> list[Any]:
+    def outdated(self, epoch: int) -> list[Any]:
         """Return the objects for which this epoch has not been set yet."""
-        return [epoch_hook for epoch_hook in self._found if _told(epoch_hook) != epoch]
+        return [epoch_hook for epoch_hook in self._found if _last_epoch(epoch_hook) != epoch]
 
     @staticmethod
-    def tell(epoch_hook: Any, epoch: int) -> None:
-        _TOLD.pop(id(epoch_hook), None)  # if set_epoch raises, the epoch is unknown
+    def notify(epoch_hook: Any, epoch: int) -> None:
+        _LAST_EPOCHS.pop(id(epoch_hook), None)  # if set_epoch raises, the epoch is unknown
         epoch_hook.set_epoch(epoch)
         try:
             reference = weakref.ref(epoch_hook, functools.partial(_forget, id(epoch_hook)))
         except TypeError:  # not weakly referenceable: set the epoch every time
             return
-        _TOLD[id(epoch_hook)] = (reference, epoch)
+        _LAST_EPOCHS[id(epoch_hook)] = (reference, epoch)
 
 
 @final
@@ -78,14 +78,14 @@ class Recalls:
 
 
 def _forget(key: int, _reference: object) -> None:
-    _TOLD.pop(key, None)
+    _LAST_EPOCHS.pop(key, None)
 
 
-def _told(epoch_hook: Any) -> int | None:
-    reference, epoch = _TOLD.get(id(epoch_hook), (None, None))
+def _last_epoch(epoch_hook: Any) -> int | None:
+    reference, epoch = _LAST_EPOCHS.get(id(epoch_hook), (None, None))
     return epoch if reference is not None and reference() is epoch_hook else None
 
 
-def _hears(cls: type[Any]) -> bool:
+def _is_epoch_hook(cls: type[Any]) -> bool:
     # Skip a loader inside the dataset: its set_epoch would restart the epoch.
     return callable(getattr(cls, "set_epoch", None)) and not cls.__module__.startswith("infeed") and cls is not type

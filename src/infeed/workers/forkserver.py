@@ -240,7 +240,7 @@ class _Registry:
         with self._lock:
             self._drop()
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Release the server if it is dead.
 
         Any loader that closes calls this, even from a signal handler or the garbage collector during ``get``. In that case the
@@ -284,6 +284,6 @@ def close_fork_server() -> None:
     _REGISTRY.close()
 
 
-def bury_fork_server() -> None:
+def reap_fork_server() -> None:
     """Release the fork server of this process if it is dead: it was killed, and no loader has needed it since."""
-    _REGISTRY.bury()
+    _REGISTRY.reap()

@@ -159,11 +159,11 @@ class ThreadPool(WorkerPool):
             first = self._news.get(timeout=timeout_s) if timeout_s != 0 else self._news.get_nowait()
         except queue.Empty:
             return []
-        heard = [first]
+        received = [first]
         while not self._news.empty():
-            heard.append(self._news.get())
+            received.append(self._news.get())
         # Drop messages from stopped workers: a new worker may have the same number by now.
-        return [one[1] for one in heard if one is not None and one[0] is self._inboxes.get(one[1][0])]
+        return [one[1] for one in received if one is not None and one[0] is self._inboxes.get(one[1][0])]
 
     def add_segment(self, handle: SegmentHandle) -> None:
         del handle

@@ -79,18 +79,18 @@ def is_in_worker() -> bool:
     return _LOCAL.info is not None
 
 
-def tell_torch(info: WorkerInfo) -> None:
+def set_torch_info(info: WorkerInfo) -> None:
     """Make ``torch.utils.data.get_worker_info`` in this process return the same, as soon as it is imported."""
     current = weakref.ref(info)  # the hook stays until torch is imported, and must not keep the dataset
 
-    def tell() -> None:
+    def set_info() -> None:
         worker: Any = sys.modules[_TORCH_WORKER]
         info = current()
         if info is not None and _LOCAL.info is info:
-            told = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
-            worker._worker_info = told
+            shown = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset)
+            worker._worker_info = shown
 
-    when_imported(_TORCH_WORKER, tell)
+    when_imported(_TORCH_WORKER, set_info)
 
 
 def release_dataset() -> None:
@@ -107,7 +107,7 @@ def introduce(spec: WorkerSpec, dataset: Any, worker_count: int) -> None:
     info = WorkerInfo(spec.worker, worker_count, spec.worker_seed, dataset)
     set_worker_info(info)
     if spec.is_as_torch:
-        tell_torch(info)
+        set_torch_info(info)
 
 
 def take_was_asked() -> bool:

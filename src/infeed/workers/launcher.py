@@ -32,7 +32,7 @@ from infeed.workers.protocol import END_S, IDLE_S
 from infeed.workers.transport import Link, can_use_poll
 
 if sys.platform == "linux":
-    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, bury_fork_server, fork_server
+    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, fork_server, reap_fork_server
 if sys.platform != "win32":
     from infeed.workers.transport_pipes import PipeLink
 
@@ -234,7 +234,7 @@ class Starter:
         if sys.platform != "win32":
             self._close_fds()
         if sys.platform == "linux" and self.uses_fork:
-            bury_fork_server()
+            reap_fork_server()
 
 
 if sys.platform != "win32":

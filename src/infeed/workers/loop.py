@@ -39,10 +39,10 @@ from infeed.workers.protocol import (
     OpenStream,
     PackedLoaded,
     PlaceTask,
+    ReportStack,
     RowsLoaded,
     Seeding,
     Source,
-    TellStack,
     ToWorker,
     UnmapSegment,
     Unplaced,
@@ -234,7 +234,7 @@ def serve(
 
 
 # The position that seeds the random numbers drawn in set_epoch.
-_TELLING: Final = 1 << 63
+_SET_EPOCH: Final = 1 << 63
 _NOTHING: Final = nullcontext()
 
 
@@ -261,7 +261,7 @@ class Runner:
         self.held_count = self._slot_writer.held_count
         self._iterable = IterableLoader(spec, source, self._fetcher, self._slot_writer)
         self._probe = KindProbe(recorder, looks_at_gil=spec.probes_gil) if spec.probes else None
-        self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.tells_epochs else []))
+        self._epoch_hooks = EpochHooks(*([source.dataset, source.collate_fn] if spec.sets_epochs else []))
         self._recalls = recalls or Recalls()
         self._is_lending = spec.seeding is Seeding.LEND
         self._epoch = -1  # epoch of the latest task
@@ -303,7 +303,7 @@ class Runner:
             case UnmapSegment(number):
                 self._slot_writer.forget_segment(number)
                 return None
-            case MapSegment() | TellStack():
+            case MapSegment() | ReportStack():
                 return None  # handled where messages are received, if at all
             case _:
                 assert_never(message)
@@ -410,14 +410,14 @@ class Runner:
             with self._recalls.lock:
                 if task is not None and self._recalls.take(task):
                     raise LoadError("loading a batch of an abandoned epoch", None, None) from LookupError(task)
-                self._tell_epoch(epoch)
+                self._notify_hooks(epoch)
 
-    def _tell_epoch(self, epoch: int) -> None:
-        for epoch_hook in self._epoch_hooks.untold(epoch):
-            self._fetcher.seed(_TELLING)
-            self._place_now.at_collation(self._fetcher.epoch_seed, _TELLING)
+    def _notify_hooks(self, epoch: int) -> None:
+        for epoch_hook in self._epoch_hooks.outdated(epoch):
+            self._fetcher.seed(_SET_EPOCH)
+            self._place_now.at_collation(self._fetcher.epoch_seed, _SET_EPOCH)
             try:
-                self._epoch_hooks.tell(epoch_hook, epoch)
+                self._epoch_hooks.notify(epoch_hook, epoch)
             except Exception as error:
                 raise LoadError(f"calling set_epoch({epoch})", None, None) from error
 

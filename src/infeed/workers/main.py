@@ -50,8 +50,8 @@ from infeed.workers.protocol import (
     END_S,
     IDLE_S,
     PART,
+    REPORT_STACK,
     RESET,
-    TELL_STACK,
     Birth,
     FromWorker,
     Idle,
@@ -293,7 +293,7 @@ class ThreadedEnd(WorkerEnd):
         try:
             while True:
                 frame = self._end.receive()
-                if frame == TELL_STACK:
+                if frame == REPORT_STACK:
                     self.send(encode_answer(Stack(main_stack() or "")))
                 elif frame == PART:
                     keep_attached_names()

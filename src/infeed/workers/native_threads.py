@@ -66,25 +66,25 @@ def limit_pools(threads: int) -> None:
 
     Errors are ignored: the import of a library must not fail because infeed cannot set its limit.
     """
-    for name, tell in _TELL.items():
-        when_imported(name, functools.partial(_quietly, tell, name, threads))
+    for name, limit in _LIMITERS.items():
+        when_imported(name, functools.partial(_quietly, limit, name, threads))
     if threads != SERVER_THREADS:
         import threadpoolctl  # takes some milliseconds, which workers with the default can save
 
         threadpoolctl.threadpool_limits(threads)
 
 
-def _quietly(tell: Callable[[Any, int], None], name: str, threads: int) -> None:
+def _quietly(limit: Callable[[Any, int], None], name: str, threads: int) -> None:
     with suppress(Exception):  # another version, or a user module with the same name
-        tell(sys.modules[name], threads)
+        limit(sys.modules[name], threads)
 
 
-def _tell_opencv(cv2: Any, threads: int) -> None:
+def _limit_opencv(cv2: Any, threads: int) -> None:
     cv2.setNumThreads(threads)
     cv2.ocl.setUseOpenCL(False)  # OpenCL would add threads and device memory in every worker
 
 
-def _tell_torch(torch: Any, threads: int) -> None:
+def _limit_torch(torch: Any, threads: int) -> None:
     torch.set_num_threads(threads)
     set_interop = torch.set_num_interop_threads
     with suppress(RuntimeError):  # the import of torch has already started the pool
@@ -104,18 +104,18 @@ def _tell_torch(torch: Any, threads: int) -> None:
     torch.set_num_interop_threads = set_num_interop_threads
 
 
-def _tell_arrow(pyarrow: Any, threads: int) -> None:
+def _limit_arrow(pyarrow: Any, threads: int) -> None:
     pyarrow.set_cpu_count(threads)
     pyarrow.set_io_thread_count(max(threads, _ARROW_LEAST_IO))
 
 
-def _tell_numexpr(numexpr: Any, threads: int) -> None:
+def _limit_numexpr(numexpr: Any, threads: int) -> None:
     numexpr.set_num_threads(threads)
 
 
-_TELL: Final[dict[str, Callable[[Any, int], None]]] = {
-    "cv2": _tell_opencv,
-    "torch": _tell_torch,
-    "pyarrow": _tell_arrow,
-    "numexpr": _tell_numexpr,
+_LIMITERS: Final[dict[str, Callable[[Any, int], None]]] = {
+    "cv2": _limit_opencv,
+    "torch": _limit_torch,
+    "pyarrow": _limit_arrow,
+    "numexpr": _limit_numexpr,
 }

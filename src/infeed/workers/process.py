@@ -24,10 +24,10 @@ from infeed.workers.protocol import (
     FromWorker,
     Idle,
     MapSegment,
+    ReportStack,
     Stack,
     Started,
     TaskEncoder,
-    TellStack,
     ToWorker,
     UnmapSegment,
     WorkerSpec,
@@ -44,7 +44,7 @@ _STACK_S: Final = 0.5
 RESET_S: Final = END_S
 # Answers to tiny tasks would each wake the engine, which doubles the cost of a task. After an answer the engine therefore
 # sleeps until this time has passed, and then reads all answers together.
-_DEAF_NS: Final = 100_000
+_COALESCE_NS: Final = 100_000
 
 
 @final
@@ -113,7 +113,7 @@ class ProcessPool(WorkerPool):
         self._unflushed: list[_LiveWorker] = []
         self._segments: dict[int, SegmentHandle] = {}
         self._early: list[News] = []  # received while waiting for a stack
-        self._heard_ns = 0  # time of the latest message
+        self._received_ns = 0  # time of the latest message
         self._oom = OomWatch()
         with explaining_limits():
             self._poller = open_poller()
@@ -199,21 +199,21 @@ class ProcessPool(WorkerPool):
                 timeout_s = END_S if timeout_s is None else min(timeout_s, END_S)
         news, self._early = self._early, []
         if not news and timeout_s != 0:
-            deaf_ns = self._heard_ns + _DEAF_NS - time.perf_counter_ns()
-            if deaf_ns > 0:
-                time.sleep(deaf_ns / 1e9)
+            sleep_ns = self._received_ns + _COALESCE_NS - time.perf_counter_ns()
+            if sleep_ns > 0:
+                time.sleep(sleep_ns / 1e9)
         for link in self._poller.wait(0 if news else timeout_s):
             worker = self._worker_of[link]
             try:
                 answers = [decode_answer(frame) for frame in link.receive()]
-                news.extend((worker, answer) for answer in self._heard(self._members[worker], answers))
+                news.extend((worker, answer) for answer in self._own_answers(self._members[worker], answers))
             except EOFError:
-                news.append((worker, self._bury(worker)))
+                news.append((worker, self._reap(worker)))
         if news:
-            self._heard_ns = time.perf_counter_ns()
+            self._received_ns = time.perf_counter_ns()
         return news
 
-    def _heard(self, member: _LiveWorker, answers: list[FromWorker]) -> list[FromWorker]:
+    def _own_answers(self, member: _LiveWorker, answers: list[FromWorker]) -> list[FromWorker]:
         """Return the answers that are for this engine, not for the loader that used the worker before."""
         if member.is_started:
             return answers
@@ -239,17 +239,17 @@ class ProcessPool(WorkerPool):
             return take_stack(member.process.pid, stack_fd)
         if self._starter.uses_fork:
             return None
-        self.send(worker, TellStack())
+        self.send(worker, ReportStack())
         deadline = time.monotonic() + _STACK_S
-        heard: list[News] = []
+        others: list[News] = []
         text: str | None = None
         while text is None and (left_s := deadline - time.monotonic()) > 0:
             for news in self.receive(left_s):
                 if isinstance(news[1], Stack):
                     text = news[1].text
                 else:
-                    heard.append(news)
-        self._early = heard
+                    others.append(news)
+        self._early = others
         return text or None
 
     def add_segment(self, handle: SegmentHandle) -> None:
@@ -324,7 +324,7 @@ class ProcessPool(WorkerPool):
             member.link.close()
             self._leavers.append(_Leaver(worker, member.process))
 
-    def _bury(self, worker: WorkerId) -> Death:
+    def _reap(self, worker: WorkerId) -> Death:
         """Make sure that a worker whose pipe was closed is dead, and return how it ended."""
         member = self._dismiss(worker)
         code = member.process.wait(END_S)

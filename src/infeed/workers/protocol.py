@@ -95,7 +95,7 @@ class WorkerSpec:
     observe: Observe = "timeline"
     probes: bool = False  # measure whether threads would be as fast
     probes_gil: bool = False  # also measure the GIL share; one worker is enough
-    tells_epochs: bool = True  # calls set_epoch of the dataset, its transforms and collate_fn
+    sets_epochs: bool = True  # calls set_epoch of the dataset, its transforms and collate_fn
     torch_seed: int | None = None  # torch loader only: base of the worker seeds, as in torch
 
     @property
@@ -195,11 +195,11 @@ class UnmapSegment(NamedTuple):
     number: int
 
 
-class TellStack(NamedTuple):
+class ReportStack(NamedTuple):
     """Ask for the worker's stack, on platforms without a better way. The worker replies even while user code runs."""
 
 
-ToWorker: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask | MapSegment | UnmapSegment | TellStack
+ToWorker: TypeAlias = LoadGrains | LoadNext | OpenStream | PlaceTask | DropTask | MapSegment | UnmapSegment | ReportStack
 
 
 # --- from a worker --------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Idle(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The worker's stack as text: the answer to ``TellStack``."""
+    """The worker's stack as text: the answer to ``ReportStack``."""
 
     text: str
 
@@ -291,9 +291,9 @@ _TASK: Final = struct.Struct("<B10q")
 _DONE: Final = struct.Struct("<B4q")
 _NUMBER: Final = struct.Struct("<q")
 
-_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _TELL_STACK, _PART, _RESET = range(8)
+_GRAINS, _GRAINS_PICKLED, _OTHER, _LAYOUT, _ROWS, _REPORT_STACK, _PART, _RESET = range(8)
 # One byte each, because the thread that reads a worker's pipe compares every message with them.
-TELL_STACK: Final = bytes([_TELL_STACK])
+REPORT_STACK: Final = bytes([_REPORT_STACK])
 # The engine is about to close the pipe, but lives on. If the pipe closes without this message, the worker assumes that the
 # engine is gone.
 PART: Final = bytes([_PART])
@@ -331,8 +331,8 @@ class TaskEncoder:
                 )
                 + body
             )
-        elif isinstance(message, TellStack):
-            frames.append(TELL_STACK)
+        elif isinstance(message, ReportStack):
+            frames.append(REPORT_STACK)
         elif isinstance(message, LoadNext | PlaceTask):
             number = self._number(message.layout, frames)
             frames.append(bytes([_OTHER]) + dumps((number, message._replace(layout=None))))

@@ -44,11 +44,11 @@ from infeed.workers.protocol import (
     OpenStream,
     PackedLoaded,
     PlaceTask,
+    ReportStack,
     RowsLoaded,
     Started,
     StartFailed,
     TaskEncoder,
-    TellStack,
     ToWorker,
     UnmapSegment,
     Unplaced,
@@ -138,7 +138,7 @@ class _Member:
         self.queued: deque[tuple[TaskId, _Sent]] = deque()  # not submitted: the object store of the node is full
         self.held: dict[TaskId, _Held] = {}
         self.began_ns = at_ns
-        self.heard_ns = at_ns  # time of the latest reply
+        self.received_ns = at_ns  # time of the latest reply
         self.report: Report | None = None  # None: Ray has not placed it yet
         self.shift_ns: int | None = None  # of this machine's clock against that of its node
         self.asked_ns = 0  # when it was asked what it is doing; 0: it has replied
@@ -193,7 +193,7 @@ class RayPool(WorkerPool):
         self._store_bytes = connection.store_sizes()
         self._look_s = min(_LOOK_S, max(_SOONEST_LOOK_S, sample_timeout_s / 4)) if sample_timeout_s else _LOOK_S
         self._warned_s = _WAIT_S / 2
-        self._failure: Exception | None = None  # after which no worker can be heard any more
+        self._failure: Exception | None = None  # after which no worker can answer any more
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="infeed:ray", daemon=True)
         with explaining_limits():
@@ -235,7 +235,7 @@ class RayPool(WorkerPool):
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         member = self._members.get(worker)
-        if member is None or isinstance(message, MapSegment | UnmapSegment | TellStack):
+        if member is None or isinstance(message, MapSegment | UnmapSegment | ReportStack):
             return
         if isinstance(message, DropTask):
             member.held.pop(message.task, None)
@@ -269,7 +269,7 @@ class RayPool(WorkerPool):
             item = self._news.get(timeout=timeout_s) if is_waiting else self._news.get_nowait()
             while True:
                 if item is not None and self._members.get(item[0].worker) is item[0]:
-                    news.append(self._heard(*item))
+                    news.append(self._to_news(*item))
                 item = self._news.get_nowait()
         failure = self._failure
         if failure is None or news:
@@ -280,7 +280,7 @@ class RayPool(WorkerPool):
             f"workers on the Ray cluster are lost after {failure!r}; check the cluster, then start a new epoch"
         ) from failure
 
-    def _heard(self, member: _Member, item: FromWorker | Death | _Arrived) -> News:
+    def _to_news(self, member: _Member, item: FromWorker | Death | _Arrived) -> News:
         if isinstance(item, Death):
             with self._lock:
                 del self._members[member.worker]
@@ -423,12 +423,12 @@ class RayPool(WorkerPool):
             if self._members.get(event.member.worker) is event.member and not event.member.is_dead:
                 if isinstance(event, _Place):
                     self._copy(event.held.data, event.block)
-                    self._tell(event.member, event.held.answer)
+                    self._report(event.member, event.held.answer)
                 else:
                     self._take(event)
             del event  # do not reference a batch while this thread waits
 
-    def _tell(self, member: _Member, item: FromWorker | Death | _Arrived) -> None:
+    def _report(self, member: _Member, item: FromWorker | Death | _Arrived) -> None:
         self._news.put((member, item))
         if self._on_news is not None:
             self._on_news()
@@ -447,7 +447,7 @@ class RayPool(WorkerPool):
         reply: Reply = future.result()
         self._note(member, reply.report)
         if call == "start":
-            self._tell(member, decode_answer(reply.answer))
+            self._report(member, decode_answer(reply.answer))
             return
         with self._lock:
             sent = member.tasks.pop(task)
@@ -463,7 +463,7 @@ class RayPool(WorkerPool):
             for other in self._members.values():
                 if other.queued:
                     self._submit(other)
-        self._tell(member, _Arrived(reply.answer, is_placed, data, sent.layout))
+        self._report(member, _Arrived(reply.answer, is_placed, data, sent.layout))
 
     def _copy(self, data: Any, block: Block) -> None:
         if data is not None:
@@ -477,14 +477,14 @@ class RayPool(WorkerPool):
             with self._lock:
                 member.tasks.pop(task, None)
             cause = error.cause if isinstance(error.cause, BaseException) else error
-            self._tell(member, LoadFailed(task, Failure.of(cause, "loading a batch")))
+            self._report(member, LoadFailed(task, Failure.of(cause, "loading a batch")))
             return
         text = _reason(error)
         is_hopeless = isinstance(
             error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError | exceptions.ActorUnschedulableError
         )
         if call == "start" and (is_hopeless or "creation task" in text):
-            self._tell(member, StartFailed(Failure.of(WorkerStartError(text), BUILDING)))
+            self._report(member, StartFailed(Failure.of(WorkerStartError(text), BUILDING)))
             return
         report = member.report
         who = "(not placed yet)" if report is None else f"(pid {report.pid} on node {report.node})"
@@ -493,7 +493,7 @@ class RayPool(WorkerPool):
             ray.kill(member.actor)
         is_node = "node has died" in text or "node was" in text
         cause_text = "Ray killed it because its node ran out of memory" if "low on memory" in text else None
-        self._tell(member, Death(f"{who} died: {text}", cause_text, is_blamed=not (is_lost or is_node)))
+        self._report(member, Death(f"{who} died: {text}", cause_text, is_blamed=not (is_lost or is_node)))
         with self._lock:
             member.is_dead = True  # see NOTE [late results]
             member.tasks.clear()
@@ -503,7 +503,7 @@ class RayPool(WorkerPool):
 
     def _note(self, member: _Member, report: Report) -> None:
         now_ns = time.perf_counter_ns()
-        member.heard_ns = now_ns
+        member.received_ns = now_ns
         shift_ns = now_ns - report.sent_ns
         member.shift_ns = shift_ns if member.shift_ns is None else min(member.shift_ns, shift_ns)
         if member.report is not None and report.sent_ns < member.report.sent_ns:
@@ -532,7 +532,7 @@ class RayPool(WorkerPool):
             elif now_ns - member.asked_ns > _SILENT_LOOKS * self._look_s * 1e9:
                 task = min(member.tasks, default=None)
                 with self._lock:
-                    self._status_board.show_silent(member.worker, task, member.heard_ns)
+                    self._status_board.show_silent(member.worker, task, member.received_ns)
         if waiting_s and max(waiting_s) > 2 * self._warned_s:
             self._warned_s = max(waiting_s)
             self._warn_of_waiting(len(waiting_s))
@@ -548,7 +548,7 @@ class RayPool(WorkerPool):
 def _reason(error: BaseException) -> str:
     """Return why an actor died, in one line: the last part of Ray's message, which begins with a list of its properties."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:"))]
-    text = " ".join(told).removeprefix("The actor died unexpectedly before finishing this task.").strip()
+    parts = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:"))]
+    text = " ".join(parts).removeprefix("The actor died unexpectedly before finishing this task.").strip()
     text = text.partition(" Some common causes include")[0]  # a paragraph of guesses
     return text or type(error).__name__

@@ -38,12 +38,12 @@ from infeed.workers.protocol import (
     OpenStream,
     PackedLoaded,
     PlaceTask,
+    ReportStack,
     RowsLoaded,
     Source,
     Started,
     StartFailed,
     TaskDecoder,
-    TellStack,
     UnmapSegment,
     Unplaced,
     WorkerSpec,
@@ -194,7 +194,7 @@ class RemoteWorker:
             elif isinstance(message, OpenStream):
                 self._runner.handle(message)
             else:
-                assert not isinstance(message, MapSegment | UnmapSegment | TellStack | PlaceTask)
+                assert not isinstance(message, MapSegment | UnmapSegment | ReportStack | PlaceTask)
         assert answer is not None
         now_ns = perf_counter_ns()
         if now_ns - self._measured_ns > _MEASURE_NS:
