@@ -27,13 +27,13 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def format_rate(per_s: float, what: str = "samples") -> str:
-    """Format a rate per second.
+def format_rate(per_s: float) -> str:
+    """Format a number of samples per second.
 
-    >>> format_rate(12345.6), format_rate(3.14159), format_rate(0.021, "batches")
-    ('12,346 samples/s', '3.14 samples/s', '0.021 batches/s')
+    >>> format_rate(12345.6), format_rate(3.14159)
+    ('12,346 samples/s', '3.14 samples/s')
     """
-    return f"{_three_digits(per_s)} {what}/s"
+    return f"{_three_digits(per_s)} samples/s"
 
 
 def format_count(count: float, one: str, many: str = "") -> str:

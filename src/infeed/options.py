@@ -618,7 +618,7 @@ class Options:
     @property
     def is_stream(self) -> bool:
         """Whether the dataset is iterable: it has ``__iter__`` and no access by index."""
-        return _is_torch_stream(self.dataset) if self.is_torch else is_stream(self.dataset)
+        return is_torch_stream(self.dataset) if self.is_torch else is_stream(self.dataset)
 
     @property
     def index_sampler(self) -> Iterable[Any] | None:
@@ -789,10 +789,11 @@ def is_stream(dataset: Any) -> bool:
         return False
     if not _has(dataset, "__getitem__"):
         return True
-    return _is_torch_stream(dataset)
+    return is_torch_stream(dataset)
 
 
-def _is_torch_stream(dataset: Any) -> bool:
+def is_torch_stream(dataset: Any) -> bool:
+    """Whether the dataset is an instance of torch's ``IterableDataset``. Does not import torch."""
     return any(
         cls.__name__ == "IterableDataset" and cls.__module__.startswith("torch.utils.data") for cls in type(dataset).__mro__
     )

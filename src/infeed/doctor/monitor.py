@@ -18,6 +18,7 @@ from typing import Any, Final, final
 from infeed.doctor.evidence import Journal
 from infeed.doctor.thread_owners import PYTHON, find_owners
 from infeed.import_hooks import when_imported
+from infeed.options import is_torch_stream
 
 # Maximum nesting depth when searching a batch for arrays and tensors.
 _DEPTH: Final = 6
@@ -49,7 +50,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "num_workers": 1 if is_auto else int(count),
         "asked": asked,
         "is_auto": is_auto,
-        "is_stream": _is_torch_stream(loader.dataset) if is_torch else config.is_stream,
+        "is_stream": is_torch_stream(loader.dataset) if is_torch else config.is_stream,
         "batch_size": loader.batch_size,
         # infeed.DataLoader always keeps its workers between epochs.
         "is_persistent": not is_torch or bool(loader.persistent_workers),
@@ -57,12 +58,6 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "has_init": config.worker_init_fn is not None,
         "start_method": method,
     }
-
-
-def _is_torch_stream(dataset: Any) -> bool:
-    return any(
-        cls.__name__ == "IterableDataset" and cls.__module__.startswith("torch.utils.data") for cls in type(dataset).__mro__
-    )
 
 
 def workers_of(iterator: Any) -> dict[str, Any] | None:

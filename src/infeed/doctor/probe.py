@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 import infeed
+from infeed.autotune.capacity import slow_s
 from infeed.doctor.evidence import Journal
 from infeed.doctor.monitor import Watched
 from infeed.formatting import type_name
@@ -28,9 +29,6 @@ from infeed.memory.search import Steps, find_culprit, find_heavy, path_of, walk
 
 _MOST_SAMPLES: Final = 300
 _WARM: Final = 2
-# A sample is slow if it takes this many times the median, and at least this many seconds.
-_SLOW_TIMES: Final = 10
-_SLOW_S: Final = 0.005
 _MOST_SLOW: Final = 5
 # Time collate_fn twice, because the first call may import modules; above _COLLATE_S that does not matter.
 _COLLATES: Final = 2
@@ -222,7 +220,7 @@ def _collate(collate_fn: Callable[[Any], Any], samples: Any) -> dict[str, Any]:
 
 def _find_slow(indices: list[Any], times: list[float], take: Callable[[Any], Any]) -> list[tuple[str, float]]:
     """Return samples that are slow in a second measurement too, which excludes cold caches and preemption."""
-    limit = max(_SLOW_TIMES * statistics.median(times), _SLOW_S)
+    limit = slow_s(statistics.median(times))
     ranked = sorted(zip(times, indices, strict=True), key=lambda pair: -pair[0])
     slow = []
     for seconds, index in ranked[:_MOST_SLOW]:

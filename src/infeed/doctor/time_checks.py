@@ -9,6 +9,7 @@ from infeed.autotune.capacity import (
     LEAST_BATCHES,
     MAIN_CAUSE,
     MOST_WORKERS,
+    SLOW_SHARE,
     is_io_bound,
     may_queue_for_gil,
     state_of,
@@ -410,7 +411,6 @@ def is_gil_bound(run: Run, loader: LoaderSeen) -> bool:
 _OFF_CPU: Final = 0.6
 _LEAST_READ: Final = 512
 _LEAST_SAMPLE_S: Final = 1e-4
-_SLOW_SHARE: Final = 0.05
 _TIMEOUT_S: Final = 1  # for shorter samples, restarting a worker costs more than waiting
 # Reporting thresholds for restarts: share of the run, and seconds per restart.
 _RESTART_SHARE: Final = 0.02
@@ -470,7 +470,7 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
     if not probe.slow or (run.has_own_loop and not is_data_bound(loader)):
         return None
     share = loader.slow_share
-    if share < _SLOW_SHARE:
+    if share < SLOW_SHARE:
         return None
     worst = probe.slow[0]
     times = worst.seconds / max(probe.median_s, 1e-9)
@@ -500,7 +500,7 @@ def slow_samples(run: Run, loader: LoaderSeen) -> Finding | None:
 def is_slow_sample_bound(loader: LoaderSeen) -> bool:
     """Whether slow samples are the bottleneck: they take most of the loading time, or all others would arrive in time."""
     share = loader.slow_share
-    if share < _SLOW_SHARE or not is_data_bound(loader):
+    if share < SLOW_SHARE or not is_data_bound(loader):
         return False
     others_s = (1 - share) * loader.load_s / max(1, loader.num_workers)
     is_enough = bool(loader.num_workers) and others_s <= loader.away_s / loader.batch_count

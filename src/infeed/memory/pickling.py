@@ -36,20 +36,22 @@ _DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__
 def reduce_callable(obj: Any) -> Any:
     """Reduce a cached function, cached property or generic function by value, or return ``NotImplemented``."""
     if isinstance(obj, functools._lru_cache_wrapper):
-        return NotImplemented if _is_importable(obj) else _reduce_cached(obj)
+        return NotImplemented if is_importable(obj) else _reduce_cached(obj)
     if isinstance(obj, functools.cached_property):
         state = {name: value for name, value in vars(obj).items() if name != "lock"}
         return copyreg.__newobj__, (type(obj),), (state, "lock" in vars(obj)), None, None, _set_cached_property  # type: ignore[attr-defined]
     if isinstance(obj, functools.singledispatchmethod) and "_method_cache" in vars(obj):
         state = {name: value for name, value in vars(obj).items() if name != "_method_cache"}
         return copyreg.__newobj__, (type(obj),), state, None, None, _set_generic_method  # type: ignore[attr-defined]
-    if isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHER and not _is_importable(obj):
+    if isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHER and not is_importable(obj):
         return _reduce_generic(obj)
     return NotImplemented
 
 
-def _is_importable(obj: Any) -> bool:
-    if obj.__module__ in cloudpickle.list_registry_pickle_by_value():
+def is_importable(obj: Any) -> bool:
+    """Whether another process can import this class or function by name."""
+    # In a process of `multiprocessing`, the script is also the module "__mp_main__".
+    if obj.__module__ == "__mp_main__" or obj.__module__ in cloudpickle.list_registry_pickle_by_value():
         return False
     return _lookup_module_and_qualname(obj) is not None
 

@@ -32,7 +32,7 @@ from typing import Any, Final, NoReturn, final
 import numpy as np
 
 from infeed.formatting import format_bytes, type_name
-from infeed.memory.pickling import dumps_by_value
+from infeed.memory.pickling import dumps_by_value, is_importable
 from infeed.memory.segments import round_up
 from infeed.memory.shared_arrays import (
     ALIGN,
@@ -233,7 +233,7 @@ class _ElementPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType):
-            if _is_importable(obj):
+            if is_importable(obj):
                 return NotImplemented
             if obj not in self._definitions:
                 pickled = np.frombuffer(dumps_by_value(obj), np.uint8)
@@ -258,16 +258,6 @@ class _ElementPickler(pickle.Pickler):
         self.beside.append((begin, array))
         self.beside_size = begin + array.nbytes
         return _BESIDE, begin, *arguments
-
-
-def _is_importable(obj: Any) -> bool:
-    """Whether another process can import this class or function by name."""
-    if obj.__module__ in ("__main__", "__mp_main__"):
-        return False
-    found: Any = sys.modules.get(obj.__module__)
-    for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
 
 
 def _load_array(beside: np.ndarray[Any, Any], begin: int, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:

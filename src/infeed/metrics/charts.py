@@ -31,21 +31,24 @@ from infeed.metrics.statistics import LOOP, Mark, Point, SpanKind, Statistics, T
 
 _MOST_POINTS: Final = 120
 _MOST_MARKS_SHOWN: Final = 100
+# Texts on hover: characters in all, and per line.
+_MOST_TEXT: Final = 300
+_WIDTH: Final = 60
 _GIB: Final = 2**30
 
 
-def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most ``most`` points, about evenly spaced in time, with the first and the last.
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most ``_MOST_POINTS`` points, about evenly spaced in time, with the first and the last.
 
     Points hold cumulative sums, so dropping some loses nothing from the totals.
     """
     # Drop points with equal times: callers divide by the time between points.
     rising = [*points[:1], *(after for before, after in pairwise(points) if after.at_ns > before.at_ns)]
-    if len(rising) <= most:
+    if len(rising) <= _MOST_POINTS:
         return rising
     times = [point.at_ns for point in rising]
     length_ns = times[-1] - times[0]
-    wanted = {bisect_left(times, times[0] + length_ns * step // (most - 1)) for step in range(most)}
+    wanted = {bisect_left(times, times[0] + length_ns * step // (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}
     return [rising[at] for at in sorted(wanted)]
 
 
@@ -371,7 +374,7 @@ def _mark_points(trace: Trace, window: Window, tops: dict[int, float]) -> list[d
     return data
 
 
-def wrapped(text: str, *, width: int = 60, most: int = 300) -> str:
-    """Escape untrusted text for a chart, break it into lines, and truncate it to ``most`` characters."""
-    line = shorten(text, most)
-    return "<br>".join(escape(line[at : at + width], quote=False) for at in range(0, len(line), width))
+def wrapped(text: str) -> str:
+    """Escape untrusted text for a chart, break it into lines, and truncate it."""
+    line = shorten(text, _MOST_TEXT)
+    return "<br>".join(escape(line[at : at + _WIDTH], quote=False) for at in range(0, len(line), _WIDTH))

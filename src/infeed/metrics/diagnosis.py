@@ -17,10 +17,12 @@ from infeed.autotune.capacity import (
     COMPUTE_BOUND_WAIT,
     LEAST_BATCHES,
     MAIN_CAUSE,
+    SLOW_SHARE,
     State,
     has_no_step,
     is_io_bound,
     may_queue_for_gil,
+    slow_s,
     state_of,
     workers_best,
     workers_needed,
@@ -44,11 +46,6 @@ _NOTABLE: Final = 0.3
 # at least _SEVERAL busy threads on average.
 _GIL_TAKEN: Final = 0.75
 _SEVERAL: Final = 1.3
-# A sample is slow if it takes _SLOW_TIMES the median and at least _SLOW_S. Slow samples are reported if they make up at least
-# _SLOW_SHARE of the wait.
-_SLOW_TIMES: Final = 20
-_SLOW_S: Final = 0.005
-_SLOW_SHARE: Final = 0.1
 _BOUNDS: Final = {"memory": "memory", "memory_limit": "memory-limit", "cores": "cpu-limit"}
 
 
@@ -165,7 +162,7 @@ class _Run(NamedTuple):
 
     @property
     def slow_s(self) -> float:
-        return max(_SLOW_S, _SLOW_TIMES * self.median_s)
+        return slow_s(self.median_s)
 
     @property
     def median_s(self) -> float:
@@ -374,7 +371,7 @@ def _slow_samples(run: _Run) -> _Advice | None:
     # Only the slowest samples have an index and a time. The histogram covers all others, but not when they were loaded.
     all_s = sum(upper * count for upper, count in statistics.histogram if upper > run.slow_s)
     all_s -= sum(one.seconds - _recent_s(one) for one in slow)
-    is_much = named_s >= _SLOW_SHARE * run.amounts.waited_ns / 1e9 or all_s >= _SLOW_SHARE * statistics.waited_s
+    is_much = named_s >= SLOW_SHARE * run.amounts.waited_ns / 1e9 or all_s >= SLOW_SHARE * statistics.waited_s
     return _slow(run, worst) if is_much else None
 
 

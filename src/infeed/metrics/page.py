@@ -156,14 +156,13 @@ def bars(share: float) -> Html:
     return Html(f'<span class="bar"><i style="width:{min(1.0, max(0.0, share)) * 100:.1f}%"></i></span>')
 
 
-def chart(figure: Figure, *, height_px: int = 260, caption: str = "") -> Html:
+def chart(figure: Figure, *, height_px: int = 260) -> Html:
     """Return a chart of full width. plotly.js treats text in a figure as markup: apply ``html.escape`` to untrusted text."""
     # Only "</script" and "<!--" could break out of the script element, and JSON can escape the "<" of both.
     data = json.dumps(figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return Html(
         f'<figure class="chart"><div class="plot" style="--height:{height_px}px"></div>'
-        f'<script type="application/json">{data}</script>{below}</figure>',
+        f'<script type="application/json">{data}</script></figure>',
         has_chart=True,
     )
 

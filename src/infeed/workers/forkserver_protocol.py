@@ -63,7 +63,6 @@ class Exited(NamedTuple):
 
 
 ToServer: TypeAlias = Preload | Guess | Hold | Fork | Kill
-FromServer: TypeAlias = Forked | Refused | Exited
 
 
 def send(sock: socket.socket, message: object, fds: list[int] | None = None) -> None:
