@@ -110,6 +110,10 @@ class EngineCache:
         if parked is not None and parked.is_usable:
             parked.close(keeps_workers=keeps_workers)
 
+    def configure(self, *, is_keeping: bool) -> None:
+        """Set whether to keep an engine and its workers for the next epoch."""
+        self.is_keeping = is_keeping
+
     def close(self) -> None:
         self.is_closed = True
         self.stop()
@@ -162,6 +166,19 @@ class Session:
 
     def __reduce__(self) -> Any:
         return _no_session, ()  # a copied or pickled loader creates its own
+
+    def reconfigure(self, config: Options, *, keeps_engine: bool, is_outdated: bool) -> None:
+        """Apply options that changed since the last epoch.
+
+        Args:
+            config: The options from now on.
+            keeps_engine: Whether to keep an engine and its workers for the next epoch.
+            is_outdated: Whether existing engines must not be used for the next epoch.
+        """
+        self.config = config
+        if is_outdated:
+            self.engine_cache.clear()
+        self.engine_cache.configure(is_keeping=keeps_engine)
 
     def offer(self, iteration: object) -> Cursor:
         """Register a new iteration and return the cursor where it would begin.

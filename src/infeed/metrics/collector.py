@@ -53,6 +53,11 @@ class AllMetrics:
         # The engine whose training loop most recently began an epoch or got a batch. Other engines are not within a step.
         self.active: EngineMetrics | None = None
 
+    def activate(self, metrics: EngineMetrics, *, has_delivered: bool = False) -> None:
+        """Record that this engine's training loop began an epoch or got a batch."""
+        self.active = metrics
+        self.has_delivered |= has_delivered
+
     def total(self, metrics: EngineMetrics, own: Point) -> Point:
         """Return the point of the whole loader, given the point ``own`` of one engine. Sums never shrink when engines close."""
         with self.lock:
@@ -158,7 +163,7 @@ class EngineMetrics:
         self._begun_ns = self._clock.now_ns()
         self._left_ns = self._noted_ns = self._seen_ns = 0  # time between epochs is not part of the training loop
         self._noted_waited, self._noted_blocked = self.waited_ns, self.blocked_ns
-        self._all_metrics.active = self
+        self._all_metrics.activate(self)
         if self._idle_ns:
             # Ticks are scheduled by time within epochs, so of several loaders only the active one pays for them.
             self._next_tick += self._begun_ns - self._idle_ns
@@ -256,12 +261,11 @@ class EngineMetrics:
                 self.changeover_ns += wait_ns
             elif self.batch_count == 1:
                 self.waited_ns, self.started_ns = self.waited_ns - wait_ns, self.started_ns + wait_ns
-            self._all_metrics.has_delivered = True
             if self._is_spanning:
                 self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
         self.away_ns, self._noted_ns, self._noted_waited = away_ns, left_ns, self.waited_ns
         self._noted_count, self._noted_blocked = self.batch_count, self.blocked_ns
-        self._all_metrics.active = self
+        self._all_metrics.activate(self, has_delivered=True)
         self._next_ns = left_ns + _RUN_NS
         if left_ns > self._next_tick:
             self._tick(left_ns)

@@ -246,9 +246,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             if callable(set_epoch):
                 set_epoch(epoch)
         session.set_epoch(epoch)
-        plan = plan_of(session)
-        if not plan.sets_epochs:
-            plan.sets_epochs = True
+        if plan_of(session).start_setting_epochs():
             session.engine_cache.clear()  # persistent workers were started without this option
             self._iterator = None
 

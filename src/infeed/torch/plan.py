@@ -138,6 +138,11 @@ class TorchPlan(Plan):
         self._draws = True  # whether reading the sampler draws from the default generator; True until known
         self._lent = LentGenerator()
 
+    def start_setting_epochs(self) -> bool:
+        """Make workers call ``set_epoch``, and return whether they did not before."""
+        is_new, self.sets_epochs = not self.sets_epochs, True
+        return is_new
+
     def configure(
         self, config: Options, sampler: Any, lookahead: int, generator: Any = None, *, keeps_seed: bool = False
     ) -> None:

@@ -71,14 +71,14 @@ def session_of(loader: TorchDataLoader[Any]) -> Session:
     session = known_session(loader) or _make_session(loader, config)
     plan = plan_of(session)
     before, table_before = session.config, plan.table
-    session.config = config
     keeps_seed = bool(loader.persistent_workers) and loader.num_workers > 0
     plan.configure(config, loader._index_sampler, _lookahead(loader), loader.generator, keeps_seed=keeps_seed)
     # An engine that gathers arrays has no workers, no user code and no random state, so it can always be kept.
     is_gathered = plan.table is not None and plan.table is table_before and _is_same(before, config)
-    if not (is_gathered or loader.persistent_workers):
-        session.engine_cache.clear()
-    session.engine_cache.is_keeping = bool(loader.persistent_workers) or plan.table is not None
+    is_persistent = bool(loader.persistent_workers)
+    session.reconfigure(
+        config, keeps_engine=is_persistent or plan.table is not None, is_outdated=not (is_gathered or is_persistent)
+    )
     return session
 
 
