@@ -262,7 +262,7 @@ def test_rows_of_an_array_have_no_workers() -> None:
         assert workers_of(batches) == {"kind": "inline", "count": 0, "is_gathered": True, "is_settled": True, "pids": []}
 
 
-def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path: Path) -> None:
+def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that is being written is left for later."""
     path = tmp_path / "journal"
     journal = Journal(path)
@@ -277,8 +277,9 @@ def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path:
     assert [event["event"] for event in reader.read()] == ["two"]
     assert reader.has("one")
     assert not reader.has("three")
-    journal._pid += 1  # as in a child
-    journal.write("three")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)  # as in a child
+        journal.write("three")
     assert reader.read() == []
     journal.close()
 

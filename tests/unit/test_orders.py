@@ -142,7 +142,7 @@ def test_the_lowest_and_the_highest_height_fall_on_real_weights(hash_value: int,
     """Rounding may not push a draw over the edge."""
     import infeed.plan.order as module
 
-    monkeypatch.setattr(module, "_hashes", lambda key, start, stop: np.full(stop - start, hash_value, dtype=np.uint64))
+    monkeypatch.setattr(module, "hash_positions", lambda key, start, stop: np.full(stop - start, hash_value, dtype=np.uint64))
     for weights in ([0, 1, 2, 0], [0.1] * 10 + [0], [0, 5e-324, 0], [0, 0, 1e308, 0], [1 / 3] * 3, [0, *[0.1] * 1000, 0]):
         drawn = int(weighted(weights).take(0, 1)[0])
         assert 0 <= drawn < len(weights)

@@ -261,7 +261,7 @@ class RepeatingOrder(Order):
         self._key = derive(seed, epoch, _DRAWS)
 
     def take(self, start: int, stop: int) -> Indices:
-        return _scaled(_hashes(self._key, start, stop), self._domain).astype(np.int64)
+        return _scaled(hash_positions(self._key, start, stop), self._domain).astype(np.int64)
 
 
 @final
@@ -276,7 +276,7 @@ class WeightedOrder(Order):
 
     def take(self, start: int, stop: int) -> Indices:
         # A float holds the upper 53 bits: evenly spaced in [0, 1).
-        heights = (_hashes(self._key, start, stop) >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._ladder[-1]
+        heights = (hash_positions(self._key, start, stop) >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._ladder[-1]
         found: Indices = np.searchsorted(self._ladder, heights, side="right").astype(np.int64)
         np.minimum(found, len(self._ladder) - 1, out=found)  # rounding can reach the upper end
         return found
@@ -289,7 +289,7 @@ def weight_ladder(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return ladder[: int(np.searchsorted(ladder, ladder[-1], side="left")) + 1]
 
 
-def _hashes(key: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
+def hash_positions(key: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
     return mix_array(np.arange(start, stop, dtype=np.uint64) ^ np.uint64(key))
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
@@ -51,9 +51,9 @@ class ServerGoneError(WorkerStartError):
 class ForkServer:
     """A connection to a server. All methods are thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_lock: Callable[[], threading.RLock] = threading.RLock) -> None:
         """Create the connection without a process, so that the registry owns it before ``start``."""
-        self._lock = threading.RLock()  # guards the socket: one request and its answer at a time
+        self._lock = make_lock()  # guards the socket: one request and its answer at a time
         self._exits: dict[int, int] = {}
         self._living: set[int] = set()  # workers without a reported exit
         self.guessed: set[str] = set()  # modules to import before any loader has sent the modules that it needs
