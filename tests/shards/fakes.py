@@ -23,6 +23,7 @@ class Fake:
         self.missing = 404
         self.port = 0
         self.read: list[str] = []  # names of objects whose content was requested
+        self.not_found: list[str] = []  # names of missing objects that were requested
 
     def s3(self) -> dict[str, Any]:
         """Return the storage options for ``s3://bucket/...``."""
@@ -75,6 +76,7 @@ def fake() -> Iterator[Fake]:
         def _answer_object(self, name: str) -> None:
             data = found.objects.get(name)
             if data is None:
+                found.not_found.append(name)
                 self._answer(found.missing, b"")
                 return
             headers = {"ETag": f'"{_etag(data)}"', "Last-Modified": DATE}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import infeed
 from infeed.data.opening import build_index
 from infeed.data.storage import LocalStorage, version_from
 from tests.shards.fakes import Fake, fake
-from tests.shards.writing import shard
+from tests.shards.writing import shard, tar_bytes
 
 
 @pytest.fixture
@@ -90,6 +91,28 @@ def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
         LocalStorage().write(str(tmp_path / "a"), b"mine")
 
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_empty_member_is_read(server: Fake) -> None:
+    """Alone, between others, and at the end of the shard."""
+    members = [("0.a", b""), ("0.b", b"x"), ("1.a", b""), ("2.b", b"y"), ("3.a", b"")]
+    server.objects = {"d/0.tar": tar_bytes(members)[: 7 * 512]}  # without the end marker
+    dataset = infeed.open("s3://b/d/0.tar", storage_options=server.s3())
+
+    assert [[one.get("a"), one.get("b")] for one in dataset] == [[b"", b"x"], [b"", None], [None, b"y"], [b"", None]]
+
+
+def test_a_request_that_fails_is_repeated_only_by_the_client(server: Fake) -> None:
+    """As often as max_retries says."""
+    server.objects = {"d/0.tar": shard([1])}
+    retry = {"max_retries": 2, "backoff": {"init_backoff": timedelta(milliseconds=1)}}
+    dataset = infeed.open("s3://b/d/0.tar", storage_options=server.s3() | {"retry_config": retry})
+    server.objects, server.missing = {}, 503
+    server.not_found.clear()
+    with pytest.raises(infeed.StorageError, match="503"):
+        dataset[0]
+
+    assert server.not_found == ["d/0.tar"] * 3
 
 
 def test_a_forked_process_raises_instead_of_waiting_forever(server: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

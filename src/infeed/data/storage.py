@@ -291,18 +291,23 @@ class ObjectStorage(Storage):
 
     def _fetch(self, wanted: Range, versions: Callable[[str], str | None]) -> memoryview:
         url, offset, size = wanted
+        if not size:  # no server accepts an empty range
+            return memoryview(b"")
         version = versions(url)
         store, path = self._locate(url)
         obstore = _obstore()
         for attempt in range(_BODY_ATTEMPTS):
+            has_response = False
             try:
                 result = obstore.get(store, path, options={"range": (offset, offset + size)})
+                has_response = True
                 found = version_from(result.meta)
                 if version is not None and found != version:
                     raise changed(url, offset, version, found)
                 data = memoryview(result.bytes())
             except (obstore.exceptions.BaseError, OSError) as error:
-                if not isinstance(error, obstore.exceptions.GenericError) or attempt == _BODY_ATTEMPTS - 1:
+                is_broken_off = has_response and isinstance(error, obstore.exceptions.GenericError)
+                if not is_broken_off or attempt == _BODY_ATTEMPTS - 1:
                     raise _unreadable(url, offset, size, error) from error
                 time.sleep(_BODY_BACKOFF_S * 2**attempt)
             else:
