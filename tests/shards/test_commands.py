@@ -107,6 +107,20 @@ def test_an_interrupted_run_is_continued(tmp_path: Path, capsys: pytest.CaptureF
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == whole
 
 
+def test_shards_in_the_packed_folder_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the first run, nor in one that continues it."""
+    arguments = [str(images(tmp_path)), str(tmp_path / "shards"), "--shard-size", "10240"]
+    for _ in range(2):
+        assert main(["pack", *arguments]) == 0
+        assert "wrote 10 samples to 4 shards" in capsys.readouterr().out
+        assert len(infeed.open(tmp_path / "shards")) == 10  # leaves an index there, too
+
+
+def test_a_folder_is_not_packed_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(images(tmp_path / "in")), str(tmp_path / "in" / ".." / "in")]) == 1
+    assert "write the shards to another folder" in capsys.readouterr().err
+
+
 def test_shards_of_other_data_are_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images(tmp_path / "in")
     (tmp_path / "out").mkdir()

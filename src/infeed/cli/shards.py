@@ -91,7 +91,7 @@ def _pack(source: str, out: Path, prefix: str, shard_bytes: int) -> Any:
         samples = samples_of_dataset(dataset, count)
         expected = f"{count - 1:09d}" if count else None
     else:
-        found, skipped_count = samples_of_folder(Path(source))
+        found, skipped_count = samples_of_folder(Path(source), out)
         total, samples = len(found), islice(found, count, None)
         expected = found[count - 1].key if 0 < count <= total else None
     check_resumed(out, last, expected)

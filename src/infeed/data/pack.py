@@ -48,19 +48,27 @@ class PackResult(NamedTuple):
     skipped_files: int
 
 
-def samples_of_folder(folder: Path) -> tuple[list[Sample], int]:
+def samples_of_folder(folder: Path, out: Path) -> tuple[list[Sample], int]:
     """Return the samples of a folder: files of one folder and basename are one sample, in the order of their paths.
+
+    Args:
+        out: Folder for the shards. If it is inside of ``folder``, its files are left out.
 
     Returns:
         The samples, and how many files are no part of one, because their names have no basename or extension.
 
     Raises:
-        ConfigError: The folder has no samples, or names of its files differ only in upper and lower case of the extension.
+        ConfigError: The folder has no samples, or names of its files differ only in upper and lower case of the extension; or
+            ``out`` is the same folder.
     """
+    real, shards = folder.resolve(), out.resolve()
+    if shards == real:
+        raise ConfigError(f"{out} is the folder to pack; write the shards to another folder")
+    inside = folder / shards.relative_to(real) if shards.is_relative_to(real) else None
     groups: dict[str, dict[str, Path]] = {}
     skipped_count = 0
     for path in sorted(folder.rglob("*")):
-        if not path.is_file():
+        if not path.is_file() or (inside is not None and path.is_relative_to(inside)):
             continue
         parts = split_name(path.relative_to(folder).as_posix())
         if parts is None:
