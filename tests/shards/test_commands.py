@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,35 @@ def test_columns_that_would_be_the_same_are_refused(names: tuple[str, str]) -> N
         list(samples_of_dataset([{name: np.arange(2) for name in names}]))
 
 
+@pytest.mark.parametrize("name", ["a/b", "a/b.c", "a/", "", "x\0y", 7, None])
+def test_a_column_whose_name_would_change_is_refused(name: Any) -> None:
+    """The sample would lack it when the shards are read."""
+    with pytest.raises(infeed.ConfigError, match=f"sample 1, column {name!r}: .* (rename it|use text)".replace("\\", r"\\")):
+        list(samples_of_dataset([{"x": b""}, {name: np.arange(2)}]))
+
+
+def test_columns_keep_their_names(tmp_path: Path) -> None:
+    """Also unusual ones; those of WebDataset about a sample are left out."""
+    names = ["a b", ".", "x.", "__x", "é", "seg.png", "__y__.z", "mynpy"]
+    samples = samples_of_dataset([{name: b"1" for name in [*names, "__key__", "__url__"]}])
+    list(write_shards(samples, tmp_path, "s", 1 << 20, 0))
+
+    assert [name for name in infeed.open(tmp_path).columns] == names
+
+
+@pytest.mark.parametrize("sample", [{}, (), {"__key__": "a"}])
+def test_a_sample_without_columns_is_refused(sample: Any) -> None:
+    """It would be missing in the shards, and later samples would have other indices."""
+    with pytest.raises(infeed.ConfigError, match="sample 1 has no columns"):
+        list(samples_of_dataset([{"x": b""}, sample]))
+
+
+@pytest.mark.parametrize("value", [np.array([None, "a"]), {1j: 0}, "\ud800"], ids=["objects", "keys", "surrogate"])
+def test_a_value_that_cannot_be_written_is_named(value: Any) -> None:
+    with pytest.raises(infeed.ConfigError, match="sample 0, column 'x': .* cannot be written"):
+        list(samples_of_dataset([{"x": value}]))
+
+
 def test_an_interrupted_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Complete shards stay as they are; the result is that of an undisturbed run."""
     images(tmp_path / "in")
@@ -169,7 +199,7 @@ def test_a_dataset_is_packed_with_a_format_for_each_type(tmp_path: Path, monkeyp
 def test_samples_may_be_tuples_or_single_values() -> None:
     assert list(samples_of_dataset([(np.float32(1.5), "a")])) == [Sample("000000000", {"0": b"1.5", "1": b"a"})]
     assert list(samples_of_dataset([7])) == [Sample("000000000", {"0": b"7"})]
-    with pytest.raises(infeed.ConfigError, match="column 'x' is a object, which has no file format"):
+    with pytest.raises(infeed.ConfigError, match="sample 0, column 'x': a value of type object cannot be written"):
         list(samples_of_dataset([{"x": object()}]))
 
 

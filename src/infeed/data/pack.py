@@ -84,23 +84,55 @@ def samples_of_folder(folder: Path, out: Path) -> tuple[list[Sample], int]:
 
 
 def samples_of_dataset(dataset: Any, start: int = 0) -> Iterator[Sample]:
-    """Yield the samples of a map-style dataset from ``start`` on, as bytes."""
+    """Yield the samples of a map-style dataset from ``start`` on, as bytes. Columns such as ``__key__`` are left out.
+
+    Raises:
+        ConfigError: A value has no file format, or a sample would have other columns when the shards are read.
+    """
     for number in range(start, len(dataset)):
         sample = dataset[number]
         if isinstance(sample, tuple | list):
             sample = {f"{place}": value for place, value in enumerate(sample)}
         elif not isinstance(sample, Mapping):
             sample = {"0": sample}
-        found = [_member(name, value) for name, value in sample.items() if not name.startswith("__")]
+        key = f"{number:09d}"
+        found = [_member(key, name, value) for name, value in sample.items() if not _is_metadata(name)]
+        if not found:
+            raise ConfigError(f"sample {number} has no columns; leave it out of the dataset")
         members = {name.lower(): data for name, data in found}
         if len(members) < len(found):
             raise ConfigError(
                 f"sample {number} has two columns of one name among {list(sample)}, which is in lower case; rename one"
             )
-        yield Sample(f"{number:09d}", members)
+        yield Sample(key, members)
 
 
-def _member(name: str, value: Any) -> tuple[str, bytes]:
+def _is_metadata(name: Any) -> bool:
+    return isinstance(name, str) and len(name) > 4 and name.startswith("__") and name.endswith("__")
+
+
+def _member(key: str, name: Any, value: Any) -> tuple[str, bytes]:
+    """Return extension and bytes of a value.
+
+    Raises:
+        ConfigError: The value has no file format, or the extension would be another when it is read.
+    """
+    where = f"sample {int(key)}, column {name!r}"
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: the name is a {type(name).__qualname__}; use text")
+    try:
+        extension, data = _encoded(name, value)
+    except Exception as error:  # NumPy, Pillow and json raise several types
+        raise ConfigError(
+            f"{where}: a value of type {type(value).__qualname__} cannot be written ({error}); return bytes, text, numbers, arrays, PIL images "
+            "or JSON values"
+        ) from error
+    if not name or "\0" in name or split_name(f"{key}.{extension}") != (key, extension.lower()):
+        raise ConfigError(f"{where}: the name cannot be an extension of a file; rename it")
+    return extension, data
+
+
+def _encoded(name: str, value: Any) -> tuple[str, bytes]:
     """Return extension and bytes of a value: bytes unchanged, text and numbers as text, arrays as .npy, images as .png."""
     if isinstance(value, bytes | bytearray | memoryview):
         return name, bytes(value)
@@ -116,17 +148,11 @@ def _member(name: str, value: Any) -> tuple[str, bytes]:
         stream = io.BytesIO()
         np.save(stream, np.asarray(value), allow_pickle=False)
         return _with_extension(name, "npy"), stream.getvalue()
-    try:
-        return _with_extension(name, "json"), json.dumps(value).encode()
-    except TypeError:
-        raise ConfigError(
-            f"column {name!r} is a {type(value).__qualname__}, which has no file format; return bytes, text, numbers, arrays, "
-            "PIL images or JSON values"
-        ) from None
+    return _with_extension(name, "json"), json.dumps(value).encode()
 
 
 def _with_extension(name: str, extension: str) -> str:
-    return name if name.endswith(extension) else f"{name}.{extension}"
+    return name if name == extension or name.endswith(f".{extension}") else f"{name}.{extension}"
 
 
 def written_shards(out: Path, prefix: str) -> tuple[list[Path], int, str | None]:
