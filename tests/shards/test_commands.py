@@ -101,10 +101,10 @@ def test_a_column_whose_name_would_change_is_refused(name: Any) -> None:
 def test_columns_keep_their_names(tmp_path: Path) -> None:
     """Also unusual ones; those of WebDataset about a sample are left out."""
     names = ["a b", ".", "x.", "__x", "é", "seg.png", "__y__.z", "mynpy"]
-    samples = samples_of_dataset([{name: b"1" for name in [*names, "__key__", "__url__"]}])
+    samples = samples_of_dataset([dict.fromkeys([*names, "__key__", "__url__"], b"1")])
     list(write_shards(samples, tmp_path, "s", 1 << 20, 0))
 
-    assert [name for name in infeed.open(tmp_path).columns] == names
+    assert list(infeed.open(tmp_path).columns) == names
 
 
 @pytest.mark.parametrize("sample", [{}, (), {"__key__": "a"}])
@@ -116,7 +116,7 @@ def test_a_sample_without_columns_is_refused(sample: Any) -> None:
 
 @pytest.mark.parametrize("value", [np.array([None, "a"]), {1j: 0}, "\ud800"], ids=["objects", "keys", "surrogate"])
 def test_a_value_that_cannot_be_written_is_named(value: Any) -> None:
-    with pytest.raises(infeed.ConfigError, match="sample 0, column 'x': .* cannot be written"):
+    with pytest.raises(infeed.ConfigError, match=r"sample 0, column 'x': .* cannot be written"):
         list(samples_of_dataset([{"x": value}]))
 
 

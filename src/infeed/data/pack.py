@@ -124,8 +124,8 @@ def _member(key: str, name: Any, value: Any) -> tuple[str, bytes]:
         extension, data = _encoded(name, value)
     except Exception as error:  # NumPy, Pillow and json raise several types
         raise ConfigError(
-            f"{where}: a value of type {type(value).__qualname__} cannot be written ({error}); return bytes, text, numbers, arrays, PIL images "
-            "or JSON values"
+            f"{where}: a value of type {type(value).__qualname__} cannot be written ({error}); return bytes, text, numbers, "
+            "arrays, PIL images or JSON values"
         ) from error
     if not name or "\0" in name or split_name(f"{key}.{extension}") != (key, extension.lower()):
         raise ConfigError(f"{where}: the name cannot be an extension of a file; rename it")
