@@ -112,6 +112,60 @@ def test_a_read_only_handle_is_opened_again_in_workers(tmp_path: Path, name: str
     assert Data(handle, read)[1] == 11  # the original is still open
 
 
+def _database(folder: Path, **options: Any) -> sqlite3.Connection:
+    with closing(sqlite3.connect(folder / "a.db")) as connection, connection:
+        connection.execute('create table "t ""1" (x real, y date, "z " integer, w)')
+        connection.execute('create view v as select x from "t ""1"')
+    return sqlite3.connect(folder / "a.db", **options)
+
+
+def _with_function(folder: Path) -> sqlite3.Connection:
+    connection = _database(folder)
+    connection.create_function("lower", 1, lambda text: text)
+    return connection
+
+
+def _with_collation(folder: Path) -> sqlite3.Connection:
+    connection = _database(folder)
+    connection.create_collation("mine", lambda a, b: 0)
+    return connection
+
+
+def _drafted(folder: Path) -> Any:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (64, 64)).save(folder / "a.jpg")
+    found = image.open(folder / "a.jpg")
+    found.draft("L", (16, 16))
+    return found
+
+
+CHANGED: dict[str, Callable[[Path], Any]] = {
+    "converters by type": lambda folder: _database(folder, detect_types=sqlite3.PARSE_DECLTYPES),
+    "converters by name": lambda folder: _database(folder, detect_types=sqlite3.PARSE_COLNAMES),
+    "function": _with_function,
+    "collation": _with_collation,
+    "draft": _drafted,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The default date converter")
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_handle_whose_copy_would_give_other_results_is_not_opened_again(tmp_path: Path, name: str, opened: list[Any]) -> None:
+    opened.append(CHANGED[name](tmp_path))
+
+    assert reduce_handle(opened[0]) is NotImplemented
+
+
+@pytest.mark.parametrize("text", [str, bytes])
+def test_a_database_is_opened_again_whatever_its_types_and_texts(tmp_path: Path, text: Any, opened: list[Any]) -> None:
+    opened.append(_database(tmp_path))
+    opened[0].text_factory = text
+    function, arguments = reduce_handle(opened[0])
+    opened.append(function(*arguments))
+
+    assert opened[1].execute("select 'a'").fetchone() == (text(b"a") if text is bytes else "a",)
+
+
 @pytest.mark.process
 @pytest.mark.torch
 @pytest.mark.linux("torch forks its workers there")
@@ -159,7 +213,10 @@ def test_a_relative_path_that_names_another_file_by_now_is_not_opened(tmp_path: 
 WRITABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "h5py": (lambda folder: _h5py(folder, "r+"), "with mode 'r'"),
     "lmdb": (_lmdb, "with readonly=True and lock=False"),
-    "sqlite3": (lambda _: sqlite3.connect(":memory:"), "open one database file and commit changes"),
+    "sqlite3": (
+        lambda _: sqlite3.connect(":memory:"),
+        "open one database file and commit changes, without detect_types, functions or collations of your own",
+    ),
 }
 
 

@@ -2,6 +2,8 @@
 
 A copy in a worker has its own file position and locks. Files of h5py, LMDB and zipfile that are open for writing are not opened
 again, because readers must not meet a writer there. Neither are files whose relative path names another one since `os.chdir`.
+Nor are handles that would give other results, as far as their library reveals it: connections with converters, functions or
+collations of the user, and images after ``draft()``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sqlite3
 import sys
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import import_module
 from typing import Any, Final
 from urllib.parse import quote
@@ -46,7 +48,10 @@ def advice(obj: Any) -> str:
             return "keep only its environment, and call begin() or open_db() in __getitem__"
         return "open it by its absolute path with readonly=True and lock=False, and workers will open it again"
     if isinstance(obj, sqlite3.Connection):
-        return "open one database file and commit changes, and workers will open it again"
+        return (
+            "open one database file and commit changes, without detect_types, functions or collations of your own, and workers "
+            "will open it again; else open it in __getitem__ on first use"
+        )
     if module in ("zipfile", "PIL"):
         return "open the file by its absolute path, and workers will open it again"
     if module == "pyarrow":
@@ -134,11 +139,45 @@ def _reduce_sqlite(connection: sqlite3.Connection) -> Any:
         cursor.row_factory = None
         files = [path for _, name, path in cursor.execute("PRAGMA database_list").fetchall() if name != "temp"]
         has_temporary = cursor.execute("SELECT count(*) FROM sqlite_temp_master").fetchone()[0] > 0
+        if len(files) != 1 or not files[0] or has_temporary or connection.in_transaction:
+            return NotImplemented  # the copy would lack data
+        with closing(sqlite3.connect(":memory:")) as plain:
+            if _sqlite_additions(cursor) != _sqlite_additions(plain.cursor()) or _converts(cursor):
+                return NotImplemented
     except sqlite3.Error:  # it is closed, or belongs to another thread
         return NotImplemented
-    if len(files) != 1 or not files[0] or has_temporary or connection.in_transaction:
-        return NotImplemented  # the copy would lack data
     return _open_sqlite, (files[0], connection.isolation_level, connection.row_factory, connection.text_factory)
+
+
+def _sqlite_additions(cursor: sqlite3.Cursor) -> set[Any]:
+    """Return the functions and collations of a connection. Names are blobs, which ``text_factory`` does not change."""
+    functions = cursor.execute("SELECT CAST(name AS BLOB), narg, builtin FROM pragma_function_list").fetchall()
+    return {*functions, *cursor.execute("SELECT CAST(name AS BLOB) FROM pragma_collation_list").fetchall()}
+
+
+def _converts(cursor: sqlite3.Cursor) -> bool:
+    """Whether ``detect_types`` changes names of columns, or a number that is read as if it were in a column of the database."""
+    if cursor.execute('SELECT 1 AS "a [b]"').description[0][0] == "a":
+        return True
+    columns = cursor.execute(
+        "SELECT CAST(c.type AS BLOB), CAST(c.name AS BLOB), CAST(m.name AS BLOB) "
+        "FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.rootpage > 0"
+    )
+    for column, table in {kind: names for kind, *names in columns.fetchall()}.values():
+        try:
+            (value,) = cursor.execute(f"SELECT {_quoted(column)} FROM {_quoted(table)} WHERE 0 UNION ALL SELECT 7").fetchone()
+        except sqlite3.Error:
+            raise
+        except Exception:  # of a converter
+            return True
+        if value != 7 or type(value) is not int:
+            return True
+    return False
+
+
+def _quoted(name: bytes) -> str:
+    escaped = name.decode().replace('"', '""')
+    return f'"{escaped}"'
 
 
 def _open_sqlite(path: str, isolation_level: Any, row_factory: Any, text_factory: Any) -> sqlite3.Connection:
@@ -170,7 +209,19 @@ def _reduce_pillow(pillow: Any, obj: Any) -> Any:
         return NotImplemented
     name = getattr(obj, "filename", "")
     path = _absolute(os.fsdecode(name), lambda: obj.fp.fileno()) if name and os.path.isfile(name) else None
-    return NotImplemented if path is None else (_open_image, (path,))
+    if path is None:
+        return NotImplemented
+    try:
+        with _open_image(path) as copy:
+            is_same = type(copy) is type(obj) and _decoding(copy) == _decoding(obj)
+    except Exception:  # Pillow raises several types
+        return NotImplemented
+    return (_open_image, (path,)) if is_same else NotImplemented
+
+
+def _decoding(image: Any) -> tuple[Any, ...]:
+    """Return what ``draft()`` changes."""
+    return image.mode, image.size, image.tile, getattr(image, "decoderconfig", None)
 
 
 def _open_image(path: str) -> Any:
