@@ -82,7 +82,8 @@ class IndexStore:
         """Create the store.
 
         Args:
-            given: Folder or URL prefix of the index; ``None`` for beside the shards, or else the cache folder.
+            given: Folder or URL prefix of the index; ``None`` for beside the shards, or else the cache folder. Shards in
+                several buckets, or on several hosts or drives, have no common folder: their index is only in the cache folder.
             options: Storage options, for an index on object storage.
         """
         self._urls, self._storage, self._scan = list(urls), storage, scan
@@ -94,12 +95,13 @@ class IndexStore:
         # The cache folder may have indices of several folders with equal names of shards.
         folder_hash = hashlib.sha256(self._folder.encode()).hexdigest()[:16]
         cached = IndexPlace(storage_for(""), str(cache_folder() / "index" / f"{folder_hash}-{self._name}"))
-        beside = IndexPlace(storage, self._folder + self._name)
         if given is not None:
             folder = given if given.endswith(("/", os.sep)) else f"{given}/"
             self._places = [IndexPlace(storage_for(folder, options if scheme_of(folder) else None), folder + self._name)]
+        elif not self._folder or self._folder.endswith("://"):
+            self._places = [cached]
         else:
-            self._places = [beside, cached]
+            self._places = [IndexPlace(storage, self._folder + self._name), cached]
         self._lock = cache_folder() / "locks" / f"{folder_hash}-{self._name}.lock"
 
     def open(self, *, progress: bool | None = None, publish: bool = False) -> Index:
