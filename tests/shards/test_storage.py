@@ -93,6 +93,31 @@ def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_the_index_of_shards_in_several_buckets_is_in_the_cache_folder(server: Fake, cache_folder: Path) -> None:
+    """There is no folder beside them: a URL such as s3://infeed-0.npz would be another bucket."""
+    server.objects = {"0.tar": shard([1])}
+    urls = [f"s3://{bucket}/0.tar" for bucket in ("b", "c")]
+    for _ in range(2):
+        server.read.clear()
+        assert len(infeed.open(urls, storage_options=server.s3())) == 2
+    dataset, where = build_index(urls, None, None, server.s3())
+
+    assert (len(dataset), where) == (2, None)
+    assert server.read == server.not_found == []
+    assert len(list(cache_folder.rglob("*.npz"))) == 1
+
+
+@pytest.mark.parametrize(("limit", "is_by_blocks"), [(16 << 20, True), (48 << 20, False)])
+def test_shuffle_is_by_blocks_unless_the_cache_holds_all_shards(
+    server: Fake, tmp_path: Path, limit: int, is_by_blocks: bool
+) -> None:
+    """Otherwise most samples would download a piece of 8 MiB."""
+    server.objects = {"0.tar": tar_bytes([("0.a", bytes(20 << 20))])}
+    dataset = infeed.open("s3://b/0.tar", storage_options=server.s3(), cache=tmp_path, cache_limit=limit)
+
+    assert dataset.prefers_block_shuffle is is_by_blocks
+
+
 def test_an_empty_member_is_read(server: Fake) -> None:
     """Alone, between others, and at the end of the shard."""
     members = [("0.a", b""), ("0.b", b"x"), ("1.a", b""), ("2.b", b"y"), ("3.a", b"")]

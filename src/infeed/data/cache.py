@@ -51,13 +51,13 @@ class PieceCache:
         if limit < 2 * piece_bytes:
             raise ConfigError(f"cache_limit={limit} is too small; use at least {2 * piece_bytes} bytes")
         self._folder = Path(folder).absolute()
-        self._limit, self._piece_bytes = limit, piece_bytes
+        self.limit, self._piece_bytes = limit, piece_bytes
         self._added = limit  # measure with the first piece: an earlier run may have had a higher limit
         self._names: dict[str, str] = {}
         self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self._folder, "limit": self._limit, "piece_bytes": self._piece_bytes}
+        return {"folder": self._folder, "limit": self.limit, "piece_bytes": self._piece_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -133,7 +133,7 @@ class PieceCache:
         part = f"{path}.{os.getpid()}-{threading.get_ident()}{_PART_SUFFIX}"
         try:
             self._added += len(data)
-            if self._added > self._limit // _MEASURED_PART:
+            if self._added > self.limit // _MEASURED_PART:
                 with self._locked("evict.lock"):
                     self._evict(len(data))
                 self._added = len(data)
@@ -159,14 +159,14 @@ class PieceCache:
                     total += stat.st_size
                 elif entry.name.endswith(_PART_SUFFIX) and time.time() - stat.st_mtime > _OLD_S:
                     os.unlink(entry.path)
-        if total <= self._limit:
+        if total <= self.limit:
             return
         entries.sort()
         for _, size, path in entries:
             with suppress(OSError):  # Windows does not remove open files
                 os.unlink(path)
                 total -= size
-            if total <= self._limit - self._limit // _ROOM_PART:
+            if total <= self.limit - self.limit // _ROOM_PART:
                 break
 
     @contextmanager

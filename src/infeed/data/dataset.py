@@ -39,9 +39,9 @@ class ShardReader:
     def _version(self, url: str) -> str:
         return self._stats[url].version
 
-    @property
-    def has_cache(self) -> bool:
-        return self._cache is not None
+    def can_cache(self, byte_count: int) -> bool:
+        """Whether there is a local cache that can hold this much."""
+        return self._cache is not None and self._cache.limit >= byte_count
 
     def close(self) -> None:
         self._storage.close()
@@ -103,8 +103,8 @@ class ShardDataset(ABC):
 
     @property
     def prefers_block_shuffle(self) -> bool:
-        """Whether ``shuffle=True`` shuffles blocks: on object storage, where every request takes long."""
-        return scheme_of(self._urls[0]) != "" and not self._reader.has_cache
+        """Whether ``shuffle=True`` shuffles blocks: on object storage, unless the local cache can hold all shards."""
+        return scheme_of(self._urls[0]) != "" and not self._reader.can_cache(self._byte_count)
 
     @property
     def shuffle_blocks(self) -> int | Integers:
