@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
+from zlib import adler32
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ _COMPRESSED: Final = {
 }
 # Numbers of columns are stored as uint16.
 MOST_COLUMNS: Final = 1 << 16
+_ADLER: Final = 65_521
 # Extended headers are a few hundred bytes; a larger one is damage.
 _MOST_HEADER: Final = 1 << 20
 
@@ -113,13 +115,14 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
         header = headers.at(position, _BLOCK)
         if header == _END:
             break
-        if len(header) < _BLOCK:
-            raise ShardError(f"{url}: the file is truncated inside the header at offset {position}; copy or write it again")
         if not position:
             _check_start(url, header)
+        if len(header) < _BLOCK:
+            raise ShardError(f"{url}: the file is truncated inside the header at offset {position}; copy or write it again")
         kind = header[156]
         try:
-            size = int(extended["size"]) if "size" in extended else _number(header, position)
+            _check_sum(header)
+            size = int(extended["size"]) if "size" in extended else _number(header)
         except ValueError as error:
             raise ShardError(
                 f"{url}: no tar header at offset {position}; the shard is damaged, copy or write it again"
@@ -222,12 +225,24 @@ def _check_start(url: str, header: bytes) -> None:
             )
 
 
-def _number(header: bytes, position: int) -> int:
-    """Return the size field, and check that this is a header: by its magic number, or by its checksum if it has none."""
-    if header[257:262] != b"ustar":
-        total = sum(header) - sum(header[148:156]) + 8 * 32
-        if int(header[148:156].rstrip(b"\0 ") or b"-", 8) != total:
-            raise ValueError(f"wrong checksum at {position}")
+def _check_sum(header: bytes) -> None:
+    """Check that this is a header, by its checksum.
+
+    Adler-32 contains the sum of the bytes plus one, modulo 65,521, and takes a tenth of the time of ``sum``.
+
+    Raises:
+        ValueError: The checksum is wrong.
+    """
+    field = header[148:156]
+    found = int(field.rstrip(b"\0 ") or b"-", 8) - 8 * 32 + sum(field)
+    if (found + 1 - (adler32(header) & 0xFFFF)) % _ADLER:
+        signed = 256 * sum(byte >= 128 for byte in header)  # some old programs added the bytes as signed numbers
+        if (found + 1 + signed - (adler32(header) & 0xFFFF)) % _ADLER:
+            raise ValueError("wrong checksum")
+
+
+def _number(header: bytes) -> int:
+    """Return the size field."""
     if header[124] & 0x80:  # base 256, for files beyond 8 GiB
         return int.from_bytes(header[125:136], "big")
     return int(header[124:136].rstrip(b"\0 ") or b"0", 8)
