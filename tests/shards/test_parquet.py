@@ -96,6 +96,33 @@ def test_a_value_does_not_depend_on_the_rows_read_with_it(tmp_path: Path, name: 
         assert [type(dataset[row]["a"]) for row in range(4)] == [np.int32, np.int32, type(None), np.int32]
 
 
+@pytest.mark.parametrize("kind", ["string_view", "binary_view"])
+def test_views_of_texts_are_read(tmp_path: Path, kind: str) -> None:
+    """pyarrow cannot take rows of them."""
+    make = getattr(pa, kind, None) or pytest.skip("pyarrow has no such type")
+    values = [None, "b" * 30, "c"] if kind == "string_view" else [None, b"b" * 30, b"c"]
+    parquet.write_table(pa.table({"x": pa.array(values, make())}), tmp_path / "a.parquet")
+
+    assert [one["x"] for one in infeed.open(tmp_path).__getitems__([2, 0, 1])] == [values[2], values[0], values[1]]
+
+
+def test_lists_are_arrays_that_may_be_written(tmp_path: Path) -> None:
+    """As torch expects; a transform may work in place."""
+    lists = {"a": [[1], [2, 3]], "b": pa.array([[1], [2]], pa.list_(pa.int16(), 1)), "c": [[None], [2]], "d": [None, [1]]}
+    parquet.write_table(pa.table(lists), tmp_path / "a.parquet")
+    dataset = infeed.open(tmp_path)
+    for array in dataset[1].values():
+        array += 1
+
+    assert [array.tolist() for array in dataset[1].values()] == [[2, 3], [2], [2], [1]]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["x", "x"]), tmp_path / "a.parquet")
+    with pytest.raises(infeed.ShardError, match=r"a\.parquet has two columns 'x'"):
+        infeed.open(tmp_path)
+
+
 def test_columns_that_only_tar_shards_have_are_refused(tmp_path: Path) -> None:
     for column in ("__url__", "__key__"):
         with pytest.raises(infeed.ConfigError, match=f"columns has '{column}', which is in no shard"):

@@ -98,7 +98,7 @@ class ParquetDataset(ShardDataset):
             table = self._table(group)
             inside = rows[places] - self._group_starts[group]
             for name in self.columns:
-                values = _values(table.column(name).take(inside))
+                values = _taken(table.column(name), inside)
                 decode = self._decoders.get(name)
                 for place, value in zip(places.tolist(), values, strict=True):
                     if decode is not None:
@@ -218,6 +218,13 @@ def _chunks(group: Any, columns: set[str]) -> list[tuple[int, int]]:
     return found
 
 
+def _taken(column: Any, rows: Integers) -> list[Any]:
+    try:
+        return _values(column.take(rows))
+    except NotImplementedError:  # pyarrow has no `take` for string_view and binary_view
+        return [column[row].as_py() for row in rows.tolist()]
+
+
 def _values(column: Any) -> list[Any]:
     """Return the values of a column: NumPy scalars and arrays where its type is numeric, else Python objects.
 
@@ -245,12 +252,17 @@ def _chunk_values(array: Any) -> list[Any]:
     flat = array.flatten()
     if flat.null_count:  # a list with missing elements has no dtype
         lists = [one.values for one in array]
-        return [one.to_pylist() if one.null_count else one.to_numpy(zero_copy_only=False) for one in lists]
-    numbers = flat.to_numpy(zero_copy_only=False)
+        return [one.to_pylist() if one.null_count else _writable(one) for one in lists]
+    numbers = _writable(flat)
     if types.is_fixed_size_list(kind):
         return list(numbers.reshape(len(array), kind.list_size))
     offsets = array.offsets.to_numpy()
     return [numbers[begin:end] for begin, end in zip(offsets - offsets[0], offsets[1:] - offsets[0], strict=False)]
+
+
+def _writable(array: Any) -> Any:
+    numbers = array.to_numpy(zero_copy_only=False)
+    return numbers if numbers.flags.writeable else numbers.copy()
 
 
 def _type_text(kind: Any) -> str:
@@ -267,6 +279,9 @@ def _common_names(index: Index) -> list[str]:
     first: tuple[list[str], list[str]] | None = None
     for url, part in zip(index.urls, index.parts(), strict=True):
         names, types = (part[name].tobytes().decode().split(_SEPARATOR) for name in ("names", "types"))
+        twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+        if twice is not None:
+            raise ShardError(f"{url} has two columns {twice!r}; rename one of them")
         first = first or (names, types)
         if names != first[0]:
             raise ShardError(f"{url} has columns {names}, but {index.urls[0]} has {first[0]}; open them separately")
