@@ -21,12 +21,22 @@ import infeed
 from infeed.workers import status as stacks
 from tests.helpers import Blocking, Tree, assert_faster_than, collected, flat, patient_next, plain, wait_until
 
+# The tasks of one worker fill its pipe.
+ALONE: dict[str, Any] = {"num_workers": 1}
+
 
 def hang_in_native_code(index: int) -> int:
     """Sleeps in C with the interpreter locked: no Python of this process runs meanwhile."""
     while index == 3:
-        ctypes.PyDLL(None).sleep(60)  # a signal ends it early
+        sleep_in_native_code(60)  # a signal ends it early
     return index
+
+
+def sleep_in_native_code(seconds: int) -> None:
+    if sys.platform == "win32":
+        ctypes.PyDLL("kernel32").Sleep(seconds * 1000)
+    else:
+        ctypes.PyDLL(None).sleep(seconds)
 
 
 def hang_in_python(index: int) -> int:
@@ -81,6 +91,30 @@ def test_sample_timeout_ends_the_worker_and_the_error_shows_where_it_was(start_m
         assert flat(collected(batches)) == list(range(4, 12))
     assert f"in {hang.__name__}" in str(caught.value)
     assert any("index=3 (position 3 of epoch 0, worker" in note for note in caught.value.__notes__)
+
+
+class Named:
+    """Samples are asked for by long names, so that a few fill a pipe. The fourth hangs in native code."""
+
+    names = tuple(f"{number}".zfill(1_000_000) for number in range(6))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, name: str) -> int:
+        return hang_in_native_code(int(name[-2:]))
+
+
+def test_a_worker_that_reads_nothing_does_not_block_the_loader(process_engine: dict[str, Any]) -> None:
+    """Its tasks fill the pipe while native code holds the interpreter: the limit and ``close`` still end it."""
+    options: dict[str, Any] = {"batch_size": 1, "sampler": Named.names, **process_engine, **ALONE}
+    with assert_faster_than(25), infeed.DataLoader(Named(), sample_timeout=0.5, on_error="skip", **options) as loader:
+        assert flat(collected(loader)) == [0, 1, 2, 4, 5]
+    with infeed.DataLoader(Named(), **{**options, "timeout": 0.5}) as loader:
+        batches = iter(loader)
+        assert [int(patient_next(batches)[0]) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(infeed.LoadTimeoutError, match=r"timeout=0\.5"):
+            next(batches)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
