@@ -132,6 +132,8 @@ def _start(
     fds: tuple[int, ...],
 ) -> None:
     python = _interpreter()
+    if sys.platform == "win32":
+        python, environ = without_redirector(python, environ)
     module, function = entry.split(":")
     # Imports create no garbage, and collection takes 10% of the start-up time. Workers enable the collector again.
     code = (
@@ -201,6 +203,18 @@ def _interpreter() -> str:
             f"sys.executable={sys.executable!r} is a frozen program, not a Python interpreter that can run workers; {_CURE}"
         )
     return sys.executable
+
+
+def without_redirector(python: str, environ: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the program and the environment that start ``python`` on Windows as one process.
+
+    The ``python.exe`` of a virtual environment starts the base interpreter as a child: pid, handle and exit code of the started
+    process are not those of the worker. ``multiprocessing`` bypasses it in the same way.
+    """
+    base: str = getattr(sys, "_base_executable", None) or sys.executable
+    if python != sys.executable or os.path.normcase(base) == os.path.normcase(python):
+        return python, environ
+    return base, {**environ, "__PYVENV_LAUNCHER__": python}
 
 
 if sys.platform == "win32":
