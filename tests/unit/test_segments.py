@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infeed.errors import MemoryLimitError
+from infeed.errors import MemoryLimitError, WorkerStartError
 from infeed.memory import segments
 from infeed.memory.segments import (
     PAGE_BYTES,
@@ -18,9 +18,11 @@ from infeed.memory.segments import (
     SegmentStore,
     open_reader,
     open_store,
+    refused,
     remove_attached_names,
     round_up,
 )
+from infeed.workers.interpreter import explaining_limits
 from tests.helpers import shm_names
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux")
@@ -178,6 +180,22 @@ def test_shortage_says_how_much_was_asked_for_and_how_much_there_is(store: Segme
         store.create(1 << 50)
 
     assert len(store.create(1).memory) == PAGE_BYTES
+
+
+def test_the_commit_limit_of_windows_has_a_fix_for_windows() -> None:
+    """It is no limit of the process or of a folder: RAM and page file together are too small for all programs."""
+
+    class CommitLimitError(OSError):
+        winerror = 1455
+
+    error = CommitLimitError(22, "The paging file is too small for this operation to complete")
+    assert str(refused(1 << 20, error, is_named=True)) == (
+        "cannot allocate 1.0 MiB of shared memory: memory and page file of Windows are used up; enlarge the page file, "
+        "use fewer workers, or lower batch_size or prefetch, set memory_limit, or release batches that you keep"
+    )
+    fix = "enlarge the page file, use fewer workers, or use worker='thread'"
+    with pytest.raises(WorkerStartError, match=fix), explaining_limits():
+        raise error
 
 
 @HAS_SHM

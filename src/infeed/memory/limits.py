@@ -103,6 +103,15 @@ def _group_bytes() -> Iterator[int]:
         yield max(0, limit - usage + cache)
 
 
+# ERROR_NOT_ENOUGH_MEMORY, ERROR_NO_SYSTEM_RESOURCES, ERROR_COMMITMENT_LIMIT
+_COMMIT_ERRORS: Final = (8, 1450, 1455)
+
+
+def is_commit_limit(error: OSError) -> bool:
+    """Whether Windows could not commit memory: all processes together may commit as much as RAM and page file can hold."""
+    return getattr(error, "winerror", None) in _COMMIT_ERRORS
+
+
 Limit = Literal["AS", "FSIZE", "NOFILE", "NPROC"]
 
 if sys.platform == "win32":

@@ -30,7 +30,7 @@ from typing import Final, final
 
 from infeed.errors import MemoryLimitError
 from infeed.formatting import format_bytes
-from infeed.memory.limits import available_bytes, process_limit
+from infeed.memory.limits import available_bytes, is_commit_limit, process_limit
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 FIX: Final = "lower batch_size or prefetch, set memory_limit, or release batches that you keep"
@@ -205,7 +205,9 @@ def _shortage(size: int, found: str) -> str:
 def refused(size: int, error: OSError, fix: str = FIX, *, is_named: bool = False) -> MemoryLimitError:
     """Return an error for a failed allocation: which limit was reached, how large it is, and how to fix it."""
     space, longest, files = process_limit("AS"), process_limit("FSIZE"), process_limit("NOFILE")
-    if error.errno == errno.ENOMEM and space is not None:
+    if is_commit_limit(error):
+        found = f"memory and page file of Windows are used up; enlarge the page file, use fewer workers, or {fix}"
+    elif error.errno == errno.ENOMEM and space is not None:
         found = f"address space is limited to {format_bytes(space)} (ulimit -v); raise that limit, or {fix}"
     elif error.errno == errno.EFBIG and longest is not None:
         found = f"files, and so shared memory, are limited to {format_bytes(longest)} (ulimit -f); raise that limit, or {fix}"
@@ -217,7 +219,7 @@ def refused(size: int, error: OSError, fix: str = FIX, *, is_named: bool = False
     elif error.errno in (errno.ENOSPC, errno.ENOMEM):
         found = f"{format_bytes(available_bytes())} is available; {fix}"
     else:
-        found = f"{error.strerror}; make {_SHM} writable, or use worker='thread'"
+        found = f"{error.strerror}; {f'make {_SHM} writable, or ' if os.path.isdir(_SHM) else ''}use worker='thread'"
     return MemoryLimitError(_shortage(size, found))
 
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from infeed.errors import ConfigError, WorkerStartError
-from infeed.memory.limits import process_limit
+from infeed.memory.limits import is_commit_limit, process_limit
 from infeed.programs.children import RUN_VARIABLE
 from infeed.workers.process_tools import child_environment
 
@@ -65,9 +65,14 @@ def explaining_limits() -> Iterator[None]:
         yield
     except OSError as error:
         number = error.errno
-        if number not in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+        if is_commit_limit(error):
+            text = (
+                "memory and page file of Windows are used up; enlarge the page file, use fewer workers, or use worker='thread'"
+            )
+        elif number in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+            text = _limit_met(number)
+        else:
             raise
-        text = _limit_met(number)
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
