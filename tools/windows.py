@@ -26,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from contextlib import suppress
@@ -72,13 +73,25 @@ VERSIONS = {
 }
 
 
-# Exit code if this machine lacks something. pytest uses 0 to 5.
-CANNOT_RUN = 77
+# Exit codes; pytest uses 0 to 5.
 SOME_FAILED = 1  # of pytest
+SETUP_FAILED = 70
+TOOK_TOO_LONG = 75
+CANNOT_RUN = 77  # Wine, or the Python whose standard library is used, is missing and cannot be installed here
+
+DOWNLOADS = 3
+DOWNLOAD_PAUSE_S = 10.0
+TESTS_LIMIT_S = 3600.0
+# For the commands that build the prefix; each takes seconds.
+COMMAND_LIMIT_S = 300.0
 
 
 class MissingError(Exception):
     """The machine lacks a requirement; the message names it and how to install it."""
+
+
+class SetupError(Exception):
+    """The machine has what is needed, but the set-up failed."""
 
 
 class Prefix:
@@ -110,8 +123,9 @@ class Prefix:
         # Without this, /proc, /sys and /dev of this machine are folders of the current drive.
         (self.root / "dosdevices/z:").unlink(missing_ok=True)
         modules = "sys, ctypes, mmap, _multiprocessing, socket, ssl, numpy, psutil, pytest"
-        if self.run(["-c", f"import {modules}; print(sys.version, sys.platform, numpy.__version__)"]):
-            raise MissingError(f"the Windows build of Python {self.version.full} does not start under this Wine")
+        code = f"import {modules}; print(sys.version, sys.platform, numpy.__version__)"
+        if self.run(["-c", code], limit_s=COMMAND_LIMIT_S):
+            raise SetupError(f"the Windows build of Python {self.version.full} does not start under this Wine")
         self._stamp.write_text(_digest(self.version))
 
     def _add_python(self, library: Path) -> None:
@@ -154,9 +168,16 @@ class Prefix:
         folder = self.folder / "wheels" / re.split("[=<>]", requirement)[0]
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", str(folder)]
         target = ["--platform", "win_amd64", "--only-binary=:all:", "--python-version", self.name]
-        done = subprocess.run([*pip, *target, requirement], capture_output=True, text=True)
-        if done.returncode:
-            raise MissingError(f"no wheel of {requirement} for Windows could be downloaded: {done.stderr.strip()}")
+        for attempt in range(1, DOWNLOADS + 1):
+            done = subprocess.run([*pip, *target, requirement], capture_output=True, text=True)
+            if not done.returncode:
+                break
+            if attempt == DOWNLOADS:
+                raise SetupError(
+                    f"the wheel of {requirement} for Windows could not be downloaded in {DOWNLOADS} attempts; "
+                    f"check the network and the package index of pip, and run this again:\n{done.stderr.strip()}"
+                )
+            time.sleep(DOWNLOAD_PAUSE_S)
         (wheel,) = folder.glob("*.whl")
         return wheel
 
@@ -180,7 +201,7 @@ class Prefix:
         (self.folder / "build" / name).write_text(text)
 
     def _compile(self, *command: object) -> None:
-        subprocess.run([str(word) for word in command], cwd=self.folder / "build", check=True)
+        subprocess.run([str(word) for word in command], cwd=self.folder / "build", check=True, timeout=COMMAND_LIMIT_S)
 
     def copy_sources(self) -> None:
         """Replace the copy of this checkout on drive C: with its current state."""
@@ -194,9 +215,14 @@ class Prefix:
             else:
                 shutil.copy2(ROOT / name, target / name)
 
-    def run(self, arguments: list[str], *, folder: str = "", env: dict[str, str] | None = None) -> int:
-        """Run the Windows Python with these arguments in a folder of drive C:, and print its output; return its exit code."""
-        environ = self._environ() | {"PYTHONPATH": r"C:\infeed\src", **(env or {})}
+    def run(self, arguments: list[str], *, folder: str = "", limit_s: float | None, lines: list[str] | None = None) -> int:
+        """Run the Windows Python with these arguments in a folder of drive C:, and print its output; return its exit code.
+
+        Args:
+            limit_s: all processes of the prefix are killed after this time; the exit code is then `TOOK_TOO_LONG`.
+            lines: gets the lines of the output.
+        """
+        environ = self._environ() | {"PYTHONPATH": r"C:\infeed\src"}
         process = subprocess.Popen(
             ["wine", r"C:\py\python.exe", *arguments],
             cwd=self.drive / folder,
@@ -206,14 +232,46 @@ class Prefix:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+            self.close()  # other processes hold the pipe too
+
+        timer = threading.Timer(limit_s or 0, end)
+        if limit_s is not None:
+            timer.start()
         assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.buffer.write(line.replace(b"\r\n", b"\n"))
+        for raw in process.stdout:
+            line = raw.replace(b"\r\n", b"\n")
+            sys.stdout.buffer.write(line)
             sys.stdout.flush()
-        return process.wait()
+            if lines is not None:
+                lines.append(line.decode(errors="replace").rstrip())
+        process.stdout.close()
+        code = process.wait()
+        timer.cancel()
+        if is_late.is_set():
+            print(f"killed: it had not ended after {limit_s:.0f} s", flush=True)
+            return TOOK_TOO_LONG
+        return code
 
     def wine(self, *command: str) -> None:
-        subprocess.run(command, env=self._environ(), stdin=subprocess.DEVNULL, capture_output=True, check=True)
+        try:
+            done = subprocess.run(
+                command,
+                env=self._environ(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMMAND_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise SetupError(f"{' '.join(command)} had not ended after {COMMAND_LIMIT_S:.0f} s") from None
+        if done.returncode:
+            raise SetupError(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
     def close(self) -> None:
         """Terminate all processes of this prefix."""
@@ -263,13 +321,14 @@ def _install_wine() -> None:
             if apt
             else "use Debian or Ubuntu, or install Wine and mingw-w64"
         )
-        raise MissingError(f"{', '.join(missing)} missing; {cure}")
+        raise MissingError(f"Wine is not complete: {', '.join(missing)} missing; {cure}")
     print(f"+ apt-get install {' '.join(DEBIAN)}", flush=True)
     for command in (["update"], ["install", "-y", "--no-install-recommends", *DEBIAN]):
         environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        done = subprocess.run([apt, "-qq", *command], env=environ, capture_output=True, text=True)
+        retrying = f"Acquire::Retries={DOWNLOADS}"
+        done = subprocess.run([apt, "-qq", "-o", retrying, *command], env=environ, capture_output=True, text=True)
         if done.returncode:
-            raise MissingError(f"apt-get {' '.join(command)} failed: {done.stderr.strip()}")
+            raise MissingError(f"Wine cannot be installed: apt-get {' '.join(command)} failed: {done.stderr.strip()}")
 
 
 def _output(*command: object) -> str:
@@ -340,9 +399,37 @@ def _complex_functions() -> dict[str, str]:
     return found
 
 
-def run(prefix: Prefix, arguments: list[str]) -> int:
+def run_tests(prefix: Prefix, arguments: list[str]) -> int:
+    """Run pytest; repeat the tests that failed, one after another. Return an exit code of pytest, or `TOOK_TOO_LONG`."""
+    # One more than the CPU cores: tests spend half of their time waiting for processes.
+    count = (os.cpu_count() or 1) + 1
+    workers = [] if "-n" in arguments else ["-n", str(count), "--dist", "worksteal"]
+    chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in arguments) else DEFAULT
+    # Under Wine, importing torch takes 20 s in each process.
+    tests = ["-m", "pytest", "-q", "-rfE", "-o", "faulthandler_timeout=400", *chosen, *arguments]
+    first: list[str] = []
+    code = run(prefix, [*tests, "--cache-clear", *workers], TESTS_LIMIT_S, first)
+    if code != SOME_FAILED:
+        return code
+    # Starting a process takes seconds under Wine, so time limits may be too short when several tests run in parallel.
+    print("repeating the tests that failed, one after another:", flush=True)
+    second: list[str] = []
+    code = run(prefix, [*tests, "--last-failed", "-n", "0"], TESTS_LIMIT_S, second)
+    if code in (0, SOME_FAILED):
+        passed = [name for name in failed_tests(first) if name not in failed_tests(second)]
+        print(f"passed when repeated: {len(passed)}", *passed, sep="\n  ", flush=True)
+    return code
+
+
+def failed_tests(lines: list[str]) -> list[str]:
+    """Return the tests that the summary of pytest lists as failed."""
+    found = (re.match(r"(?:FAILED|ERROR) (.*?::.*?)(?: - |$)", line) for line in lines)
+    return list(dict.fromkeys(match[1] for match in found if match))
+
+
+def run(prefix: Prefix, arguments: list[str], limit_s: float | None, lines: list[str] | None = None) -> int:
     print("+ wine python.exe", *arguments, flush=True)
-    return prefix.run(arguments, folder="infeed")
+    return prefix.run(arguments, folder="infeed", limit_s=limit_s, lines=lines)
 
 
 def main(argv: list[str]) -> int:
@@ -359,19 +446,11 @@ def main(argv: list[str]) -> int:
             print(f"  took {time.monotonic() - began:.0f} s", flush=True)
         prefix.copy_sources()
         if options.run:
-            return run(prefix, arguments)
-        # One more than the CPU cores: tests spend half of their time waiting for processes.
-        count = (os.cpu_count() or 1) + 1
-        workers = [] if "-n" in arguments else ["-n", str(count), "--dist", "worksteal"]
-        chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in arguments) else DEFAULT
-        # Under Wine, importing torch takes 20 s in each process.
-        tests = ["-m", "pytest", "-q", "-o", "faulthandler_timeout=400", *chosen, *arguments]
-        code = run(prefix, [*tests, "--cache-clear", *workers])
-        if code == SOME_FAILED:
-            # Starting a process takes seconds under Wine, so time limits may be too short when several tests run in parallel.
-            print("what failed once more, one test after another:", flush=True)
-            code = run(prefix, [*tests, "--last-failed", "-n", "0"])
-        return code
+            return run(prefix, arguments, None)
+        return run_tests(prefix, arguments)
+    except SetupError as error:
+        print(f"tools/windows.py: {error}")
+        return SETUP_FAILED
     except MissingError as error:
         print(f"tools/windows.py: {error}")
         return CANNOT_RUN

@@ -1,0 +1,85 @@
+"""tools/windows.py around the tests: exit codes, time limits, repeated tests. Wine is a shell script here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.linux("Wine runs there")
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILED = "FAILED tests/test_a.py::test_one[5 MiB] - assert 1 == 2"
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tool as a module, with a complete prefix in a temporary folder, and a ``wine`` that ``tell`` has written."""
+    spec = importlib.util.spec_from_file_location("infeed_windows_script", ROOT / "tools" / "windows.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "HOME", tmp_path)
+    monkeypatch.setattr(module, "DOWNLOAD_PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "TESTED", ())
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    prefix = module.Prefix("3.11")
+    (prefix.drive / "infeed").mkdir(parents=True)
+    return module
+
+
+def tell(tool: ModuleType, *bodies: str) -> None:
+    """Let ``wine`` do this, the next time that, and ``wineserver`` nothing."""
+    home = tool.HOME
+    cases = "".join(f"{number}) {body};;\n" for number, body in enumerate(bodies, 1))
+    for name, text in (("wineserver", ""), ("wine", f"echo >> {home}/count\ncase $(wc -l < {home}/count) in\n{cases}esac\n")):
+        (home / name).write_text(f"#!/bin/sh\n{text}")
+        (home / name).chmod(0o755)
+
+
+def test_tests_that_pass_when_repeated_are_counted(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """And named: a green run does not hide them."""
+    other = FAILED.replace("test_one", "test_two")
+    tell(tool, f'echo "{FAILED}"; echo "{other}"; exit 1', f'echo "{other}"; exit 1')
+    assert tool.run_tests(tool.Prefix("3.11"), []) == 1
+    assert "passed when repeated: 1\n  tests/test_a.py::test_one[5 MiB]\n" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_end_is_killed(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    tell(tool, "echo started; exec sleep 60")
+    assert tool.Prefix("3.11").run([], limit_s=0.2) == tool.TOOK_TOO_LONG
+    assert "started\n" in capfd.readouterr().out
+
+
+def test_a_machine_without_wine_is_told_apart_from_a_failed_set_up(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the first is no failure of a run of CI."""
+    monkeypatch.setattr(tool, "_find_library", lambda full: Path(full))
+    monkeypatch.setattr(tool, "ROOT", tool.HOME)
+    monkeypatch.setenv("PATH", str(tool.HOME))
+    assert tool.main([]) == tool.CANNOT_RUN == 77
+    assert "Wine is not complete: wine, wineboot" in capsys.readouterr().out
+
+    monkeypatch.setattr(tool, "_install_wine", lambda: None)
+    tell(tool, "")
+    (tool.HOME / "wineboot").write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    (tool.HOME / "wineboot").chmod(0o755)
+    assert tool.main([]) == tool.SETUP_FAILED
+    assert "wineboot -i failed: broken" in capsys.readouterr().out
+
+
+def test_a_download_is_tried_again(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times; the error has the reason that pip gives."""
+    pip = tool.HOME / "pip"
+    pip.write_text(f"#!/bin/sh\necho >> {tool.HOME}/tries\necho no network >&2\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(tool.SetupError, match=r"(?s)could not be downloaded in 3 attempts.*no network"):
+        tool.Prefix("3.11")._download("numpy")
+    assert len((tool.HOME / "tries").read_text()) == 3
