@@ -93,6 +93,22 @@ def test_sample_timeout_ends_the_worker_and_the_error_shows_where_it_was(start_m
     assert any("index=3 (position 3 of epoch 0, worker" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.linux("elsewhere the stack of native code cannot be read")
+def test_sample_timeout_ends_a_native_call_that_signals_interrupt(forkserver: dict[str, Any]) -> None:
+    """It returns early when its stack is taken: the sample has taken too long all the same."""
+
+    def load(index: int) -> int:
+        if index == 3:
+            sleep_in_native_code(60)
+        return index
+
+    with infeed.DataLoader(Tree(6, load), batch_size=1, sample_timeout=0.5, on_error="skip", **forkserver) as loader:
+        with assert_faster_than(25):
+            assert flat(collected(loader)) == [0, 1, 2, 4, 5]
+        (bad,) = loader.bad_samples
+    assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 seconds passed")
+
+
 class Named:
     """Samples are asked for by long names, so that a few fill a pipe. The fourth hangs in native code."""
 

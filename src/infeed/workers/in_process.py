@@ -150,8 +150,8 @@ class ThreadPool(WorkerPool):
     def recall(self, tasks: Iterable[TaskId]) -> None:
         self._recalls.recall(tasks)
 
-    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
-        del stack_fd
+    def stack_of(self, worker: WorkerId, stack_fd: int, *, kills: bool = False) -> str | None:
+        del stack_fd, kills
         return thread_stack(self._idents.get(worker))
 
     def receive(self, timeout_s: float | None) -> list[News]:

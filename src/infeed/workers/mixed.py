@@ -58,8 +58,8 @@ class MixedPool(WorkerPool):
     def kill(self, worker: WorkerId) -> None:
         self._pool(worker).kill(worker)
 
-    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
-        return self._pool(worker).stack_of(worker, stack_fd)
+    def stack_of(self, worker: WorkerId, stack_fd: int, *, kills: bool = False) -> str | None:
+        return self._pool(worker).stack_of(worker, stack_fd, kills=kills)
 
     def processes(self) -> dict[WorkerId, Process]:
         return self._local.processes()

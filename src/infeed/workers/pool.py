@@ -73,9 +73,14 @@ class WorkerPool(ABC):
         """Kill a worker that does not respond. ``receive`` returns its ``Death``. Threads cannot be killed."""
         del worker
 
-    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
-        """Return the Python stack of a worker, if it is available quickly."""
-        del worker, stack_fd
+    def stack_of(self, worker: WorkerId, stack_fd: int, *, kills: bool = False) -> str | None:
+        """Return the Python stack of a worker, if it is available quickly.
+
+        Args:
+            stack_fd: descriptor of the stack file in the worker; ``UNKNOWN`` if it has none.
+            kills: a worker that has a stack file dies as soon as it has written its stack.
+        """
+        del worker, stack_fd, kills
         return None
 
     def processes(self) -> dict[WorkerId, Process]:

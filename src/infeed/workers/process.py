@@ -231,12 +231,12 @@ class ProcessPool(WorkerPool):
         if member is not None:
             member.process.kill()
 
-    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
+    def stack_of(self, worker: WorkerId, stack_fd: int, *, kills: bool = False) -> str | None:
         member = self._members.get(worker)
         if member is None:
             return None
         if stack_fd >= 0:
-            return take_stack(member.process.pid, stack_fd)
+            return take_stack(member.process.pid, stack_fd, kills=kills)
         if self._starter.uses_fork:
             return None
         self.send(worker, ReportStack())

@@ -310,8 +310,8 @@ class RayPool(WorkerPool):
             with self._guarded():
                 self._connection.ray.kill(member.actor)
 
-    def stack_of(self, worker: WorkerId, stack_fd: int) -> str | None:
-        del stack_fd
+    def stack_of(self, worker: WorkerId, stack_fd: int, *, kills: bool = False) -> str | None:
+        del stack_fd, kills
         member = self._members.get(worker)
         if member is None or member.report is None or not self._connection.is_open:
             return None

@@ -207,8 +207,10 @@ class StatusBoard:
         numbers[_SINCE] = perf_counter_ns()
 
 
-# Signal that requests a stack dump. A real-time signal, because those have no predefined meaning.
+# Signals that request a stack dump: real-time signals, because those have no predefined meaning. The second one also kills the
+# worker: a signal interrupts system calls such as sleep(), so a sample that hangs in one would continue and seem to succeed.
 _SIGNAL: Final = 50
+_KILLING_SIGNAL: Final = 51
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FILE: Final = "infeed-stack"
 _TAKE_S: Final = 1.0
@@ -219,7 +221,7 @@ _armed: Final[list[int]] = []
 
 
 def arm() -> int | None:
-    """Register the stack dump handler at worker start-up. Return the descriptor of the stack file, or ``None``."""
+    """Register the stack dump handlers at worker start-up. Return the descriptor of the stack file, or ``None``."""
     if _armed:
         return _armed[0]  # a reused worker, now with another loader
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
@@ -229,14 +231,19 @@ def arm() -> int | None:
     try:
         fd = os.memfd_create(_FILE)
         faulthandler.register(_SIGNAL, file=fd, all_threads=False)
+        faulthandler.register(_KILLING_SIGNAL, file=fd, all_threads=False, chain=True)  # the default action is to terminate
     except (OSError, RuntimeError, ValueError):  # no descriptor left, or the kernel refuses: no stack dumps
         return None
     _armed.append(fd)
     return fd
 
 
-def take(pid: int, fd: int) -> str | None:
-    """Return the stack of a worker that has called ``arm``; ``None`` if it is not available."""
+def take(pid: int, fd: int, *, kills: bool = False) -> str | None:
+    """Return the stack of a worker that has called ``arm``; ``None`` if it is not available.
+
+    Args:
+        kills: the worker dies as soon as it has written its stack.
+    """
     if sys.platform != "linux":
         return None
     path = f"/proc/{pid}/fd/{fd}"
@@ -246,7 +253,7 @@ def take(pid: int, fd: int) -> str | None:
             return None
         with open(path, "rb", buffering=0) as file:
             begin = os.fstat(file.fileno()).st_size
-            os.kill(pid, _SIGNAL)
+            os.kill(pid, _KILLING_SIGNAL if kills else _SIGNAL)
             end = _written(file.fileno(), begin)
             # pread, because this descriptor has its own offset, which starts at 0.
             data = os.pread(file.fileno(), min(end - begin, _MOST_BYTES), begin)
