@@ -133,11 +133,15 @@ def _batches(name: str, value: Any) -> Any:
 
 
 def _shuffle(name: str, value: Any) -> Any:
-    return value if isinstance(value, str) and value == "block" else _boolean(name, value)
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "block"):
+        raise ConfigError(f"{name}={short(value)} is not supported; use True, False or 'block'")
+    return value
 
 
 def _block_size(name: str, value: Any) -> Any:
-    return value if isinstance(value, str) and value == "auto" else _integer(1, "use 1 to shuffle single samples")(name, value)
+    if isinstance(value, str):
+        return _one_of("auto")(name, value)
+    return _integer(1, "use 1 to shuffle single samples")(name, value)
 
 
 def _sampler(name: str, value: Any) -> Any:

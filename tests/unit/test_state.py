@@ -299,6 +299,11 @@ def test_a_share_that_was_cut_off_is_refused(missing: str) -> None:
     assert_refused(state, STREAMED, match=missing)
 
 
+def test_a_dict_that_is_no_state_is_refused() -> None:
+    """Such as a checkpoint that contains the state under another name."""
+    assert_refused({"a": 1}, match="state has no 'version', so it is not a state of infeed; pass")
+
+
 def test_another_version_is_refused_with_both_numbers() -> None:
     """Older and newer."""
     for version in (0, 2, 10**9):

@@ -125,7 +125,9 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
         StateError: the state is invalid, or belongs to another loader.
     """
     fields = _mapping(state, "state")
-    version = fields.get("version")
+    if "version" not in fields:
+        raise StateError("state has no 'version', so it is not a state of infeed; pass the result of state_dict()")
+    version = fields["version"]
     if type(version) is not int or version != VERSION:
         raise StateError(
             f"state has version={_shown(version)}, but this infeed reads version {VERSION}; load it with the version of infeed "

@@ -152,7 +152,7 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
             )
         if isinstance(shuffle, str):
             raise ConfigError(
-                f"shuffle={shuffle!r} is not supported by infeed.torch, whose order is torch's; use infeed.DataLoader"
+                f"shuffle={shuffle!r} is not supported by infeed.torch; use True or False, or infeed.DataLoader for 'block'"
             )
         given["num_workers"] = self._counted(num_workers, cpu_limit)
         super().__init__(**{name: given[name] for name in _TORCH_ARGUMENTS})
