@@ -53,6 +53,15 @@ def test_a_module_is_run_as_with_python_m(tmp_path: Path) -> None:
     assert result.out.strip() == str(["__main__", "package", ["--x"]])
 
 
+def test_two_dashes_before_the_program_are_skipped(tmp_path: Path) -> None:
+    """As those of other tools are; later ones belong to the program."""
+    (tmp_path / "program.py").write_text("import sys\nprint(sys.argv)")
+
+    result = start_python(["-m", "infeed", "run", "--", "program.py", "--", "-v"], cwd=tmp_path).finish()
+
+    assert result.out.strip() == str(["program.py", "--", "-v"])
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code", "text"),
     [("import sys; sys.exit(3)", 3, ""), ("raise SystemExit('no data')", 1, "no data\n"), ("import sys; sys.exit()", 0, "")],

@@ -192,6 +192,7 @@ def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, t
     ("options", "program", "text"),
     [
         ((), "absent.py", "'absent.py' is not a file; pass a script, a module with -m, or module:dataset"),
+        (("--",), "absent.py", "'absent.py' is not a file; pass a script"),
         (("--ignore", "boredom"), "program.py", "--ignore boredom: unknown finding; choose from no-batch, "),
         (("--seconds", "0"), "program.py", "'0' must be a number of seconds above 0"),
         (("--seconds", "soon"), "program.py", "'soon' must be a number of seconds above 0"),

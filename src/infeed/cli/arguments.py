@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
-__all__ = ["Output", "complain", "count", "find_problem", "replacing", "seconds", "workers"]
+__all__ = ["Output", "complain", "count", "find_problem", "program_of", "replacing", "seconds", "workers"]
 
 # Replacements for outputs that can encode only ASCII or Latin-1.
 _PLAIN: Final = {"µ": "u", "█": "#", "…": "..."}
@@ -73,6 +73,11 @@ def complain(command: str, text: str, code: int = 2) -> int:
 def find_problem(outputs: list[Output]) -> str:
     """Return the first problem of these outputs, or an empty string."""
     return next((problem for one in outputs if (problem := one.problem())), "")
+
+
+def program_of(words: list[str]) -> list[str]:
+    """Return a program and its arguments without the ``--`` that may precede them."""
+    return words[1:] if words[:1] == ["--"] else words
 
 
 def seconds(text: str) -> float:

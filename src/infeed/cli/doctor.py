@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from infeed.cli import arguments as types
-from infeed.cli.arguments import Output, complain, find_problem
+from infeed.cli.arguments import Output, complain, find_problem, program_of
 from infeed.cli.terminal import open_console, print_entries, print_spans
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from infeed.doctor.report import conclusion, ending, findings_page, plain
     from infeed.doctor.runner import survey
 
-    program: list[str] = arguments.program
+    program = program_of(arguments.program)
     unknown = [name for name in arguments.ignore if name not in NAMES]
     if unknown:
         return _complain(f"--ignore {unknown[0]}: unknown finding; choose from {', '.join(NAMES)}")

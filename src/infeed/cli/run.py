@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from infeed.cli.arguments import complain
+from infeed.cli.arguments import complain, program_of
 from infeed.programs.children import carry_into_commands, install_when_imported
 from infeed.programs.script import exit_code_of, run_module, run_script, show_error
 from infeed.workers.preload import start_for_module, start_for_program
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the program and return its exit code; print a summary to standard error at the end."""
-    program: list[str] = arguments.program
+    program = program_of(arguments.program)
     if not program:
         return complain("run", "missing program; pass a script or -m MODULE; for example: infeed run train.py --epochs 3")
     if not arguments.is_module and not Path(program[0]).is_file():
