@@ -30,6 +30,8 @@ def test_what_torchs_own_workers_do_not_do_is_said() -> None:
 @pytest.mark.filterwarnings("ignore")  # of the fork
 def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: Path) -> None:
     loader = ours.DataLoader(range(8), 2, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(infeed.ConfigError, match="torch's own workers"):
+        loader.report(tmp_path / "run.html")  # before the first iteration too
     assert len(list(loader)) == 4
     known = loader.statistics()
     assert known.finding is None

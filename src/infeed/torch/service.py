@@ -129,8 +129,8 @@ def trace_of(loader: TorchDataLoader[Any]) -> Trace:
 
 
 def _unmeasured(loader: TorchDataLoader[Any]) -> str | None:
-    """Return a message if the latest iteration ran on torch's iterator and was not measured."""
-    why = refused_reason(loader)
+    """Return a message if the latest iteration ran on torch's iterator and was not measured, or if the next one will."""
+    why = refused_reason(loader) or why_not(loader)
     if why is None:
         return None
     own = "torch's own workers" if loader.num_workers > 0 else "torch's own iterator"
