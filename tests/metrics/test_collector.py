@@ -54,6 +54,25 @@ def test_a_measurement_reads_each_worker_once(monkeypatch: pytest.MonkeyPatch) -
     assert (point.memory_bytes, point.cpu_ns, past.amounts.cpu_ns) == (21, 3 * MS, 3 * MS)
 
 
+def test_infeeds_work_before_the_first_batch_counts_as_start_up() -> None:
+    """So the time for delivery is a part of the wait for data."""
+    now = 10**12
+    workers = (WorkerId(0),)
+    metrics = EngineMetrics(
+        History(), AllMetrics(), StatusBoard(workers, None), workers, "thread", "counters", 0, Clock(lambda: now)
+    )
+    metrics.workers.started(WorkerId(0), None)
+    metrics.begin_epoch(0)
+    for wait_ms, blocked_ms in ((100, 20), (5, 3)):
+        metrics.asked(now)
+        metrics.blocked(blocked_ms * MS, 0)
+        metrics.delivered(now, now + wait_ms * MS)
+        now += (wait_ms + 10) * MS
+    amounts = metrics.amounts(is_exact=False)
+    assert (amounts.started_ns, amounts.waited_ns) == (100 * MS, 5 * MS)
+    assert amounts.waited_ns + amounts.started_ns - amounts.blocked_ns == 2 * MS
+
+
 def counting(method: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
     def counted(*args: Any) -> Any:
         calls[method.__name__] += 1
@@ -63,7 +82,7 @@ def counting(method: Callable[..., Any], calls: Counter[str]) -> Callable[..., A
 
 
 def test_what_goes_on_is_counted_up_to_now() -> None:
-    """A step, then a wait of which 4 ms are noted as blocked already; nothing between epochs."""
+    """The first start, a step, then a wait of which 4 ms are noted as blocked already; nothing between epochs."""
     now = 10**12
     clock = Clock(lambda: now)
     workers = (WorkerId(0),)
@@ -78,25 +97,25 @@ def test_what_goes_on_is_counted_up_to_now() -> None:
     assert times() == [0, 0, 0, 0]  # the very first start
     metrics.delivered(now - 5 * MS, now)
     now += 20 * MS
-    assert times() == [0, 20, 0, 0]
+    assert times() == [0, 20, 5, 0]
     metrics.asked(now)
     now += 7 * MS
     metrics.blocked(4 * MS, 0)
-    assert times() == [7, 20, 7, 7]
+    assert times() == [7, 20, 12, 7]
     metrics.blocked(2 * MS, 0)
     metrics.delivered(now - 7 * MS, now)
-    assert times() == [7, 20, 6, 0]
+    assert times() == [7, 20, 11, 0]
     metrics.end_epoch(now)
     now += 50 * MS
-    assert times() == [7, 20, 6, 0]
+    assert times() == [7, 20, 11, 0]
     metrics.begin_epoch(1)
     metrics.changed_over(now - 3 * MS, now)
-    assert times() == [10, 20, 9, 0]
+    assert times() == [10, 20, 14, 0]
     metrics.asked(now)
     now += MS
-    assert times() == [11, 20, 10, 1]
+    assert times() == [11, 20, 15, 1]
     metrics.stop_waiting()
-    assert times() == [11, 20, 9, 0]
+    assert times() == [11, 20, 14, 0]
 
 
 def test_only_one_loop_is_in_a_step() -> None:

@@ -227,6 +227,13 @@ def test_the_largest_part_of_the_wait_is_named(changes: dict[str, Any], part: st
     assert (codes(found) == ("delivery", "larger-batches")) is (part == "delivery")
 
 
+def test_delivery_is_compared_with_the_wait_without_the_first_start() -> None:
+    """In a short run, worker start-up takes longer than all later waits together."""
+    found = diagnose(run(each={"load_s": 0.1}, waited_s=0.2, started_s=2.0, away_s=0.3, deliver_s=0.18))
+    assert codes(found) == ("delivery", "larger-batches")
+    assert found.numbers["share"] == pytest.approx(0.9)
+
+
 def test_one_slow_sample_that_keeps_workers_idle_is_named() -> None:
     slow = (SlowSample(0, 7, 3, 2.5),)
     found = diagnose(run(each={"load_s": 3.0}, slowest=slow))

@@ -125,7 +125,8 @@ class EngineMetrics:
         self.waited_ns = 0
         self.started_ns = 0
         self.away_ns = 0
-        self.blocked_ns = 0  # part of the wait that was not infeed's own work in the training loop's thread
+        # Part of the wait, and of the first start, that was not infeed's own work in the training loop's thread.
+        self.blocked_ns = 0
         self.outside_ns = 0  # part of the wait while epochs began and ended
         self.changeover_ns = 0  # part of the wait spent starting or stopping workers
         self.added_worker_ns = 0  # part of changeover_ns in the middle of epochs
@@ -261,6 +262,7 @@ class EngineMetrics:
                 self.changeover_ns += wait_ns
             elif self.batch_count == 1:
                 self.waited_ns, self.started_ns = self.waited_ns - wait_ns, self.started_ns + wait_ns
+                self.blocked_ns = self._asked_blocked + wait_ns  # infeed's own work counts only after the start
             if self._is_spanning:
                 self._history.add_spans([self._span("wait", asked_ns, left_ns, self.batch_count - 1, 1)])
         self.away_ns, self._noted_ns, self._noted_waited = away_ns, left_ns, self.waited_ns

@@ -242,8 +242,8 @@ def _largest_part(run: _Run) -> tuple[str, float]:
     }
     name = max(parts, key=lambda name: parts[name])
     worked_ns = sum(parts.values())
-    waited_ns = amounts.waited_ns + amounts.started_ns
-    deliver_share = min(1.0, max(0.0, 1 - amounts.blocked_ns / waited_ns))
+    deliver_ns = amounts.waited_ns + amounts.started_ns - amounts.blocked_ns
+    deliver_share = min(1.0, max(0.0, deliver_ns / amounts.waited_ns))
     of_workers = (1 - deliver_share) * (parts[name] / worked_ns if worked_ns else 0.0)
     return ("delivery", deliver_share) if deliver_share > of_workers else (name, of_workers)
 
@@ -521,7 +521,8 @@ ACTIONS: Final[dict[str, Any]] = {
     "workers-stay": "No action needed: the workers keep running.",
     "see-log": lambda one: f"See the log: {format_count(one['deaths'], 'worker')} died.",
     "see-timeline": lambda one: (
-        ("More workers would not help. " if one["is_enough"] else "") + "See the timeline: loader.timeline('run.html')."
+        ("More workers would not help. " if one["is_enough"] else "")
+        + "To see what they wait for, write a timeline: loader.timeline('run.html')."
     ),
     "fix-samples": "Fix or skip these samples (sample_timeout, on_error='skip').",
     "sample-timeout": "Set hang_warning to log where it hangs, or sample_timeout and on_error='skip' to skip such samples.",
