@@ -165,6 +165,7 @@ class DataLoader:
         return _rebuilt, (self._session.config, self._session.plan.seed)
 
     def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch. Workers start with the first batch, unless they run already."""
         return EpochIterator(self._session, self)
 
     def __len__(self) -> int:
@@ -177,10 +178,12 @@ class DataLoader:
 
     @property
     def dataset(self) -> Any:
+        """The dataset, as passed."""
         return self._session.config.dataset
 
     @property
     def batch_size(self) -> int | None:
+        """Number of samples per batch, as passed; ``None`` for single samples."""
         return self._session.config.batch_size
 
     @property

@@ -139,9 +139,10 @@ def _shuffle(name: str, value: Any) -> Any:
 
 
 def _block_size(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return _one_of("auto")(name, value)
-    return _integer(1, "use 1 to shuffle single samples")(name, value)
+    fix = "use 1 to shuffle single samples"
+    if isinstance(value, str) and value != "auto":
+        raise ConfigError(f"{name}={short(value)} must be an int or 'auto'; {fix}")
+    return value if isinstance(value, str) else _integer(1, fix)(name, value)
 
 
 def _sampler(name: str, value: Any) -> Any:

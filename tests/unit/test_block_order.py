@@ -150,7 +150,7 @@ def test_a_state_of_other_blocks_is_refused() -> None:
     ("options", "message"),
     [
         ({"block_size": 0}, "block_size=0 must be at least 1"),
-        ({"block_size": "big"}, "block_size='big' must be an int"),
+        ({"block_size": "big"}, "block_size='big' must be an int or 'auto'; use 1"),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"block_size": 2, "replacement": True}, "block_size is not supported with weights or replacement"),
         ({"block_size": "auto", "weights": [1.0]}, "block_size is not supported with weights or replacement"),
@@ -162,7 +162,7 @@ def test_wrong_blocks_are_refused(options: dict[str, object], message: str) -> N
 
 
 def test_other_texts_are_no_shuffle() -> None:
-    with pytest.raises(infeed.ConfigError, match="shuffle='exact' must be a bool"):
+    with pytest.raises(infeed.ConfigError, match="shuffle='exact' is not supported; use True, False or 'block'"):
         infeed.DataLoader([1], shuffle="exact")  # type: ignore[arg-type]
 
 

@@ -60,6 +60,18 @@ def open(
         ConfigError: An argument is invalid, or the pattern matches nothing.
         StorageError: A shard cannot be read.
         ShardError: A shard is compressed as a whole, or damaged.
+
+    Examples:
+        >>> import io, tarfile, tempfile, infeed
+        >>> folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        >>> with tarfile.open(f"{folder.name}/0.tar", "w") as tar:
+        ...     member = tarfile.TarInfo("cat.txt")
+        ...     member.size = 4
+        ...     tar.addfile(member, io.BytesIO(b"meow"))
+        >>> dataset = infeed.open(f"{folder.name}/*.tar", columns=["txt"], decode={"txt": bytes.decode}, progress=False)
+        >>> len(dataset), dataset[0]
+        (1, {'txt': 'meow'})
+        >>> folder.cleanup()
     """
     found = find_shards(pattern, format, storage_options)
     store = index_store(found, None if index is None else os.fspath(index), storage_options)

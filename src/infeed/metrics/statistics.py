@@ -149,6 +149,7 @@ class WorkerStatistics:
 
     @property
     def busy_s(self) -> float:
+        """Time in which the worker loaded, collated or wrote samples."""
         return self.load_s + self.collate_s + self.write_s
 
     @property
@@ -255,6 +256,7 @@ class Statistics:
 
     @property
     def samples_per_s(self) -> float:
+        """Throughput: delivered samples per second, without worker start-up time."""
         return self.sample_count / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
@@ -266,10 +268,12 @@ class Statistics:
 
     @property
     def restart_count(self) -> int:
+        """How often workers that died were replaced."""
         return sum(one.restart_count for one in self.workers)
 
     @property
     def retry_count(self) -> int:
+        """How often samples were retried."""
         return sum(one.retry_count for one in self.workers)
 
     @property

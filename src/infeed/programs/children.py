@@ -28,7 +28,7 @@ def install_when_imported() -> None:
     """Replace torch's data loading with infeed as soon as the program imports torch."""
 
     def install() -> None:
-        installing: Any = importlib.import_module("infeed.torch.install")
+        installing: Any = importlib.import_module("infeed.torch.patching")
         installing.install()
 
     when_imported("torch", install)

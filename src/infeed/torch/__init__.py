@@ -8,9 +8,9 @@ start_for_main()  # before the imports below, which import torch unless the prog
 
 from infeed.torch.accelerate import keep_loaders  # noqa: E402
 from infeed.torch.images import ImageConvert as ImageConvert  # noqa: E402
-from infeed.torch.install import install as install  # noqa: E402
-from infeed.torch.install import uninstall as uninstall  # noqa: E402
 from infeed.torch.loader import DataLoader as DataLoader  # noqa: E402
+from infeed.torch.patching import install as install  # noqa: E402
+from infeed.torch.patching import uninstall as uninstall  # noqa: E402
 
 __all__ = ["DataLoader", "ImageConvert", "install", "uninstall"]
 

@@ -1,4 +1,4 @@
-"""``install``: makes torch's own ``DataLoader`` run on infeed's engine, wherever it was imported from."""
+"""``install`` and ``uninstall``: make torch's own ``DataLoader`` run on infeed's engine, wherever it was imported from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``: loaders run on torch's own workers again, and torchdata's class is restored."""
+    """Undo ``install``: loaders run on torch's own workers again, and torchdata's class is restored.
+
+    Examples:
+        >>> import infeed.torch
+        >>> infeed.torch.install()
+        >>> infeed.torch.uninstall()
+    """
     setattr(TorchDataLoader, _METHOD, _ORIGINAL)
     _BaseDataLoaderIter.__init__ = _ITERATOR_INIT  # type: ignore[method-assign]
     forget_processes()
