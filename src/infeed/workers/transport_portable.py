@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -216,7 +215,7 @@ class ConnectionPoller(Poller):
     def __init__(self) -> None:
         self._links: dict[Any, ConnectionLink] = {}
         self._wake_read, self._wake_write = connection.Pipe(duplex=False)
-        self._wake_up = threading.Lock()  # held while a wake-up is in its pipe
+        self._is_woken = False  # whether a wake-up is in its pipe
 
     def add(self, link: ConnectionLink) -> None:
         self._links[link.conn] = link
@@ -237,13 +236,14 @@ class ConnectionPoller(Poller):
             if ready or turn_s == left_s:
                 break
         if self._wake_read in ready:
+            self._is_woken = False  # first: a wake-up from now on sends a message
             self._wake_read.recv_bytes()
-            self._wake_up.release()
         return [self._links[conn] for conn in ready if conn in self._links]
 
     def wake(self) -> None:
         # A second message would block if nothing waits any more and the pipe is full.
-        if self._wake_up.acquire(blocking=False):
+        if not self._is_woken:
+            self._is_woken = True
             with suppress(OSError):
                 self._wake_write.send_bytes(b"w")
 
