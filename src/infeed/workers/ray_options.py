@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -9,6 +10,8 @@ from typing import Any, final
 from infeed.errors import ConfigError
 
 _HELP = "see help(infeed.RayWorkers)"
+# Resources that Ray knows itself, which it refuses or confuses with its own options in a dict of custom resources.
+_OWN_OPTIONS = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 @final
@@ -48,12 +51,19 @@ class RayWorkers:
         for name, value in (("resources", self.resources), ("runtime_env", self.runtime_env or {})):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}={value!r} must be a dict; {_HELP}")
+        for name, value in self.resources.items():
+            if not isinstance(name, str) or not name or name in _OWN_OPTIONS:
+                raise ConfigError(
+                    f"resources has {name!r}, which is no custom resource; use cpus= for CPUs, memory= for memory, and names such "
+                    "as 'cpu_node'"
+                )
+            _check_number(f"resources[{name!r}]", value, (int, float))
         object.__setattr__(self, "resources", dict(self.resources))
 
 
 def _check_number(name: str, value: Any, kinds: tuple[type[Any], ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, kinds) or not value >= 0:
-        what = "an int" if kinds == (int,) else "a number"
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+        what = "an int" if kinds == (int,) else "a finite number"
         raise ConfigError(f"{name}={value!r} must be {what}, at least 0; {_HELP}")
 
 

@@ -73,7 +73,8 @@ _STACK_S: Final = 1.0
 _END_S: Final = 0.5
 # Warn if workers have waited this long for resources of the cluster, and again when the wait has doubled.
 _WAIT_S: Final = 10.0
-# Results may take this share of a node's object store. Above 80% Ray writes objects to disk.
+# Tasks wait while the expected results of a node would take more than this share of its object store. Above 80% Ray writes
+# objects to disk. Each worker may have one task anyway.
 _STORE_SHARE: Final = 0.5
 _CONTROL: Final = "control"
 
