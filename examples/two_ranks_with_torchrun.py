@@ -2,7 +2,11 @@
 
 pip install "infeed[torch]"
 torchrun --nproc-per-node 2 two_ranks_with_torchrun.py
+
+If RAY_ADDRESS is set, the workers are on that Ray cluster. Needs: pip install "infeed[ray]"
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -26,7 +30,8 @@ model = DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 # shard="auto" asks torch.distributed for the rank. pad=False: no sample is repeated to make batches equal.
-with infeed.DataLoader(Points(), batch_size=16, shuffle=True, seed=3, shard="auto", pad=False, num_workers=2) as loader:
+options = {"batch_size": 16, "shuffle": True, "seed": 3, "shard": "auto", "pad": False, "num_workers": 2}
+with infeed.DataLoader(Points(), worker="ray" if os.environ.get("RAY_ADDRESS") else "process", **options) as loader:
     for epoch in range(2):
         seen: list[int] = []
         for batch in loader:

@@ -75,21 +75,28 @@ def test_a_hugging_face_dataset_is_loaded(tmp_path: Path) -> None:
     assert "epoch 1: 256 samples" in run("hugging_face_datasets.py", tmp_path, needs=["torch", "datasets"])
 
 
-@pytest.mark.torch
-def test_two_ranks_share_an_epoch(tmp_path: Path) -> None:
-    """Under torchrun; each rank checks that all samples came once."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-    ]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
-    out = run("two_ranks_with_torchrun.py", tmp_path, needs=["torch"], launcher=launcher)
+
+@pytest.mark.torch
+def test_two_ranks_share_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun; each rank checks that all samples came once."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    out = run("two_ranks_with_torchrun.py", tmp_path, needs=["torch"], launcher=TORCHRUN)
+
+    assert "epoch 1: [100, 100] samples per rank, each sample once" in out
+
+
+@pytest.mark.torch
+@pytest.mark.long
+@pytest.mark.linux("Ray is tested on Linux")
+def test_two_ranks_under_torchrun_have_workers_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from tests.ray.clusters import TwoNodes  # imports Ray
+
+    with TwoNodes() as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        out = run("two_ranks_with_torchrun.py", tmp_path, needs=["torch"], launcher=TORCHRUN)
 
     assert "epoch 1: [100, 100] samples per rank, each sample once" in out
 

@@ -54,8 +54,8 @@ class RayWorkers:
         for name, value in self.resources.items():
             if not isinstance(name, str) or not name or name in _OWN_OPTIONS:
                 raise ConfigError(
-                    f"resources has {name!r}, which is no custom resource; use cpus= for CPUs, memory= for memory, and names such "
-                    "as 'cpu_node'"
+                    f"resources has {name!r}, which is no custom resource; use cpus= for CPUs, memory= for memory, and names "
+                    "such as 'cpu_node'"
                 )
             _check_number(f"resources[{name!r}]", value, (int, float))
         object.__setattr__(self, "resources", dict(self.resources))
