@@ -87,16 +87,30 @@ def test_two_ranks_share_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "epoch 1: [100, 100] samples per rank, each sample once" in out
 
 
+CLUSTER = """
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 4, "object_store_memory": 200 << 20, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+print("address", cluster.address, flush=True)
+import sys; sys.stdin.read()
+cluster.shutdown()
+"""
+
+
 @pytest.mark.torch
 @pytest.mark.long
 @pytest.mark.linux("Ray is tested on Linux")
 def test_two_ranks_under_torchrun_have_workers_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster of another process, because Ray leaves open descriptors in the one that starts it."""
     pytest.importorskip("ray")
-    from tests.ray.clusters import TwoNodes  # imports Ray
-
-    with TwoNodes() as cluster:
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        out = run("two_ranks_with_torchrun.py", tmp_path, needs=["torch"], launcher=TORCHRUN)
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
+        assert cluster.stdout is not None
+        address = next(line for line in cluster.stdout if line.startswith("address ")).split()[1]
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        try:
+            out = run("two_ranks_with_torchrun.py", tmp_path, needs=["torch"], launcher=TORCHRUN)
+        finally:
+            cluster.communicate()
 
     assert "epoch 1: [100, 100] samples per rank, each sample once" in out
 
