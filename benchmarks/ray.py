@@ -14,6 +14,7 @@ process and of the raylet of its node, in the second epoch. Variants alternate; 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import statistics
@@ -154,10 +155,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--without-ray-data", action="store_true", help="Ray Data needs pandas and pyarrow")
+    parser.add_argument("--without-ray-data", action="store_true", help="also left out if pandas or pyarrow is missing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write records, medians and machine to FILE")
     arguments = parser.parse_args()
     described = machine.describe(["infeed", "ray", "torch"])
+    has_ray_data = not arguments.without_ray_data and all(map(importlib.util.find_spec, ("pandas", "pyarrow", "torch")))
     count = arguments.workers
     node = {"num_cpus": count + 1, "object_store_memory": _STORE_BYTES}
     head = {**node, "resources": {"near": count}, "include_dashboard": False}
@@ -170,7 +172,7 @@ def main() -> None:
         meter = Meter(cluster.head_node.all_processes["raylet"][0].process.pid)
         for case, dataset in (("cpu", Cpu(arguments.batches)), ("big", Big(arguments.batches))):
             for _ in range(arguments.repeats):
-                for variant, measure in _variants(meter, count, not arguments.without_ray_data):
+                for variant, measure in _variants(meter, count, has_ray_data):
                     records.append({"case": case, "variant": variant, **measure(dataset)})
             names = dict.fromkeys(record["variant"] for record in records)
             summary[case] = {
@@ -188,7 +190,11 @@ def main() -> None:
         ray.shutdown()
         cluster.shutdown()
     if arguments.json is not None:
-        result = {"machine": described, "arguments": {**vars(arguments), "json": None}, "summary": summary, "records": records}
+        options = {name: value for name, value in vars(arguments).items() if name != "json"}
+        left_out = [] if has_ray_data else ["Ray Data"]
+        result = {
+            "machine": described, "arguments": options, "left_out": left_out, "summary": summary, "records": records,
+        }  # fmt: skip
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

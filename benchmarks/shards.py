@@ -276,39 +276,56 @@ def _run(kind: str, arguments: list[Any]) -> Any:
     return measure_resume(*arguments[1:3]) if kind == RESUME else measure(*arguments)
 
 
-def measure_place(place: dict[str, Any], wanted: str, workers: int, epochs: int, repeats: int) -> dict[str, list[Any]]:
-    """Return the results of the cases whose names contain ``wanted``; ``None`` for runs that failed."""
+def measure_place(name: str, place: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a record of each run. A run that failed has only its place and case."""
     names = [
-        name
-        for name, case in CASES.items()
-        if importlib.util.find_spec(case.module) and (place["is_s3"] or not case.is_for_s3_only)
+        case
+        for case, what in CASES.items()
+        if importlib.util.find_spec(what.module) and (place["is_s3"] or not what.is_for_s3_only)
     ]
-    names = [name for name in [*names, RESUME] if wanted in name]
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    for repeat in range(repeats):
+    names = [case for case in [*names, RESUME] if arguments.cases in case]
+    records: list[dict[str, Any]] = []
+    for repeat in range(arguments.repeats):
         first = repeat % len(names)
-        for name in names[first:] + names[:first]:
-            found[name].append(_run_child(RESUME if name == RESUME else "case", [name, place, workers, epochs]))
-    return found
+        for case in names[first:] + names[:first]:
+            kind = RESUME if case == RESUME else "case"
+            found = _run_child(kind, [case, place, arguments.workers, arguments.epochs])
+            values: dict[str, float] = {}
+            if found is not None:
+                values = {"first_batch_s": found} if case == RESUME else {"samples_per_s": found[0], "runs_per_batch": found[1]}
+            records.append({"place": name, "case": case, **values})
+    return records
 
 
-def show(title: str, found: dict[str, list[Any]], size: int) -> None:
+def summarize(records: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the medians of the repeats by place and case, and rates relative to WebDataset. Cases that failed are missing."""
+    summary: dict[str, dict[str, dict[str, float]]] = {}
+    for place, case in dict.fromkeys((one["place"], one["case"]) for one in records):
+        runs = [one for one in records if (one["place"], one["case"]) == (place, case)]
+        names = dict.fromkeys(name for one in runs for name in one if name not in ("place", "case"))
+        of = {name: statistics.median(one[name] for one in runs if name in one) for name in names}
+        if of:
+            summary.setdefault(place, {})[case] = of
+    for cases in summary.values():
+        base = cases.get("WebDataset", {}).get("samples_per_s")
+        for of in cases.values():
+            if base and "samples_per_s" in of:
+                of["times_webdataset"] = of["samples_per_s"] / base
+    return summary
+
+
+def show(title: str, cases: dict[str, dict[str, float]], size: int) -> None:
     print(f"\n{title}")
-    medians = {
-        name: statistics.median(one[0] for one in results if one)
-        for name, results in found.items()
-        if name != RESUME and any(results)
-    }
-    base = medians.get("WebDataset", float("nan"))
-    for name, rate in medians.items():
-        runs = statistics.mean(one[1] for one in found[name] if one)
+    for name, of in cases.items():
+        if name == RESUME:
+            print(f"resume in the middle of an epoch, first batch: {of['first_batch_s']:.3f} s")
+            continue
+        rate = of["samples_per_s"]
+        times = f"{of['times_webdataset']:6.2f} x WebDataset " if "times_webdataset" in of else ""
         print(
-            f"{name:32} {rate:10,.0f} samples/s {rate * size / 1e6:8,.0f} MB/s {rate / base:6.2f} x WebDataset "
-            f"{runs:5.1f} runs of neighbours per batch of {BATCH_SIZE}"
+            f"{name:32} {rate:10,.0f} samples/s {rate * size / 1e6:8,.0f} MB/s {times}"
+            f"{of['runs_per_batch']:5.1f} runs of neighbours per batch of {BATCH_SIZE}"
         )
-    times = [one for one in found.get(RESUME, []) if one is not None]
-    if times:
-        print(f"resume in the middle of an epoch, first batch: {statistics.median(times):.3f} s")
 
 
 def main() -> None:
@@ -321,7 +338,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1,000 samples, one epoch, one repeat")
     parser.add_argument("--places", default="local,s3", help="local, s3 or both (default)")
     parser.add_argument("--cases", default="", metavar="TEXT", help="only cases whose names contain this")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write records, medians and machine to FILE")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
@@ -332,7 +349,7 @@ def main() -> None:
     places = arguments.places.split(",")
     described = machine.describe(("infeed", "torch", "webdataset", "litdata", "obstore"))
     folder = Path(tempfile.mkdtemp(prefix="infeed-shards-"))
-    results: dict[str, Any] = {}
+    records: list[dict[str, Any]] = []
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         local = write(folder, arguments.samples, arguments.size)
@@ -343,12 +360,16 @@ def main() -> None:
 
                 (folder / "s3").mkdir()
                 place = upload(stack.enter_context(serving(folder / "s3")), local, folder)
-            results[name] = measure_place(place, arguments.cases, arguments.workers, arguments.epochs, arguments.repeats)
-            show(name, results[name], arguments.size)
-    if arguments.json:
-        sizes = {name: getattr(arguments, name) for name in ("samples", "size", "workers", "epochs", "repeats")}
-        document = {"machine": described, "arguments": sizes, "places": results}
-        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+            records += measure_place(name, place, arguments)
+            show(name, summarize(records).get(name, {}), arguments.size)
+    if arguments.json is not None:
+        options = {name: value for name, value in vars(arguments).items() if name not in ("json", "run")}
+        left_out = sorted({case.module for case in CASES.values() if not importlib.util.find_spec(case.module)})
+        result = {
+            "machine": described, "arguments": {**options, "batch_size": BATCH_SIZE, "shards": SHARDS}, "left_out": left_out,
+            "summary": summarize(records), "records": records,
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
