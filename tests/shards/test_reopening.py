@@ -114,6 +114,7 @@ def test_a_read_only_handle_is_opened_again_in_workers(tmp_path: Path, name: str
 
 def _database(folder: Path, **options: Any) -> sqlite3.Connection:
     with closing(sqlite3.connect(folder / "a.db")) as connection, connection:
+        connection.execute("pragma encoding = 'UTF-16le'")
         connection.execute('create table "t ""1" (x real, y date, "z " integer, w)')
         connection.execute('create view v as select x from "t ""1"')
     return sqlite3.connect(folder / "a.db", **options)

@@ -141,8 +141,8 @@ def _reduce_sqlite(connection: sqlite3.Connection) -> Any:
         has_temporary = cursor.execute("SELECT count(*) FROM sqlite_temp_master").fetchone()[0] > 0
         if len(files) != 1 or not files[0] or has_temporary or connection.in_transaction:
             return NotImplemented  # the copy would lack data
-        with closing(sqlite3.connect(":memory:")) as plain:
-            if _sqlite_additions(cursor) != _sqlite_additions(plain.cursor()) or _converts(cursor):
+        with closing(_open_sqlite(files[0], None, None, str)) as plain:
+            if _sqlite_additions(cursor) != _sqlite_additions(plain.cursor()) or _converts(cursor, plain.cursor()):
                 return NotImplemented
     except sqlite3.Error:  # it is closed, or belongs to another thread
         return NotImplemented
@@ -155,13 +155,17 @@ def _sqlite_additions(cursor: sqlite3.Cursor) -> set[Any]:
     return {*functions, *cursor.execute("SELECT CAST(name AS BLOB) FROM pragma_collation_list").fetchall()}
 
 
-def _converts(cursor: sqlite3.Cursor) -> bool:
-    """Whether ``detect_types`` changes names of columns, or a number that is read as if it were in a column of the database."""
+def _converts(cursor: sqlite3.Cursor, plain: sqlite3.Cursor) -> bool:
+    """Whether ``detect_types`` changes names of columns, or a number that is read as if it were in a column of the database.
+
+    Args:
+        plain: Cursor of a connection to the same database, without any settings.
+    """
     if cursor.execute('SELECT 1 AS "a [b]"').description[0][0] == "a":
         return True
-    columns = cursor.execute(
-        "SELECT CAST(c.type AS BLOB), CAST(c.name AS BLOB), CAST(m.name AS BLOB) "
-        "FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.rootpage > 0"
+    columns = plain.execute(
+        "SELECT c.type, c.name, m.name FROM sqlite_master m, pragma_table_info(m.name) c "
+        "WHERE m.type = 'table' AND m.rootpage > 0"
     )
     for column, table in {kind: names for kind, *names in columns.fetchall()}.values():
         try:
@@ -175,8 +179,8 @@ def _converts(cursor: sqlite3.Cursor) -> bool:
     return False
 
 
-def _quoted(name: bytes) -> str:
-    escaped = name.decode().replace('"', '""')
+def _quoted(name: str) -> str:
+    escaped = name.replace('"', '""')
     return f'"{escaped}"'
 
 
