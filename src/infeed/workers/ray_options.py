@@ -51,13 +51,13 @@ class RayWorkers:
         for name, value in (("resources", self.resources), ("runtime_env", self.runtime_env or {})):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}={value!r} must be a dict; {_HELP}")
-        for name, value in self.resources.items():
-            if not isinstance(name, str) or not name or name in _OWN_OPTIONS:
+        for resource, amount in self.resources.items():
+            if not isinstance(resource, str) or not resource or resource in _OWN_OPTIONS:
                 raise ConfigError(
-                    f"resources has {name!r}, which is no custom resource; use cpus= for CPUs, memory= for memory, and names "
-                    "such as 'cpu_node'"
+                    f"resources has {resource!r}, which is no custom resource; use cpus= for CPUs, memory= for memory, and "
+                    "names such as 'cpu_node'"
                 )
-            _check_number(f"resources[{name!r}]", value, (int, float))
+            _check_number(f"resources[{resource!r}]", amount, (int, float))
         object.__setattr__(self, "resources", dict(self.resources))
 
 
