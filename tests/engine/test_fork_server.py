@@ -188,3 +188,47 @@ def test_where_the_server_cannot_fork_spawned_workers_are_kept_for_the_next_epoc
 
     assert (result.code, result.out) == (0, "1\n")
     assert result.err.count("spawning workers instead of forking") == 1
+
+
+def test_workers_of_a_dataset_with_arrow_tables_are_forked(install: Install, forkserver: dict[str, Any]) -> None:
+    """Importing Arrow starts no thread in the server."""
+    table = pytest.importorskip("pyarrow").table({"x": list(range(4))})
+    install(fk_imports_arrow="import pyarrow")
+    module = importlib.import_module("fk_imports_arrow")
+    dataset = Tree(4, lambda index: (os.getppid(), module.PID, table["x"][index].as_py()))
+
+    with infeed.DataLoader(dataset, batch_size=None, **forkserver) as loader:
+        samples = plain(list(loader))
+        server = fork_server().pid
+
+    assert samples == [[server, server, index] for index in range(4)]
+
+
+def test_a_lock_that_a_thread_of_the_parent_holds_is_free_in_workers(install: Install, forkserver: dict[str, Any]) -> None:
+    """A worker forked from the parent would have a copy of the lock without the thread, as with the threads of OpenCV."""
+    install(fk_library="import threading\nlock = threading.Lock()")
+    library = importlib.import_module("fk_library")
+    dataset = Tree(4, lambda _: library.lock.acquire(timeout=0.1) and library.lock.release() is None)
+
+    with library.lock, infeed.DataLoader(dataset, batch_size=None, **forkserver) as loader:
+        assert list(loader) == [True] * 4
+
+
+def test_opencv_runs_in_workers_after_the_parent_has_used_its_threads(tmp_path: Path) -> None:
+    """In a fork of the parent, ``setNumThreads`` would wait for threads that do not exist there."""
+    pytest.importorskip("cv2")
+    code = """
+        import cv2, infeed, numpy as np
+        PIXELS = np.zeros((1500, 1500, 3), np.uint8)
+        class Photos:
+            def __len__(self): return 4
+            def __getitem__(self, index):
+                cv2.setNumThreads(3)
+                return cv2.GaussianBlur(PIXELS + index, (31, 31), 0)[0, 0, 0]
+        cv2.setNumThreads(4)
+        cv2.GaussianBlur(PIXELS, (31, 31), 0)
+        print(sorted(int(pixel) for batch in infeed.DataLoader(Photos(), 2, num_workers=2, timeout=30) for pixel in batch))
+    """
+    result = run_script(tmp_path, dedent(code))
+
+    assert (result.code, result.out) == (0, "[0, 1, 2, 3]\n"), result.err

@@ -66,7 +66,7 @@ def test_libraries_use_as_many_threads_as_a_worker_may(process_engine: dict[str,
     names = installed("numpy", "cv2", "numexpr")
 
     assert in_a_worker(early(names), options) == {name: EXPECTED[name](threads) for name in names}
-    # The two start threads when they are imported, and are left out of the server that other tests use too.
+    # Polars starts threads when it is imported, so only workers import it.
     names = installed("numpy", "cv2", "numexpr", "pyarrow", "polars")
     assert in_a_worker(late(names), options) == {name: EXPECTED[name](threads) for name in names}
 

@@ -34,8 +34,9 @@ from infeed.workers.recorder import Recorder
 from infeed.workers.rng import EpochPosition
 from infeed.workers.status import Cell
 
-# Writers are cached by slot and layout; when the cache reaches this size, it is cleared.
-_WRITERS_KEPT: Final = 256
+# Writers are cached by slot and layout; when the cache reaches this size, it is cleared. With tiny batches there are about 260
+# slots, and several layouts may be in use.
+_WRITERS_KEPT: Final = 1024
 
 
 class Segments(Protocol):
