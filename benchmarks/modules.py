@@ -15,11 +15,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
@@ -121,8 +121,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", default=",".join(MODULES), help="names, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times of all runs and the machine to FILE")
     options = parser.parse_args(argv)
-    print(*(f"{name}: {value}" for name, value in machine.describe(("infeed", "torch")).items()), sep="\n")
+    described = machine.describe(("infeed", "torch"))
+    print(*(f"{name}: {value}" for name, value in described.items()), sep="\n")
+    results: dict[str, dict[str, Any]] = {}
     lines = ["| module | version | workers | import | first batch | second loader |", "|---|---|---|---|---|---|"]
     for module in options.modules.split(","):
         runs = [measure(module) for _ in range(options.repeats)]
@@ -131,11 +134,16 @@ def main(argv: list[str]) -> int:
             median(run[0].imports for run in runs),
             *(median(run[loader].first_batch for run in runs) for loader in range(2)),
         ]
-        name = DISTRIBUTIONS.get(module, module)
-        cells = [module, version(name), ", ".join(sorted(kinds)), *(f"{seconds:.2f} s" for seconds in times)]
+        installed = version(DISTRIBUTIONS.get(module, module))
+        results[module] = {"version": installed, "runs": [list(map(asdict, run)) for run in runs]}
+        cells = [module, installed, ", ".join(sorted(kinds)), *(f"{seconds:.2f} s" for seconds in times)]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    print(f"load after: {os.getloadavg()[0]:.2f}", "", *lines, sep="\n")
+    load_after = round(os.getloadavg()[0], 2)
+    print(f"load after: {load_after}", "", *lines, sep="\n")
+    if options.json is not None:
+        result = {"machine": described | {"load_after": load_after}, "repeats": options.repeats, "modules": results}
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

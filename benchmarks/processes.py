@@ -6,6 +6,7 @@ counts a worker whose parent is a helper process that is still running.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -128,3 +129,22 @@ def reset_peak_rss() -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return
+
+
+def outputs_of(code: str, count: int) -> list[float]:
+    """Run a program in several processes at the same time, and return the numbers that they print.
+
+    Args:
+        code: prints a line when it is ready, waits for a line of input, and then prints a number.
+        count: number of processes.
+    """
+    command = [sys.executable, "-uc", code]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    for child in children:
+        assert child.stdout is not None
+        child.stdout.readline()
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    return [float(child.communicate()[0]) for child in children]

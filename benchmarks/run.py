@@ -48,9 +48,9 @@ def _kill_all(child: subprocess.Popen[str]) -> None:
             process.kill()
 
 
-def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
+def measure_in_child(case_name: str, library: str, size: str, workers: int | None) -> report.Record:
     """Run one case with one library in a new process; record failures and hangs too."""
-    command = [sys.executable, "-m", "benchmarks.measure", f"{case_name}:{library}:{size}"]
+    command = [sys.executable, "-m", "benchmarks.measure", f"{case_name}:{library}:{size}" + (f":{workers}" if workers else "")]
     child = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -79,7 +79,7 @@ def measure_in_child(case_name: str, library: str, size: str) -> report.Record:
     return {**failed, "error": f"exit code {child.returncode} and no result\n{errors[-4000:]}"}
 
 
-def run_case(case: Case, libraries: list[str], size: str, repeats: int) -> list[report.Record]:
+def run_case(case: Case, libraries: list[str], size: str, repeats: int, workers: int | None) -> list[report.Record]:
     variants = [library for library in case.libraries if adapters.family_of(library) in libraries]
     records: list[report.Record] = []
     broken: set[str] = set()
@@ -88,7 +88,7 @@ def run_case(case: Case, libraries: list[str], size: str, repeats: int) -> list[
         for library in variants[first:] + variants[:first]:
             if library in broken:
                 continue
-            record = {**measure_in_child(case.name, library, size), "repeat": repeat}
+            record = {**measure_in_child(case.name, library, size, workers), "repeat": repeat}
             records.append(record)
             if "error" in record:
                 broken.add(library)
@@ -123,6 +123,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help=f"{', '.join(adapters.FAMILIES)}; those not installed are left out",
     )
     parser.add_argument("--repeats", type=int, default=None, help="5, or 2 with --quick")
+    parser.add_argument("--workers", type=int, default=None, help="in cases that have this parameter, such as opencv")
     parser.add_argument("--quick", action="store_true", help="smaller sizes: to see a direction, not to quote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write records, summary and machine to FILE")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
@@ -132,6 +133,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         options.repeats = 2 if options.quick else 5
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats} must be at least 1")
+    if options.workers is not None and options.workers < 1:
+        parser.error(f"--workers {options.workers} must be at least 1")
     return options
 
 
@@ -152,12 +155,13 @@ def main(arguments: list[str]) -> int:
     chosen = [cases.load(name) for name in options.cases]
     records: list[report.Record] = []
     for case in chosen:
-        records += run_case(case, libraries, size, options.repeats)
+        records += run_case(case, libraries, size, options.repeats, options.workers)
     if options.json is not None:
         result = {
             "machine": described,
             "size": size,
             "repeats": options.repeats,
+            "workers": options.workers,
             "left_out": [family for family in options.libraries if family not in libraries],
             "summary": report.summary(chosen, records),
             "records": records,

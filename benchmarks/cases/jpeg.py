@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import time
 from typing import Final
 
 import numpy as np
 from PIL import Image
 
+from benchmarks import processes
 from benchmarks.adapters import PEERS
 from benchmarks.drive import Run
 from benchmarks.spec import Case, LoaderSpec, Metric, Outcome, Parameters, Target
@@ -66,18 +65,7 @@ def _plain_loops_rate(parameters: Parameters) -> float:
         f"_inline_rate(dataset, {_ENCODED_COUNT}); print(flush=True); input()\n"
         f"print(_inline_rate(dataset, {parameters['inline_samples']}))"
     )
-    loops = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(WORKERS)
-    ]
-    for loop in loops:
-        assert loop.stdout is not None
-        loop.stdout.readline()
-    for loop in loops:
-        assert loop.stdin is not None
-        loop.stdin.write("\n")
-        loop.stdin.flush()
-    return sum(float(loop.communicate()[0]) for loop in loops)
+    return sum(processes.outputs_of(code, WORKERS))
 
 
 def run(library: str, parameters: Parameters) -> Outcome:

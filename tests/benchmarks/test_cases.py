@@ -78,3 +78,14 @@ def test_a_case_has_all_sizes_and_runs_infeed(name: str) -> None:
     assert set(case.sizes) == {"full", "quick", "tiny"}
     assert "infeed" in case.libraries
     assert case.baseline is None or case.baseline in case.libraries
+
+
+@pytest.mark.parametrize(("name", "expected"), [("opencv", 3), ("tiny", None)])
+def test_the_number_of_workers_can_be_set_in_cases_that_have_it(name: str, expected: int | None) -> None:
+    """Other parameters and other cases stay as they are."""
+    case = cases.load(name)
+    changed = measure.parameters_of(case, "tiny", 3)
+
+    assert changed.get("workers") == expected
+    assert {**changed, "workers": 0} == {**case.sizes["tiny"], "workers": 0}
+    assert measure.parameters_of(case, "tiny", None) == case.sizes["tiny"]

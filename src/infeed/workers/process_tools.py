@@ -188,8 +188,8 @@ _M_MMAP_THRESHOLD: Final = -3
 # value before 2.35. Since then it does, which would save a quarter of the CPU time of a sample of 100 MB, but each worker would
 # keep that memory.
 _MMAP_BYTES: Final = 32 << 20
-# Free memory kept at the end of each heap (malloc arena): two of the largest buffers. The main thread has one; threads that user
-# code starts have others. For comparison, a torch worker holds a whole batch.
+# Free memory kept at the end of each heap (malloc arena): two of the largest buffers. The main thread has one; threads that
+# user code starts have others. For comparison, a torch worker holds a whole batch.
 _TRIM_BYTES: Final = 64 << 20
 # The heap grows in steps of at least this size.
 _PAD_BYTES: Final = 1 << 20
