@@ -260,7 +260,7 @@ def is_of_tests(process: Any) -> bool:
 
 
 def has_ended(process: Any) -> bool:
-    """Whether a process of `psutil` has ended, though it is still listed: nobody has asked how, or a handle of it is open."""
+    """Whether a process of `psutil` has ended, though it is still listed: not yet waited for, or with an open handle."""
     import psutil
 
     if sys.platform != "win32":

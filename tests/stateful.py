@@ -218,7 +218,7 @@ class Log:
 
 
 class ResetLog(Log):
-    """Begins anew with every epoch."""
+    """Starts from the beginning in every epoch."""
 
     def __iter__(self) -> Iterator[int]:
         while self.at < 7:

@@ -13,7 +13,7 @@ from infeed.cli.arguments import replacing
     [("ascii", "12 us ### ... D?ta ??"), ("latin-1", "12 µs ### ... Däta ??"), ("utf-8", "12 µs ███ … Däta 数?")],
 )
 def test_what_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str) -> None:
-    """By what is like it, if anything is; the last letter is of a file name that nobody can read."""
+    """By a similar name, if there is one; the last letter is of an unreadable file name."""
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
 

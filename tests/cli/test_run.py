@@ -88,7 +88,7 @@ def test_an_exception_shows_the_programs_own_frames(tmp_path: Path) -> None:
     ("arguments", "text"),
     [([], "missing program; pass a script or -m MODULE"), (["absent.py"], "'absent.py' is not a file; pass a script")],
 )
-def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], text: str) -> None:
+def test_invalid_usage_is_reported(tmp_path: Path, arguments: list[str], text: str) -> None:
     """With a cure, and the exit code of wrong usage."""
     result = start_python(["-m", "infeed", "run", *arguments], cwd=tmp_path).finish()
 

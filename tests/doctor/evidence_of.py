@@ -58,5 +58,5 @@ def auto(**options: Any) -> LoaderSeen:
 
 
 def found(seen: LoaderSeen, **options: Any) -> dict[str, Finding]:
-    """What is told of it, by name."""
+    """Return its findings by name."""
     return {finding.name: finding for finding in examine(run(seen, **options))}

@@ -90,7 +90,7 @@ def test_the_rate_is_counted_after_warming_up() -> None:
     assert found.first_s > 0
 
 
-def test_an_empty_dataset_and_one_without_a_batch_are_told() -> None:
+def test_an_empty_dataset_and_one_without_a_batch_are_reported() -> None:
     """Before anything is measured, or as the result."""
     with pytest.raises(ConfigError, match="the dataset is empty"):
         Bench([], batch_size=2, seconds=1)
@@ -212,7 +212,7 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
         (["data:make", "--seconds", "0"], 2, "'0' must be a number of seconds above 0"),
     ],
 )
-def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
+def test_invalid_usage_is_reported(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
     """With a cure, and an exit code for each."""
     result = run_bench(tmp_path, *arguments)
 
@@ -247,7 +247,7 @@ def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Pat
 
 
 @pytest.mark.process
-def test_what_is_tried_is_told_before_it_is(tmp_path: Path) -> None:
+def test_each_trial_is_announced_before_it_runs(tmp_path: Path) -> None:
     """The dataset ends the process, as native code may. And it has fewer samples than a batch should."""
     (tmp_path / "deadly.py").write_text("""
 import os
@@ -264,7 +264,7 @@ class Deadly:
 @pytest.mark.process
 @pytest.mark.slow
 def test_where_one_setting_fails_others_are_tried(tmp_path: Path) -> None:
-    """What failed is told beside the choice."""
+    """Failed trials are reported beside the choice."""
     result = run_bench(tmp_path, "bad:Somewhere", "--seconds", "0.05", "--worker", "thread")
 
     assert "1 thread: ValueError: not here" in result.out

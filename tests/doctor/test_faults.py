@@ -271,8 +271,8 @@ def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) 
 
 
 @pytest.mark.long
-def test_the_loop_is_told_to_wait_for_threads_in_workers(tmp_path: Path) -> None:
-    """Not for the way from workers, though by hand, where nobody else is, a sample takes less. It is what costs most."""
+def test_thread_pools_in_workers_are_the_bottleneck(tmp_path: Path) -> None:
+    """Not transfer, although a sample takes less time when it is probed alone. Thread pools cost most."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one core no library starts threads")
     program = """
@@ -330,7 +330,7 @@ for batch in infeed.DataLoader(Computed(), batch_size=8, num_workers=2, worker="
 
 
 @pytest.mark.long
-def test_threads_that_compute_in_python_are_told_of_the_gil(tmp_path: Path) -> None:
+def test_threads_that_compute_in_python_have_a_gil_finding(tmp_path: Path) -> None:
     """They come to one core, whatever there is."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one core processes are no better")

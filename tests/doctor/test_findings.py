@@ -14,7 +14,7 @@ from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, r
 
 
 def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
-    """Some waiting is normal, OpenBLAS and OpenMP survive a fork, and tqdm's thread harms nobody."""
+    """Some waiting is normal, OpenBLAS and OpenMP survive a fork, and tqdm's thread is harmless."""
     forks = [
         ForkSeen(["TMonitor (tqdm._monitor)", "QueueFeederThread (threading)"], {"OpenBLAS (numpy)": 3, "OpenMP (torch)": 3})
     ]
@@ -24,7 +24,7 @@ def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
 
 
 @pytest.mark.parametrize(("wait", "found"), [(0.005, False), (0.02, True)])
-def test_a_loop_that_waits_a_tenth_of_its_time_is_told(wait: float, found: bool) -> None:
+def test_a_loop_that_waits_a_tenth_of_its_time_is_reported(wait: float, found: bool) -> None:
     """Per batch it works 0.1 s."""
     assert ("data-bound" in names(loader(wait=wait))) is found
 
@@ -43,7 +43,7 @@ def test_workers_that_could_bring_more_are_not_too_few(wait: float, reason: str)
     assert found["data-bound"].bottleneck == reason
 
 
-def test_without_a_loop_nobody_waits() -> None:
+def test_without_a_training_loop_there_is_no_wait() -> None:
     """Where the doctor iterates a dataset by itself it does nothing else."""
     assert names(loader(wait=1.0, away=0.0), has_own_loop=False) == []
 
@@ -89,7 +89,7 @@ def test_a_busy_machine_is_no_reason_for_more_workers_than_cores() -> None:
     assert best_workers(run(loader()), loader(away=0.001, probe=interrupted)) == 4
 
 
-def test_what_more_workers_bring_is_foretold_from_what_those_there_bring() -> None:
+def test_the_gain_of_more_workers_is_predicted_from_the_present_ones() -> None:
     """Two workers take 0.4 s for what should take 0.05; twice as many will take half of that, and not 0.025."""
     probe = Probe(sample_count=10, sample_s=0.01, cpu_s=0.01)
     found = {finding.name: finding for finding in examine(run(loader(wait=0.39, away=0.01, probe=probe)))}
@@ -184,14 +184,14 @@ def test_how_much_slow_samples_hold_up_depends_on_what_is_begun(changes: dict[st
     ("start_s", "epoch_count", "found"),
     [(0.015, 20, False), (0.025, 20, True), (0.015, 100, True), (0.025, 5, False)],
 )
-def test_short_starts_are_told_if_they_come_to_much(start_s: float, epoch_count: int, found: bool) -> None:
+def test_short_starts_are_reported_if_they_add_up(start_s: float, epoch_count: int, found: bool) -> None:
     """Of a run of ten seconds: a fiftieth, with 20 ms each time, or a tenth."""
     epochs = [EpochSeen(float(at), start_s=start_s, has_batch=True, waits=[0.0], aways=[0.05]) for at in range(epoch_count)]
 
     assert ("restarted-workers" in names(loader(epochs=epochs, is_persistent=False))) is found
 
 
-def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
+def test_threads_at_a_fork_are_reported_with_their_library() -> None:
     """And Python's own threads with theirs."""
     finding = examine(run(loader(forks=[ForkSeen(["logger (threading)"], {"cv2": 3, "OpenBLAS (numpy)": 3})])))[0]
 
@@ -204,7 +204,7 @@ def test_threads_of_a_library_at_a_fork_are_told_with_its_name() -> None:
     ("changes", "found"),
     [({}, True), ({"is_persistent": True}, False), ({"kind": "thread"}, False), ({"library": "infeed.torch"}, True)],
 )
-def test_workers_that_are_started_anew_are_told(changes: dict[str, Any], found: bool) -> None:
+def test_restarted_workers_are_reported(changes: dict[str, Any], found: bool) -> None:
     """Three epochs, each of which begins with half a second."""
     epochs = [EpochSeen(float(at), start_s=0.5, has_batch=True, waits=[0.001] * 5, aways=[0.1] * 5) for at in range(3)]
 
@@ -221,8 +221,8 @@ def test_workers_that_are_started_anew_are_told(changes: dict[str, Any], found: 
         ({"kind": "thread"}, False),  # which share the one
     ],
 )
-def test_a_generator_that_is_copied_is_told(changes: dict[str, Any], found: bool) -> None:
-    """In several workers, or in workers that are started anew."""
+def test_a_copied_generator_is_reported(changes: dict[str, Any], found: bool) -> None:
+    """In several workers, or in restarted workers."""
     seen = loader(**{"probe": Probe(generators=["dataset.rng"]), **changes})
 
     assert ("same-random-numbers" in names(seen)) is found
@@ -258,7 +258,7 @@ def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
         ([100, 120, 140, 160], False),  # too short to tell
     ],
 )
-def test_memory_that_goes_on_growing_is_told(sizes: list[int], found: bool) -> None:
+def test_memory_that_keeps_growing_is_reported(sizes: list[int], found: bool) -> None:
     """Megabytes, once a second."""
     assert ("memory-growth" in names(loader(pids=[7]), processes=moments(sizes))) is found
 
@@ -272,7 +272,7 @@ def test_memory_that_goes_on_growing_is_told(sizes: list[int], found: bool) -> N
         (10 * MB, False, "fork", False),
     ],
 )
-def test_what_every_worker_has_again_is_told(size: int, is_array: bool, method: str, found: bool) -> None:
+def test_copies_in_every_worker_are_reported(size: int, is_array: bool, method: str, found: bool) -> None:
     """Two workers."""
     seen = loader(start_method=method, probe=Probe(heavy=[("dataset.names", size, is_array)]))
 
@@ -303,7 +303,7 @@ def test_batches_for_a_gpu_should_be_pinned(changes: dict[str, Any], has_gpu: bo
 
 
 @pytest.mark.parametrize(("waiting_s", "found"), [(9.0, True), (1.0, False)])
-def test_a_batch_that_does_not_come_is_told(waiting_s: float, found: bool) -> None:
+def test_a_missing_batch_is_reported(waiting_s: float, found: bool) -> None:
     """Of 10 seconds."""
     assert ("no-batch" in names(loader(waiting_s=waiting_s, batches=0))) is found
 
@@ -359,14 +359,14 @@ def test_findings_come_in_order_of_what_they_cost() -> None:
     assert set(found) <= set(NAMES)
 
 
-def test_starts_that_nobody_feels_are_not_told() -> None:
+def test_short_starts_are_not_reported() -> None:
     """Ten milliseconds for each epoch of a second."""
     epochs = [EpochSeen(float(at), start_s=0.01, has_batch=True, waits=[0.0] * 5, aways=[0.2] * 5) for at in range(10)]
 
     assert names(loader(epochs=epochs, is_persistent=False)) == []
 
 
-def test_what_is_about_processes_is_not_told_of_threads() -> None:
+def test_findings_about_processes_are_not_reported_for_threads() -> None:
     """They share memory and pools with the loop."""
     worker = ProcessSeen(7, moments([100, 120, 140, 160, 180, 200, 220])[7].moments, {"OpenBLAS (numpy)": 9})
     seen = loader(kind="thread", pids=[7], probe=Probe(heavy=[("dataset.names", 100 * MB, False)]))
@@ -455,7 +455,7 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
     ],
 )
 @pytest.mark.parametrize("library", ["torch", "infeed"])
-def test_a_loop_that_waits_is_told_what_to_do_whatever_else_is_found(changes: dict[str, Any], cure: str, library: Any) -> None:
+def test_a_data_bound_loop_gets_advice_beside_other_findings(changes: dict[str, Any], cure: str, library: Any) -> None:
     """It stands alone: other findings may not be there, or be left out."""
     found = {one.name: one for one in examine(run(loader(wait=0.3, away=0.01, library=library, **changes)))}
 
@@ -475,7 +475,7 @@ def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(li
     assert "num-workers" in names(stream(library=library, shards_itself=True, wait=0.05))
 
 
-def test_nobody_who_leaves_the_number_to_infeed_is_told_one() -> None:
+def test_no_number_of_workers_is_advised_if_it_is_automatic() -> None:
     """Whatever would be best, and whoever waits; storage is slow all the same."""
     probe = Probe(sample_count=100, sample_s=0.1, median_s=0.1, cpu_s=0.001, switches=1.0, read_bytes=1e6)
     found = examine(run(auto(wait=0.2, away=0.01, probe=probe)))
@@ -486,7 +486,7 @@ def test_nobody_who_leaves_the_number_to_infeed_is_told_one() -> None:
     assert "num-workers" in names(fixed)
 
 
-def test_who_has_infeed_is_not_told_to_take_it() -> None:
+def test_infeed_is_not_advised_to_its_users() -> None:
     """Torch's loader is; also where infeed left its work to torch, which forked."""
     forks = [ForkSeen([], {"cv2": 3})]
     for library in ("infeed", "infeed.torch", "torch"):

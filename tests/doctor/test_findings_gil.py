@@ -18,7 +18,7 @@ def threads(*, cores: float = 1.0, load_s: float = 0.1, **options: Any) -> Loade
     return loader(**{**given, "probe": costly(load_s / 10), **options})
 
 
-def test_threads_that_come_to_one_core_are_told_to_be_processes() -> None:
+def test_threads_that_use_one_core_are_advised_to_be_processes() -> None:
     """And no other number of them is proposed, nor none, before they are."""
     told = found(threads(), seconds=2.0)
 

@@ -68,7 +68,7 @@ def test_threads_count_from_when_they_work(halted: list[int]) -> None:
     assert halted == [101]
 
 
-def test_a_thread_that_cannot_be_told_is_looked_for_again_and_not_counted(halted: list[int]) -> None:
+def test_an_unknown_thread_is_looked_up_again_and_not_counted(halted: list[int]) -> None:
     run, worker = new_run(), Worker(101, 1.0, 0.0, 0.0, 0.0, 1.0)
     watched = Pools(run)
     watched.look([worker])

@@ -59,7 +59,7 @@ def test_a_generator_counts_if_samples_draw_from_it(tmp_path: Path) -> None:
     assert probed(Dice(), tmp_path)["generators"] == ["dataset.rng"]
 
 
-def test_a_dataset_that_raises_is_told_and_no_error_of_ours(tmp_path: Path) -> None:
+def test_a_dataset_that_raises_is_reported_without_an_error_of_the_doctor(tmp_path: Path) -> None:
     """What is known without samples is known all the same."""
 
     class Broken(Dice):
@@ -100,14 +100,14 @@ class Damaged:
 
 
 def test_a_bad_sample_does_not_end_the_look(tmp_path: Path) -> None:
-    """The loader may leave it out. What is told of others is told by their own index."""
+    """The loader may skip it. Findings about other samples name their own index."""
     facts = probed(Damaged({0, 7, 8}), tmp_path)
 
     assert (facts["sample_count"], facts.get("error")) == (46, None)
     assert [which for which, _ in facts["slow"]] == ["40"]
 
 
-def test_if_no_sample_can_be_loaded_it_is_told_why(tmp_path: Path) -> None:
+def test_if_no_sample_can_be_loaded_the_reason_is_reported(tmp_path: Path) -> None:
     facts = probed(Damaged(set(range(50))), tmp_path)
 
     assert facts["error"] == "ValueError: broken: 0"
@@ -285,7 +285,7 @@ def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path:
 
 
 @pytest.mark.linux("reads /proc")
-def test_threads_are_told_by_their_library() -> None:
+def test_threads_are_attributed_to_their_library() -> None:
     """Here one of Python's own."""
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
@@ -299,7 +299,7 @@ def test_threads_are_told_by_their_library() -> None:
 
 @pytest.mark.linux("reads /proc")
 @pytest.mark.process
-def test_native_threads_are_told_by_their_library_from_outside_too(tmp_path: Path) -> None:
+def test_native_threads_are_attributed_from_outside_too(tmp_path: Path) -> None:
     """numexpr starts two when it is imported. A process that is looked at from outside goes on afterwards."""
     pytest.importorskip("numexpr")
     code = """

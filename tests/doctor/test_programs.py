@@ -44,7 +44,7 @@ def test_a_program_that_runs_for_ever_is_stopped_in_the_middle_of_its_epoch(tmp_
 
 
 def test_a_program_that_asks_for_no_batch_any_more_is_stopped_too(tmp_path: Path) -> None:
-    """What it had told by then is told."""
+    """Findings up to that point are reported."""
     with assert_faster_than(30):
         result = doctor(tmp_path, "load(num_workers=0)\nthreading.Event().wait()", "--seconds", "0.5")
 
@@ -95,7 +95,7 @@ for epoch in range(3):
     ids=["exit", "error", "death"],
 )
 def test_a_program_that_fails_is_no_clean_one(tmp_path: Path, code: str, text: str) -> None:
-    """What it ended with is told, and what was seen before counts; but that nothing was found proves nothing."""
+    """The error is reported and earlier findings count, but the absence of findings proves nothing."""
     result = doctor(tmp_path, f"load()\n{code}", "--html", "found.html")
 
     assert f"no problems found, but the program {text}" in result.out
@@ -143,7 +143,7 @@ broken, empty = Broken(), []
 
 
 @pytest.mark.torch
-def test_what_a_worker_of_torch_raised_is_told_in_a_line(tmp_path: Path) -> None:
+def test_an_error_in_a_torch_worker_is_reported_in_one_line(tmp_path: Path) -> None:
     """Its message holds the worker's traceback, at the end of which is what matters."""
     pytest.importorskip("torch")
     code = """
@@ -202,7 +202,7 @@ def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, t
         (("--batch-size", "2", "-m"), "program", "--batch-size is only for module:dataset; program sets"),
     ],
 )
-def test_wrong_usage_is_told(tmp_path: Path, options: tuple[str, ...], program: str, text: str) -> None:
+def test_invalid_usage_is_reported(tmp_path: Path, options: tuple[str, ...], program: str, text: str) -> None:
     """With a cure, and the exit code of wrong usage."""
     result = doctor(tmp_path, "", *options, program=program)
 
@@ -218,7 +218,7 @@ def test_wrong_usage_is_told(tmp_path: Path, options: tuple[str, ...], program: 
         ("program:number", "program:number is a int, not a dataset"),
     ],
 )
-def test_a_dataset_that_is_not_there_is_told(tmp_path: Path, target: str, text: str) -> None:
+def test_a_missing_dataset_is_reported(tmp_path: Path, target: str, text: str) -> None:
     """By what was given and what there is."""
     result = doctor(tmp_path, "number = 7", program=target)
 
@@ -286,9 +286,7 @@ def test_options_behind_a_dataset_are_refused(tmp_path: Path) -> None:
     [("absent/x", "does not exist"), (".", "it is a folder"), ("", "needs a file name")],
     ids=["no folder", "folder", "empty"],
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_program_runs(
-    tmp_path: Path, option: str, file: str, text: str
-) -> None:
+def test_an_unwritable_file_is_reported_before_the_program_runs(tmp_path: Path, option: str, file: str, text: str) -> None:
     """As wrong usage."""
     result = doctor(tmp_path, "print('ran')", option, file)
 
@@ -333,7 +331,7 @@ for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
 
 
 @pytest.mark.parametrize("options", ["num_workers='auto'", "num_workers=2, worker='auto'"])
-def test_of_workers_that_infeed_decides_about_those_are_told_that_there_were(tmp_path: Path, options: str) -> None:
+def test_automatic_workers_are_reported_as_they_were(tmp_path: Path, options: str) -> None:
     """Not 64, which is the most; and what is wrong with processes is found in them. Over an array there are none."""
     code = f"""
 import random

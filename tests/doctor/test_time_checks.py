@@ -28,7 +28,7 @@ def at_work(**shares: float) -> dict[int, ProcessSeen]:
 # --- data-bound
 
 
-def test_a_loop_without_a_gpu_is_told_what_it_waited_in_all_and_for_each_batch() -> None:
+def test_waits_are_reported_in_total_and_per_batch_without_a_gpu() -> None:
     """20 batches: as much waiting as work, and a fifth of the 10 seconds that were watched."""
     told = found(loader(wait=0.1, away=0.1))["data-bound"]
 
@@ -40,7 +40,7 @@ def test_a_loop_without_a_gpu_is_told_what_it_waited_in_all_and_for_each_batch()
     assert told.fix["infeed"] == f"from infeed.torch import DataLoader; {told.fix['torch']}"
 
 
-def test_what_workers_use_of_a_core_is_told_of_processes_only() -> None:
+def test_cpu_use_per_worker_is_reported_for_processes_only() -> None:
     """A loader of infeed's had processes before it had threads."""
     processes = at_work(p7=0.3, p8=0.5)
     as_processes, as_threads = (
@@ -66,7 +66,7 @@ def test_a_sample_is_not_longer_on_a_processor_than_it_takes(cpu_s: float, text:
     assert found(loader(wait=0.1, probe=probe))["data-bound"].evidence["sample"] == text
 
 
-def test_samples_by_hand_are_not_told_where_rows_are_taken_out_of_arrays() -> None:
+def test_probed_samples_are_not_reported_where_rows_are_gathered_from_arrays() -> None:
     """They are loaded in another way there."""
     seen = loader(wait=0.1, library="infeed", num_workers=0, kind="inline", is_gathered=True, probe=costly(0.01))
     told = found(seen)["data-bound"]
@@ -129,7 +129,7 @@ def test_transfer_is_reduced_by_lighter_samples(is_auto: bool) -> None:
     assert "larger batches" in told.fix["infeed"]
 
 
-def test_a_loop_that_reads_a_stream_by_itself_is_told_to_take_one_worker() -> None:
+def test_an_iterable_dataset_in_the_main_process_gets_the_advice_of_one_worker() -> None:
     """More of them only once the stream shares itself."""
     told = found(stream(away=0.1, **INLINE))
 
@@ -196,7 +196,7 @@ def slow(seconds: float = 2.0, **options: Any) -> LoaderSeen:
     return loader(**{"wait": 0.05, "away": 0.05, "probe": probe, **options})
 
 
-def test_a_slow_sample_is_told_beside_the_usual_ones() -> None:
+def test_a_slow_sample_is_reported_with_the_median() -> None:
     """It takes a hundred times as long."""
     told = found(slow())["slow-samples"]
 
@@ -263,14 +263,14 @@ def test_as_many_workers_as_keep_up_are_proposed_with_the_figures() -> None:
         ),
     ],
 )
-def test_why_there_should_be_no_more_workers_is_told(seen: LoaderSeen, cores: int, best: int, why: str) -> None:
+def test_the_limit_of_more_workers_is_reported(seen: LoaderSeen, cores: int, best: int, why: str) -> None:
     """Where they do not keep up with the loop."""
     told = found(seen, core_count=cores)["num-workers"]
 
     assert (told.numbers["workers"], told.numbers["limit"]) == (best, why)
 
 
-def test_who_should_have_no_workers_is_not_told_of_their_way_nor_of_slow_samples() -> None:
+def test_advice_of_no_workers_excludes_transfer_and_slow_samples() -> None:
     """Four bring a batch every half second; loading it takes 0.12 s on average, one of five slow samples 1 s."""
     uneven = [SlowIndex("7", 1.0), *(SlowIndex(str(index), 0.05) for index in range(4))]
     probe = Probe(sample_count=100, sample_s=0.0121, median_s=1e-4, cpu_s=0.0121, switches=0.0, slow=uneven)
@@ -282,7 +282,7 @@ def test_who_should_have_no_workers_is_not_told_of_their_way_nor_of_slow_samples
     assert told.fix == {"torch": "num_workers=0", "infeed": "num_workers=0"}
 
 
-def test_a_loop_that_has_no_workers_is_not_told_to_have_none() -> None:
+def test_a_loader_without_workers_is_not_advised_to_have_none() -> None:
     """It waits longer than loading by hand takes, as for a disk that was cold."""
     assert "num-workers" not in found(loader(wait=0.05, away=0.001, probe=costly(1e-4), **INLINE))
 
@@ -354,7 +354,7 @@ def test_threads_cost_what_the_loop_would_not_wait_without_them(wait: float, awa
 
 
 @pytest.mark.parametrize(("wait", "is_told"), [(0.04, False), (0.05, False), (0.06, True)])
-def test_threads_that_cost_nothing_are_not_told(wait: float, is_told: bool) -> None:
+def test_thread_pools_without_cost_are_not_reported(wait: float, is_told: bool) -> None:
     """A fiftieth of the run, which is 10 ms for each of 20 batches; they could come every 51 ms, and the loop takes 10."""
     assert ("thread-pools" in crowded(wait=wait)) is is_told
 
@@ -384,7 +384,7 @@ def test_no_number_of_workers_is_proposed_where_threads_are_to_blame() -> None:
     assert "num-workers" in found(loader(wait=0.2, away=0.01, probe=costly(0.01)), core_count=2)
 
 
-def test_a_loader_of_infeed_with_many_threads_is_told_its_own_option() -> None:
+def test_a_loader_of_infeed_with_many_threads_gets_its_own_option() -> None:
     """``threads_per_worker`` was given."""
     told = crowded(wait=0.2, library="infeed", start_method="")["data-bound"]
 
@@ -394,7 +394,7 @@ def test_a_loader_of_infeed_with_many_threads_is_told_its_own_option() -> None:
 # --- no-pinning
 
 
-def test_copies_to_a_gpu_are_told_with_what_they_cost() -> None:
+def test_copies_to_a_gpu_are_reported_with_their_cost() -> None:
     """21 batches of 100 MB, each 12.5 ms longer than from pinned memory; an epoch that was asked for gave none."""
     seen = loader(batch_bytes=100_000_000, is_persistent=True)
     seen.epochs.append(EpochSeen(9.0))

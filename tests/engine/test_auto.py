@@ -153,7 +153,7 @@ class OpensFile(Waiting):
 
 
 def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no way back, and nobody's loop breaks because of that."""
+    """There is no way back, and no training loop fails because of that."""
     always_threads(monkeypatch)
     monkeypatch.setattr("infeed.engine.scaling.WORSE", 0.0)
     monkeypatch.setattr("infeed.engine.scaling.LEAST_NS", 1)
@@ -204,7 +204,7 @@ def test_with_a_sampler_too() -> None:
 
 
 def test_two_loops_at_a_time_do_not_confuse_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hears of one of them."""
+    """The tuner receives the readings of one of them."""
     heard: list[Reading] = []
     monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: heard.append(reading))
     monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)

@@ -179,7 +179,7 @@ def test_a_function_decides_in_this_process(engine: dict[str, Any]) -> None:
     assert any("sample 2 is broken" in text and "index=2 (position 2 of epoch 0" in text for text, _ in seen)
 
 
-def test_a_function_that_raises_or_says_nonsense_is_heard_of() -> None:
+def test_an_on_error_function_that_raises_or_returns_nonsense_raises() -> None:
     def stumble(error: BaseException, index: Any) -> Any:
         raise LookupError(f"no rule for {index}")
 
@@ -324,7 +324,7 @@ def test_the_count_is_part_of_the_state() -> None:
         again.load_state_dict({**state, "bad_count": -1})
 
 
-def test_what_stands_in_a_mended_batch_can_be_explained_and_replayed() -> None:
+def test_a_batch_with_replaced_samples_can_be_explained_and_replayed() -> None:
     with infeed.DataLoader(Patchy(12, [1]), batch_size=4, seed=2, on_error="replace", num_workers=2) as loader:
         first = plain(next(iter(loader)))
         assert loader.explain(0).indices == tuple(first[0]) or list(loader.explain(0).indices) == list(first[0])
@@ -395,7 +395,7 @@ def test_a_state_after_the_budget_was_exceeded_can_be_loaded_with_a_larger_one()
 
 
 def test_a_neighbour_is_not_blamed_for_the_deaths_of_a_sample_that_was_left_out(tmp_path: Path) -> None:
-    """Its row is another's when the batch is planned anew."""
+    """Its row is another's when the batch is planned again."""
 
     def load(index: int) -> int:
         if index == 2 or (index == 3 and not (tmp_path / "died").exists()):

@@ -120,7 +120,7 @@ def wait_for_a_batch(loader: infeed.DataLoader, told: list[BaseException]) -> No
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
 def test_close_from_another_thread_ends_the_wait(kind: Any, tmp_path: Path) -> None:
-    """Whoever waits for a batch is told that the loader was closed (P4), every time."""
+    """A wait for a batch raises an error that the loader was closed (P4), every time."""
     for turn in range(2):
         folder = tmp_path / str(turn)
         folder.mkdir()

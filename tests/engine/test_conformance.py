@@ -262,7 +262,7 @@ def test_a_sampler_is_asked_when_the_epoch_begins(light_engine: dict[str, Any]) 
             assert collected(loader) == [[epoch, epoch + 1]]
 
 
-def test_a_sampler_that_raises_is_heard_after_the_batches_before_it(light_engine: dict[str, Any]) -> None:
+def test_an_error_of_the_sampler_comes_after_the_batches_before_it(light_engine: dict[str, Any]) -> None:
     """The error comes where a plain loop would meet it, and as it is."""
 
     def failing() -> Iterator[int]:
@@ -449,7 +449,7 @@ def test_a_dataset_may_change_its_own_state_in_its_worker(engine: dict[str, Any]
         assert collected(loader) == [[True, True]] * 3
 
 
-def test_the_loader_tells_what_it_was_given() -> None:
+def test_the_loader_shows_its_arguments() -> None:
     """dataset, batch_size and seed can be read back, and repr names them."""
     dataset = Squares(5)
     loader = infeed.DataLoader(dataset, batch_size=2, seed=9, num_workers=3)

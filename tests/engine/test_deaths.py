@@ -69,7 +69,7 @@ def test_the_log_says_who_died_and_how(
     )
 
 
-def test_of_many_deaths_the_log_tells_some(
+def test_of_many_deaths_some_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one by one, and then now and again how many they are."""
@@ -100,9 +100,7 @@ def test_a_log_handler_that_raises_keeps_nothing_from_being_loaded(process_engin
 
 
 @pytest.mark.linux("needs os.fork")
-def test_a_death_is_heard_of_although_a_process_that_the_worker_forked_lives(
-    process_engine: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_death_is_noticed_although_a_child_of_the_worker_lives(process_engine: dict[str, Any], tmp_path: Path) -> None:
     """It has all that its parent had open, but for the pipe whose end tells of the death."""
     (tmp_path / "stay").touch()
 
@@ -123,7 +121,7 @@ def test_a_death_is_heard_of_although_a_process_that_the_worker_forked_lives(
             (tmp_path / "stay").unlink()
 
 
-def test_who_was_killed_for_its_sample_is_told_of_with_that_sample(
+def test_a_worker_killed_for_its_sample_is_reported_with_that_sample(
     forkserver: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(index: int) -> int:

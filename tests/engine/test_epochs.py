@@ -22,7 +22,7 @@ def numbers(engine: dict[str, Any], **options: Any) -> infeed.DataLoader:
 
 
 def test_a_loader_in_the_head_of_a_loop_lives_as_long_as_the_loop(engine: dict[str, Any]) -> None:
-    """``for batch in DataLoader(...)`` works although nobody else holds the loader."""
+    """``for batch in DataLoader(...)`` works although nothing else references the loader."""
     got = []
     for batch in infeed.DataLoader(Tree(40, lambda i: i), batch_size=4, **engine):
         got += plain(batch)
@@ -54,7 +54,7 @@ def test_workers_stay_from_epoch_to_epoch(process_engine: dict[str, Any]) -> Non
 def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late(
     forkserver: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The loop is away for as long as it likes, and nobody can send anything: what it has been given by then is enough."""
+    """During a long training step nothing is sent to workers: the tasks that they have are enough."""
     journal = Journal(tmp_path / "journal")
 
     def come(worker: int) -> None:
@@ -75,7 +75,7 @@ def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late
 
 
 def test_workers_are_sent_more_while_the_loop_takes_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that need not wait for its batches hears workers all the same, or they would run dry until it has to."""
+    """A loop that never waits reads messages of workers all the same, or they would run out of tasks."""
     monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
     loaded: list[int] = []
 
@@ -282,7 +282,7 @@ def test_a_dataset_may_have_a_loader_with_workers_of_its_own() -> None:
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
 def test_a_forked_child_sees_a_closed_iterator_and_the_parent_goes_on(forkserver: dict[str, Any]) -> None:
-    """After os.fork() the workers are the parent's: the child is told so, and can begin an epoch of its own."""
+    """After os.fork() the workers are the parent's: the child gets an error, and can begin an epoch of its own."""
     import os
     import warnings
 

@@ -293,7 +293,7 @@ def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], err
 @pytest.mark.process
 @pytest.mark.linux("lists names in /dev/shm")
 def test_a_worker_that_cannot_start_takes_no_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are starting too, and would be told that there is none, before the engine has heard why."""
+    """They are starting too, and would fail without a server before the engine has received the reason."""
     make_portable(monkeypatch)
     receive, names = ProcessPool.receive, []
 
@@ -490,7 +490,7 @@ def test_no_batch_is_lost_if_arrays_cannot_be_gathered(monkeypatch: pytest.Monke
 
 @pytest.mark.process
 def test_a_failed_start_leaves_the_loader_to_be_tried_again(tmp_path: Path) -> None:
-    """After an error at the start, the next iteration starts workers anew: what was missing may be there now."""
+    """After an error at the start, the next iteration starts new workers: the cause may be gone."""
     flag = tmp_path / "ready"
 
     def init(number: int) -> None:
@@ -505,7 +505,7 @@ def test_a_failed_start_leaves_the_loader_to_be_tried_again(tmp_path: Path) -> N
 
 
 class Fragile:
-    """The fifth sample raises, once it may, until it is mended."""
+    """The fifth sample raises, once it may, until it is repaired."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -522,7 +522,7 @@ class Fragile:
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0.2}, {"device": "cpu"}], ids=["after a time-out", "on a device"])
-def test_an_error_that_came_while_nobody_waited_takes_the_place_of_its_batch_and_of_no_other(options: dict[str, Any]) -> None:
+def test_an_error_during_the_training_step_is_raised_in_place_of_its_batch_only(options: dict[str, Any]) -> None:
     if "device" in options:
         pytest.importorskip("torch")
     dataset = Fragile()

@@ -1,4 +1,4 @@
-"""Workers that do not come back: seen, told of with their stack, and ended if the user says so (P4)."""
+"""Hung workers: detected, logged with their stack, and killed if the user asks for it (P4)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_about_sample(text: str) -> bool:
 
 @contextmanager
 def letting_go(dataset: Blocking, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Let the blocking sample be loaded once it has been told of."""
+    """Let the blocking sample be loaded once it has been logged."""
 
     def let_go() -> None:
         wait_until(lambda: any(is_about_sample(text) for text in caplog.messages), "the warning")
@@ -65,7 +65,7 @@ def letting_go(dataset: Blocking, caplog: pytest.LogCaptureFixture) -> Iterator[
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_a_hang_is_told_with_worker_index_and_stack(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hang_is_logged_with_worker_index_and_stack(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """While the loop waits; and it goes on by itself when the sample comes after all."""
     dataset = Blocking(8, 2, tmp_path)
     caplog.set_level(logging.WARNING, "infeed")
@@ -183,7 +183,7 @@ def test_a_stream_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
             next(batches)
 
 
-def test_a_worker_that_does_not_come_up_is_told_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_worker_that_does_not_start_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """It hangs in worker_init_fn: the log says so, with the stack where that can be had."""
     # Windows has no signals, and a worker that is starting does not read its pipe.
     # Elsewhere the first stack may be in an import.
@@ -323,7 +323,7 @@ def test_no_signal_is_sent_to_a_process_that_is_not_armed() -> None:
 
 
 def test_a_sample_that_comes_while_its_stack_is_taken_is_not_held_against_the_next(forkserver: dict[str, Any]) -> None:
-    """A little over the limit: it is loaded by the time its worker would be killed, and nobody is blamed."""
+    """A little over the limit: it is loaded by the time its worker would be killed, so no sample is blamed."""
 
     def load(index: int) -> int:
         time.sleep(0.57 if index == 5 else 0.02)

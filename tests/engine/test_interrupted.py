@@ -52,7 +52,7 @@ def test_a_batch_that_the_loop_did_not_get_does_not_count(
 def test_an_error_in_the_middle_of_what_workers_say_ends_the_epoch(
     engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What else they said is lost with it: nobody may wait for that."""
+    """Their other messages are lost with it, so nothing may wait for those."""
     real = Scheduler.handle
     heard: list[object] = []
 

@@ -224,7 +224,7 @@ def test_replay_does_not_disturb_an_iteration_under_way(light_engine: dict[str, 
 
 
 class Epochs:
-    """Sample ``i`` is the epoch that was told last."""
+    """Sample ``i`` is the epoch that was set last."""
 
     epoch = -1
 
@@ -242,7 +242,7 @@ class Epochs:
     "options", [{}, {"num_workers": 1, "worker": "thread", "prefetch": 1, "timeout": 30}], ids=["inline", "thread"]
 )
 def test_replay_of_another_epoch_leaves_the_dataset_in_this_one(options: dict[str, Any]) -> None:
-    """A dataset that was told of its epoch goes on in it."""
+    """A dataset whose epoch was set stays in it."""
     with made(Epochs(), batch_size=4, **options) as loader:
         collected(loader)
         iterator = iter(loader)

@@ -103,7 +103,7 @@ def test_a_batch_larger_than_the_limit_is_refused_with_numbers(engine: dict[str,
 
 
 @pytest.mark.parametrize("collate_fn", [None, np.stack], ids=["rows", "collated"])
-def test_whoever_hoards_is_told_and_goes_on_after_letting_go(engine: dict[str, Any], collate_fn: Any) -> None:
+def test_holding_all_batches_raises_and_releasing_them_recovers(engine: dict[str, Any], collate_fn: Any) -> None:
     """Keeping all batches ends in a clear error, not in wrong data; after letting go the rest comes, none twice."""
     kept, seen = [], []
     told: set[bool] = set()
@@ -164,7 +164,7 @@ def test_a_memory_limit_in_text_is_understood() -> None:
 
 
 def test_a_dataset_whose_batches_are_garbage_cycles_does_not_run_out(forkserver: dict[str, Any]) -> None:
-    """Batches that only the garbage collector can free are freed before anyone is told that memory is short."""
+    """Batches that only the garbage collector can free are freed before an error about memory is raised."""
     with infeed.DataLoader(megabytes(1, 60), batch_size=2, memory_limit=12 * MIB, **forkserver) as loader:
         for batch in loader:
             cycle: list[Any] = [batch]
@@ -278,7 +278,7 @@ def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: p
 
 @pytest.mark.parametrize("limit", [9, 13])
 def test_what_is_on_its_way_to_a_device_is_no_reason_to_run_out_of_memory(limit: int) -> None:
-    """Fewer are on their way then: nobody waits for the next one yet, and the loop lets go of its batch with the next step."""
+    """Fewer are in flight then: the loop does not wait for the next one yet, and releases its batch with the next step."""
     pytest.importorskip("torch")
     loader = infeed.DataLoader(megabytes(1, 80), 4, num_workers=2, worker="thread", device="cpu", memory_limit=limit * MIB)
     with loader:

@@ -396,7 +396,7 @@ def test_streams_and_collate_functions_in_threads_are_warned_of_too(caplog: pyte
 
 
 @pytest.mark.process
-def test_nobody_else_is_warned(caplog: pytest.LogCaptureFixture, forkserver: dict[str, Any]) -> None:
+def test_other_loaders_are_not_warned(caplog: pytest.LogCaptureFixture, forkserver: dict[str, Any]) -> None:
     """Inline and in processes the global generators are seeded."""
     assert logged(caplog, RandomDataset(40), num_workers=0, worker="process") == []
     assert logged(caplog, RandomDataset(40), **{**forkserver, "worker": "process"}) == []

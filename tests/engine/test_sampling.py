@@ -33,7 +33,7 @@ def epoch(dataset: Any = NUMBERS, **options: Any) -> list[int]:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As on a machine where nobody launched anything."""
+    """As on a machine without a launcher."""
     for names in LAUNCHERS.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
@@ -316,7 +316,7 @@ def test_without_a_seed_ranks_have_the_same_one() -> None:
 
 
 @pytest.mark.parametrize("names", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_the_launchers_environment_tells_the_rank(names: tuple[str, str], no_launcher: pytest.MonkeyPatch) -> None:
+def test_the_launchers_environment_sets_the_rank(names: tuple[str, str], no_launcher: pytest.MonkeyPatch) -> None:
     """Of torchrun, MPI and Slurm."""
     no_launcher.setenv(names[0], "2")
     no_launcher.setenv(names[1], "5")
@@ -326,7 +326,7 @@ def test_the_launchers_environment_tells_the_rank(names: tuple[str, str], no_lau
     assert len(loader) == 5
 
 
-def test_nobody_is_asked_unless_the_user_wants_it(no_launcher: pytest.MonkeyPatch) -> None:
+def test_ranks_are_looked_up_only_on_request(no_launcher: pytest.MonkeyPatch) -> None:
     """An environment variable alone changes nothing."""
     no_launcher.setenv("RANK", "1")
     no_launcher.setenv("WORLD_SIZE", "2")

@@ -90,7 +90,7 @@ def test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave() -
 
 
 def test_who_leaves_is_gone_and_who_comes_works(process_engine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """A smaller crew has fewer processes, and nobody takes their end for a death; a larger one has more."""
+    """A smaller pool has fewer processes, and their end is not taken for a death; a larger one has more."""
     with (
         caplog.at_level(logging.DEBUG, "infeed"),
         closing(infeed.DataLoader(Tree(10_000, lambda i: i), batch_size=2, **process_engine)) as loader,
@@ -133,7 +133,7 @@ def test_a_stream_keeps_its_workers(forkserver: dict[str, Any]) -> None:
 
 
 def skip(batches: Iterator[Any]) -> bool:
-    """Many at a time: the engine hears of workers only when it has nothing left to give, and looking at processes is slow."""
+    """Many at a time: the engine reads messages only when no batch is ready, and looking at processes is slow."""
     return all(next(batches) is not None for _ in range(300))
 
 
@@ -151,7 +151,7 @@ class StartsSlowly:
 
 @pytest.mark.parametrize("ends_by", ["looking", "closing"])
 def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, Any], tmp_path: Path, ends_by: str) -> None:
-    """It is killed after a moment, when the loop asks for a batch or at close, and nobody waits for it."""
+    """It is killed after a moment, when the loop asks for a batch or at close, without a wait."""
     options: dict[str, Any] = {"batch_size": 2, "worker_init_fn": StartsSlowly(tmp_path), **process_engine}
     with closing(infeed.DataLoader(Tree(100_000, lambda i: i), **options)) as loader:
         batches = iter(loader)
@@ -223,7 +223,7 @@ class SlowStart:
         pass
 
 
-def test_nothing_is_heard_of_a_thread_that_was_stopped() -> None:
+def test_messages_of_a_stopped_thread_are_dropped() -> None:
     """Another has its number by then, and would be taken for ready."""
     first, second = threading.Event(), threading.Event()
     gates = [first, second]

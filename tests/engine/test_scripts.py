@@ -95,7 +95,7 @@ def prepared(method: str, code: str) -> tuple[str, str]:
 
 @METHODS
 def test_a_script_without_guard_runs_once(tmp_path: Path, method: str) -> None:
-    """Classes, functions, lambdas and closures of __main__ travel by value; its top level is run by nobody but Python."""
+    """Classes, functions, lambdas and closures of __main__ are pickled by value; workers do not run its top level."""
     journal = Journal(tmp_path / "journal")
     code, start_method = prepared(method, EVERYTHING_IN_MAIN)
     result = run_script(tmp_path, code, str(journal.path), start_method)
@@ -399,7 +399,7 @@ def test_what_user_code_has_put_into_a_queue_arrives_although_workers_end(tmp_pa
 
 
 @pytest.mark.parametrize("method", ["auto", "spawn"])
-def test_a_queue_that_nobody_reads_does_not_hold_up_the_end_of_workers(tmp_path: Path, method: str) -> None:
+def test_an_unread_queue_does_not_delay_the_end_of_workers(tmp_path: Path, method: str) -> None:
     """A pipe takes 64 KiB, and the thread that writes into it waits for ever."""
     result = run_script(tmp_path, QUEUEING, method, "large")
     assert_clean(result)

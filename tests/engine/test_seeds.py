@@ -229,7 +229,7 @@ def test_what_worker_init_fn_sets_the_dataset_sees(process_engine: dict[str, Any
         assert list(loader) == [["open"] * 3] * 2
 
 
-def test_worker_info_tells_the_worker_from_inside(engine: dict[str, Any]) -> None:
+def test_worker_info_names_the_worker_from_inside(engine: dict[str, Any]) -> None:
     """Inside a worker: its number, how many there are, its seed; outside, and inline, None."""
 
     def who(index: int) -> Any:

@@ -1,4 +1,4 @@
-"""Epochs: set by the user or advancing by themselves, and told to whoever has ``set_epoch``, in live workers too."""
+"""Epochs: set by the user or advancing by themselves, and passed to all objects with ``set_epoch``, in live workers too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import Journal, Squares, Stream, Tree, assert_faster_than, co
 
 
 class Epochs:
-    """Sample ``i`` is the epoch that was told last."""
+    """Sample ``i`` is the epoch that was set last."""
 
     def __init__(self, length: int = 12) -> None:
         self.length, self.epoch = length, -1
@@ -35,7 +35,7 @@ class Epochs:
 
 
 class Transform:
-    """Adds the epoch that was told last to what it is given."""
+    """Adds the epoch that was set last to its argument."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -101,7 +101,7 @@ class Slotted:
 
 
 class EpochStream:
-    """A stream of the epoch that was told last."""
+    """An iterable dataset of the epoch that was set last."""
 
     epoch = -1
 
@@ -139,13 +139,13 @@ HEARERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make", HEARERS.values(), ids=HEARERS)
-def test_each_epoch_is_told_before_its_first_sample(make: Any, light_engine: dict[str, Any]) -> None:
-    """Without any call of the user's, in workers that live on; however deep the one who hears is."""
+def test_the_epoch_is_set_before_its_first_sample(make: Any, light_engine: dict[str, Any]) -> None:
+    """Without any call of the user's, in persistent workers, at any depth of nesting."""
     assert told(make(), **light_engine) == [[0], [1], [2]]
 
 
 @pytest.mark.process
-def test_every_kind_of_process_is_told(process_engine: dict[str, Any]) -> None:
+def test_the_epoch_is_set_in_every_kind_of_process(process_engine: dict[str, Any]) -> None:
     """However it was started."""
     assert told(Epochs(), **process_engine) == [[0], [1], [2]]
 
@@ -157,13 +157,13 @@ def test_every_kind_of_process_is_told(process_engine: dict[str, Any]) -> None:
         pytest.param(lambda: Transformed(functools.partial(Transform())), id="functools.partial"),
     ],
 )
-def test_a_transform_in_a_slot_or_a_partial_is_told(hidden: Any) -> None:
+def test_the_epoch_is_set_in_a_transform_in_a_slot_or_a_partial(hidden: Any) -> None:
     """``@dataclass(slots=True)`` and ``partial`` are usual ways to hold one."""
     assert told(hidden()) == [[0], [1], [2]]
 
 
 class Collate:
-    """Makes a batch of the epoch that was told last."""
+    """Makes a batch of the epoch that was set last."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -179,12 +179,12 @@ class Collate:
 
 
 @pytest.mark.parametrize("make", [Collate, lambda: Collate().collate], ids=["object", "method"])
-def test_a_collate_fn_is_told(make: Any, light_engine: dict[str, Any]) -> None:
+def test_the_epoch_is_set_in_collate_fn(make: Any, light_engine: dict[str, Any]) -> None:
     """An object, or the method of one."""
     assert told(Squares(12), collate_fn=make(), **light_engine) == [[0], [1], [2]]
 
 
-def test_a_table_of_arrays_has_nobody_to_tell(light_engine: dict[str, Any]) -> None:
+def test_arrays_have_no_set_epoch(light_engine: dict[str, Any]) -> None:
     """And works."""
     with infeed.DataLoader((np.arange(8), np.arange(8)), batch_size=4, **light_engine) as loader:
         loader.set_epoch(3)
@@ -211,7 +211,7 @@ def test_set_epoch_gives_the_order_of_that_epoch(light_engine: dict[str, Any]) -
         assert collected(loader) == expected[2]
 
 
-def test_set_epoch_is_heard_in_live_workers(light_engine: dict[str, Any]) -> None:
+def test_set_epoch_reaches_live_workers(light_engine: dict[str, Any]) -> None:
     """Forwards, backwards, and the same again."""
     with infeed.DataLoader(Epochs(), batch_size=2, **light_engine) as loader:
         for number in (5, 6, 2, 2, 0, 1 << 40):
@@ -219,8 +219,8 @@ def test_set_epoch_is_heard_in_live_workers(light_engine: dict[str, Any]) -> Non
             assert set(flat(collected(loader))) == {number}
 
 
-def test_an_epoch_that_was_left_is_not_heard_of_again(light_engine: dict[str, Any]) -> None:
-    """After ``break`` the next epoch is told, also if batches of the old one were in flight."""
+def test_an_abandoned_epoch_is_not_set_again(light_engine: dict[str, Any]) -> None:
+    """After ``break`` the next epoch is set, also if batches of the old one were in flight."""
     with infeed.DataLoader(Epochs(40), batch_size=2, **light_engine) as loader:
         for number in range(4):
             for batch in loader:
@@ -296,7 +296,7 @@ def test_numpy_integers_are_epochs() -> None:
 
 
 class EpochSampler:
-    """Yields in another direction in odd epochs; knows the epoch only if it is told."""
+    """Yields in another direction in odd epochs; knows the epoch only from ``set_epoch``."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -321,7 +321,7 @@ class BatchSampler:
         return iter([list(self.sampler)])
 
 
-def test_a_sampler_is_told_by_set_epoch() -> None:
+def test_set_epoch_reaches_the_sampler() -> None:
     """As training loops do with a distributed sampler."""
     sampler = EpochSampler()
     with infeed.DataLoader(Tree(4, int), batch_size=4, sampler=sampler) as loader:
@@ -331,7 +331,7 @@ def test_a_sampler_is_told_by_set_epoch() -> None:
         assert collected(loader) == [[3, 2, 1, 0]]
 
 
-def test_a_batch_sampler_and_the_sampler_in_it_are_told() -> None:
+def test_set_epoch_reaches_a_batch_sampler_and_the_sampler_in_it() -> None:
     """Whichever of them listens."""
     inner = EpochSampler()
     with infeed.DataLoader(Tree(4, int), batch_sampler=BatchSampler(inner)) as loader:
@@ -386,7 +386,7 @@ def test_an_epoch_that_could_not_begin_is_not_counted() -> None:
 
 
 class Mortal(Epochs):
-    """Ends its process at one sample of epoch 1, once; writes down what it is told."""
+    """Ends its process at one sample of epoch 1, once; records the epochs that are set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(24)
@@ -406,7 +406,7 @@ class Mortal(Epochs):
 
 
 @pytest.mark.process
-def test_a_worker_that_replaces_another_is_told_before_it_loads(tmp_path: Path, forkserver: dict[str, Any]) -> None:
+def test_a_replacement_worker_gets_the_epoch_before_it_loads(tmp_path: Path, forkserver: dict[str, Any]) -> None:
     """It was not there when the epoch began."""
     dataset = Mortal(tmp_path)
     assert told(dataset, batch_size=4, **{**forkserver, "num_workers": 1}) == [[0], [1], [2]]
@@ -498,7 +498,7 @@ def test_odd_attributes_do_no_harm() -> None:
 
 
 def test_an_attribute_that_raises_key_error_for_unknown_names_does_no_harm() -> None:
-    """It is only held; nobody asked for names of it."""
+    """It is only referenced; its names are not needed."""
     dataset: Any = Squares(4)
     dataset.names = KeyedNames()
     with infeed.DataLoader(dataset, batch_size=2) as loader:
@@ -552,7 +552,7 @@ def test_a_dataset_that_holds_its_loader_does_not_set_it_back() -> None:
 
 
 class Redrawing(Epochs):
-    """Draws what its samples are when it is told of an epoch, as datasets do that shuffle their files."""
+    """Draws its samples in ``set_epoch``, as datasets do that shuffle their files."""
 
     def set_epoch(self, epoch: int) -> None:
         self.number = random.random()
@@ -572,14 +572,14 @@ def test_what_set_epoch_draws_does_not_depend_on_the_workers(forkserver: dict[st
     assert processes == inline
 
 
-def test_two_iterations_at_once_hear_each_their_own_epoch() -> None:
+def test_two_iterations_at_once_have_their_own_epochs() -> None:
     """With processes each has its own copy of the dataset; inline they take turns with one."""
     with infeed.DataLoader(Epochs(8), batch_size=2, seed=3) as loader:
         pairs = [(set(plain(one)), set(plain(other))) for one, other in zip(loader, loader, strict=True)]
     assert pairs == [({0}, {1})] * 4
 
 
-def test_streams_are_told_when_they_are_resumed(light_engine: dict[str, Any]) -> None:
+def test_resumed_iterable_datasets_get_the_epoch(light_engine: dict[str, Any]) -> None:
     """Before the first element that is read again."""
     with infeed.DataLoader(EpochStream(), batch_size=4, **light_engine) as loader:
         loader.set_epoch(3)
@@ -601,7 +601,7 @@ def test_streams_without_ears_have_epochs_too() -> None:
 
 
 class Telling:
-    """Remembers what it was told; one sample waits in the first epoch."""
+    """Records the epochs that were set; one sample waits in the first epoch."""
 
     def __init__(self, length: int, at: int) -> None:
         self.length, self.at = length, at

@@ -103,7 +103,7 @@ def test_a_worker_that_is_replaced_finds_it_again(forkserver: dict[str, Any]) ->
 
 @pytest.mark.process
 def test_an_object_that_is_gone_is_an_error_with_a_cure(forkserver: dict[str, Any]) -> None:
-    """Not a hang: a dataset that holds only the reference is the user's mistake, and told."""
+    """Not a hang: a dataset that holds only the reference is the user's mistake, and raises."""
     gc.collect()  # loaders of other tests, whose datasets may lie in the same memory
     IDLE_WORKERS.clear()  # on Windows memory stays as long as any process has it
     reference = pickle.dumps(infeed.share(["gone"]))
@@ -206,7 +206,7 @@ time.sleep(1000)
 @pytest.mark.process
 @pytest.mark.parametrize("is_portable", [False, True], ids=["best", "portable"])
 def test_it_outlives_its_owner_where_it_was_opened_and_is_gone_elsewhere(is_portable: bool, tmp_path: Path) -> None:
-    """After kill -9 of the owner: who had opened it reads on, who comes later is told."""
+    """After kill -9 of the owner: processes that had opened it read on, later ones get an error."""
     if is_portable and sys.platform != "linux":
         pytest.skip("the usual way there")
     script = start_script(tmp_path, (PORTABLE if is_portable else "") + HOLDER)
@@ -378,10 +378,10 @@ class Files:
 
 
 @pytest.mark.process
-def test_a_loader_tells_once(
+def test_a_loader_logs_the_advice_once(
     forkserver: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not again when its workers are started again; not for threads; another loader tells for itself."""
+    """Not again when its workers are started again, and not for threads; another loader logs its own."""
     caplog.set_level(logging.INFO, "infeed")
     dataset = Files(200_000)
 

@@ -113,7 +113,7 @@ def test_an_empty_share_is_no_trouble() -> None:
             assert sorted(flat(collected(loader))) == [0, 1]
 
 
-def test_a_stream_is_read_anew_each_epoch(every_engine: dict[str, Any]) -> None:
+def test_an_iterable_dataset_is_read_again_each_epoch(every_engine: dict[str, Any]) -> None:
     """Each epoch calls __iter__ again, also after one that was left in the middle."""
     with infeed.DataLoader(Stream(9), batch_size=2, **every_engine) as loader:
         assert plain(next(iter(loader))) == [0, 1]
@@ -195,7 +195,7 @@ def test_an_iterator_is_a_stream_for_one_epoch() -> None:
 
 
 @pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_sampler"])
-def test_a_stream_cannot_be_told_its_order(option: str) -> None:
+def test_an_iterable_dataset_rejects_options_of_order(option: str) -> None:
     """Options about the order are refused for a dataset that has none but its own."""
     value: Any = {"shuffle": True, "sampler": [1], "batch_sampler": [[1]]}[option]
     with pytest.raises(infeed.ConfigError, match=f"{option}.* is not supported for iterable datasets"):
@@ -252,7 +252,7 @@ def test_a_stream_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> 
 
 
 class Resetting:
-    """Its ``__iter__`` begins anew and returns itself; and it begins anew by itself when it has ended."""
+    """Its ``__iter__`` starts from the beginning and returns itself, and it restarts by itself at its end."""
 
     def __iter__(self) -> Resetting:
         self.at = 0

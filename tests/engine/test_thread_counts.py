@@ -109,7 +109,7 @@ def test_the_user_s_environment_is_for_the_user_s_process(
 
 @pytest.mark.parametrize("options", [{"worker": "thread"}, {"start_method": "auto"}], ids=["thread", "process"])
 def test_the_user_s_process_keeps_its_thread_counts(options: dict[str, Any]) -> None:
-    """Whatever workers are told; thread workers use the process's pools as they are (P8)."""
+    """Whatever is set in workers; thread workers use the process's pools as they are (P8)."""
     names = installed("numpy", "cv2", "numexpr")
     ask = early(names)
     environ, counts = dict(os.environ), ask(0)
@@ -121,7 +121,7 @@ def test_the_user_s_process_keeps_its_thread_counts(options: dict[str, Any]) -> 
 
 
 def test_a_module_of_the_same_name_is_imported_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cv2 that does not know setNumThreads is not told, and is no error."""
+    """A cv2 module without setNumThreads is no error."""
     (tmp_path / "cv2.py").write_text("ANSWER = 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 

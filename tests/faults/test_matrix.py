@@ -170,7 +170,7 @@ def hoard() -> None:
 
 
 class Draws:
-    """Sample ``i`` is ``i`` and a random number. Strikes where it is told to."""
+    """Sample ``i`` is ``i`` and a random number. Injects its fault at the configured place."""
 
     def __init__(self, fault: Fault, place: str) -> None:
         self.fault, self.place = fault, place

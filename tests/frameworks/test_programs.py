@@ -81,7 +81,7 @@ INSTALLED = (
     ["with_lightning", pytest.param("with_accelerate", marks=pytest.mark.long)],
 )
 def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: str, tmp_path: Path) -> None:
-    """Its loaders are served by infeed's workers, and nobody can tell from the numbers."""
+    """Its loaders are served by infeed's workers, with the same numbers."""
     skip_without(program)
     path = str(PROGRAMS / f"{program}.py")
 
@@ -139,7 +139,7 @@ def test_ranks_under_torchrun_have_the_losses_that_they_have_without(tmp_path: P
     [pytest.param("own_lightning", marks=pytest.mark.long), pytest.param("own_accelerate", marks=pytest.mark.long)],
 )
 def test_a_framework_keeps_infeeds_loader(program: str, tmp_path: Path) -> None:
-    """Made anew, wrapped, sharded once, saved and resumed: the program asserts it."""
+    """Re-created, wrapped, sharded once, saved and resumed: the program asserts it."""
     skip_without(program)
 
     assert said(ran([str(PROGRAMS / f"{program}.py")], tmp_path))

@@ -1,4 +1,4 @@
-"""Pages in a real browser: they open without a complaint, ask nobody for anything, and look as they should."""
+"""Pages in a real browser: they open without errors, make no requests, and look as they should."""
 
 import re
 import sys

@@ -140,7 +140,7 @@ def test_only_one_loop_is_in_a_step() -> None:
 
 
 def test_closing_counts_what_goes_on_once() -> None:
-    """A wait up to now, and a step as far as it was told; whatever is heard of the loop later."""
+    """A wait up to now, and a step as far as it was recorded, whatever is recorded later."""
     now = 10**12
     clock = Clock(lambda: now)
     workers = (WorkerId(0),)

@@ -18,7 +18,7 @@ tqdm_auto = pytest.importorskip("tqdm.auto")
 
 
 class Bar:
-    """Stands in for tqdm and keeps what it is told."""
+    """Stands in for tqdm and records its calls."""
 
     made: ClassVar[list[Bar]] = []
 
@@ -72,7 +72,7 @@ def test_a_bar_goes_on_where_the_epoch_does(bars: list[Bar]) -> None:
     assert bars[-1].count == 10
 
 
-def test_the_text_tells_what_statistics_do(bars: list[Bar]) -> None:
+def test_the_text_shows_the_statistics(bars: list[Bar]) -> None:
     """Without the first start: beside it tqdm shows how fast it goes now."""
     with infeed.DataLoader(Squares(4), 4) as loader:
         nothing = loader.statistics()
@@ -169,7 +169,7 @@ except infeed.ConfigError as error:
         ({"observe": "off", "progress": True}, "observe='off' is not supported with progress"),
     ],
 )
-def test_wrong_options_are_told_at_once(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise_at_once(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(infeed.ConfigError, match=said):
         infeed.DataLoader(Squares(4), **wrong)
 

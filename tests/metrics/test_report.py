@@ -63,7 +63,7 @@ def test_every_chart_is_one_that_plotly_knows(make: Callable[[], Trace]) -> None
 
 
 def test_text_of_others_is_no_markup_in_charts() -> None:
-    """plotly makes letters bold where it is told so; a mark's text must not tell it."""
+    """plotly interprets markup in text; a mark's text must not contain any."""
     for html in (report_page(strange_trace()), timeline_page(strange_trace())):
         texts = [text for figure in figures_of(html) for data in figure["data"] for text in data.get("text", [])]
         marks = [text for text in texts if "quoted" in text]
@@ -116,7 +116,7 @@ def test_a_report_of_nothing_says_so() -> None:
     assert list(figures_of(html)) == []
 
 
-def test_who_has_iterated_is_not_told_to() -> None:
+def test_the_hint_to_iterate_disappears_after_an_iteration() -> None:
     html = report_page(with_statistics(empty_trace(), ended_count=2))
     assert "iterate over the loader" not in html
 

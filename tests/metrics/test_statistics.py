@@ -74,7 +74,7 @@ def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
-def test_epochs_without_a_batch_are_told_from_none(workers: dict[str, Any]) -> None:
+def test_epochs_without_a_batch_differ_from_no_epoch(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Squares(0), 8, **workers) as loader:
         assert loader.statistics().finding.action == "not-started"
         assert [list(loader), list(loader)] == [[], []]
@@ -272,8 +272,8 @@ def test_the_loops_own_time_is_not_counted_as_waiting() -> None:
     assert known.away_s >= 9 * 0.02
 
 
-def test_time_between_epochs_is_nobodys() -> None:
-    """Workers do not idle while nobody wants anything of them."""
+def test_time_between_epochs_is_not_counted() -> None:
+    """Workers are not idle between epochs."""
     with infeed.DataLoader(Napping(), 8, num_workers=2) as loader:
         for _ in range(2):
             for _batch in loader:

@@ -90,7 +90,7 @@ def test_the_last_step_of_an_epoch_counts(options: dict[str, Any]) -> None:
     assert sum(span.seconds for span in spans if span.kind == "away") >= 3 * NAP_S
 
 
-def test_of_a_loop_that_is_left_nobody_knows_when_its_last_step_ended() -> None:
+def test_the_last_step_of_an_abandoned_loop_has_no_end() -> None:
     with infeed.DataLoader(Squares(8), 4) as loader:
         for _ in loader:
             time.sleep(NAP_S)
@@ -138,7 +138,7 @@ class Stopping:
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["host", "device"])
 def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
-    """As another thread sees it, or a signal handler; and it is told who is at what."""
+    """As another thread or a signal handler reads it, with what each worker is doing."""
     if options:
         pytest.importorskip("torch")
     dataset = Stopping()
@@ -160,7 +160,7 @@ def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ends", ["time-out", "error", "close"])
-def test_what_was_told_of_a_wait_or_a_step_stays(ends: str) -> None:
+def test_a_reported_wait_or_step_stays(ends: str) -> None:
     """Though no batch comes of it."""
     dataset = Stopping(ends == "error")
     with infeed.DataLoader(dataset, 1, num_workers=1, worker="thread", timeout=0.2 if ends == "time-out" else 0) as loader:
@@ -216,7 +216,7 @@ class Gated:
 
 
 def test_figures_stand_still_while_workers_load_ahead() -> None:
-    """What they load for the next epoch is counted when that begins; and nobody is busy for longer than they are there."""
+    """What they load for the next epoch is counted when that begins, and no worker is busy for longer than it exists."""
     data = Gated()
     with infeed.DataLoader(data, 4, num_workers=1, worker="thread") as loader:
         list(loader)
@@ -257,7 +257,7 @@ def test_only_batches_that_are_there_are_in_flight() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["replaced", "added"])
-def test_what_it_takes_to_start_a_worker_is_told_apart(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_up_time_of_workers_is_counted_separately(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits while one is started in the place of another that died, or one more: that is no work on batches."""
     started: list[int] = []
     start = ProcessPool.start

@@ -157,7 +157,7 @@ def faulty_trace() -> Trace:
 
 
 def untimed_trace() -> Trace:
-    """Batches were given, but nobody noted when, nor how long samples took."""
+    """Batches were delivered, but neither their times nor those of samples were recorded."""
     trace = with_statistics(make_trace(), sample_times={}, histogram=(), slowest=(), workers=())
     return replace(trace, spans=(), points=())
 

@@ -75,7 +75,7 @@ def test_64_descriptors_are_enough(tmp_path: Path) -> None:
     assert lines(result) == ["forkserver True", "spawn True"]
 
 
-def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
+def test_too_few_descriptors_raise_and_none_leaks(tmp_path: Path) -> None:
     """WorkerStartError with the limit; with more of them the same loader works. Also if a worker is to be replaced."""
     code = """
     limit(resource.RLIMIT_NOFILE, 64)
@@ -109,7 +109,7 @@ def test_too_few_descriptors_are_told_and_none_is_lost(tmp_path: Path) -> None:
         assert part[after] == "works"
 
 
-def test_no_more_processes_or_threads_is_told(tmp_path: Path) -> None:
+def test_a_limit_of_processes_or_threads_raises(tmp_path: Path) -> None:
     """WorkerStartError with the limit, for each kind of worker."""
     code = """
     import infeed.workers.forkserver
@@ -197,7 +197,7 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
 
 
 def test_one_cpu_and_no_place_for_temporary_files_is_fine(tmp_path: Path) -> None:
-    """Nothing of ours is written to a disk, and nobody spins."""
+    """infeed writes nothing to a disk, and no process spins."""
     code = """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for folder in ("/nonexistent", "/proc"):
@@ -240,7 +240,7 @@ def test_a_small_shared_memory_folder_does_not_matter_on_linux(tmp_path: Path) -
     assert lines(result) == ["works"]
 
 
-def test_a_small_shared_memory_folder_is_told_where_memory_has_names(tmp_path: Path) -> None:
+def test_a_small_shared_memory_folder_raises_where_memory_has_names(tmp_path: Path) -> None:
     """Batches that fit work, those that do not are refused with the folder's numbers; never SIGBUS, and no name is left."""
     code = """
     for kib in (1 << 10, 40 << 10):
@@ -264,7 +264,7 @@ def test_a_small_shared_memory_folder_is_told_where_memory_has_names(tmp_path: P
     assert left == "[]"
 
 
-def test_no_shared_memory_folder_is_told_where_memory_has_names(tmp_path: Path) -> None:
+def test_a_missing_shared_memory_folder_raises_where_memory_has_names(tmp_path: Path) -> None:
     """It cannot be written to: an error that says so, and threads still work."""
     code = """
     told(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30))))

@@ -71,8 +71,8 @@ def test_no_limit_is_no_limit(groups: Any) -> None:
     assert 100 * MIB < available_bytes() <= psutil.virtual_memory().total
 
 
-def test_a_container_too_small_for_a_batch_is_told(groups: Any, light_engine: dict[str, Any]) -> None:
-    """Before the kernel kills anyone: what was asked, what there is, what to change."""
+def test_a_container_too_small_for_a_batch_raises(groups: Any, light_engine: dict[str, Any]) -> None:
+    """Before the OOM killer strikes: the request, the available memory, the fix."""
     groups("job/step", str(64 * MIB), 60 * MIB)
     with (
         infeed.DataLoader(Tree(4, lambda i: np.zeros(8 * MIB, np.uint8)), memory_limit="1GiB", **light_engine) as loader,
@@ -84,7 +84,7 @@ def test_a_container_too_small_for_a_batch_is_told(groups: Any, light_engine: di
 
 
 def test_a_forgotten_loader_ends_also_after_a_shortage(engine: dict[str, Any]) -> None:
-    """What the engine remembers of the shortage does not keep the loader alive: nobody has to call close()."""
+    """What the engine stores about the shortage does not keep the loader alive: close() is not needed."""
 
     def load() -> None:
         loader = infeed.DataLoader(Tree(4, lambda i: np.zeros(8 * MIB, np.uint8)), memory_limit="1MiB", **engine)

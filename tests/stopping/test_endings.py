@@ -93,7 +93,7 @@ def test_endings_that_the_process_survives_leave_nothing(started: Started, kinds
     ],
 )
 def test_the_end_does_not_wait_for_native_code(started: Started, ending: str, code: int, last: str) -> None:
-    """Workers are in a library that hears nothing for a minute; the exit code and the words are the user's."""
+    """Workers are in a library that ignores signals for a minute; the exit code and the words are the user's."""
     for program in started.start(ALL, "native", ending):
         ended = end_by_itself(program)
         assert ended.code == code, program.name

@@ -30,7 +30,7 @@ from tests.stopping.watching import GONE_S, Program
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("signals of POSIX and the fork server")]
 
 
-def test_a_stopped_worker_is_told_of_and_goes_on_when_continued(process_engine: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stopped_worker_is_logged_and_goes_on_when_continued(process_engine: dict[str, Any], tmp_path: Path) -> None:
     """While it is stopped the time-out names it; afterwards each sample comes once, in order."""
     process_engine["timeout"] = 0.3
     starts = Journal(tmp_path / "starts")

@@ -41,7 +41,7 @@ def test_it_is_a_number_for_those_who_compute_with_it() -> None:
 
 @pytest.mark.parametrize("how", ["from attributes", "copied"])
 def test_a_loader_that_is_made_from_another_is_auto_too(how: str) -> None:
-    """Frameworks make loaders anew, with a sampler of theirs."""
+    """Frameworks re-create loaders with their own sampler."""
     loader = DataLoader(Numbers(), num_workers="auto", cpu_limit=2, worker="auto")
     if how == "copied":
         again = copy.copy(loader)

@@ -55,7 +55,7 @@ def test_a_sample_that_takes_too_long_is_left_out() -> None:
 
 
 def test_options_are_attributes_and_are_checked() -> None:
-    """Frameworks make a loader anew from its attributes."""
+    """Frameworks re-create a loader from its attributes."""
     loader = DataLoader(Patchy(8, set()), on_error="skip", sample_timeout=3, hang_warning=0)
     names = ("on_error", "sample_timeout", "hang_warning")
     assert [getattr(loader, name) for name in names] == ["skip", 3, 0]

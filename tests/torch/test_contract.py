@@ -113,7 +113,7 @@ def test_it_can_be_subscripted() -> None:
 
 @WORKERS
 def test_attributes_after_construction_are_torchs(num_workers: int) -> None:
-    """Frameworks make loaders anew from them."""
+    """Frameworks re-create loaders from them."""
     generator = torch.Generator()
     given: dict[str, Any] = {"num_workers": num_workers, "batch_size": 3, "shuffle": True, "generator": generator}
     mine, others = load(range(5), **given), data.DataLoader(range(5), **given)
@@ -244,7 +244,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_mistakes_are_told_in_torchs_words(name: str) -> None:
+def test_mistakes_raise_torchs_messages(name: str) -> None:
     """By both loaders."""
     dataset, options, error, words = ERRORS[name]
     for cls in (data.DataLoader, ours.DataLoader):
@@ -266,7 +266,7 @@ def sleep_long(index: int) -> int:
 
 @pytest.mark.process
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_a_timeout_is_told_in_torchs_words(persistent_workers: bool) -> None:
+def test_a_timeout_raises_torchs_message(persistent_workers: bool) -> None:
     """And as its type."""
     loader = load(Tree(4, sleep_long), num_workers=1, timeout=1, persistent_workers=persistent_workers)
     with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
@@ -283,7 +283,7 @@ def leave(index: int) -> int:
 
 
 @pytest.mark.process
-def test_a_worker_that_is_killed_again_and_again_is_told_in_torchs_words() -> None:
+def test_a_worker_killed_repeatedly_raises_torchs_message() -> None:
     """After it was tried again."""
     loader = load(Tree(4, die), **workers(1))
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: "):
@@ -291,7 +291,7 @@ def test_a_worker_that_is_killed_again_and_again_is_told_in_torchs_words() -> No
 
 
 @pytest.mark.process
-def test_a_worker_that_exits_is_told_in_torchs_words() -> None:
+def test_a_worker_that_exits_raises_torchs_message() -> None:
     """Without a signal."""
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
         list(load(Tree(4, leave), **workers(1)))
@@ -364,7 +364,7 @@ def test_a_growing_dataset_grows_for_shuffling_too(num_workers: int) -> None:
 
 @pytest.mark.process
 def test_the_dataset_is_copied_when_iteration_begins() -> None:
-    """Not when the loader is made; and each epoch anew."""
+    """Not when the loader is made, and again in each epoch."""
     dataset = [0, 1]
     loader = load(dataset, **workers(2))
     dataset[0] = 10
@@ -441,7 +441,7 @@ def test_batches_that_are_kept_stay_as_they_are(num_workers: int) -> None:
 
 
 class Epochs:
-    """Sample ``i`` is the epoch that the dataset was told, by whoever."""
+    """Sample ``i`` is the epoch that was set in the dataset."""
 
     def __init__(self) -> None:
         self.epoch = 9
@@ -467,7 +467,7 @@ EPOCHS = pytest.mark.parametrize(
 
 
 @EPOCHS
-def test_only_the_user_tells_the_dataset_its_epoch(num_workers: int, persistent_workers: bool) -> None:
+def test_only_the_user_sets_the_epoch_of_the_dataset(num_workers: int, persistent_workers: bool) -> None:
     """Their count may be another than the loader's: after a resume, or from 1."""
     seen = []
     for cls in (data.DataLoader, ours.DataLoader):
@@ -483,7 +483,7 @@ def test_only_the_user_tells_the_dataset_its_epoch(num_workers: int, persistent_
 
 
 @EPOCHS
-def test_after_set_epoch_of_the_loader_workers_tell_the_dataset(num_workers: int, persistent_workers: bool) -> None:
+def test_after_set_epoch_of_the_loader_workers_set_it_in_the_dataset(num_workers: int, persistent_workers: bool) -> None:
     """Persistent ones too."""
     loader = ours.DataLoader(Epochs(), batch_size=4, persistent_workers=persistent_workers, **workers(num_workers))
     epochs = [flat(collected(loader))]
@@ -547,7 +547,7 @@ def test_key_errors_come_as_key_errors(num_workers: int) -> None:
 
 
 @pytest.mark.process
-def test_the_worker_and_its_traceback_are_told() -> None:
+def test_the_worker_and_its_traceback_are_reported() -> None:
     """In what is printed of the exception."""
     import traceback
 
@@ -617,7 +617,7 @@ def worker_facts(index: int) -> Any:
 
 
 @pytest.mark.process
-def test_worker_info_tells_what_torchs_does() -> None:
+def test_worker_info_equals_torchs() -> None:
     """id, num_workers, seed as torch's own generator was seeded with, dataset, and a repr of all."""
     assert data.get_worker_info() is None
     facts = list(load(Tree(40, worker_facts), batch_size=None, **workers(2)))
@@ -1077,7 +1077,7 @@ def test_a_loader_without_a_reference_lives_as_long_as_its_loop() -> None:
 
 @pytest.mark.process
 def test_two_iterators_of_persistent_workers_are_one_as_with_torch() -> None:
-    """torch gives the one iterator again, begun anew."""
+    """torch returns the same iterator, restarted."""
     for cls in (data.DataLoader, ours.DataLoader):
         loader = cls(range(6), batch_size=2, persistent_workers=True, **workers(2))
         first = iter(loader)
@@ -1162,7 +1162,7 @@ def thread_facts(index: int) -> Any:
     return ("none",) if info is None else (f"{info.num_workers}",)
 
 
-def test_thread_workers_do_not_tell_the_main_thread_that_it_is_a_worker() -> None:
+def test_thread_workers_do_not_make_the_main_thread_a_worker() -> None:
     """get_worker_info is None there."""
     for _ in load(Tree(6, thread_facts), worker="thread", **workers(2)):
         assert data.get_worker_info() is None

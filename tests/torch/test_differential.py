@@ -714,7 +714,7 @@ def test_a_plain_iterable_that_is_no_iterable_dataset_is_refused_alike(num_worke
 
 
 class Coin:
-    """A type of which default_collate can be told."""
+    """A type that can be registered with default_collate."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -85,7 +85,7 @@ class StreamOf(data.IterableDataset):  # type: ignore[misc, name-defined]
 
 
 class Resetting:
-    """Its ``__iter__`` begins anew and returns itself."""
+    """Its ``__iter__`` starts from the beginning and returns itself."""
 
     def __init__(self, elements: list[Any]) -> None:
         self.elements, self.at, self.iter_count = elements, 0, 0
@@ -106,7 +106,7 @@ class ResettingStream(Resetting, data.IterableDataset):  # type: ignore[misc, na
 
 
 class Rewinding(Resetting):
-    """Begins anew by itself, when it has ended."""
+    """Restarts by itself at its end."""
 
     def __iter__(self) -> Rewinding:
         return self

@@ -182,7 +182,7 @@ def run(loader: DataLoader[Any], epoch_count: int, states: list[tuple[int, int, 
 
 
 def assert_resumes(case: str, options: dict[str, Any], *, every: int = 1, following: int = 2, epochs: int = 2) -> None:
-    """Take states of all moments of some epochs, and resume from every so many of them in loaders that are made anew."""
+    """Take states of all moments of some epochs, and resume from some of them in new loaders."""
     torch.manual_seed(1)
     states: list[tuple[int, int, str]] = []
     expected = run(made(case, options), epochs + following, states)

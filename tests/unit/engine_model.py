@@ -244,7 +244,7 @@ class EngineModel:
         return self.tell(WorkerDied(worker, None if at is None else at.task, is_blamed, at_s))
 
     def kill_by_sample(self, at: Task, grain_count: int | None) -> list[Action]:
-        """A worker died of a sample that is given up for it: its batch is planned anew before the death is told."""
+        """A worker died of a sample that is given up for it: its batch is planned again before the death is reported."""
         self.dying = at.worker
         self._note_spoiled(at.batch, grain_count)
         actions = self.tell(BatchHasBadSamples(at.batch.batch, grain_count, at.worker))
@@ -635,7 +635,7 @@ def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) ->
 
 
 def _left_of(batch: Batch, following: Callable[[int], int]) -> int | None:
-    """How many grains a batch has without a bad sample: some, none, or nobody wants it without."""
+    """How many grains a batch has without a bad sample: some, none, or the batch fails without it."""
     left = following(batch.next_grain_count + 2)
     return None if left > batch.next_grain_count else left
 

@@ -90,7 +90,7 @@ def test_a_slot_that_cannot_be_enlarged_has_no_block_until_it_can() -> None:
 
 
 def test_blocks_of_unused_slots_make_room_for_a_larger_one() -> None:
-    """Small blocks that nobody uses go back, and each slot gets a new one when it is needed again."""
+    """Unused small blocks are freed, and each slot gets a new one when it is needed again."""
     arena = Arena(PaperStore(), limit_bytes=8 * MIB)
     slots = [arena.add_slot(4 * MIB), arena.add_slot(4 * MIB)]
     with pytest.raises(MemoryLimitError):
@@ -165,7 +165,7 @@ def test_hoarding_takes_few_segments(size: int) -> None:
 
 
 def test_a_segment_without_used_blocks_goes_back() -> None:
-    """Batches that grew leave nothing behind, and workers are told to forget the segment."""
+    """Batches that grew leave nothing behind, and workers unmap the segment."""
     store = PaperStore()
     arena = Arena(store, limit_bytes=100 * MIB)
     slot = arena.add_slot(1000)
@@ -214,7 +214,7 @@ def test_two_leases_are_two_pieces_of_memory() -> None:
 
 
 def test_a_lease_outlives_the_arena() -> None:
-    """Batches that are kept stay as they are after close, and say that they ended to nobody's harm."""
+    """Batches that are kept stay as they are after close, and the end of their leases does no harm."""
     arena = Arena(PrivateStore(), limit_bytes=10 * MIB)
     slot = arena.add_slot(100)
     kept = np.frombuffer(arena.lease(slot), dtype=np.uint8)

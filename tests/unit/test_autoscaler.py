@@ -160,7 +160,7 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
     assert not tuner.readings[1].is_budget
 
 
-def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_of_workers_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 40)
     bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)), memory_budget=3_500)
     with caplog.at_level(logging.INFO, logger="infeed"):
@@ -170,7 +170,7 @@ def test_what_allows_no_more_workers_is_told_once(monkeypatch: pytest.MonkeyPatc
     assert not bench.aims
 
 
-def test_epochs_that_are_too_short_by_themselves_tell_the_tuner_something_together() -> None:
+def test_epochs_that_are_too_short_are_measured_together() -> None:
     """One look in each, and long pauses in between, in which the loop's time stands still."""
     bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)))
     for _ in range(5):

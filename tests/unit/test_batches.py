@@ -88,7 +88,7 @@ def test_a_batch_sampler_decides_batches_of_any_size() -> None:
 
 
 class _Resetting:
-    """Its ``__iter__`` begins anew and returns itself."""
+    """Its ``__iter__`` starts from the beginning and returns itself."""
 
     def __init__(self, elements: list[Any]) -> None:
         self.elements = elements

@@ -100,7 +100,7 @@ def test_ranks_with_processors_of_their_own_do_not_share_them(machine: Machine) 
 
 
 def test_ranks_in_a_container_share_what_it_may_run_on(machine: Machine) -> None:
-    """A container that is held to some processors of a large machine binds nobody to some of these."""
+    """A container that is limited to some cores of a large machine does not bind processes to specific cores."""
     files = {"cpuset.cpus.effective": "0-3,8-11\n"}
 
     assert machine(allowed=8, total=64, files=files, LOCAL_WORLD_SIZE="4") == 2

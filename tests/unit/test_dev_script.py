@@ -116,7 +116,7 @@ def test_commands_run_at_the_same_time_and_speak_in_turn(
 
 
 def test_what_is_compiled_is_kept(dev: ModuleType) -> None:
-    """A variable that forbids it is not handed on: every interpreter of a test would compile infeed anew."""
+    """A variable that forbids it is not passed on: every interpreter of a test would compile infeed again."""
     assert dev.environment({"PYTHONDONTWRITEBYTECODE": "1", "HOME": "h"})["HOME"] == "h"
     assert "PYTHONDONTWRITEBYTECODE" not in dev.environment({"PYTHONDONTWRITEBYTECODE": "1"})
 
@@ -186,7 +186,7 @@ def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> N
     ],
     ids=["unknown command", "arguments to check", "arguments to docs", "no version", "unknown version", "no command"],
 )
-def test_wrong_use_is_told_before_anything_is_installed(
+def test_invalid_usage_is_reported_before_anything_is_installed(
     dev: ModuleType, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wrong use gives exit code 2 and the cure."""
@@ -197,7 +197,7 @@ def test_wrong_use_is_told_before_anything_is_installed(
 def test_an_old_python_gets_a_sentence(
     dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Python that is too old is told which one is needed, instead of an ImportError."""
+    """A Python that is too old prints which one is needed, instead of an ImportError."""
     monkeypatch.setattr(dev.sys, "version_info", (3, 9, 2, "final", 0))
 
     assert dev.main(["test"]) == 2

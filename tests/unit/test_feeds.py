@@ -205,7 +205,7 @@ def test_a_share_is_opened_once_in_an_epoch() -> None:
 
 @pytest.mark.parametrize("rows", [0, 3], ids=["empty", "short"])
 def test_a_stream_that_ends_with_its_first_batch_is_over_for_all(rows: int) -> None:
-    """If it does not shard itself nobody else is asked."""
+    """If it does not shard itself no other worker reads it."""
     shares = StreamShares(2)
     feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()

@@ -1,4 +1,4 @@
-"""Which worker is this: told to each thread by itself."""
+"""Worker info: one per thread."""
 
 import pickle
 import threading
@@ -33,8 +33,8 @@ def test_outside_of_a_worker_there_is_none() -> None:
     assert get_worker_info() is None
 
 
-def test_a_thread_is_told_what_it_is_and_others_are_not() -> None:
-    """Thread workers share a process and are told apart all the same."""
+def test_worker_info_is_set_per_thread() -> None:
+    """Thread workers share a process and have their own worker info all the same."""
     set_worker_info(INFO)
 
     assert get_worker_info() is INFO

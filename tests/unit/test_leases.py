@@ -111,7 +111,7 @@ def test_one_view_of_many_is_enough() -> None:
     assert book.ended() == [SLOT]
 
 
-def test_an_end_is_told_once() -> None:
+def test_the_end_of_a_lease_is_reported_once() -> None:
     """Freeing a slot twice would give it to two batches."""
     book, lease = granted()
     del lease

@@ -86,7 +86,7 @@ def test_a_memory_map_is_an_array(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("column", [[np.zeros(3), np.zeros(3), np.zeros(4)], [np.zeros(3), np.zeros(3), np.zeros((3, 1))]])
-def test_arrays_that_do_not_stack_are_told_with_rows_and_shapes(column: list[Any]) -> None:
+def test_arrays_that_do_not_stack_are_reported_with_rows_and_shapes(column: list[Any]) -> None:
     """The message to the user names both samples."""
     with pytest.raises(UnequalShapes) as caught:
         leaf_of(column)

@@ -54,5 +54,5 @@ def test_a_machine_that_killed_is_named(tmp_path: Path) -> None:
     assert watchdog.diagnosis() == "the OOM killer killed it: the machine ran out of memory"
 
 
-def test_where_nobody_counts_nothing_is_said(tmp_path: Path) -> None:
+def test_without_counters_there_is_no_diagnosis(tmp_path: Path) -> None:
     assert _watchdog(tmp_path).diagnosis() is None

@@ -14,7 +14,7 @@ from infeed.workers.process_tools import keep_freed_memory
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return the list of mallopt calls, on a machine with glibc on which nobody has configured malloc."""
+    """Return the list of mallopt calls, on a machine with glibc without configuration of malloc."""
     calls: list[tuple[int, int]] = []
 
     class Library:

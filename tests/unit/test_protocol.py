@@ -132,8 +132,8 @@ def test_a_task_of_tiny_samples_is_some_hundred_bytes() -> None:
     assert [len(frame) for frame in frames] == [81 + 64]
 
 
-def test_layouts_are_told_apart_however_many_there_are() -> None:
-    """Beyond what the table holds it begins anew, at both ends, and no number is taken for an old one."""
+def test_any_number_of_layouts_is_distinguished() -> None:
+    """A full table is cleared at both ends, and no number is taken for an old one."""
     pipe = Pipe()
     layouts = [layout(number) for number in range(150)]
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_layout_that_was_forgotten_is_not_taken_for_a_new_one_at_its_address()
 
 
 def test_two_workers_have_tables_of_their_own() -> None:
-    """What one was told, the other was not."""
+    """Sending to one worker does not fill the table of the other."""
     first, second = Pipe(), Pipe()
     first.send(grains(np.arange(1)))
 

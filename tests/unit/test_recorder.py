@@ -222,7 +222,7 @@ class Doer:
 def test_of_tiny_tasks_one_in_ten_milliseconds_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, is_spanning: bool, pause_us: int
 ) -> None:
-    """What the others did is told from that, and they are counted at once."""
+    """The work of the others is estimated from that, and they are counted at once."""
     doer = Doer(monkeypatch, is_spanning=is_spanning)
     for _ in range(1000):
         doer.do(200, pause_us)
@@ -271,7 +271,7 @@ def test_a_task_that_is_long_after_all_is_followed_by_one_that_is_looked_at(monk
     assert doer.recorder.is_fine
 
 
-def test_retries_are_told_at_once() -> None:
+def test_retries_are_recorded_at_once() -> None:
     recorder, reader, _ = new_recorder()
     run_task(recorder, 4)
     recorder.retried()
@@ -327,7 +327,7 @@ def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.Monk
     assert [(span.end_ns - span.begin_ns, span.size) for span in take(doer.reader)[0]] == [(3200 * US, 8)] * 2
 
 
-def test_the_share_of_the_gil_is_told_once_it_is_known() -> None:
+def test_the_share_of_the_gil_is_recorded_once_it_is_known() -> None:
     recorder, reader, _ = new_recorder()
     assert reader.sums().gil_share is None
     recorder.note_gil(0.25)
@@ -347,7 +347,7 @@ def test_all_parts_of_a_long_task_are_seen_that_are_not_tiny_themselves(monkeypa
     assert [(span.kind, span.end_ns - span.begin_ns) for span in spans] == [(LOAD, 1200 * US), (COLLATE, 850 * US)]
 
 
-def test_a_task_that_only_wrote_tells_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_only_wrote_does_not_change_estimates_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker had loaded waited for its place: that is no share of what follows."""
     doer = Doer(monkeypatch)
     doer.recorder.begin(doer.now, epoch=0, position=0)

@@ -282,7 +282,7 @@ def test_one_sample_that_differs_among_many_is_a_mismatch() -> None:
             slot.writer.write(0, chunk, slot.writer.new_beside())
 
 
-def test_rows_that_nobody_wrote_are_left_alone() -> None:
+def test_unwritten_rows_stay_as_they_are() -> None:
     """Tasks of one batch write side by side: each only its own rows."""
     slot = Slot(infer_layout([(np.zeros(2, "u1"), 0)], [0]), 4)
     slot.writer.write(1, [(np.full(2, 7, "u1"), 5), (np.full(2, 8, "u1"), 6)], slot.writer.new_beside())

@@ -305,7 +305,7 @@ def test_in_order_a_batch_does_not_overtake() -> None:
 
 
 def test_out_of_order_the_batch_that_is_ready_first_comes_first() -> None:
-    """With in_order=False nobody waits for a slow batch while another is there."""
+    """With in_order=False a slow batch does not delay another that is ready."""
     model = ready_model(workers=2, whole_batches=True, in_order=False)
     model.plan(1)
     model.plan(1)
@@ -408,7 +408,7 @@ def test_a_word_about_the_task_of_another_worker_counts_for_nothing() -> None:
 
 
 def test_a_batch_that_kills_its_workers_is_given_up_after_four_deaths() -> None:
-    """Three deaths are forgiven; then it is the batch, and the user is told in its turn."""
+    """Three deaths are forgiven; then the batch is blamed, and its error is raised in its turn."""
     model = ready_model(workers=2, whole_batches=True, window=1)
     model.plan(1)
     model.want()
@@ -583,7 +583,7 @@ def test_nothing_is_asked_for_after_workers_are_given_up(workers: int) -> None:
 
 
 def test_nothing_is_sent_to_a_worker_that_is_known_to_have_died() -> None:
-    """What it died of is told first, and may let go of batches that waited; they are not for the dead."""
+    """The cause is reported first, and may release waiting batches, which must not go to the dead worker."""
     model = ready_model_with_slots(workers=2)
     model.plan(1)
     load_all(model)
@@ -601,7 +601,7 @@ def test_nothing_is_sent_to_a_worker_that_is_known_to_have_died() -> None:
 
 
 def test_a_bad_sample_in_a_batch_that_has_failed_is_its_last_word() -> None:
-    """Two tasks, two troubles: the error comes, and nobody waits for more."""
+    """Two tasks, two faults: the error comes, and nothing waits for more."""
     model = ready_model(workers=2, window=1)
     model.plan(2)
     first, second = model.tasks.values()
@@ -629,7 +629,7 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
 
 
 def test_parts_that_are_held_are_placed_with_the_slot_that_later_parts_are_sent_with() -> None:
-    """Else the batch would wait for a place that it has, and the user be told that memory is short."""
+    """Else the batch would wait for a slot that it has, and raise an error about memory."""
     model = ready_model(workers=2, window=3, slots=0)
     model.plan(1)
     model.plan(2)
@@ -752,7 +752,7 @@ def test_a_failure_in_a_batch_that_is_regrouped_is_forgotten() -> None:
 
 
 def test_samples_that_wait_for_a_place_are_dropped_when_their_batch_fails() -> None:
-    """A worker does not hold on to what nobody wants."""
+    """A worker does not keep abandoned samples."""
     model = ready_model(workers=2, slots=0)
     model.plan(2)
     held, failing = model.tasks.values()
@@ -829,7 +829,7 @@ def test_a_slot_that_was_freed_places_who_waits() -> None:
 
 
 def test_the_slot_of_an_abandoned_batch_waits_for_the_workers_that_may_write_into_it() -> None:
-    """A worker in the middle of user code writes when that returns: until then nobody else gets the slot."""
+    """A worker in the middle of user code writes when that returns: until then no other batch gets the slot."""
     model = ready_model_with_slots(workers=2, window=2, slots=1, whole_batches=True)
     model.plan(1)
     (old,) = model.tasks.values()
@@ -1129,7 +1129,7 @@ def test_an_abandoned_epoch_leaves_room_at_once() -> None:
     assert model.delivered == []
 
 
-def test_who_is_at_what_was_abandoned_gets_nothing_before_it_tells() -> None:
+def test_a_worker_with_an_abandoned_task_gets_no_other_before_it_answers() -> None:
     """It may be stuck with it, and then the next epoch would be stuck behind it; whoever is done first takes that."""
     model = ready_model(workers=2, window=8)
     model.plan(1)

@@ -23,7 +23,7 @@ def kinds_of(messages: Iterable[object]) -> list[type]:
 
 
 def test_a_worker_that_is_added_is_given_work_when_it_is_ready() -> None:
-    """Before that there is nobody who could take it."""
+    """Before that no worker could take it."""
     model = ready_model_with_slots(workers=1)
     model.plan(4)
     model.add()
@@ -79,7 +79,7 @@ def test_a_worker_that_dies_on_its_way_out_is_not_started_again() -> None:
     assert model.batches[task.batch.batch].loaded == {0, 1}
 
 
-def test_samples_that_nobody_wants_are_dropped_before_their_worker_is_stopped() -> None:
+def test_abandoned_samples_are_dropped_before_their_worker_is_stopped() -> None:
     """A message to a worker that is stopped would go nowhere."""
     model = ready_model(workers=2, slots=0)
     model.plan(2)
@@ -105,7 +105,7 @@ def test_a_number_can_be_used_again() -> None:
 
 def test_the_oldest_batch_is_loaded_although_its_worker_left_by_dying() -> None:
     """Nobody is started in its place, and the only other worker holds samples that wait for memory: it must help all the
-    same, or the loop would be told that there is no memory although the batch has its slot."""
+    same, or the loop would get a memory error although the batch has its slot."""
     model = ready_model(workers=2, slots=0)
     model.plan(1)
     model.plan(1)

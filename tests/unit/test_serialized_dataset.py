@@ -46,7 +46,7 @@ def test_arrays_arrive_with_their_contents(store: SegmentStore) -> None:
         assert np.array_equal(found, expected)
 
 
-def test_a_worker_that_writes_to_its_dataset_hurts_nobody(store: SegmentStore) -> None:
+def test_a_worker_that_writes_to_its_dataset_affects_no_other(store: SegmentStore) -> None:
     """Pages are shared until one writes, which then is its own affair, as with a copy."""
     original = {"x": np.zeros(10_000)}
     serialized = send({}, original, store)

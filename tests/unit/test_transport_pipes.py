@@ -113,7 +113,7 @@ def test_nothing_to_receive_is_nothing_received(channel: Channel) -> None:
 
 
 def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipePoller) -> None:
-    """A worker that does not read holds up nobody, and gets everything, in order, once it does."""
+    """A worker that does not read delays no other, and gets everything, in order, once it does."""
     poller.add(channel.link)
     frames = [bytes([number % 256]) * 10_000 for number in range(300)]
     for frame in frames:
@@ -169,7 +169,7 @@ def test_a_large_frame_arrives_whole(channel: Channel, poller: PipePoller, size:
     assert received == [frame, b"end"]
 
 
-def test_the_end_of_a_worker_is_heard_after_its_last_word(channel: Channel, poller: PipePoller) -> None:
+def test_the_end_of_a_worker_comes_after_its_last_message(channel: Channel, poller: PipePoller) -> None:
     """Results come before deaths."""
     poller.add(channel.link)
     channel.end.send(b"last")
@@ -193,7 +193,7 @@ def test_a_frame_that_was_begun_and_never_ended_is_an_end(channel: Channel) -> N
         channel.link.receive()
 
 
-def test_the_end_of_the_engine_is_heard_by_the_worker(channel: Channel) -> None:
+def test_the_end_of_the_engine_reaches_the_worker(channel: Channel) -> None:
     """After what was sent before."""
     channel.link.send([b"last"])
     channel.link.close()
@@ -217,7 +217,7 @@ def test_sending_to_a_worker_that_is_gone_is_silent(channel: Channel, poller: Pi
 
 
 def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, poller: PipePoller) -> None:
-    """The wait does not turn in circles over a pipe that nobody reads."""
+    """The wait does not spin over an unread pipe."""
     poller.add(channel.link)
     channel.link.send([b"x" * 3 * MIB])
     assert channel.link.has_outgoing
@@ -242,7 +242,7 @@ def test_a_wait_ends_by_a_wake_up(poller: PipePoller) -> None:
 
 
 def test_a_wait_ends_with_its_time(poller: PipePoller, channel: Channel) -> None:
-    """Nothing happened, nothing is told. However short it is: who asks again and again must not keep a core busy."""
+    """Without messages, nothing is returned. Repeated short waits must not keep a core busy."""
     poller.add(channel.link)
 
     assert poller.wait(0) == []
@@ -267,7 +267,7 @@ def test_waking_and_closing_after_close_are_silent(poller: PipePoller) -> None:
     poller.close()
 
 
-def test_all_links_with_news_are_told(poller: PipePoller) -> None:
+def test_all_links_with_messages_are_returned(poller: PipePoller) -> None:
     """And those without are not."""
     channels = [open_channel() for _ in range(3)]
     try:

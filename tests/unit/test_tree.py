@@ -164,7 +164,7 @@ MISMATCHES: dict[str, tuple[list[Any], tuple[str, int, str, str]]] = {
 
 
 @pytest.mark.parametrize(("samples", "told"), MISMATCHES.values(), ids=MISMATCHES)
-def test_a_difference_is_told_with_place_row_and_both_sides(samples: list[Any], told: tuple[str, int, str, str]) -> None:
+def test_a_mismatch_is_reported_with_path_row_and_both_sides(samples: list[Any], told: tuple[str, int, str, str]) -> None:
     """The user reads where in the sample it is, which sample, what was expected and what was found."""
     with pytest.raises(StructureMismatch) as caught:
         split(samples)

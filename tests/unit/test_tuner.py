@@ -50,7 +50,7 @@ def works(draw: st.DrawFn) -> Work:
 @settings(max_examples=50, deadline=None)
 @given(work=works(), seed=st.integers(0, 1000))
 def test_it_comes_near_the_best_by_few_steps(work: Work, seed: int) -> None:
-    """Whatever the work is: within a tenth of the best number there is, where single batches can be told from chance."""
+    """Whatever the work is: within a tenth of the best number there is, where single batches can be measured."""
     # Where rates go up and down by more than there is to gain, it cannot be told from chance: one run in a thousand goes wrong.
     runs = sorted((simulate(work, REST, seed=seed + number) for number in range(3)), key=lambda run: run.share_of_best)
 
@@ -228,7 +228,7 @@ def test_a_burst_of_slow_samples_changes_nothing() -> None:
     assert (run.count, len(run.changes)) == (settled, changes)
 
 
-def test_other_work_is_learned_anew() -> None:
+def test_changed_work_is_measured_again() -> None:
     """What brought nothing for one kind of samples may bring much for another: files instead of a cache, say."""
     run = simulate(Work(compute_s=0.01, cores=4), REST, most=64)
     assert run.count == 4
@@ -252,7 +252,7 @@ def test_a_step_is_not_judged_by_a_loop_that_has_become_slower() -> None:
     assert not [change.why for change in run.changes if "lowered" in change.why or "-" in change.why]
 
 
-def test_a_loop_that_hardly_waits_needs_nobody() -> None:
+def test_a_loop_that_hardly_waits_needs_no_more_workers() -> None:
     """Three looks in a row at which it waited are no reason, if it did not at most of those before."""
     tuner = Tuner(WorkerLimits(cores=16, most_workers=64))
     at = waited = 0
@@ -262,7 +262,7 @@ def test_a_loop_that_hardly_waits_needs_nobody() -> None:
 
 
 def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
-    """The system has a limit that nobody told of."""
+    """The system has an unknown limit."""
     limits = WorkerLimits(cores=16, most_workers=64)
     tuner, asked = Tuner(limits), []
     for step in range(200):

@@ -78,7 +78,7 @@ def test_while_the_worker_is_at_something_else_a_thread_places_what_is_held() ->
     wait_until(lambda: not placing_threads(), "its end")
 
 
-def test_what_the_thread_cannot_read_is_told_in_its_turn() -> None:
+def test_a_read_error_of_the_thread_is_raised_in_its_turn() -> None:
     desk = Desk("a")
     desk.held = 1
     assert desk.turns.next() == "a"

@@ -1,4 +1,4 @@
-"""A dataset that would gain from sharing is told so, in words with figures."""
+"""The advice to share a dataset, with figures."""
 
 import functools
 import logging
@@ -82,12 +82,12 @@ class StaysHome(Files):
     ],
     ids=["small", "modules", "not plain", "one object", "cached ints", "left out", "small array"],
 )
-def test_what_costs_little_or_does_not_travel_is_not_told(dataset: Any) -> None:
-    """Nobody likes to be warned for nothing. (Of a list of one object pointers are left, eight bytes each.)"""
+def test_small_or_unpicklable_objects_are_not_reported(dataset: Any) -> None:
+    """A warning without gain is a nuisance. (Of a list of one object pointers are left, eight bytes each.)"""
     assert find_heavy(dataset, "dataset") == []
 
 
-def test_what_is_shared_is_not_told() -> None:
+def test_shared_objects_are_not_reported() -> None:
     """That is what the advice was."""
     dataset = Files(100_000)
     dataset.samples = infeed.share(dataset.samples)

@@ -544,7 +544,7 @@ def fail_to_start(number: int) -> None:
 
 
 class Made:
-    """What no one else knows; two are told apart by the record."""
+    """An unknown type; the record distinguishes two of them."""
 
 
 def collate_object(samples: Any) -> Any:
