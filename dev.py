@@ -244,11 +244,11 @@ def main(argv: list[str]) -> int:
         print(f"dev.py: command={command!r} is unknown; use one of {', '.join(EXTRAS)}")
         return 2
     if command == "docs" and arguments not in ([], ["serve"]):
-        print(f"dev.py: arguments={arguments!r} mean nothing to docs; use `docs` or `docs serve`")
+        print(f"dev.py: arguments={arguments!r} are not supported; use `docs` or `docs serve`")
         return 2
     if command in ("check", "build") and arguments:
-        hint = "; use test to pass arguments on to pytest" if command == "check" else ""
-        print(f"dev.py: arguments={arguments!r} mean nothing to {command}{hint}")
+        hint = "; to pass arguments to pytest, use test" if command == "check" else ""
+        print(f"dev.py: arguments={arguments!r} are not supported by {command}{hint}")
         return 2
     try:
         for option, script in TIERS.items():

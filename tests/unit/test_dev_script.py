@@ -178,8 +178,8 @@ def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> N
     ("argv", "said"),
     [
         (["fly"], "command='fly' is unknown; use one of demo, test, check, docs, build, bench"),
-        (["check", "-x"], "arguments=['-x'] mean nothing to check; use test to pass arguments on to pytest"),
-        (["docs", "-x"], "arguments=['-x'] mean nothing to docs; use `docs` or `docs serve`"),
+        (["check", "-x"], "arguments=['-x'] are not supported by check; to pass arguments to pytest, use test"),
+        (["docs", "-x"], "arguments=['-x'] are not supported; use `docs` or `docs serve`"),
         (["test", "--python"], "--python needs a version such as 3.13, or a path"),
         (["test", "--python", "3.99"], "--python='3.99' was not found"),
         ([], "python dev.py test"),
