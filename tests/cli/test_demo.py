@@ -84,7 +84,7 @@ def test_a_missing_package_is_named_with_the_cure(
 
     err = capsys.readouterr().err
     assert {"PIL": "Pillow"}.get(module, module) in err
-    assert err.endswith("pip install infeed[demo]\n")
+    assert err.endswith('pip install "infeed[demo]"\n')
     assert_no_images_left(temp_root)
 
 

@@ -159,7 +159,8 @@ def test_statistics_arrive_in_tensorboard(tmp_path: Path) -> None:
     assert "samples/s" in out
 
 
-# Runs each cell, without a time limit but that of `run`. In a process of its own, because the library of Jupyter leaves threads running; over sockets with names.
+# Runs each cell, without a time limit but that of `run`. In a process of its own, because the library of Jupyter leaves threads
+# running; over sockets with names.
 NOTEBOOK = """
 import json, os, sys
 from jupyter_client import KernelManager

@@ -101,4 +101,4 @@ def test_only_charts_need_plotly() -> None:
         """
     )
 
-    assert said == "charts need plotly; install it with: pip install infeed[report]"
+    assert said == 'charts need plotly; install it with: pip install "infeed[report]"'

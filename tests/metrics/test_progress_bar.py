@@ -157,7 +157,7 @@ except infeed.ConfigError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "src")
-    assert "install infeed[progress]" in done.stdout
+    assert 'pip install "infeed[progress]"' in done.stdout
 
 
 @pytest.mark.parametrize(

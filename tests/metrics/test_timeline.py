@@ -244,7 +244,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
             try:
                 write_timeline(make_trace(), name)
             except ValueError as error:
-                print("pip install infeed[report]" in str(error))
+                print('pip install "infeed[report]"' in str(error))
         """
     )
 

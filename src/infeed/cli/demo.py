@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return the exit code."""
     absent = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if absent:
-        return _complain(f"missing packages: {', '.join(absent)}; install them with: pip install infeed[demo]")
+        return _complain(f'missing packages: {", ".join(absent)}; install them with: pip install "infeed[demo]"')
     problem = Output("--report", arguments.report).problem()
     if problem:
         return _complain(problem)

@@ -224,7 +224,7 @@ def _shown(done: Iterator[Part], count: int, progress: bool | None) -> Iterator[
             from tqdm import tqdm
         except ImportError as error:
             if progress:
-                raise ConfigError("progress=True needs tqdm; install it with: pip install infeed[progress]") from error
+                raise ConfigError('progress=True needs tqdm; install it with: pip install "infeed[progress]"') from error
         else:
             yield from tqdm(done, total=count, desc="indexing", unit="shard")
             return

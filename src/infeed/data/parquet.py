@@ -190,7 +190,7 @@ def _parquet(url: str) -> Any:
     try:
         return import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(f"{url} needs pyarrow; install it with: pip install infeed[parquet]") from error
+        raise ConfigError(f'{url} needs pyarrow; install it with: pip install "infeed[parquet]"') from error
 
 
 def _footer(url: str, size: int, read: Callable[[Sequence[Range]], list[bytes]]) -> Any:

@@ -414,7 +414,7 @@ def _obstore() -> Any:
     try:
         return import_module("obstore")
     except ImportError as error:
-        raise ConfigError("object storage needs obstore; install it with: pip install infeed[shards]") from error
+        raise ConfigError('object storage needs obstore; install it with: pip install "infeed[shards]"') from error
 
 
 def version_from(meta: Any) -> str:

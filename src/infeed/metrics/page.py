@@ -172,7 +172,7 @@ def plotly_source() -> str:
     try:
         offline = importlib.import_module("plotly.offline")
     except ImportError:
-        raise ConfigError("charts need plotly; install it with: pip install infeed[report]") from None
+        raise ConfigError('charts need plotly; install it with: pip install "infeed[report]"') from None
     source: str = offline.get_plotlyjs()
     return source
 

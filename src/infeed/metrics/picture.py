@@ -67,7 +67,7 @@ def draw_picture(trace: Trace, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "timeline pictures need matplotlib; install it with: pip install infeed[report], or write .json instead"
+            'timeline pictures need matplotlib; install it with: pip install "infeed[report]", or write .json instead'
         ) from None
     is_svg = path.suffix.lower() == ".svg"
     default = {name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name}

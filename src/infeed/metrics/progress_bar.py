@@ -90,7 +90,7 @@ def check_progress() -> None:
     try:
         import tqdm.auto  # noqa: F401
     except ImportError as error:
-        raise ConfigError("progress=True needs tqdm; install it with: pip install infeed[progress]") from error
+        raise ConfigError('progress=True needs tqdm; install it with: pip install "infeed[progress]"') from error
 
 
 def _open_bar(epoch: int, first_step: int, batch_count: int | None) -> Any:

@@ -24,7 +24,7 @@ def connect() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("worker='ray' needs Ray; install it with: pip install 'infeed[ray]'") from error
+        raise ConfigError("worker='ray' needs Ray; install it with: pip install \"infeed[ray]\"") from error
     if not ray.is_initialized():
         if not os.environ.get("RAY_ADDRESS"):
             raise ConfigError("worker='ray' needs a Ray cluster; call ray.init() first, or set RAY_ADDRESS")
