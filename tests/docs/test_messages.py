@@ -21,6 +21,11 @@ def check(name, value):
     warnings.warn("batches are copied", stacklevel=2)
     _LOG.info("%d workers were added", value)
     print(f"{value} {'new workers' if value else 'no'}")
+    bound = "CPU-bound" if value else "I/O-bound"
+    rows = {"busy": f"{value['share']:.0%} of the time by {min(1.0, value)}"}
+    rows["idle"] = ", ".join(f"{one}" for one in value)
+    page = "<p>Enable JavaScript to see it.</p>"
+    is_old = "Original Traceback" in name or name.startswith("while loading")
     return {"key": "value", "path": f"/{name}/{value}"}
 '''
     assert [(use, text) for _, use, text in messages_in(ast.parse(code))] == [
@@ -29,4 +34,10 @@ def check(name, value):
         ("warning", "batches are copied"),
         ("log.info", "%d workers were added"),
         ("print", "new workers"),
+        ("label", "CPU-bound"),
+        ("label", "I/O-bound"),
+        ("label", "busy"),
+        ("text", "{share} of the time by {value}"),
+        ("label", "idle"),
+        ("text", " Enable JavaScript to see it. "),
     ]

@@ -77,7 +77,9 @@ def samples_of_folder(folder: Path, out: Path) -> tuple[list[Sample], int]:
         key, column = parts
         other = groups.setdefault(key, {}).setdefault(column, path)
         if other is not path:
-            raise ConfigError(f"{other} and {path} would be the same column, which is in lower case; rename one of them")
+            raise ConfigError(
+                f"{other} and {path} would be one column, because column names are lower-case; rename one of them"
+            )
     if not groups:
         raise ConfigError(f"{folder} has no files with an extension; pass a folder with files such as 0001.jpg and 0001.cls")
     return [Sample(key, groups[key]) for key in sorted(groups)], skipped_count
@@ -102,7 +104,7 @@ def samples_of_dataset(dataset: Any, start: int = 0) -> Iterator[Sample]:
         members = {name.lower(): data for name, data in found}
         if len(members) < len(found):
             raise ConfigError(
-                f"sample {number} has two columns of one name among {list(sample)}, which is in lower case; rename one"
+                f"sample {number} has keys that differ only in case: {list(sample)}; column names are lower-case, so rename one"
             )
         yield Sample(key, members)
 

@@ -216,7 +216,7 @@ def _stream(fields: Mapping[str, Any], identity: Identity) -> StreamCursor | Non
         )
     if len(shares) > 1 and len(shares) != identity.worker_count:
         raise StateError(
-            f"state is of {len(shares)} workers, which share an iterable dataset, but this loader has "
+            f"state was saved with {len(shares)} workers that share an iterable dataset, but this loader has "
             f"{identity.worker_count}; use num_workers={len(shares)} until the end of the epoch, or start a new epoch"
         )
     cursors = []
