@@ -87,7 +87,7 @@ def test_files_that_would_be_the_same_column_are_refused(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("names", [("x", "X"), ("x", "x.npy")])
 def test_columns_that_would_be_the_same_are_refused(names: tuple[str, str]) -> None:
-    with pytest.raises(infeed.ConfigError, match="two columns of one name"):
+    with pytest.raises(infeed.ConfigError, match="keys that differ only in case"):
         list(samples_of_dataset([{name: np.arange(2) for name in names}]))
 
 
