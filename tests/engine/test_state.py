@@ -435,7 +435,7 @@ def test_shares_of_a_stream_need_as_many_workers() -> None:
     dataset = RandomStream(23, shares=True)
     with made(dataset, batch_size=4, num_workers=2, timeout=30) as two, made(dataset, batch_size=4) as inline:
         _, state = after(two, 3)
-        with pytest.raises(infeed.StateError, match=r"of 2 workers.*this loader has 1; use num_workers=2"):
+        with pytest.raises(infeed.StateError, match=r"with 2 workers.*this loader has 1; use num_workers=2"):
             inline.load_state_dict(state)
 
 

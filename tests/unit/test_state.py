@@ -358,7 +358,7 @@ def test_steps_ahead_come_sorted_and_once() -> None:
 def test_shares_of_other_workers_are_refused_with_both_numbers() -> None:
     """Nobody else knows how the dataset would cut itself."""
     whose = identity(order="stream", length=None, worker_count=3)
-    assert_refused(stream_states(), whose, match=r"of 2 workers.* 3; use num_workers=2")
+    assert_refused(stream_states(), whose, match=r"with 2 workers.* 3; use num_workers=2")
 
 
 def test_very_many_shares_are_refused_at_once() -> None:

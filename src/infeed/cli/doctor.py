@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         help="find problems in the data loading of a program",
         description=(
             "Runs a program without changes for a limited time, monitors its data loaders (torch or infeed), measures their "
-            "datasets, and reports problems, most costly first."
+            "datasets, and reports problems, the most expensive first."
         ),
         usage="infeed doctor [options] (script.py [arguments ...] | -m module [arguments ...] | module:dataset)",
         epilog=_EPILOG,

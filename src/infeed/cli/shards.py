@@ -20,7 +20,7 @@ def add_parsers(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "index",
         help="build and check the index of tar shards or Parquet files",
-        description="Indexes shards for infeed.open, and stores the index beside them, also on object storage.",
+        description="Indexes shards for infeed.open, and stores the index beside them, including on object storage.",
     )
     parser.add_argument("pattern", nargs="+", help="paths, folders or URLs, with {000..127} and globs (in quotes)")
     parser.add_argument("--index", metavar="FOLDER", help="folder or URL prefix for the index (default: beside the shards)")
