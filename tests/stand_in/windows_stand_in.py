@@ -1,15 +1,18 @@
-"""Makes a Python on Linux behave like one on Windows, as far as infeed can tell, so that the quick tests cover that too.
+"""Makes a Python on Linux behave like one on Windows in some respects, so that the quick tests cover those too.
 
 What it changes, in this process and in every Python that it starts:
 
 * Named memory disappears with its last handle. Nothing else removes it.
-* A file that is open, here or in a child process, cannot be removed or replaced.
-* `os.fork`, sessions, process groups, `signal.SIGKILL`, `select.poll`, memfd and passing of descriptors are missing.
-* infeed finds no /proc, /sys and /dev/shm. Other libraries still do: they have code of their own for Windows.
+* A file that is open, here or in a direct child process, cannot be removed or replaced.
+* For infeed and for scripts, `os.fork`, sessions, process groups, `signal.SIGKILL`, `select.poll`, memfd, pidfd and passing of
+  descriptors are missing, and /proc, /sys and /dev/shm cannot be opened or listed, also through pathlib and other standard
+  modules. Other libraries find all of these: they have code of their own for Windows.
 * In programs and workers, standard output is cp1252 with `\\r\\n`.
 
-What it cannot change is `sys.platform`: code behind `sys.platform == "win32"` runs in the Windows tier only
-(`python dev.py test --windows`), which has the last word. Paths keep their slashes.
+What it does not change: `sys.platform`, so code behind `sys.platform == "win32"` runs in the Windows tier only
+(`python dev.py test --windows`), which has the last word; modules that Windows lacks (`fcntl`, `resource`, `pwd`); the start
+methods of `multiprocessing`, so a test can still use `fork`; signals between processes; `os.stat` of hidden folders; slashes
+in paths; case-sensitive names of files.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from typing import Any, Final
 # Its value is the folder that stands for the system's table of names.
 VARIABLE: Final = "INFEED_WINDOWS_STAND_IN"
 _MISSING: Final[Mapping[ModuleType, tuple[str, ...]]] = {
-    os: ("fork", "forkpty", "getsid", "setsid", "getpgid", "setpgid", "killpg", "waitid", "memfd_create"),
+    os: ("fork", "forkpty", "getsid", "setsid", "getpgid", "setpgid", "killpg", "waitid", "memfd_create", "pidfd_open"),
     signal: ("SIGKILL", "SIGSTOP", "SIGCONT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "setitimer"),
     select: ("poll", "epoll"),
     socket: ("send_fds", "recv_fds"),
@@ -53,8 +56,14 @@ class _Patched(ModuleType):
         return value
 
 
+# They open files for their callers.
+_HELPERS: Final = frozenset(("pathlib", "os", "io", "codecs", "glob", "fnmatch", "shutil", "tempfile", "contextlib"))
+
+
 def _is_ours(frame: Any) -> bool:
-    """Whether code of infeed is asking, or a script that a test runs."""
+    """Whether code of infeed is asking, or a script that a test runs, also through helpers of the standard library."""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _HELPERS:
+        frame = frame.f_back
     name = frame.f_globals.get("__name__", "") if frame is not None else ""
     return name == "__main__" or name.partition(".")[0] == "infeed"
 
@@ -201,9 +210,12 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         if isinstance(path, str) and path.startswith(_HIDDEN_FOLDERS) and _is_ours(sys._getframe(1)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     elif event in ("os.remove", "os.rename"):
-        for path in arguments[:2]:
-            if isinstance(path, str | os.PathLike) and _is_in_use(os.path.realpath(path)):
-                raise PermissionError(errno.EACCES, "it is open in a process", os.fspath(path))
+        # One path and its folder's descriptor, or two of each; the descriptor is -1 if there is none.
+        count = len(arguments) // 2
+        for path, folder_fd in zip(arguments[:count], arguments[count:], strict=True):
+            folder = "" if folder_fd == -1 else os.readlink(f"/proc/self/fd/{folder_fd}")
+            if _is_in_use(os.path.realpath(os.path.join(folder, os.fsdecode(path)))):
+                raise PermissionError(errno.EACCES, "it is open in a process", os.fsdecode(path))
 
 
 def _is_in_use(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ if sys.platform != "linux":
 
 from infeed.memory import segments
 from infeed.memory.segments import NamedReader, NamedStore
-from infeed.workers.process_tools import MemoryUse, memory_use
+from infeed.workers.process_tools import MemoryUse, memory_use, open_process
 from infeed.workers.transport import can_use_poll
 from tests.helpers import start_script
 from tests.stand_in.windows_stand_in import active, live_names
@@ -69,6 +70,16 @@ def test_a_file_that_is_open_cannot_be_removed(tmp_path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.usefixtures("windows_stand_in")
+def test_a_folder_with_an_open_file_cannot_be_removed(tmp_path: Path) -> None:
+    """`shutil.rmtree` removes files relative to descriptors of their folders."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with (folder / "file").open("w", encoding="utf-8"), pytest.raises(PermissionError):
+        shutil.rmtree(folder)
+    shutil.rmtree(folder)
+
+
 def test_infeed_misses_what_windows_lacks_and_other_libraries_do_not() -> None:
     code = "found = [hasattr(os, 'fork'), hasattr(signal, 'SIGKILL'), hasattr(select, 'poll')]"
     names = {"os": os, "signal": signal, "select": select}
@@ -79,6 +90,11 @@ def test_infeed_misses_what_windows_lacks_and_other_libraries_do_not() -> None:
         assert (ours["found"], theirs["found"]) == ([False] * 3, [True] * 3)
         assert not can_use_poll()
         assert memory_use() == MemoryUse()  # no /proc
+        assert open_process(os.getpid()) is None
+        for ask in ("Path('/proc/self/stat').read_text()", "list(Path('/sys').iterdir())", "open('/proc/self/stat')"):
+            exec(f"def ask(): {ask}", ours := {"Path": Path, "__name__": "infeed.somewhere"})
+            with pytest.raises(FileNotFoundError):
+                ours["ask"]()
     assert can_use_poll()
     assert memory_use().resident_bytes > 0
 

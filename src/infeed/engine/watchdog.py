@@ -13,7 +13,7 @@ from infeed.errors import LoadTimeoutError
 from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import TaskId, WorkerId
 from infeed.workers.pool import WorkerPool
-from infeed.workers.status import UNKNOWN, Doing, StatusBoard
+from infeed.workers.status import Doing, StatusBoard
 
 _LOG: Final = logging.getLogger("infeed")
 # Warn if a worker is stuck for 10 s and for 30 times the usual time of a sample.
@@ -85,7 +85,7 @@ class Watchdog:
                     continue
                 stack = self._pool.stack_of(worker, doing.stack_fd, kills=True)
                 # Race: a worker that is asked for its stack may have moved on meanwhile; with a stack file, it is dead.
-                if doing.stack_fd != UNKNOWN or self._status_board.doing(worker)[:4] == doing[:4]:
+                if doing.stack_fd > 0 or self._status_board.doing(worker)[:4] == doing[:4]:
                     self._killed[worker] = Overdue(worker, doing, for_s, stack)
                     self._pool.kill(worker)
             elif self._must_warn(worker, doing, for_s, usual_s * rows):

@@ -139,7 +139,7 @@ def name_process(name: str) -> None:
 
 def open_process(pid: int) -> int | None:
     """Return a descriptor that becomes readable when the process exits; ``None`` if the platform has none."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and hasattr(os, "pidfd_open"):  # some builds of Python lack it
         with suppress(OSError):
             return os.pidfd_open(pid)
     return None
