@@ -228,8 +228,9 @@ class ConnectionPoller(Poller):
         while True:
             is_sending = False
             for link in self._links.values():
-                link.flush()
-                is_sending |= link.has_outgoing
+                if link.has_outgoing:
+                    link.flush()
+                    is_sending |= link.has_outgoing
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             turn_s = left_s if not is_sending else _TURN_S if left_s is None else min(_TURN_S, left_s)
             ready = _wait([self._wake_read, *self._links], turn_s)
