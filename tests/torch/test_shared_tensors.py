@@ -1,14 +1,22 @@
-"""Tensors in shared memory stay shared between the training loop's process and workers, both ways."""
+"""Tensors and arrays in shared memory stay shared between the training loop's process and workers, both ways."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import multiprocessing
 import os
 import signal
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import infeed
 from tests.helpers import DEADLINE_S, run_script
 
 torch = pytest.importorskip("torch")
@@ -160,3 +168,114 @@ def test_tensors_that_torch_shares_by_name_stay_shared(tmp_path: Path) -> None:
     """As on macOS and Windows; also where workers are replaced."""
     result = run_script(tmp_path, BY_NAME)
     assert result.code == 0, result.err
+
+
+# --- arrays and tensors over memory that forked workers would share
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_by_multiprocessing() -> None:
+    """Its heap and its resource tracker stay. They come before any test counts descriptors and processes."""
+    multiprocessing.RawArray("b", 3 << 20)
+    resource_tracker.ensure_running()
+
+
+def raw_array() -> Any:
+    return np.ctypeslib.as_array(multiprocessing.RawArray(ctypes.c_float, 24)).reshape(8, 3)
+
+
+def wide_array() -> Any:
+    return np.ctypeslib.as_array(multiprocessing.RawArray(ctypes.c_float, 8 * 30_000)).reshape(8, 30_000)
+
+
+def mapped_file(folder: Path) -> Any:
+    (folder / "file").write_bytes(bytes(5000))
+    with (folder / "file").open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 5000), np.float32, 24, 100).reshape(8, 3)
+
+
+def anonymous(_: Path) -> Any:
+    return np.frombuffer(mmap.mmap(-1, 96), np.float32).reshape(8, 3)
+
+
+SHARED: dict[str, Callable[[Path], Any]] = {
+    "RawArray": lambda _: raw_array(),
+    "Array with a lock": lambda _: np.ctypeslib.as_array(multiprocessing.Array("f", 24).get_obj()).reshape(8, 3),
+    "tensor over an array": lambda _: torch.from_numpy(raw_array()),
+    "columns": lambda _: torch.from_numpy(wide_array())[:, 7:10],
+    "array of a shared tensor": lambda _: torch.zeros(8, 3).share_memory_().numpy(),
+    "backwards": lambda _: raw_array()[::-1, ::-1],
+    "recarray": lambda _: raw_array().view(np.recarray),
+    "file": mapped_file,
+}
+
+
+class Caching:
+    """Samples are what the cache had; loading counts in it."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache, self.same = cache, cache[2:]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        before = float(self.cache[index][0])
+        self.cache[index][0] += index + 1
+        return before if self.cache[7][0] == self.same[5][0] else -1.0
+
+
+@pytest.mark.linux("torch forks its workers there")
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.filterwarnings("error")
+def test_arrays_over_shared_memory_stay_shared(tmp_path: Path, kind: str) -> None:
+    cache = SHARED[kind](tmp_path)
+    loader = ours.DataLoader(Caching(cache), num_workers=1, persistent_workers=True, timeout=DEADLINE_S)
+    assert torch.cat(list(loader)).tolist() == [0] * 8
+    assert [float(row[0]) for row in cache] == list(range(1, 9))
+    cache[0][0] = 50
+    assert torch.cat(list(loader)).tolist() == [50, *range(2, 9)]
+    loader.close()
+
+
+@pytest.mark.linux("torch forks its workers there")
+def test_an_array_over_named_shared_memory_stays_shared() -> None:
+    memory = SharedMemory(create=True, size=96)
+    try:
+        dataset: Any = Caching(np.ndarray((8, 3), np.float32, memory.buf))
+        assert len(list(ours.DataLoader(dataset, num_workers=1, timeout=DEADLINE_S))) == 8
+        assert dataset.cache[:, 0].tolist() == list(range(1, 9))
+        del dataset.cache, dataset.same
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+@pytest.mark.linux("torch forks its workers there")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("convert", [lambda array: array, torch.from_numpy], ids=["array", "tensor"])
+def test_memory_that_only_forked_workers_can_share_runs_on_torchs(tmp_path: Path, convert: Callable[[Any], Any]) -> None:
+    dataset = Caching(convert(anonymous(tmp_path)))
+    with pytest.warns(RuntimeWarning, match=r"dataset\.cache is a .*anonymous shared memory.*RawArray"):
+        assert len(list(ours.DataLoader(dataset, num_workers=1, timeout=DEADLINE_S))) == 8
+    assert [float(row[0]) for row in dataset.cache] == list(range(1, 9))
+    with infeed.DataLoader(dataset, num_workers=1) as loader, pytest.raises(infeed.WorkerStartError, match=r"dataset\.cache"):
+        next(iter(loader))
+
+
+def test_batches_in_a_dataset_are_copied() -> None:
+    """Their memory is infeed's, which uses it for later batches."""
+    with infeed.DataLoader(np.zeros((8, 3), np.float32), 8, num_workers=1) as loader:
+        (batch,) = list(loader)
+    dataset = Caching(batch)
+    assert len(list(ours.DataLoader(dataset, num_workers=1, timeout=DEADLINE_S))) == 8
+    assert not np.asarray(dataset.cache).any()
+
+
+def test_an_array_in_private_memory_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(96))
+    with (tmp_path / "file").open("rb") as file:
+        private = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.float32).reshape(8, 3)
+    dataset = Caching(private)
+    assert len(list(ours.DataLoader(dataset, num_workers=1, timeout=DEADLINE_S))) == 8
+    assert not private.any()

@@ -103,6 +103,13 @@ def test_the_culprit_is_found_and_its_path_can_be_read(make: Callable[[], Any], 
     assert found == (path, LOCK)
 
 
+def test_the_middle_of_a_long_path_is_left_out() -> None:
+    nested: Any = LOCK
+    for name in reversed("abcdefghijklmnopqrst"):
+        nested = Plain(**{name: nested})
+    assert find_culprit(nested, "dataset") == ("dataset.a.b.c.d … .q.r.s.t", LOCK)
+
+
 def test_what_pickles_has_no_culprit() -> None:
     """Nothing is wrong, so nothing is named."""
     assert find_culprit({"a": [1, np.zeros(3), len]}, "dataset") is None

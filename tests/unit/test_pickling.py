@@ -338,6 +338,12 @@ def test_torch_is_a_module_that_hugging_face_datasets_need_if_they_name_it(obj: 
     assert ("torch" in modules) == is_needed
 
 
+def test_a_class_of_a_module_that_is_not_imported_travels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy imports ``numpy.rec`` on first use only. Another class of its name fails in ``super()``."""
+    monkeypatch.delitem(sys.modules, "numpy.rec", raising=False)
+    assert pickle.loads(dump_by_value(np.recarray, set())[0]) is np.recarray
+
+
 @pytest.mark.parametrize("mode", ["r", "rb", "w"])
 def test_an_open_file_is_refused(tmp_path: Path, mode: str) -> None:
     """Sent along, it would be another file, or its text; here it is an error that names what it is."""

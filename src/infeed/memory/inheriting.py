@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
+
+# Memory that processes share only by fork, and what to use instead.
+ANONYMOUS_MEMORY: Final = "anonymous shared memory (mmap)"
+USE_ARRAY: Final = "create it over a multiprocessing.RawArray"
 
 # In a worker: the inherited descriptors.
 _handed: Final[list[int]] = []
@@ -33,6 +38,12 @@ class HandedFd:
     def detach(self) -> int:
         """Duplicate the inherited descriptor. ``multiprocessing`` calls this when it unpickles an object."""
         return os.dup(_handed[self._number])
+
+
+def hand(fd: int) -> HandedFd:
+    """Return what a pickle contains for a descriptor of this process. Only in ``starting``, and not on Windows."""
+    assert _now.start is not None
+    return HandedFd(_now.start.duplicate_for_child(fd))
 
 
 @final
@@ -55,20 +66,29 @@ class _Starting:
         return self.fds.index(fd)
 
 
+@final
+class _Now(threading.local):
+    start: _Starting | None = None
+
+
+_now: Final = _Now()
+
+
 @contextmanager
 def starting() -> Iterator[list[int]]:
     """Allow pickling of ``multiprocessing`` objects in this context; yield the descriptors that workers must inherit."""
     context: Any = sys.modules.get("multiprocessing.context")
-    if context is None:
-        yield []
-        return
-    start = _Starting()
-    before = context.get_spawning_popen()
-    context.set_spawning_popen(start)
+    before, start = _now.start, _Starting()
+    popen = None if context is None else context.get_spawning_popen()
     try:
+        _now.start = start
+        if context is not None:
+            context.set_spawning_popen(start)
         yield start.fds
     finally:
-        context.set_spawning_popen(before)
+        _now.start = before
+        if context is not None:
+            context.set_spawning_popen(popen)
 
 
 def tracker_fd() -> int | None:
@@ -122,8 +142,7 @@ def reduce_shared_storage(torch: Any, storage: Any) -> Any:
     if torch.multiprocessing.get_sharing_strategy() == "file_system":
         return _open_named_storage, storage._share_filename_cpu_()
     fd, size = storage._share_fd_cpu_()
-    context: Any = sys.modules["multiprocessing.context"]
-    return _open_storage, (HandedFd(context.get_spawning_popen().duplicate_for_child(fd)), size)
+    return _open_storage, (hand(fd), size)
 
 
 def _map_file(path: str, size: int) -> Any:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
@@ -29,6 +29,11 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname
 from infeed.memory.inheriting import is_shared_storage, reduce_shared, reduce_shared_storage
 from infeed.memory.reopening import reduce_handle
 from infeed.memory.shared_arrays import is_plain_tensor, reduce_shared_memory
+
+if sys.platform == "linux":
+    from infeed.memory.mappings import SharedMappings
+else:
+    SharedMappings = None  # torch copies such memory there, too
 
 _DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
 
@@ -100,12 +105,15 @@ _ALIGN: Final = 16
 class _Region:
     """A byte range of a storage. It is pickled once, however many tensors are views of it."""
 
-    __slots__ = ("begin", "end", "storage")
+    __slots__ = ("begin", "end", "mappings", "storage")
 
-    def __init__(self, storage: Any, begin: int, end: int) -> None:
-        self.storage, self.begin, self.end = storage, begin, end
+    def __init__(self, storage: Any, begin: int, end: int, mappings: SharedMappings | None) -> None:
+        self.storage, self.begin, self.end, self.mappings = storage, begin, end, mappings
 
     def __reduce__(self) -> Any:
+        mapped = None if self.mappings is None else self.mappings.find_storage(self.storage, self.begin, self.end)
+        if mapped is not None:
+            return _storage_over, (*mapped, self.end - self.begin)
         torch = sys.modules["torch"]
         size = self.end - self.begin
         raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.begin, (size,), (1,)).numpy()
@@ -114,17 +122,23 @@ class _Region:
 
 @final
 class TensorReducer:
-    """Reduces the tensors and storages of one object, and records which parts of which storages have been pickled."""
+    """Reduces the tensors and storages of one object, and records which parts of which storages have been pickled.
+
+    Also reduces arrays in shared mappings.
+    """
 
     def __init__(self, *, keeps_shared: bool) -> None:
         """Create a reducer. With ``keeps_shared``, the receiver maps storages in shared memory instead of copying them."""
         self._keeps_shared = keeps_shared
+        self._mappings = SharedMappings() if keeps_shared and SharedMappings is not None else None
         self._regions: dict[int, list[_Region]] = {}  # by the address of torch's C++ storage object
         # Regions already in the pickle turned out to overlap: pickle again, now that all regions are known.
         self.must_repeat = False
 
     def reduce(self, obj: Any) -> Any:
-        """Reduce a CPU tensor or storage, or return ``NotImplemented``."""
+        """Reduce a CPU tensor, a storage or an array in a shared mapping, or return ``NotImplemented``."""
+        if isinstance(obj, np.ndarray):
+            return NotImplemented if self._mappings is None else self._mappings.reduce_array(obj)
         torch: Any = sys.modules.get("torch")
         if torch is None:
             return NotImplemented
@@ -149,10 +163,11 @@ class TensorReducer:
         if self._keeps_shared and is_shared_storage(torch, storage):
             return _rebuild_tensor, (storage, name, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         span = itemsize * (1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)))
-        if span > max(_MOST_BYTES, _MOST_TIMES * tensor.numel() * itemsize):
-            tensor = tensor.contiguous()
-            storage, span = tensor.untyped_storage(), tensor.numel() * itemsize
         begin = itemsize * tensor.storage_offset()
+        is_mapped = self._mappings is not None and self._mappings.find_storage(storage, begin, begin + span) is not None
+        if span > max(_MOST_BYTES, _MOST_TIMES * tensor.numel() * itemsize) and not is_mapped:
+            tensor = tensor.contiguous()
+            storage, begin, span = tensor.untyped_storage(), 0, tensor.numel() * itemsize
         region = self._region(storage, begin, begin + span, itemsize)
         offset = (begin - region.begin) // itemsize
         return _rebuild_tensor, (region, name, offset, tuple(tensor.shape), tensor.stride())
@@ -172,7 +187,7 @@ class TensorReducer:
             begin -= begin % _ALIGN
             end = max(end, regions[last - 1].end)
             grown, (first, last) = (first, last), _touched(regions, begin, end)
-        made = _Region(storage, begin, end)
+        made = _Region(storage, begin, end, self._mappings)
         regions[first:last] = [made]
         return made
 
@@ -198,6 +213,12 @@ def _rebuild_storage(buffer: Any) -> Any:
     if not memoryview(buffer).nbytes:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _storage_over(memory: Any, begin: int, size: int) -> Any:
+    import torch  # lazy: needed only for torch storages
+
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin).untyped_storage()
 
 
 def _rebuild_typed_storage(storage: Any, dtype_name: str) -> Any:
@@ -403,14 +424,15 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             if type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
                 return import_module, (obj.__name__,)  # cloudpickle supports plain modules only, not torch.ops or lazy modules
         elif isinstance(obj, type | FunctionType) and obj.__module__ is not None:
+            _import_public_module(obj.__module__)
             self._modules.add(obj.__module__)
         for reduce in (
             _reduce_draw,
             _reduce_memmap,
             reduce_handle,
             reduce_shared_memory,
-            _reduce_array,
             self._tensors.reduce,
+            _reduce_array,
             reduce_callable,
             reduce_shared,
         ):
@@ -418,6 +440,13 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             if reduced is not NotImplemented:
                 return reduced
         return super().reducer_override(obj)
+
+
+def _import_public_module(name: str) -> None:
+    """Import the submodule that a class belongs to, as pickle does. cloudpickle would pickle ``numpy.recarray`` by value."""
+    if name not in sys.modules and "." in name and name.partition(".")[0] in sys.modules:
+        with suppress(ImportError):
+            import_module(name)
 
 
 def _reduce_draw(obj: Any) -> Any:

@@ -124,29 +124,42 @@ def _contents(cell: CellType) -> Any:
 # Maximum number of objects inspected: enough for the attributes of any dataset, but not for a million elements.
 _CULPRIT_LOOKS: Final = 2000
 _CULPRIT_ELEMENTS: Final = 100
+# Steps of a long path that are shown at either end.
+_SHOWN_STEPS: Final = 4
 
 
-def find_culprit(root: Any, name: str) -> tuple[str, Any] | None:
-    """Return the innermost part of ``root`` that cannot be pickled, with its path, such as ``dataset.cache.lock``."""
-    if _pickles(root):
+def find_culprit(root: Any, name: str, *, keeps_shared: bool = False) -> tuple[str, Any] | None:
+    """Return the innermost part of ``root`` that cannot be pickled, with its path, such as ``dataset.cache.lock``.
+
+    Args:
+        keeps_shared: As for ``dump_by_value``.
+    """
+    if _pickles(root, keeps_shared):
         return None
-    path, culprit = name, root
+    culprit, steps = root, []
     seen = {id(root)}
     for _ in range(_CULPRIT_LOOKS):
         inside = _pickled_parts(culprit)
-        inner = next(((step, part) for step, part in inside if id(part) not in seen and not _pickles(part)), None)
+        inner = next(((step, part) for step, part in inside if id(part) not in seen and not _pickles(part, keeps_shared)), None)
         if inner is None:
             break
-        (form, argument), culprit = inner
+        step, culprit = inner
+        steps.append(step)
         seen.add(id(culprit))
-        path += form.format(argument)
-    return path, culprit
+    return _short_path(name, steps), culprit
 
 
-def _pickles(value: Any) -> bool:
+def _short_path(name: str, steps: list[Step]) -> str:
+    """Return the path with the middle of long ones left out, as in ``dataset.a.b.c … .x.y.z``."""
+    if len(steps) <= 2 * _SHOWN_STEPS + 1:
+        return path_of(name, tuple(steps))
+    return f"{path_of(name, tuple(steps[:_SHOWN_STEPS]))} … {path_of('', tuple(steps[-_SHOWN_STEPS:])).lstrip()}"
+
+
+def _pickles(value: Any, keeps_shared: bool) -> bool:
     try:
         # The callback discards buffers, so that large arrays take no time here.
-        ByValuePickler(io.BytesIO(), lambda _buffer: None, set(), TensorReducer(keeps_shared=False)).dump(value)
+        ByValuePickler(io.BytesIO(), lambda _buffer: None, set(), TensorReducer(keeps_shared=keeps_shared)).dump(value)
     except Exception:  # a user-defined __reduce__ may raise anything
         return False
     return True

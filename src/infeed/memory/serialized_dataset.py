@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from infeed.errors import WorkerStartError
 from infeed.formatting import type_name
-from infeed.memory.inheriting import starting, tracker_fd
+from infeed.memory.inheriting import ANONYMOUS_MEMORY, USE_ARRAY, starting, tracker_fd
 from infeed.memory.pickling import dump_by_value, load, spans
 from infeed.memory.reopening import advice
 from infeed.memory.search import find_culprit
@@ -48,7 +48,7 @@ def send(named: dict[str, Any], obj: object, store: SegmentStore) -> SerializedD
         WorkerStartError: Something in it cannot be pickled; the message names the object and its path.
     """
     modules: set[str] = set()
-    with _explaining(named), starting() as fds:
+    with starting() as fds, _explaining(named, keeps_shared=True):
         data, buffers = dump_by_value(obj, modules, keeps_shared=True)
     chunks: list[Any] = [data, *buffers]
     sizes = [memoryview(chunk).nbytes for chunk in chunks]
@@ -72,19 +72,19 @@ def copy_out(named: dict[str, Any], obj: object) -> list[Any]:
     Raises:
         WorkerStartError: Something in it cannot be pickled; the message names the object and its path.
     """
-    with _explaining(named), copying_shared():
+    with _explaining(named, keeps_shared=False), copying_shared():
         data, buffers = dump_by_value(obj, set())
     return [data, *buffers]
 
 
 @contextmanager
-def _explaining(named: dict[str, Any]) -> Iterator[None]:
+def _explaining(named: dict[str, Any], *, keeps_shared: bool) -> Iterator[None]:
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:  # a user-defined __getstate__ or __reduce__ may raise anything
-        raise _explained(named, error) from error
+        raise _explained(named, error, keeps_shared=keeps_shared) from error
 
 
 def receive(serialized: SerializedDataset, reader: SegmentReader) -> Any:
@@ -94,13 +94,15 @@ def receive(serialized: SerializedDataset, reader: SegmentReader) -> Any:
     return load(bytes(chunks[0]), chunks[1:])
 
 
-def _explained(named: dict[str, Any], error: Exception) -> WorkerStartError:
+def _explained(named: dict[str, Any], error: Exception, *, keeps_shared: bool) -> WorkerStartError:
     for name, value in named.items():
-        culprit = find_culprit(value, name)
+        culprit = find_culprit(value, name, keeps_shared=keeps_shared)
         if culprit is not None:
             path, found = culprit
-            reason = f"{path} is a {type_name(found)}, which cannot be pickled"
-            hint = f"{advice(found)}; or ".removeprefix("; or ")
+            is_anonymous = ANONYMOUS_MEMORY in str(error)
+            problem = f"is in {ANONYMOUS_MEMORY}, which workers cannot map" if is_anonymous else "cannot be pickled"
+            reason = f"{path} is a {type_name(found)}, which {problem}"
+            hint = f"{USE_ARRAY if is_anonymous else advice(found)}; or ".removeprefix("; or ")
             text = (
                 f"{name} cannot be sent to workers: {reason}; {hint}open it on first use or in "
                 f"worker_init_fn, exclude it in __getstate__, or use worker='thread'\n  pickle error: {error}"

@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from infeed.engine.session import Session
 from infeed.errors import ConfigError, WorkerStartError
+from infeed.memory.inheriting import ANONYMOUS_MEMORY, USE_ARRAY
 from infeed.metrics.statistics import Statistics, Trace
 from infeed.options import TORCH_OPTIONS, AutoCount, Options, core_limit
 from infeed.torch.iterator import EngineIter, InlineIter, WorkersIter
@@ -53,13 +54,13 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
     try:
         made = (WorkersIter if loader.num_workers > 0 else InlineIter)(loader, session)
     except WorkerStartError as error:
-        is_for_forks = _is_for_forks(error)
-        if error.unpicklable is None or not (is_for_forks or _torch_forks(loader)):
+        cure = _cure(error)
+        if error.unpicklable is None or not (cure is _NEW_CONTEXT or _torch_forks(loader)):
             raise  # torch's workers could not receive it either
         generator.set_state(before)  # torch draws the base seed again
         # Remember the reason: pickling may be slow, and the next epoch would fail again.
         loader.__dict__[_UNPICKLABLE] = why = error.unpicklable
-        return _refuse(loader, why, _NEW_CONTEXT if is_for_forks else _LEAVE_OUT)
+        return _refuse(loader, why, cure)
     loader.__dict__.pop(_REFUSED, None)
     TALLY.serve(session)
     return made
@@ -281,7 +282,10 @@ class TaughtCollate:
         return torch_collation.collate(samples, collate_fn_map=self._taught)
 
 
-def _is_for_forks(error: WorkerStartError) -> bool:
-    """Whether the unpicklable object is a multiprocessing lock, queue or value, which torch can pass to its workers."""
+def _cure(error: WorkerStartError) -> str:
+    """Return what to change so that infeed's workers can receive the dataset."""
     text = f"{error} {error.__cause__}"
-    return any(words in text for words in ("through inheritance", "SemLock", "fork context"))
+    # A multiprocessing lock, queue or value, which torch can pass to its workers.
+    if any(words in text for words in ("through inheritance", "SemLock", "fork context")):
+        return _NEW_CONTEXT
+    return USE_ARRAY if ANONYMOUS_MEMORY in text else _LEAVE_OUT
