@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +65,41 @@ class Refusing:
         raise Refusing.Error("not today")
 
 
+class Wrapping:
+    """``__getattr__`` recurses without end while the object has no attributes yet, as in unpickling."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Misreduced(Holding):
+    def __reduce__(self) -> Any:
+        return Misreduced, ()
+
+
+def _of_a_module_that_workers_cannot_import(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("loaded_from_a_path")
+    exec("class Numbers(list): pass", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.Numbers(range(4))
+
+
+UNPICKLING: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "RecursionError": lambda _: Wrapping(range(4)),
+    "TypeError": lambda _: Misreduced(None),
+    "ModuleNotFoundError": _of_a_module_that_workers_cannot_import,
+}
+
+
 def _hdf5(folder: Path) -> Any:
     return pytest.importorskip("h5py").File(folder / "a.h5", "w")
 
@@ -117,6 +154,36 @@ def test_infeeds_own_loader_raises(held: Any) -> None:
         pytest.raises(infeed.WorkerStartError, match=r"dataset\.inner\['held'\]"),
         infeed.DataLoader(Holding(held), 2, num_workers=1) as loader,
     ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("kind", UNPICKLING)
+def test_what_workers_cannot_unpickle_runs_on_torchs_workers(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    dataset = UNPICKLING[kind](monkeypatch)
+    batches, words = collected(ours.DataLoader(dataset, **OPTIONS))
+
+    assert batches == [[0, 1], [2, 3]] * 2
+    assert len(words) == 1
+    assert f"cannot be unpickled in a worker: {kind}" in words[0]
+
+
+def test_what_workers_cannot_unpickle_takes_nothing_from_the_sampler() -> None:
+    torch.manual_seed(5)
+    loader = ours.DataLoader(Wrapping(range(4)), sampler=iter([3, 1, 2, 0]), **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = [batch.tolist() for batch in loader]
+    drawn = torch.rand(())
+    torch.manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_()  # the base seed
+    assert batches == [[3, 1], [2, 0]]
+    assert drawn == torch.rand(())
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_neither_loaders_workers_can_unpickle_raises() -> None:
+    loader = ours.DataLoader(Wrapping(range(4)), multiprocessing_context="spawn", **OPTIONS)
+    with pytest.raises(infeed.WorkerStartError, match="RecursionError"):
         next(iter(loader))
 
 

@@ -99,6 +99,8 @@ _COOLING_LOOK_S: Final = 0.0005
 # A training loop that finds its batches ready need not read worker messages. But workers would starve: their queued tasks may
 # last only 2 ms. So the engine reads messages once per millisecond, at the cost of a system call.
 POLL_NS: Final = 1_000_000
+# How long the first epoch waits for a worker that unpickles the dataset.
+_START_S: Final = 30.0
 # How long an exhausted epoch waits for workers that are still in worker_init_fn.
 _INIT_S: Final = 5.0
 # Upper limit of the grain size in per-sample times: a batch that is collated as a whole has no finite grain size.
@@ -249,6 +251,39 @@ class Engine:
         if prefetched is not None:
             self._abandon(prefetched.epoch)
         self._feed = self._setup.make_feed(start, asked)
+
+    def await_start(self) -> None:
+        """Wait until one worker has the dataset, before the sampler is asked. The wait is limited: unpickling may hang.
+
+        Raises:
+            WorkerStartError: The dataset cannot be unpickled in a worker.
+        """
+        with self._lock:
+            self._driver = threading.get_ident()
+            try:
+                self._await_start()
+            except BaseException:
+                self._is_closed = True  # as in next_batch
+                raise
+            finally:
+                self._driver = 0
+                if self._is_closed:
+                    self._tear_down()
+
+    def _await_start(self) -> None:
+        began_ns = time.perf_counter_ns()
+        deadline_s = began_ns / 1e9 + _START_S
+        while self.scaling.awaits_first and not (self._scheduler.is_lost or self._faults.is_storm or self._is_closed):
+            left_s = deadline_s - time.perf_counter()
+            if left_s <= 0:
+                break
+            self._handle_messages(self._pool.receive(left_s))
+        self.metrics.changed_over(began_ns, time.perf_counter_ns())
+        if isinstance(self._fatal, WorkerStartError) and self._fatal.unpicklable is not None:
+            self._error, self._fatal = self._fatal, None
+            raise self._take_error()
+        if self._is_closed:
+            raise LoaderClosedError(_MSG_CLOSED)
 
     def prime(self) -> None:
         """Start loading the epoch before the training loop asks for its first batch.

@@ -205,6 +205,8 @@ def start_error(worker: WorkerId, failure: Failure) -> BaseException:
         fix = "every worker builds its own copy; use fewer workers, memory-map its files, or use worker='thread'"
     start = WorkerStartError(f"worker {worker} could not build the dataset: {failure.kind}: {failure.text}; {fix}")
     start.__cause__ = error
+    if not isinstance(error, MemoryError):
+        start.unpicklable = f"the dataset cannot be unpickled in a worker: {failure.line}"
     return start
 
 

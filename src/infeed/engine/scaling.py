@@ -141,6 +141,11 @@ class WorkerScaling:
         """Whether ``worker_init_fn`` may still raise in a worker."""
         return self._has_init and bool(self._starting)
 
+    @property
+    def awaits_first(self) -> bool:
+        """Whether workers are starting and none has become ready yet."""
+        return bool(self._starting) and self._starting == self._started
+
     def stop_awaiting(self) -> None:
         """Stop waiting for workers that take too long to start."""
         self._starting.clear()

@@ -82,6 +82,8 @@ class WorkerHandle:
 class EngineIter(_BaseDataLoaderIter):
     """A torch iterator on infeed's engine. torch's base class warns, draws the base seed and calls ``iter`` of the sampler."""
 
+    _awaits_start = False
+
     def __init__(self, loader: DataLoader[Any], session: Session) -> None:
         self._session = session  # not the loader, which may reference this iterator
         with self._plan.drawing(loader, session.next) as self._run:
@@ -103,7 +105,10 @@ class EngineIter(_BaseDataLoaderIter):
         # torch calls user code at this point: the sampler with workers, an iterable dataset without them.
         if self._num_workers > 0 or self._dataset_kind == _DatasetKind.Iterable:
             try:
-                self._epoch.begin().prime()
+                engine = self._epoch.begin()
+                if self._awaits_start:
+                    engine.await_start()
+                engine.prime()
             except BaseException:
                 self._epoch.leave()
                 raise
@@ -174,8 +179,10 @@ class WorkersIter(EngineIter, _MultiProcessingDataLoaderIter):
     _handles: list[WorkerHandle]
     _shutdown: bool
 
-    def __init__(self, loader: DataLoader[Any], session: Session) -> None:
+    def __init__(self, loader: DataLoader[Any], session: Session, *, awaits_start: bool) -> None:
+        """Create an iterator. With ``awaits_start``, a dataset that workers cannot unpickle raises here, before any batch."""
         self._handles = []
+        self._awaits_start = awaits_start
         self._prefetch_factor = loader.prefetch_factor
         super().__init__(loader, session)
 

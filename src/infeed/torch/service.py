@@ -37,9 +37,12 @@ _SESSION: Final = "_infeed_session"
 _MAKING: Final = threading.RLock()  # held while a Session is created
 # Loader attribute: the reason, if its latest iteration runs on torch's own iterator.
 _REFUSED: Final = "_infeed_refused"
-# Loader attribute: the reason why its dataset cannot be pickled for infeed's workers, after the first attempt.
+# Loader attribute: the reason why its dataset cannot be pickled for infeed's workers, or unpickled, after the first attempt.
 _UNPICKLABLE: Final = "_infeed_unpicklable"
+# Loader attribute: whether workers have unpickled its dataset once.
+_STARTED: Final = "_infeed_started"
 _LEAVE_OUT: Final = "exclude it in __getstate__ and open it in each worker on first use"
+_UNPICKLE: Final = "make pickle.loads(pickle.dumps(dataset)) work in a new process"
 _NEW_CONTEXT: Final = "create it with multiprocessing.get_context('spawn')"
 
 
@@ -52,7 +55,12 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
     generator = loader.generator if loader.generator is not None else torch.default_generator
     before = generator.get_state()
     try:
-        made = (WorkersIter if loader.num_workers > 0 else InlineIter)(loader, session)
+        if loader.num_workers > 0:
+            awaits_start = not loader.__dict__.get(_STARTED, False) and _torch_forks(loader)
+            made: EngineIter = WorkersIter(loader, session, awaits_start=awaits_start)
+            loader.__dict__[_STARTED] = True
+        else:
+            made = InlineIter(loader, session)
     except WorkerStartError as error:
         cure = _cure(error)
         if error.unpicklable is None or not (cure is _NEW_CONTEXT or _torch_forks(loader)):
@@ -288,4 +296,6 @@ def _cure(error: WorkerStartError) -> str:
     # A multiprocessing lock, queue or value, which torch can pass to its workers.
     if any(words in text for words in ("through inheritance", "SemLock", "fork context")):
         return _NEW_CONTEXT
-    return USE_ARRAY if ANONYMOUS_MEMORY in text else _LEAVE_OUT
+    if ANONYMOUS_MEMORY in text:
+        return USE_ARRAY
+    return _UNPICKLE if "unpickled" in (error.unpicklable or "") else _LEAVE_OUT
