@@ -972,8 +972,8 @@ def test_persistent_workers_live_as_long_as_the_loader() -> None:
 
 
 def still_alive(pids: set[int]) -> set[int]:
-    """Those that live on after the second that ending takes at most."""
-    deadline = time.monotonic() + 1
+    """Those that do not end by themselves. An idle worker would wait for a minute."""
+    deadline = time.monotonic() + DEADLINE_S
     while (left := pids & live_workers()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
@@ -1244,11 +1244,11 @@ journal.write("leaving")
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["persistent", "plain"])
 def test_an_early_end_with_four_busy_workers_is_quick(tmp_path: Path, kind: str) -> None:
-    """torch waits 5 seconds for each."""
+    """torch waits 5 seconds for each: 20 seconds in total."""
     journal = Journal(tmp_path / "journal")
     script = start_script(tmp_path, "import warnings; warnings.simplefilter('ignore')\n" + BUSY_EXIT, str(journal.path), kind)
     script.wait_line(journal, "leaving")
-    with assert_faster_than(5):
+    with assert_faster_than(15):
         result = script.finish()
     assert_clean(result)
 
@@ -1323,7 +1323,7 @@ def test_close_ends_workers_in_the_middle(tmp_path: Path) -> None:
     next(iterator)
     dataset.wait_blocked()
     del iterator
-    with assert_faster_than(5):
+    with assert_faster_than(DEADLINE_S):  # the sample does not end by itself
         loader.close()
     wait_until(lambda: not live_workers(), "the end of the workers")
     dataset.let_go()

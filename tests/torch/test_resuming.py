@@ -222,10 +222,13 @@ def test_a_stream_read_by_a_thread_resumed_at_any_moment_is_the_uninterrupted_on
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("case", ["shuffle", "stream with a state"])
+@pytest.mark.parametrize(
+    "case",
+    ["shuffle", "shuffle, generator", "sampler that draws", "stateful sampler", "stream with a state"],
+)
 def test_a_run_with_processes_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
     """Workers begin each epoch with the dataset that the main process has."""
-    assert_resumes(case, {"num_workers": 2}, every=4, following=1, epochs=1)
+    assert_resumes(case, {"num_workers": 2}, every=4, epochs=1)
 
 
 @pytest.mark.long
@@ -236,10 +239,12 @@ def test_runs_with_processes_resumed_at_many_moments_are_the_uninterrupted_ones(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("case", ["random numbers", "stateful sampler", "stream", "stream and iterator with states"])
+@pytest.mark.parametrize(
+    "case", ["random numbers", "shuffle, generator", "stateful sampler", "stream", "stream and iterator with states"]
+)
 def test_a_run_with_persistent_workers_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
     """Workers go on with the dataset that they have, and with the seed that they began with."""
-    assert_resumes(case, {"num_workers": 2, "persistent_workers": True}, every=7, following=1)
+    assert_resumes(case, {"num_workers": 2, "persistent_workers": True}, every=7)
 
 
 # --- by the process's own generator
