@@ -38,7 +38,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"worker": "fork"}, "worker='fork' is not supported; use 'process', 'thread', 'inline'"),
     ({"worker": "inline", "num_workers": 2}, "num_workers=2 is not supported with worker='inline'"),
     ({"start_method": "fork"}, "start_method='fork' is not supported; use 'auto', 'forkserver'"),
-    ({"shuffle": 1}, "shuffle=1 must be a bool"),
+    ({"shuffle": 1}, "shuffle=1 is not supported; use True, False or .block"),
     ({"drop_last": None}, "drop_last=None must be a bool"),
     ({"collate_fn": 3}, "collate_fn=3 must be callable"),
     ({"worker_init_fn": "f"}, "worker_init_fn='f' must be callable"),

@@ -49,7 +49,7 @@ if sys.platform == "win32":
     import _winapi
 
     @final
-    class _Outbox:
+    class _PipeOutbox:
         """Writes frames to a connection without blocking, and holds those that its pipe does not accept yet."""
 
         def __init__(self, conn: Connection[Any, Any]) -> None:
@@ -85,13 +85,14 @@ if sys.platform == "win32":
                     write.GetOverlappedResult(True)
 
     _ERROR_IO_INCOMPLETE: Final = 996
+    _Outbox = _PipeOutbox
 
 else:
     import socket
     import struct
 
     @final
-    class _Outbox:
+    class _SocketOutbox:
         """Writes frames to a connection without blocking, and holds those that its socket does not accept yet."""
 
         def __init__(self, conn: Connection[Any, Any]) -> None:
@@ -130,6 +131,7 @@ else:
     _LONG_LENGTH: Final = struct.Struct("!iQ")
     _LONGEST: Final = 0x7FFFFFFF
     _WRITE_BYTES: Final = 1 << 20
+    _Outbox = _SocketOutbox
 
 
 @final
