@@ -9,7 +9,6 @@ On other systems ``multiprocessing`` does not fork by default, and any loader co
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import re
@@ -23,7 +22,8 @@ import numpy as np
 
 from infeed.memory.inheriting import ANONYMOUS_MEMORY, HandedFd, hand
 
-assert sys.platform == "linux"
+if sys.platform == "linux":
+    import fcntl
 
 # Writable shared mappings in /proc/self/maps: begin, end, offset, inode, path.
 _MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +(/.*)$", re.MULTILINE)
@@ -48,12 +48,13 @@ class SharedMapping:
     @cached_property
     def descriptor(self) -> int | None:
         """Return a descriptor of this process that is open for the mapped file."""
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # that of the listing itself is closed
-                # Not the device, which differs on overlay file systems.
-                is_same = os.readlink(f"/proc/self/fd/{name}") == self.path and os.fstat(int(name)).st_ino == self.inode
-                if is_same and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
-                    return int(name)
+        if sys.platform == "linux":
+            for name in os.listdir("/proc/self/fd"):
+                with suppress(OSError):  # that of the listing itself is closed
+                    # Not the device, which differs on overlay file systems.
+                    is_same = os.readlink(f"/proc/self/fd/{name}") == self.path and os.fstat(int(name)).st_ino == self.inode
+                    if is_same and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                        return int(name)
         return None
 
 
@@ -121,6 +122,8 @@ class SharedMappings:
 
 
 def _shared_mappings() -> Iterator[SharedMapping]:
+    if sys.platform != "linux":
+        return
     with open("/proc/self/maps", "rb") as file:
         found = _MAPPING.findall(file.read())
     for begin, end, offset, inode, path in found:

@@ -27,13 +27,9 @@ import numpy as np
 from cloudpickle.cloudpickle import _lookup_module_and_qualname
 
 from infeed.memory.inheriting import is_shared_storage, reduce_shared, reduce_shared_storage
+from infeed.memory.mappings import SharedMappings
 from infeed.memory.reopening import reduce_handle
 from infeed.memory.shared_arrays import is_plain_tensor, reduce_shared_memory
-
-if sys.platform == "linux":
-    from infeed.memory.mappings import SharedMappings
-else:
-    SharedMappings = None  # torch copies such memory there, too
 
 _DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
 
@@ -130,7 +126,7 @@ class TensorReducer:
     def __init__(self, *, keeps_shared: bool) -> None:
         """Create a reducer. With ``keeps_shared``, the receiver maps storages in shared memory instead of copying them."""
         self._keeps_shared = keeps_shared
-        self._mappings = SharedMappings() if keeps_shared and SharedMappings is not None else None
+        self._mappings = SharedMappings() if keeps_shared else None
         self._regions: dict[int, list[_Region]] = {}  # by the address of torch's C++ storage object
         # Regions already in the pickle turned out to overlap: pickle again, now that all regions are known.
         self.must_repeat = False
