@@ -325,3 +325,36 @@ def test_a_memory_mapped_file_is_a_dataset(engine: dict[str, Any], tmp_path: Any
     with infeed.DataLoader(rows, batch_size=4, **engine) as loader:
         assert [batch.tolist() for batch in loader] == [rows[begin : begin + 4].tolist() for begin in (0, 4, 8)]
         assert {type(batch) for batch in loader} == {np.ndarray}
+
+
+@pytest.mark.process
+def test_instances_of_local_classes_with_slots_arrive() -> None:
+    """Their class is pickled by value."""
+
+    class Base:
+        __slots__ = ("__private", "base")
+
+        def __init__(self) -> None:
+            self.base, self.__private = 1, 2
+
+        def private(self) -> int:
+            return self.__private
+
+    class Slotted(Base):
+        __slots__ = {"value": "documented"}
+
+    @dataclass(slots=True)
+    class Local:
+        value: Any
+
+    def load(index: int) -> Any:
+        slotted = Slotted()
+        slotted.value = index
+        assert not hasattr(slotted, "__dict__")
+        return Local(index), slotted
+
+    with infeed.DataLoader(Tree(3, load), None, num_workers=1) as loader:
+        for index, (local, slotted) in enumerate(loader):
+            assert local == Local(index)
+            assert type(slotted) is Slotted
+            assert (slotted.value, slotted.base, slotted.private()) == (index, 1, 2)

@@ -24,7 +24,7 @@ from typing import Any, Final, final
 
 import cloudpickle
 import numpy as np
-from cloudpickle.cloudpickle import _lookup_module_and_qualname
+from cloudpickle.cloudpickle import _lookup_module_and_qualname, _make_skeleton_class
 
 from infeed.memory.inheriting import is_shared_storage, reduce_shared, reduce_shared_storage
 from infeed.memory.mappings import SharedMappings
@@ -399,7 +399,7 @@ class _ByValueResultPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloud
             reduced = reduce(obj)
             if reduced is not NotImplemented:
                 return reduced
-        return super().reducer_override(obj)
+        return _keep_slots(obj, super().reducer_override(obj))
 
 
 @final
@@ -435,7 +435,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             reduced = reduce(obj)
             if reduced is not NotImplemented:
                 return reduced
-        return super().reducer_override(obj)
+        return _keep_slots(obj, super().reducer_override(obj))
 
 
 def _import_public_module(name: str) -> None:
@@ -443,6 +443,13 @@ def _import_public_module(name: str) -> None:
     if name not in sys.modules and "." in name and name.partition(".")[0] in sys.modules:
         with suppress(ImportError):
             import_module(name)
+
+
+def _keep_slots(obj: Any, reduced: Any) -> Any:
+    """Create a class that is pickled by value with its ``__slots__``. cloudpickle sets them later, when they have no effect."""
+    if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple) and reduced[0] is _make_skeleton_class:
+        reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
+    return reduced
 
 
 def _reduce_draw(obj: Any) -> Any:
