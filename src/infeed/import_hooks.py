@@ -16,7 +16,13 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
     if name in sys.modules:
         call()
     else:
-        sys.meta_path.insert(0, _Finder(name, call))
+        when_any_imported({name: call})
+
+
+def when_any_imported(calls: dict[str, Callable[[], None]]) -> None:
+    """Call the function of each module after that module is imported, and remove it from ``calls``, which may change."""
+    if calls and not any(isinstance(finder, _Finder) and finder.calls is calls for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(calls))
 
 
 @contextmanager
@@ -43,26 +49,28 @@ def _find_behind(finder: Any, name: str, path: Any, target: Any) -> importlib.ma
 
 @final
 class _Finder:
-    """Finder that wraps the loader of one module and calls a function after that module has been executed.
+    """Finder that wraps the loaders of some modules and calls a function after such a module has been executed.
 
     It stays installed until then, because ``importlib.util.find_spec`` queries finders without importing, and a failed import
     may be retried.
     """
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name, self._call = name, call
+    def __init__(self, calls: dict[str, Callable[[], None]]) -> None:
+        self.calls = calls
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        spec = _find_behind(self, fullname, path, target) if fullname == self._name else None
+        spec = _find_behind(self, fullname, path, target) if fullname in self.calls else None
         if spec is not None and spec.loader is not None:
-            spec.loader = cast(Any, _Loader(spec.loader, self._execute))
+            spec.loader = cast(Any, _Loader(spec.loader, partial(self._execute, fullname)))
         return spec
 
-    def _execute(self, execute: Callable[[], None]) -> None:
+    def _execute(self, name: str, execute: Callable[[], None]) -> None:
         execute()
-        if self in sys.meta_path:  # otherwise the module is being executed a second time
+        call = self.calls.pop(name, None)
+        if not self.calls and self in sys.meta_path:
             sys.meta_path.remove(self)
-            self._call()
+        if call is not None:  # otherwise the module is being executed a second time
+            call()
 
 
 @final

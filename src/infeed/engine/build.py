@@ -42,6 +42,7 @@ from infeed.workers.loop import Runner
 from infeed.workers.pool import WorkerPool
 from infeed.workers.process import ProcessPool
 from infeed.workers.process_tools import is_importing
+from infeed.workers.program_state import PickledProgramState
 from infeed.workers.protocol import Making, Seeding, Source, WorkerSpec
 from infeed.workers.ray_options import RayWorkers
 from infeed.workers.status import StatusBoard
@@ -244,7 +245,7 @@ def _pool(
         return Runner(spec, source, arena, cell, recorder, recalls)
 
     def process_pool() -> ProcessPool:
-        serialized = send(given, source, store)
+        serialized = send(given, (PickledProgramState(), source), store)
         if ray is None and plan not in _advised:
             _advised.add(plan)
             usual = min(len(specs), ceil(config.core_limit)) if config.is_auto else len(specs)
@@ -265,7 +266,7 @@ def _pool(
 
         return RayPool(
             connection=Connection(connect()),
-            parts=copy_out(given, source),
+            parts=copy_out(given, (PickledProgramState(), source)),
             segments=arena,
             status_board=status_board,
             specs=specs,

@@ -46,6 +46,7 @@ from infeed.workers.process_tools import (
     queued_ns,
     watch_parent,
 )
+from infeed.workers.program_state import ProgramState
 from infeed.workers.protocol import (
     END_S,
     IDLE_S,
@@ -111,6 +112,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], 
         fds: inherited descriptors: that of the shared memory, if it has one, then those that the dataset needs.
         report_imports: called before each answer: reports imports to the fork server, if this worker was forked.
     """
+    _explain_missing_names()
     before = threading.active_count()
     timeout_s: float | None = None
     while True:
@@ -139,6 +141,18 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], 
         # Frees reference cycles of the dataset. Runs after the answer, because a collection is slow with torch imported.
         gc.unfreeze()
         gc.collect()
+
+
+def _explain_missing_names() -> None:
+    """Explain to user code that looks up a name of the script in ``__main__`` why it is missing."""
+
+    def explain(name: str) -> NoReturn:
+        text = f"module '__main__' has no attribute {name!r}"
+        if not name.startswith("__"):
+            text += f" in a worker, because workers do not run the script; move {name} to a module, or store it in the dataset"
+        raise AttributeError(text)
+
+    vars(sys.modules["__main__"])["__getattr__"] = explain
 
 
 def _has_children() -> bool:
@@ -179,7 +193,10 @@ def _work_for(birth: Birth, end: WorkerEnd, memory_fd: int | None, report_import
         for handle in birth.segments:
             segments.add(handle)
         with importing():
-            source: Source = receive(birth.serialized, reader)
+            loaded: tuple[ProgramState, Source] = receive(birth.serialized, reader)
+        program_state, source = loaded
+        program_state.settle()
+        del program_state, loaded
         recorder = recorder_over(status_board, birth.spec.worker, birth.spec.observe)
         runner = Runner(birth.spec, source, segments, cell, recorder)
         doing = "running worker_init_fn"

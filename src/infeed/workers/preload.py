@@ -99,6 +99,8 @@ def is_installed(module: ModuleType) -> bool:
 @lru_cache(maxsize=4096)
 def is_installed_file(file: str) -> bool:
     """Whether a module file is in a folder of Python or of installed packages."""
+    if file.startswith(_installed_prefixes()):  # 100 times as fast as the following, for most of thousands of modules
+        return True
     path = Path(file)
     return any(path.is_relative_to(root) for root in _installed_roots()) or not _INSTALL_FOLDERS.isdisjoint(path.parts)
 
@@ -110,6 +112,11 @@ def _installed_roots() -> tuple[Path, ...]:
     roots.update(site.getsitepackages())
     roots.add(site.getusersitepackages())
     return tuple(Path(root) for root in roots)
+
+
+@lru_cache(maxsize=1)
+def _installed_prefixes() -> tuple[str, ...]:
+    return tuple(f"{root}{os.sep}" for root in _installed_roots())
 
 
 # --- early start of the fork server

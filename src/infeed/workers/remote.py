@@ -28,6 +28,7 @@ from infeed.workers.exceptions import BUILDING, Failure
 from infeed.workers.loop import Runner
 from infeed.workers.native_threads import limit_pools, thread_variables
 from infeed.workers.process_tools import importing, keep_freed_memory, memory_use, queued_ns
+from infeed.workers.program_state import ProgramState
 from infeed.workers.protocol import (
     DecodeError,
     FromWorker,
@@ -162,7 +163,10 @@ class RemoteWorker:
             seed_lazily()
             is_small = sum(part.nbytes for part in parts) <= _COPIED_BYTES
             with importing():
-                source: Source = load(bytes(parts[0]), [part.copy() if is_small else part for part in parts[1:]])
+                buffers = [part.copy() if is_small else part for part in parts[1:]]
+                loaded: tuple[ProgramState, Source] = load(bytes(parts[0]), buffers)
+            program_state, source = loaded
+            program_state.settle()
             recorder = self._board.recorder(WorkerId(0), birth.spec.observe)
             runner = self._runner = Runner(birth.spec, source, self._buffer, self._cell, recorder)
             doing = "running worker_init_fn"
