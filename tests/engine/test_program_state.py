@@ -26,6 +26,24 @@ OBJECT = None
 _ready = False
 _file = None
 
+class Config:
+    depth = 1
+
+    def __init__(self):
+        self.width = 10
+        self.ready = False
+        self.connection = None
+
+    def connect(self):
+        self.connection = open(__file__)
+        self.ready = True
+
+class Store(Config):
+    pass
+
+settings = Config()
+store = Store()
+
 def set_size(size):
     global SIZE
     SIZE = size
@@ -61,6 +79,12 @@ def read_globals():
     config.open_file().readable()
     shared = config.OPTIONS is OPTIONS
     return config.SIZE, OPTIONS, shared, config.NAMES, config.NEW, config.OBJECT
+
+def read_attributes():
+    if not config.store.ready:
+        config.store.connect()
+    config.store.connection.readable()
+    return config.Config.depth, config.settings.width, config.settings.ready
 """
 HEAD = """
 import sys
@@ -108,6 +132,22 @@ def test_globals_of_user_modules_reach_workers(tmp_path: Path, method: str) -> N
     )
     line = "({}, {{'scale': 5}}, True, ['data'], ('a', 1.5), None)\n"
     assert out == line.format(64) + line.format(65)
+
+
+@METHODS
+def test_attributes_of_classes_and_objects_of_user_modules_reach_workers(tmp_path: Path, method: str) -> None:
+    """A module often has its configuration in a class or in one object. An object that has connected itself is left alone."""
+    out = shown(
+        tmp_path,
+        method,
+        """
+        config.Config.depth = 2
+        config.settings.width = 20
+        config.store.connect()
+        show(data.read_attributes)
+        """,
+    )
+    assert out == "(2, 20, False)\n"
 
 
 @METHODS

@@ -1,11 +1,12 @@
-"""Carries state of the program's modules to workers: settings of libraries, and globals of the user's modules.
+"""Carries state of the program's modules to workers: settings of libraries, and variables of the user's modules.
 
 torch forks workers, so they have the state that the program has set in modules since their import. infeed's workers import the
 modules themselves, so they get that state with the dataset:
 
 * ``_SETTINGS``: settings of well-known libraries, applied to libraries that the worker has imported, or when it imports them.
-* Globals of the user's modules that are plain data. They are applied once the dataset is unpickled: modules may fill each
-  other's globals at import, for instance with names that may be registered only once.
+* Variables of the user's modules that are plain data: globals, and attributes of the module's classes and of their instances
+  there. They are applied once the dataset is unpickled: modules may fill each other's variables at import, for instance with
+  names that may be registered only once.
 
 The state of a loader is read once, with its dataset, so a worker that replaces another gets the same. Nothing is imported for
 this, in either process. What cannot be read, compared or written is skipped.
@@ -52,7 +53,8 @@ def _read_umask(_: ModuleType) -> int:
 
 
 def _read_filters(_: ModuleType) -> list[tuple[Any, ...]]:
-    return [(*one[:2], one[2].__module__, one[2].__qualname__, *one[3:]) for one in warnings.filters]
+    filters: list[Any] = list(warnings.filters)
+    return [(*one[:2], one[2].__module__, one[2].__qualname__, *one[3:]) for one in filters]
 
 
 def _write_filters(_: ModuleType, filters: list[tuple[Any, ...]]) -> None:
@@ -119,7 +121,7 @@ def _write_settings(name: str, values: Iterable[bytes | None]) -> None:
                 setting.write(module, value)
 
 
-# --- globals of the user's modules
+# --- variables of the user's modules
 
 # Larger values are tables rather than settings. An estimate, at 8 bytes per object.
 _MOST_BYTES: Final = 64 << 10
@@ -157,16 +159,28 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-class _Globals(NamedTuple):
-    """The global variables of one module, without functions, classes and modules."""
+_Key = tuple[str, str]  # the name in the module, and that of the class
+
+
+class _Variables(NamedTuple):
+    """The variables of a module, class or object, without functions, classes and modules."""
 
     plain: dict[str, Any]
     others: list[str]
 
 
-def _read_globals(module: ModuleType) -> _Globals:
-    found = _Globals({}, [])
+def _owners(module: ModuleType) -> Iterator[tuple[_Key, Any]]:
+    """Yield what has variables: the module, the classes that it defines, and its objects of these classes."""
+    yield ("", ""), module
     for name, value in list(vars(module).items()):
+        cls = value if isinstance(value, type) else type(value)
+        if cls.__module__ == module.__name__ and hasattr(value, "__dict__"):
+            yield (name, cls.__qualname__), value
+
+
+def _read_variables(owner: Any) -> _Variables:
+    found = _Variables({}, [])
+    for name, value in list(vars(owner).items()):
         if type(value) in _DEFINITIONS:
             continue
         if _is_plain(value):
@@ -177,13 +191,18 @@ def _read_globals(module: ModuleType) -> _Globals:
     return found
 
 
-def _write_globals(module: ModuleType, found: _Globals) -> None:
-    present = vars(module)
-    changed = {name: value for name, value in found.plain.items() if name not in present or not _is_same(present[name], value)}
+def _write_variables(module: ModuleType, owner: Any, found: _Variables) -> None:
+    present = vars(owner)
+    changed = {name for name, value in found.plain.items() if name not in present or not _is_same(present[name], value)}
     if changed:
         built = {name for name in found.others if name not in present or _is_plain(present[name])}
-        for name in changed.keys() - _self_initialized(module, set(changed), built):
-            present[name] = changed[name]
+        if built and owner is not module:
+            return  # the other variables of a class or object may be about what was built
+        for name in changed - _self_initialized(module, owner, changed, built):
+            if isinstance(owner, type):
+                setattr(owner, name, found.plain[name])
+            else:
+                present[name] = found.plain[name]  # not setattr: it may call user code
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -202,24 +221,23 @@ def _is_own(name: str, module: Any) -> bool:
     return spec is not None and spec.name == name and bool(spec.has_location)
 
 
-def _self_initialized(module: ModuleType, names: set[str], built: set[str]) -> set[str]:
-    """Return those of the global ``names`` that say what the module has initialized in this process.
+def _self_initialized(module: ModuleType, owner: Any, names: set[str], built: set[str]) -> set[str]:
+    """Return those of the ``names`` that say what the module has initialized in this process.
 
     These are the names that a function of the module sets together with an object ``built`` in the program only, and flags
     that a function both reads and sets (``if not ready: connect(); ready = True``). A worker initializes such things itself.
     """
+    load, store = ("LOAD_GLOBAL", "STORE_GLOBAL") if owner is module else ("LOAD_ATTR", "STORE_ATTR")
     found: set[str] = set()
     for code in _codes(module):
         if names.isdisjoint(code.co_names):
             continue
-        loaded: set[str] = set()
-        stored: set[str] = set()
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-                (loaded if instruction.opname == "LOAD_GLOBAL" else stored).add(instruction.argval)
+        used = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname in (load, store)]
+        stored = {name for opname, name in used if opname == store}
+        loaded = {name for opname, name in used if opname == load}
         if stored & built:
             found |= stored
-        found |= {name for name in loaded & stored if type(vars(module).get(name)) in (NoneType, bool)}
+        found |= {name for name in loaded & stored if type(vars(owner).get(name)) in (NoneType, bool)}
     return found & names
 
 
@@ -246,8 +264,8 @@ _WAITING: Final[dict[str, Callable[[], None]]] = {}
 class ProgramState:
     """State of the program's modules, for a worker."""
 
-    def __init__(self, settings: dict[str, list[bytes | None]], own_globals: dict[str, _Globals]) -> None:
-        self._settings, self._globals = settings, own_globals
+    def __init__(self, settings: dict[str, list[bytes | None]], variables: dict[str, dict[_Key, _Variables]]) -> None:
+        self._settings, self._variables = settings, variables
 
     def adopt(self) -> None:
         """Apply the settings of libraries, now or when they are imported. Call it before the dataset is unpickled."""
@@ -266,7 +284,7 @@ class ProgramState:
         for name, values in self._settings.items():
             if name in sys.modules:
                 _write_settings(name, values)
-        for name in self._globals:
+        for name in self._variables:
             if name in sys.modules:
                 self._restore(name)
             else:
@@ -274,8 +292,11 @@ class ProgramState:
         when_any_imported(_WAITING)
 
     def _restore(self, name: str) -> None:
+        module, variables = sys.modules[name], self._variables[name]
         with suppress(Exception):  # user-defined objects may raise anything
-            _write_globals(sys.modules[name], self._globals[name])
+            for key, owner in _owners(module):
+                if key in variables:
+                    _write_variables(module, owner, variables[key])
 
 
 @final
@@ -287,16 +308,16 @@ class PickledProgramState:
 
     def __init__(self) -> None:
         settings = {name: _read_settings(name) for name in _SETTINGS if sys.modules.get(name) is not None}
-        own_globals = {}
+        variables = {}
         for name in [name for name in list(sys.modules) if name not in _FOREIGN]:
             with suppress(Exception):  # not a module, or another thread is changing it
                 if _is_own(name, sys.modules[name]):
-                    own_globals[name] = _read_globals(sys.modules[name])
+                    variables[name] = {key: _read_variables(owner) for key, owner in _owners(sys.modules[name])}
                 else:
                     _FOREIGN.add(name)
         try:
             # In one pickle, because modules may share a container: `from config import OPTIONS`.
-            self._data = pickle.dumps(ProgramState(settings, own_globals), _PROTOCOL)
+            self._data = pickle.dumps(ProgramState(settings, variables), _PROTOCOL)
         except Exception:  # another thread is changing a container
             self._data = pickle.dumps(ProgramState(settings, {}), _PROTOCOL)
 
