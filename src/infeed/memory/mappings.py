@@ -25,8 +25,10 @@ from infeed.memory.inheriting import ANONYMOUS_MEMORY, HandedFd, hand
 if sys.platform == "linux":
     import fcntl
 
-# Writable shared mappings in /proc/self/maps: begin, end, offset, inode, path.
-_MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +(/.*)$", re.MULTILINE)
+# Writable shared mappings in /proc/self/maps: begin, end, offset, inode, path. Mappings of devices, such as GPUs, are left out.
+_MAPPING: Final = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +(/(?!dev/(?!shm/|zero )).*)$", re.MULTILINE
+)
 # The kernel's path of memory that was mapped without a descriptor.
 _ANONYMOUS: Final = "/dev/zero (deleted)"
 # infeed's own memory. Batches in it are pickled by value, because their slot is reused once this process has released it.
@@ -47,7 +49,7 @@ class SharedMapping:
 
     @cached_property
     def descriptor(self) -> int | None:
-        """Return a descriptor of this process that is open for the mapped file."""
+        """A descriptor of this process that is open for the mapped file."""
         if sys.platform == "linux":
             for name in os.listdir("/proc/self/fd"):
                 with suppress(OSError):  # that of the listing itself is closed
@@ -76,7 +78,8 @@ class SharedMappings:
     def find(self, begin: int, end: int) -> tuple[SharedMapping, int] | None:
         """Return the mapping that contains these addresses, and the offset of the first one in it."""
         if self._mappings is None:
-            self._mappings = list(_shared_mappings())
+            with open("/proc/self/maps", "rb") as file:
+                self._mappings = list(parse_maps(file.read()))
         for mapping in self._mappings:
             if mapping.begin <= begin and end <= mapping.end:
                 return mapping, begin - mapping.begin
@@ -121,12 +124,9 @@ class SharedMappings:
         return None
 
 
-def _shared_mappings() -> Iterator[SharedMapping]:
-    if sys.platform != "linux":
-        return
-    with open("/proc/self/maps", "rb") as file:
-        found = _MAPPING.findall(file.read())
-    for begin, end, offset, inode, path in found:
+def parse_maps(maps: bytes) -> Iterator[SharedMapping]:
+    """Yield the user's shared mappings in the text of ``/proc/self/maps``."""
+    for begin, end, offset, inode, path in _MAPPING.findall(maps):
         name = os.fsdecode(path)
         if not name.startswith(_OWN):
             yield SharedMapping(int(begin, 16), int(end, 16), int(offset, 16), int(inode), name)

@@ -126,7 +126,7 @@ class TensorReducer:
     def __init__(self, *, keeps_shared: bool) -> None:
         """Create a reducer. With ``keeps_shared``, the receiver maps storages in shared memory instead of copying them."""
         self._keeps_shared = keeps_shared
-        self._mappings = SharedMappings() if keeps_shared else None
+        self._mappings = SharedMappings() if keeps_shared and sys.platform == "linux" else None
         self._regions: dict[int, list[_Region]] = {}  # by the address of torch's C++ storage object
         # Regions already in the pickle turned out to overlap: pickle again, now that all regions are known.
         self.must_repeat = False
