@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, load, main_by_value, spans
+from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, is_importable, load, main_by_value, spans
 
 Dump = Callable[[object], tuple[bytes, list[memoryview]]]
 
@@ -503,3 +503,12 @@ def test_a_module_of_a_class_of_its_own_is_imported_again(monkeypatch: pytest.Mo
     data, buffers = dump_by_value([lazy], set())
 
     assert load(data, buffers) == [lazy]
+
+
+@pytest.mark.parametrize(("module", "expected"), [("installed", True), ("__main__", False), ("__mp_main__", False)])
+def test_definitions_in_scripts_are_not_importable(monkeypatch: pytest.MonkeyPatch, module: str, expected: bool) -> None:
+    """In a process of multiprocessing, the script has another name, which other processes may not have."""
+    cls = type("Sample", (), {"__module__": module})
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(Sample=cls))
+
+    assert is_importable(cls) is expected
