@@ -284,7 +284,7 @@ def test_more_files_than_may_be_open_are_read_in_turn(tmp_path: Path, monkeypatc
 
 def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
-    with pytest.raises(infeed.StorageError, match=r"/a: reading 9 bytes at offset 3 failed: the file ends at 5"):
+    with pytest.raises(infeed.StorageError, match=r"a: reading 9 bytes at offset 3 failed: the file ends at 5"):
         LocalStorage().read([(str(tmp_path / "a"), 3, 9)], unversioned)  # type: ignore[list-item]
 
 
