@@ -253,6 +253,8 @@ def worker_processes() -> list[Any]:
 
 def is_of_tests(process: Any) -> bool:
     """Whether a process belongs to the S3 server of tests/shards or the cluster of tests/ray, if they still run."""
+    if sys.platform == "win32":
+        return False  # both need Linux; and Wine cannot name a process
     words = process.cmdline()
     is_script = any(word.endswith(".py") and "/ray/" in word for word in words)
     is_server = process.name() in ("node", "raylet", "gcs_server")

@@ -79,6 +79,7 @@ VERSIONS = {
 # Exit codes; pytest uses 0 to 5.
 SOME_FAILED = 1  # of pytest
 SETUP_FAILED = 70
+ENDED_EARLY = 71
 TOOK_TOO_LONG = 75
 CANNOT_RUN = 77  # Wine, or the Python whose standard library is used, is missing and cannot be installed here
 
@@ -419,6 +420,9 @@ def run_tests(prefix: Prefix, arguments: list[str]) -> int:
     second: list[str] = []
     code = run(prefix, [*tests, "--last-failed", "-n", "0"], TESTS_LIMIT_S, second)
     if code in (0, SOME_FAILED):
+        if not any(re.search(r"\b\d+ (passed|failed)\b.* in [\d.]+s", line) for line in second):
+            print("pytest ended without a summary: a test has ended its process", flush=True)
+            return ENDED_EARLY
         passed = [name for name in failed_tests(first) if name not in failed_tests(second)]
         print(f"passed when repeated: {len(passed)}", *passed, sep="\n  ", flush=True)
     return code

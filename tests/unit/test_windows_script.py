@@ -45,9 +45,15 @@ def tell(tool: ModuleType, *bodies: str) -> None:
 def test_tests_that_pass_when_repeated_are_counted(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """And named: a green run does not hide them."""
     other = FAILED.replace("test_one", "test_two")
-    tell(tool, f'echo "{FAILED}"; echo "{other}"; exit 1', f'echo "{other}"; exit 1')
+    tell(tool, f'echo "{FAILED}"; echo "{other}"; exit 1', f'echo "{other}"; echo "1 failed in 2.0s"; exit 1')
     assert tool.run_tests(tool.Prefix("3.11"), []) == 1
     assert "passed when repeated: 1\n  tests/test_a.py::test_one[5 MiB]\n" in capsys.readouterr().out
+
+
+def test_a_repetition_without_a_summary_is_no_success(tool: ModuleType) -> None:
+    """A test that ends the process of pytest ends it with any exit code, also with 0."""
+    tell(tool, f'echo "{FAILED}"; exit 1', "echo .; exit 0")
+    assert tool.run_tests(tool.Prefix("3.11"), []) == tool.ENDED_EARLY
 
 
 def test_a_run_that_does_not_end_is_killed(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
