@@ -18,7 +18,6 @@ from typing import Any, Final, final
 from infeed.doctor.evidence import Journal
 from infeed.doctor.thread_owners import PYTHON, find_owners
 from infeed.import_hooks import when_imported
-from infeed.options import is_torch_stream
 
 # Maximum nesting depth when searching a batch for arrays and tensors.
 _DEPTH: Final = 6
@@ -26,6 +25,8 @@ _DEPTH: Final = 6
 
 def settings_of(loader: Any) -> dict[str, Any]:
     """Return a loader's options under the field names of ``LoaderSeen``."""
+    from infeed.options import is_torch_stream  # not earlier: it imports NumPy, which the program has imported by now
+
     is_torch = type(loader).__module__ != "infeed"
     config = loader if is_torch else loader._session.config
     is_ours = not is_torch or any(cls.__module__.startswith("infeed.") for cls in type(loader).__mro__)

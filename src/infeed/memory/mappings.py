@@ -78,8 +78,9 @@ class SharedMappings:
     def find(self, begin: int, end: int) -> tuple[SharedMapping, int] | None:
         """Return the mapping that contains these addresses, and the offset of the first one in it."""
         if self._mappings is None:
-            with open("/proc/self/maps", "rb") as file:
-                self._mappings = list(parse_maps(file.read()))
+            self._mappings = []
+            with suppress(OSError), open("/proc/self/maps", "rb") as file:  # there may be no /proc
+                self._mappings += parse_maps(file.read())
         for mapping in self._mappings:
             if mapping.begin <= begin and end <= mapping.end:
                 return mapping, begin - mapping.begin

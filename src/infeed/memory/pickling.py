@@ -447,8 +447,9 @@ def _import_public_module(name: str) -> None:
 
 def _keep_slots(obj: Any, reduced: Any) -> Any:
     """Create a class that is pickled by value with its ``__slots__``. cloudpickle sets them later, when they have no effect."""
-    if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple) and reduced[0] is _make_skeleton_class:
-        reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
+    slots = vars(obj).get("__slots__") if isinstance(obj, type) else None
+    if slots and isinstance(reduced, tuple) and reduced[0] is _make_skeleton_class:
+        reduced[1][3]["__slots__"] = slots
     return reduced
 
 
