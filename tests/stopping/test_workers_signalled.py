@@ -116,7 +116,8 @@ def test_everything_of_ours_killed_at_once_is_replaced(tmp_path: Path) -> None:
             except infeed.LoadTimeoutError:
                 if dataset.is_blocked and not (tmp_path / "go").exists():
                     dataset.let_go()
-                    for process in psutil.Process().children(recursive=True):
+                    # Not all children: multiprocessing's resource tracker serves later tests too.
+                    for process in (fork_server(), *worker_processes()):
                         process.kill()
     assert flat(got) == list(range(40))
     close_fork_server()
