@@ -18,6 +18,7 @@ import pytest
 
 import infeed
 from infeed.collate.arrays import ArrayTable
+from infeed.delivery.host import HostDelivery
 from infeed.testing import FaultyDataset
 from infeed.workers.pool import News
 from infeed.workers.process import ProcessPool
@@ -424,6 +425,47 @@ def test_a_sample_that_cannot_be_sent_is_an_error_of_its_batch(process_engine: d
     assert [part for part in got if isinstance(part, list)] == [["0", "1"], ["4", "5"], ["6", "7"]]
     assert isinstance(got[1], TypeError)
     assert "pickle" in str(got[1]) + "".join(got[1].__notes__)
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_an_index_that_cannot_be_pickled_fails_its_batch(process_engine: dict[str, Any], prefetch: int) -> None:
+    """Its batch raises the error with index and position, in its turn; all other batches are delivered."""
+    keys = [0, 1, 2, 3, threading.Lock(), 5, 6, 7]
+    dataset = Tree(8, lambda i: i)
+    with infeed.DataLoader(dataset, batch_size=2, sampler=keys, prefetch=prefetch, **process_engine) as loader:
+        for epoch in range(2):
+            got = outcomes(loader)
+            assert [plain(part) for part in got if not isinstance(part, Exception)] == [[0, 1], [2, 3], [6, 7]]
+            assert isinstance(got[2], TypeError)
+            (note,) = got[2].__notes__
+            assert note.startswith("while pickling index=<unlocked _th")
+            assert f"(position 4 of epoch {epoch}, worker " in note
+
+
+def test_an_index_that_cannot_be_pickled_is_skipped_as_a_bad_sample(process_engine: dict[str, Any]) -> None:
+    """``on_error="skip"`` leaves out this index only."""
+    dataset = Tree(8, lambda i: i)
+    keys = [0, 1, 2, 3, threading.Lock(), 5, 6, 7]
+    with infeed.DataLoader(dataset, batch_size=2, sampler=keys, on_error="skip", **process_engine) as loader:
+        assert collected(loader) == [[0, 1], [2, 3], [5], [6, 7]]
+        (bad,) = loader.bad_samples
+        assert bad.position == 4
+
+
+def test_an_error_within_the_engine_ends_the_epoch_and_not_the_loader(
+    light_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine lost actions, so the iterator ends instead of waiting forever; the next epoch has a new engine."""
+    with infeed.DataLoader(Tree(8, lambda i: i), batch_size=2, **light_engine) as loader:
+        batches = iter(loader)
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(HostDelivery, "rows", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert collected(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["rows", "collated"])

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, assert_never, final
 
 from infeed.collate.layout import Layout, LayoutPool
 from infeed.delivery.host import HostDelivery
-from infeed.engine.faults import Faults, start_error, workers_error
+from infeed.engine.faults import Faults, not_sent, start_error, workers_error
 from infeed.engine.planning import Feed, PlannedBatch, StreamFeed, StreamShares
 from infeed.engine.progress import Progress, Record, SentTask
 from infeed.engine.scaling import AutoScaler, WorkerScaling
@@ -295,9 +295,13 @@ class Engine:
             began_ns = time.perf_counter_ns()
             assert self._feed is not None
             self._feed.prime()
-            # Plan in steps: workers load the first batches while the engine plans the others.
-            while self._plan(self._refill):
-                self._pool.flush()
+            try:
+                # Plan in steps: workers load the first batches while the engine plans the others.
+                while self._plan(self._refill):
+                    self._pool.flush()
+            finally:
+                if self._is_closed:
+                    self._tear_down()
             self.metrics.changed_over(began_ns, time.perf_counter_ns())
 
     def leave_epoch(self) -> None:
@@ -728,6 +732,10 @@ class Engine:
                         self._deliver(self._records.pop(action.batch), action.slot)
                     else:
                         self._do(action)
+        except BaseException:
+            # The other actions and events are lost, so the scheduler waits for answers that never come.
+            self._is_closed = True
+            raise
         finally:
             self._is_handling = False
             events.clear()
@@ -799,13 +807,14 @@ class Engine:
             indices = indices[first_row : first_row + grain_count * grain_size]
             rows = None if rows is None else rows[first_row : first_row + len(indices)]
         self._tasks[task] = SentTask(worker, batch, record, first_row, len(indices), layout)
-        self._pool.send(
-            worker,
-            LoadGrains(
-                task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
-                is_whole, indices, record.deaths is not None, rows,
-            ),
+        message = LoadGrains(
+            task, plan.epoch, plan.first_position, plan.row_count, first_row, block, layout,
+            is_whole, indices, record.deaths is not None, rows,
         )  # fmt: skip
+        try:
+            self._pool.send(worker, message)
+        except Exception as error:  # an index of a user class that cannot be pickled
+            self._load_failed(worker, not_sent(task, self._tasks[task], error, reports_bad=self._setup.handles_bad_samples))
 
     def _place(self, worker: WorkerId, task: TaskId, record: Record, slot: SlotId) -> None:
         block: Block | None = self._arena.block(slot)
@@ -909,7 +918,7 @@ class Engine:
           3. Close the pipes of the workers, which ends them; kill those in user code after a moment.
           4. Free memory last: a worker may write until it has exited or unmapped the memory.
         """
-        if self._is_closed:
+        if self._is_down:
             return
         self._is_closed = True
         self._pool.wake()

@@ -19,10 +19,11 @@ from infeed.engine.progress import Loss, Record, SentTask
 from infeed.engine.watchdog import Overdue, Watchdog
 from infeed.errors import LoadTimeoutError, WorkerDiedError, WorkerStartError
 from infeed.formatting import format_bytes, format_count
+from infeed.memory.pickling import dumps_by_value
 from infeed.plan.batches import grain_count
 from infeed.plan.order import plain_indices
 from infeed.scheduler.messages import BatchHasBadSamples, Event, TaskFailed, TaskId, WorkerDied, WorkerId
-from infeed.workers.exceptions import BUILDING, Failure
+from infeed.workers.exceptions import BUILDING, Failure, kept
 from infeed.workers.pool import Death, WorkerPool
 from infeed.workers.protocol import LoadFailed
 from infeed.workers.status import Doing, StatusBoard
@@ -193,6 +194,24 @@ class Faults:
 
     def _name(self, worker: WorkerId) -> str:
         return "main process" if self._is_inline else f"worker {worker}{self._pool.place_of(worker)}"
+
+
+def not_sent(task: TaskId, entry: SentTask, error: Exception, *, reports_bad: bool) -> LoadFailed:
+    """Return the failure of a task that cannot be sent to a worker, usually because an index cannot be pickled.
+
+    Args:
+        reports_bad: Whether to report all indices that cannot be pickled, because bad samples are handled.
+    """
+    bad: list[tuple[int, Failure]] = []
+    for row, index in enumerate(entry.indices, entry.first_row):
+        try:
+            dumps_by_value(index)
+        except Exception as cause:  # from a user class
+            position = entry.record.plan.first_position + row
+            bad.append((row, Failure.of(kept(cause), "pickling", index=index, position=position)))
+    if not bad:
+        return LoadFailed(task, Failure.of(kept(error), "sending a task"))
+    return LoadFailed(task, bad[0][1], bad=tuple(bad) if reports_bad else ())
 
 
 def start_error(worker: WorkerId, failure: Failure) -> BaseException:

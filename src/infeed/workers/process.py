@@ -181,9 +181,10 @@ class ProcessPool(WorkerPool):
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         member = self._members.get(worker)
         if member is not None:
-            if not member.frames:
-                self._unflushed.append(member)
+            was_flushed = not member.frames
             member.encoder.encode(message, member.frames)
+            if was_flushed:
+                self._unflushed.append(member)
 
     def flush(self) -> None:
         for member in self._unflushed:

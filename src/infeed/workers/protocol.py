@@ -316,15 +316,15 @@ class TaskEncoder:
         self._numbers: dict[int, tuple[int, Layout]] = {}
 
     def encode(self, message: ToWorker, frames: list[bytes]) -> None:
-        """Append the frames of a message."""
+        """Append the frames of a message. If pickling a user object in it raises, append nothing."""
         if isinstance(message, LoadGrains):
             task, epoch, position, row_count, first_row, block, layout, is_whole, indices, is_careful, rows = message
-            number = self._number(layout, frames)
-            segment, offset, size = block or (_NONE, _NONE, _NONE)
             if rows is None and isinstance(indices, np.ndarray):
                 tag, body = _GRAINS, indices.tobytes()
             else:
                 tag, body = _GRAINS_PICKLED, dumps_by_value((indices, rows))
+            number = self._number(layout, frames)
+            segment, offset, size = block or (_NONE, _NONE, _NONE)
             frames.append(
                 _TASK.pack(
                     tag, task, epoch, position, row_count, first_row, segment, offset, size, number, is_whole + 2 * is_careful
@@ -346,11 +346,12 @@ class TaskEncoder:
         known = self._numbers.get(id(layout))
         if known is not None:
             return known[0]
+        data = dumps_by_value(layout)
         if len(self._numbers) == _LAYOUTS_KEPT:
             self._numbers.clear()
         number = len(self._numbers)
         self._numbers[id(layout)] = number, layout
-        frames.append(bytes([_LAYOUT]) + _NUMBER.pack(number) + dumps_by_value(layout))
+        frames.append(bytes([_LAYOUT]) + _NUMBER.pack(number) + data)
         return number
 
 
