@@ -192,7 +192,7 @@ def _worker_count(name: str, value: Any) -> int:
 def _seed(name: str, value: Any) -> int | None:
     seed: int | None = _integer(None, "use seed=None to draw one", or_none=True)(name, value)
     if seed is not None and seed.bit_length() > MOST_SEED_BITS:
-        raise ConfigError(f"{name} must have at most {MOST_SEED_BITS} bits; a state cannot store a longer one")
+        raise ConfigError(f"{name}={short(value)} has more than {MOST_SEED_BITS} bits; use a smaller int")
     return seed
 
 

@@ -202,7 +202,7 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
         (["data"], 2, "'data' does not have the form module:dataset"),
         (["data:absent"], 3, "module 'data' has no 'absent'; it defines make, number"),
         (["data:number"], 3, "data:number is a int, not a dataset"),
-        (["bad:Needs"], 3, "bad:Needs() cannot be called: missing a required argument: 'root'; name a function without"),
+        (["bad:Needs"], 3, "bad:Needs() cannot be called: missing a required argument: 'root'; pass the name of a function"),
         (["bad:make"], 3, "bad:make could not be loaded: OSError: no such folder"),
         (["worse:train_set"], 3, "worse:train_set could not be loaded: ZeroDivisionError: division by zero"),
         (["bad:Broken", "--seconds", "0.1"], 3, "bad:Broken could not be loaded: ValueError: no such disk"),

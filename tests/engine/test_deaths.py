@@ -65,7 +65,7 @@ def test_the_log_says_who_died_and_how(
     assert (record.name, record.levelname) == ("infeed", "WARNING")
     how = rf"(was killed by|exited with) {KILLED_TEXT}"
     assert re.fullmatch(
-        rf"worker \d \(pid \d+\) {how}; it had \d+ samples? to load, .*; infeed replaces it", record.getMessage()
+        rf"worker \d \(pid \d+\) {how}; it was assigned \d+ samples?: indices .*; infeed replaces it", record.getMessage()
     )
 
 
@@ -80,7 +80,7 @@ def test_of_many_deaths_some_are_logged(
         assert flat(collected(loader)) == list(range(200))
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 4
-    assert [text.partition(" workers died within a minute; the last: worker ")[0] for text in said[2:]] == ["4", "8"]
+    assert [text.partition(" workers died within a minute; last death: worker ")[0] for text in said[2:]] == ["4", "8"]
 
 
 def test_a_log_handler_that_raises_keeps_nothing_from_being_loaded(process_engine: dict[str, Any], tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp
     assert [part for part in got if isinstance(part, list)] == [[i, i + 1, i + 2, i + 3] for i in (0, 4, 12, 16, 20)]
     text = got[2]
     assert "index=9 (position 9 of epoch 0, worker" in text
-    assert re.search(r"it had \d samples? to load, indices \[[^]]*9[],]", text)
+    assert re.search(r"it was assigned \d samples?: indices \[[^]]*9[],]", text)
     # The stand-in for Windows cannot tell.
     assert ("its memory at the last measurement" in text) == bool(memory_use().resident_bytes)
     assert re.search(KILLED_TEXT if how == "kill" else "exited with code 86", text)

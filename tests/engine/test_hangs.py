@@ -86,7 +86,7 @@ def test_sample_timeout_ends_the_worker_and_the_error_shows_where_it_was(start_m
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "sample_timeout": 0.5, "start_method": start_method}
     with assert_faster_than(25), infeed.DataLoader(Tree(12, hang), **options) as loader:
         batches = iter(loader)
-        with pytest.raises(infeed.LoadTimeoutError, match=r"sample_timeout=0\.5 seconds passed; worker . was killed") as caught:
+        with pytest.raises(infeed.LoadTimeoutError, match=r"sample_timeout=0\.5 s exceeded; worker . was killed") as caught:
             next(batches)
         assert flat(collected(batches)) == list(range(4, 12))
     assert f"in {hang.__name__}" in str(caught.value)
@@ -106,7 +106,7 @@ def test_sample_timeout_ends_a_native_call_that_signals_interrupt(forkserver: di
         with assert_faster_than(25):
             assert flat(collected(loader)) == [0, 1, 2, 4, 5]
         (bad,) = loader.bad_samples
-    assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 seconds passed")
+    assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 s exceeded")
 
 
 class Named:
@@ -141,7 +141,7 @@ def test_a_sample_that_takes_too_long_is_bad(process_engine: dict[str, Any], on_
         (bad,) = loader.bad_samples
     assert [len(batch) for batch in got] == [3 if on_error == "skip" else 4, 4, 4]
     assert 3 not in flat(got)
-    assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 seconds passed")
+    assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 s exceeded")
 
 
 def test_samples_within_the_limit_are_left_alone(forkserver: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def test_lists_are_arrays_that_may_be_written(tmp_path: Path) -> None:
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["x", "x"]), tmp_path / "a.parquet")
-    with pytest.raises(infeed.ShardError, match=r"a\.parquet has two columns 'x'"):
+    with pytest.raises(infeed.ShardError, match=r"a\.parquet has two columns named 'x'"):
         infeed.open(tmp_path)
 
 

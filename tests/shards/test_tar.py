@@ -102,7 +102,7 @@ def test_a_sample_without_a_requested_column_is_named(tmp_path: Path) -> None:
     dataset = infeed.open(tmp_path / "a.tar", columns=["txt"])
 
     assert dataset[1] == {"txt": b"t"}
-    with pytest.raises(infeed.ShardError, match=r"a\.tar: sample '0' has no 'txt', which columns requests; it has cls"):
+    with pytest.raises(infeed.ShardError, match=r"a\.tar: sample '0' has no column 'txt' \(found: cls\); remove it"):
         dataset[0]
 
 

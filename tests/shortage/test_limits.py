@@ -125,7 +125,7 @@ def test_a_limit_of_processes_or_threads_raises(tmp_path: Path) -> None:
     for line in lines(result):
         assert line == (
             "WorkerStartError | cannot start a worker: the limit of processes and threads is reached (ulimit -u: 1; a "
-            "container may have its own limit); raise the limit, use fewer workers, or end other programs"
+            "container may have its own limit); raise the limit, use fewer workers, or close other programs"
         )
     assert len(lines(result)) == 3
 

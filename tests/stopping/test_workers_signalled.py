@@ -59,7 +59,7 @@ def test_a_stopped_worker_is_logged_and_goes_on_when_continued(process_engine: d
             if len(seen) == 2 and stopped is None:
                 stopped = psutil.Process(seen.pop())
                 stopped.suspend()
-    assert "timeout=0.3 seconds passed without a batch" in told
+    assert "timeout=0.3 s exceeded without a batch" in told
     assert re.search(r"worker \d has ", told)  # what each worker does
     assert got == list(range(4000))
 

@@ -126,7 +126,7 @@ def test_the_limit_is_an_error_with_numbers_and_a_cure() -> None:
     arena = Arena(PaperStore(), limit_bytes=10 * MIB)
     arena.add_slot(8 * MIB)
     text = (
-        "memory_limit=10.0 MiB reached: 8.0 MiB is in use, and one more batch takes 3.0 MiB; raise memory_limit, lower "
+        "memory_limit=10.0 MiB reached: 8.0 MiB is in use, and the next batch needs 3.0 MiB; raise memory_limit, lower "
         "batch_size or prefetch, or release batches that you keep (copy the parts that you need)"
     )
 

@@ -22,10 +22,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"resources": {"a": "1"}}, "resources['a']='1' must be a finite number, at least 0"),
     ({"resources": {"a": -1}}, "resources['a']=-1 must be a finite number, at least 0"),
     ({"resources": {"a": math.inf}}, "resources['a']=inf must be a finite number, at least 0"),
-    ({"resources": {"CPU": 1}}, "resources has 'CPU', which is no custom resource; use cpus="),
-    ({"resources": {"memory": 1}}, "resources has 'memory', which is no custom resource"),
-    ({"resources": {1: 1}}, "resources has 1, which is no custom resource"),
-    ({"resources": {"": 1}}, "resources has '', which is no custom resource"),
+    ({"resources": {"CPU": 1}}, "resources has 'CPU', which is not a custom resource; use cpus="),
+    ({"resources": {"memory": 1}}, "resources has 'memory', which is not a custom resource"),
+    ({"resources": {1: 1}}, "resources has 1, which is not a custom resource"),
+    ({"resources": {"": 1}}, "resources has '', which is not a custom resource"),
 ]
 
 

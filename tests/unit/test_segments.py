@@ -190,10 +190,10 @@ def test_the_commit_limit_of_windows_has_a_fix_for_windows() -> None:
 
     error = CommitLimitError(22, "The paging file is too small for this operation to complete")
     assert str(refused(1 << 20, error, is_named=True)) == (
-        "cannot allocate 1.0 MiB of shared memory: memory and page file of Windows are used up; enlarge the page file, "
+        "cannot allocate 1.0 MiB of shared memory: Windows is out of memory and page file space; increase the page file, "
         "use fewer workers, or lower batch_size or prefetch, set memory_limit, or release batches that you keep"
     )
-    fix = "enlarge the page file, use fewer workers, or use worker='thread'"
+    fix = "increase the page file, use fewer workers, or worker='thread'"
     with pytest.raises(WorkerStartError, match=fix), explaining_limits():
         raise error
 

@@ -448,9 +448,7 @@ class Tuner:
         if count <= 2 * origin or enough > _SHRINK_LEAST * count:
             return None
         self._ceiling, self._has_rested, self._is_learning = enough + 1, True, True
-        return self._change(
-            enough, f"{count} workers raised throughput by {gain:.0%} over {origin}, for which fewer are enough"
-        )
+        return self._change(enough, f"{count} workers raised throughput by only {gain:.0%} over {origin}; fewer are enough")
 
     def _regret(self) -> Change | None:
         """Repeat a step that was reverted wrongly: its baseline came from few spells, which may have been unusually fast."""

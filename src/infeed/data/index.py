@@ -141,14 +141,18 @@ class IndexStore:
             try:
                 data = place.storage.read_whole(place.url)
             except OSError as error:
-                _LOG.warning("the index cannot be read and is re-created: %s", str(error))
+                _LOG.warning("cannot read the index: %s; infeed uses another copy or rebuilds it", str(error))
                 continue
             if data is None:
                 continue
             try:
                 index = self._parsed(data)
             except Exception as error:  # damage makes zipfile and NumPy raise almost anything
-                _LOG.warning("the index %s is damaged and is re-created: %s", place.url, str(error) or type(error).__name__)
+                _LOG.warning(
+                    "index %s is damaged: %s; infeed uses another copy or rebuilds it",
+                    place.url,
+                    str(error) or type(error).__name__,
+                )
                 continue
             unchanged = sum(map(eq, index.stats, stats))
             if unchanged > most:

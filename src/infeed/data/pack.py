@@ -100,7 +100,7 @@ def samples_of_dataset(dataset: Any, start: int = 0) -> Iterator[Sample]:
         key = f"{number:09d}"
         found = [_member(key, name, value) for name, value in sample.items() if not _is_metadata(name)]
         if not found:
-            raise ConfigError(f"sample {number} has no columns; leave it out of the dataset")
+            raise ConfigError(f"sample {number} has no columns; remove it from the dataset")
         members = {name.lower(): data for name, data in found}
         if len(members) < len(found):
             raise ConfigError(
@@ -121,7 +121,7 @@ def _member(key: str, name: Any, value: Any) -> tuple[str, bytes]:
     """
     where = f"sample {int(key)}, column {name!r}"
     if not isinstance(name, str):
-        raise ConfigError(f"{where}: the name is a {type(name).__qualname__}; use text")
+        raise ConfigError(f"{where}: the name is a {type(name).__qualname__}; use a str")
     try:
         extension, data = _encoded(name, value)
     except Exception as error:  # NumPy, Pillow and json raise several types

@@ -281,7 +281,7 @@ def _common_names(index: Index) -> list[str]:
         names, types = (part[name].tobytes().decode().split(_SEPARATOR) for name in ("names", "types"))
         twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
         if twice is not None:
-            raise ShardError(f"{url} has two columns {twice!r}; rename one of them")
+            raise ShardError(f"{url} has two columns named {twice!r}; rename one of them")
         first = first or (names, types)
         if names != first[0]:
             raise ShardError(f"{url} has columns {names}, but {index.urls[0]} has {first[0]}; open them separately")

@@ -108,7 +108,8 @@ class TarDataset(ShardDataset):
             start = int(self._member_stops[row - 1]) if row else 0
             found = [self._names[code] for code in self._codes[start : int(self._member_stops[row])].tolist()]
             raise ShardError(
-                f"{url}: sample {self.key(row)!r} has no {error.args[0]!r}, which columns requests; it has {', '.join(found)}"
+                f"{url}: sample {self.key(row)!r} has no column {error.args[0]!r} (found: {', '.join(found)}); remove it from "
+                "columns"
             ) from None
 
     def _described(self, row: int, url: str) -> str:

@@ -47,15 +47,15 @@ def load_dataset(target: str) -> Any:
             inspect.signature(found).bind()
         except TypeError as error:
             raise ConfigError(
-                f"{target}() cannot be called: {error}; name a function without arguments that returns the dataset"
+                f"{target}() cannot be called: {error}; pass the name of a function without arguments that returns the dataset"
             ) from None
         except ValueError:
             pass  # some built-ins have no signature
         found = found()
     if not _is_dataset(found):
         raise ConfigError(
-            f"{target} is a {type(found).__qualname__}, not a dataset; name an object with __getitem__ or __iter__, "
-            "or a function without arguments that returns one"
+            f"{target} is a {type(found).__qualname__}, not a dataset; pass the name of an object with __getitem__ or "
+            "__iter__, or of a function without arguments that returns one"
         )
     return found
 

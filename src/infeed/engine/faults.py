@@ -118,7 +118,7 @@ class Faults:
             listed = "" if plan.indices is None else f", indices {reprlib.repr(plain_indices(plan.indices))}"
             return WorkerDiedError(
                 f"{len(record.deaths)} workers died while loading the batch at position {plan.first_position} of epoch "
-                f"{plan.epoch}{listed}; the last: {record.deaths[-1].text}\n"
+                f"{plan.epoch}{listed}; last death: {record.deaths[-1].text}\n"
                 "  one of its samples probably kills the worker; load the batch with num_workers=0 to debug"
             )
         assert record.failures is not None
@@ -161,7 +161,7 @@ class Faults:
         count = sum(times[-1] - at < _MINUTE_S for at in times)
         text = self.last_death if self.is_storm else f"{self.last_death}; infeed replaces it"
         if count > LOGGED_DEATHS:
-            text = f"{count} workers died within a minute; the last: {text}"
+            text = f"{count} workers died within a minute; last death: {text}"
         is_many = count > LOGGED_DEATHS and count % LOGGED_EVERY
         _LOG.log(logging.INFO if is_reported or is_many else logging.WARNING, "%s", text)
 
@@ -171,7 +171,7 @@ class Faults:
         if overdue is not None:
             stack = f"; the worker's stack:\n{overdue.stack}" if overdue.stack else ""
             error: Exception = LoadTimeoutError(
-                f"sample_timeout={self._sample_timeout_s:g} seconds passed; worker {overdue.worker} was killed after "
+                f"sample_timeout={self._sample_timeout_s:g} s exceeded; worker {overdue.worker} was killed after "
                 f"{overdue.for_s:.1f} s; fix the sample, or raise sample_timeout{stack}"
             )
             return Failure.of(error, "loading sample" if row is not None else "loading samples", index=index, position=position)
@@ -179,7 +179,7 @@ class Faults:
         if len(losses) < _SAMPLE_DEATHS:
             return None
         error = WorkerDiedError(
-            f"{len(losses)} workers died while loading this sample; the last: {losses[-1].text}\n"
+            f"{len(losses)} workers died while loading this sample; last death: {losses[-1].text}\n"
             "  load it with num_workers=0 to debug, or skip such samples with on_error='skip'"
         )
         return Failure.of(error, "loading sample", index=index, position=position)
@@ -232,7 +232,7 @@ def start_error(worker: WorkerId, failure: Failure) -> BaseException:
 def workers_error(last_death: str) -> WorkerDiedError:
     """Return the error for workers that die as fast as they start."""
     return WorkerDiedError(
-        f"workers die before they load a sample; the last: {last_death}\n"
+        f"workers died before loading a sample; last death: {last_death}\n"
         "  run with num_workers=0 to debug, or see the output of the workers above"
     )
 
@@ -242,7 +242,7 @@ def _death_text(death: Death, doing: Doing, held: list[list[Any]]) -> str:
     text = death.text
     indices = [index for part in held for index in part]
     if indices:
-        text += f"; it had {format_count(len(indices), 'sample')} to load, indices {reprlib.repr(indices)}"
+        text += f"; it was assigned {format_count(len(indices), 'sample')}: indices {reprlib.repr(indices)}"
     if doing.rss_bytes:
         text += f"; its memory at the last measurement: {format_bytes(doing.rss_bytes)}"
     if death.cause is not None:

@@ -295,12 +295,12 @@ class Session:
             return None
         if not has_state:
             raise StateError(
-                f"state has a state of the dataset, but {name} has no state_dict() and load_state_dict(state); implement both"
+                f"state contains a dataset state, but {name} has no state_dict() and load_state_dict(state); implement both"
             )
         if self._loads_ahead and not self._is_epoch_edge(cursor):
             raise StateError(
-                f"state has a state of dataset={name} in mid-epoch, which is not supported with workers or device=: they load "
-                "ahead; use num_workers=0 without device, or remove state_dict() of the dataset"
+                f"state contains the state of dataset={name} in mid-epoch, which is not supported with workers or device=: "
+                "they load ahead; use num_workers=0 without device, or remove state_dict() of the dataset"
             )
         return dataset
 

@@ -115,7 +115,7 @@ class Watchdog:
         listed = "; ".join(busy) or "no worker has a task"
         where = "" if stack is None else f"\n  stack of the first:\n{stack}"
         return LoadTimeoutError(
-            f"timeout={timeout_s:g} seconds passed without a batch; raise timeout, or make loading faster\n  {listed}{where}"
+            f"timeout={timeout_s:g} s exceeded without a batch; raise timeout, or make loading faster\n  {listed}{where}"
         )
 
     def _stack_of(self, worker: WorkerId) -> str | None:

@@ -208,8 +208,8 @@ class Arena:
         count = max(1, min(wanted, room) // size)
         if size > room:
             raise MemoryLimitError(
-                f"memory_limit={format_bytes(self._limit)} reached: {format_bytes(self.total_bytes)} is in use, and one more "
-                f"batch takes {format_bytes(size)}; raise memory_limit, lower batch_size or prefetch, or release batches that "
+                f"memory_limit={format_bytes(self._limit)} reached: {format_bytes(self.total_bytes)} is in use, and the next "
+                f"batch needs {format_bytes(size)}; raise memory_limit, lower batch_size or prefetch, or release batches that "
                 "you keep (copy the parts that you need)"
             )
         try:

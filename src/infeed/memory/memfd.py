@@ -84,7 +84,7 @@ def open_memfd(address: Address) -> int:
     path = f"/proc/{address.pid}/fd/{address.fd}"
     # The system reuses pids and descriptor numbers; the name shows whether this is still the same memfd.
     if not os.readlink(path).startswith(f"/memfd:{address.name} "):
-        raise FileNotFoundError(errno.ENOENT, "no longer there", path)
+        raise FileNotFoundError(errno.ENOENT, "no longer exists", path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 

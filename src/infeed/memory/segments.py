@@ -178,7 +178,7 @@ def find_segment(address: Address, *, private: bool = False) -> mmap.mmap:
         if address.pid != os.getpid():
             _found_names[address.name] = (address.pid, os.getppid() == address.pid)
     if memory[: len(address.name)] != address.name.encode():
-        raise FileNotFoundError(errno.ENOENT, "no longer there", address.name)
+        raise FileNotFoundError(errno.ENOENT, "no longer exists", address.name)
     return memory
 
 
@@ -206,7 +206,7 @@ def refused(size: int, error: OSError, fix: str = FIX, *, is_named: bool = False
     """Return an error for a failed allocation: which limit was reached, how large it is, and how to fix it."""
     space, longest, files = process_limit("AS"), process_limit("FSIZE"), process_limit("NOFILE")
     if is_commit_limit(error):
-        found = f"memory and page file of Windows are used up; enlarge the page file, use fewer workers, or {fix}"
+        found = f"Windows is out of memory and page file space; increase the page file, use fewer workers, or {fix}"
     elif error.errno == errno.ENOMEM and space is not None:
         found = f"address space is limited to {format_bytes(space)} (ulimit -v); raise that limit, or {fix}"
     elif error.errno == errno.EFBIG and longest is not None:
@@ -394,7 +394,7 @@ if sys.platform == "win32":
             exists = False
         try:
             if exists:
-                raise FileExistsError(errno.EEXIST, "exists already", name)
+                raise FileExistsError(errno.EEXIST, "already exists", name)
             return mmap.mmap(-1, size, tagname=name, access=access)
         finally:
             _winapi.CloseHandle(handle)

@@ -478,7 +478,7 @@ def _add_text(numbers: Mapping[str, Any]) -> str:
 
 
 def _reduce_text(numbers: Mapping[str, Any]) -> str:
-    best = "More workers bring no gain. " if numbers.get("is_best") else ""
+    best = "More workers would not help. " if numbers.get("is_best") else ""
     gil = _GIL_IF if numbers.get("is_gil_possible") else ""
     return f"{best}Make it cheaper or use more cores, here or on other machines (worker='ray'){gil}.{_burst(numbers)}"
 
@@ -489,7 +489,7 @@ def _per_core_text(numbers: Mapping[str, Any]) -> str:
 
 
 ACTIONS: Final[dict[str, Any]] = {
-    "not-started": "no batch was requested yet.",
+    "not-started": "no batch has been requested yet.",
     "no-batch": lambda one: f"no batch in {format_count(one['epochs'], 'epoch')}; check the length of the dataset.",
     "too-early": lambda one: f"{format_count(one['batches'], 'batch', 'batches')} in {one['seconds']:.2f} s so far.",
     "none": "Faster data loading would not help.",
@@ -497,7 +497,7 @@ ACTIONS: Final[dict[str, Any]] = {
     "add-workers": _add_text,
     "add-workers-beyond-cores": lambda one: f"Add {_more(one)}; more than one per core is fine here.{_burst(one)}",
     "reduce-work": _reduce_text,
-    "reduce-io": lambda one: f"More workers bring no gain. Speed up what it waits for (disk, network).{_burst(one)}",
+    "reduce-io": lambda one: f"More workers would not help. Use faster storage or a faster network.{_burst(one)}",
     "set-num-workers": "Set num_workers={num_workers}.",
     "worker-per-core": _per_core_text,
     "workers-if-io-bound": "Set num_workers={num_workers} or more if loading is I/O-bound.",

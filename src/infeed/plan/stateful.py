@@ -63,7 +63,8 @@ def load_own_state(value: Any, state: Any) -> None:
         StateError: the object has no ``load_state_dict(state)``.
     """
     if not is_stateful(value):
-        raise StateError(f"state has a state of {type(value).__qualname__}, which has no load_state_dict(state); implement it")
+        name = type(value).__qualname__
+        raise StateError(f"state contains a state for {name}, but {name} has no load_state_dict(state); implement it")
     value.load_state_dict(copy.deepcopy(state))
 
 

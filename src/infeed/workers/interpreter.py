@@ -66,9 +66,7 @@ def explaining_limits() -> Iterator[None]:
     except OSError as error:
         number = error.errno
         if is_commit_limit(error):
-            text = (
-                "memory and page file of Windows are used up; enlarge the page file, use fewer workers, or use worker='thread'"
-            )
+            text = "Windows is out of memory and page file space; increase the page file, use fewer workers, or worker='thread'"
         elif number in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
             text = _limit_met(number)
         else:
@@ -89,12 +87,12 @@ def _limit_met(number: int) -> str:
             "two; raise the limit, use fewer workers, or close files"
         )
     if number == errno.ENFILE:
-        return "the system has reached its limit of open files; use fewer workers, or end other programs"
+        return "the system has reached its limit of open files; use fewer workers, or close other programs"
     if number == errno.EAGAIN:
         limit = process_limit("NPROC")
         return (
             f"the limit of processes and threads is reached (ulimit -u: {'unlimited' if limit is None else limit}; a container "
-            "may have its own limit); raise the limit, use fewer workers, or end other programs"
+            "may have its own limit); raise the limit, use fewer workers, or close other programs"
         )
     return "the system has no memory for another process; use fewer workers, or worker='thread'"
 

@@ -373,7 +373,7 @@ _CRASHES: Final = {
 
 def _how_it_ended(code: int | None) -> str:
     if code is None:
-        return "ended with an unknown exit code, perhaps with its fork server"
+        return "exited with an unknown code; its fork server may have died"
     if code >= 0x80000000:
         return f"crashed: {_CRASHES.get(code, 'an exception in native code')} (code 0x{code:08X})"
     if code < 0:

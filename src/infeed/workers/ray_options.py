@@ -54,7 +54,7 @@ class RayWorkers:
         for resource, amount in self.resources.items():
             if not isinstance(resource, str) or not resource or resource in _OWN_OPTIONS:
                 raise ConfigError(
-                    f"resources has {resource!r}, which is no custom resource; use cpus= for CPUs, memory= for memory, and "
+                    f"resources has {resource!r}, which is not a custom resource; use cpus= for CPUs, memory= for memory, and "
                     "names such as 'cpu_node'"
                 )
             _check_number(f"resources[{resource!r}]", amount, (int, float))

@@ -540,7 +540,7 @@ class RayPool(WorkerPool):
 
     def _warn_of_waiting(self, count: int) -> None:
         _LOG.warning(
-            "Ray has not started %d of %s after %.0f s; each needs %s; add nodes, end other work, or lower num_workers",
+            "Ray has not started %d of %s after %.0f s; each needs %s; add nodes, stop other jobs, or lower num_workers",
             count, format_count(len(self._members), "worker"), self._warned_s,
             self._connection.describe_free(self._options),
         )  # fmt: skip
