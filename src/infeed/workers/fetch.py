@@ -249,4 +249,4 @@ def _getter(dataset: Any) -> Callable[[Any], Sample]:
 
 
 def _not_indexed(_index: Any) -> Sample:
-    raise InternalError("an iterable dataset has no indices; this is a bug in infeed")
+    raise InternalError("an iterable dataset has no indices; this is a bug in infeed, please report it")

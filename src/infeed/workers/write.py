@@ -128,7 +128,7 @@ class SlotWriter:
         """Remove and return the held samples of a task that now has a block."""
         held = self._held.pop(task, None)
         if held is None:
-            raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed")
+            raise InternalError(f"task {task} was placed but is not held; this is a bug in infeed, please report it")
         return held
 
     def place(self, task: TaskId, held: Held, block: Block, layout: Layout | None, *, is_aside: bool = False) -> FromWorker:
