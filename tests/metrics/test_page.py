@@ -61,6 +61,15 @@ def test_text_stays_text(block: pages.Html) -> None:
     assert read.open == []
 
 
+@pytest.mark.parametrize("block", [diagnosis("Bottleneck: `__getitem__`.\n`collate_fn`"), facts({"x": "`a` and `collate_fn`"})])
+def test_names_in_backticks_are_code(block: pages.Html) -> None:
+    """A page has no Markdown. Only names are code, so that no other text of users becomes markup."""
+    assert block.html.count("<code>") == 2
+    assert "<code>collate_fn</code>" in block.html
+    assert "`" not in block.html
+    assert "<code>" not in diagnosis("`<b>` and a single `").html
+
+
 def test_a_chart_cannot_end_its_script() -> None:
     """Names in a figure are in a script, where only its end counts."""
     block = chart(FIGURE)

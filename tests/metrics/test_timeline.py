@@ -179,6 +179,13 @@ def test_a_picture_has_the_whole_verdict_and_the_whole_of_what_went_wrong(tmp_pa
         assert right.getextrema() == (255, 255)
 
 
+def test_a_picture_shows_names_without_backticks(tmp_path: Path) -> None:
+    write_timeline(make_trace(diagnosis="Bottleneck: `__getitem__`, which is I/O-bound."), tmp_path / "run.svg")
+
+    written = " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "run.svg").read_text(encoding="utf-8")))
+    assert "Bottleneck: __getitem__, which is I/O-bound." in written
+
+
 def test_picture_page_and_report_say_the_same(tmp_path: Path) -> None:
     """How many times as long it would take, of the same part, which the pages name: also when older spans were not kept."""
     trace = make_trace(batches=500)

@@ -1,7 +1,7 @@
 """Build a self-contained HTML page of text, tables and charts. It needs no network and supports dark mode and phones.
 
 A page consists of blocks. All functions here take plain text, escape it and return blocks, so the name of a dataset
-or a setting cannot become markup.
+or a setting cannot become markup. In the diagnosis and in facts, a name in backticks becomes code.
 
     page("Report", [diagnosis("The loop waits.", "bad"), section("Rate", paragraph("..."), chart(figure))])
 
@@ -15,6 +15,7 @@ import base64
 import gzip
 import importlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -95,8 +96,13 @@ def row(*blocks: Html) -> Html:
 def diagnosis(text: str, tone: Tone = "plain") -> Html:
     """Return the diagnosis: the first line large, the other lines below it."""
     first, _, rest = text.strip().partition("\n")
-    lines = "".join(f"<p>{escape(line.strip())}</p>" for line in rest.splitlines() if line.strip())
-    return Html(f'<div class="diagnosis {tone}"><p class="first">{escape(first)}</p>{lines}</div>')
+    lines = "".join(f"<p>{_with_code(line.strip())}</p>" for line in rest.splitlines() if line.strip())
+    return Html(f'<div class="diagnosis {tone}"><p class="first">{_with_code(first)}</p>{lines}</div>')
+
+
+def _with_code(text: str) -> str:
+    """Escape the text, and mark up names in backticks as code."""
+    return re.sub(r"`(\w+)`", r"<code>\1</code>", escape(text))
 
 
 def paragraph(text: str) -> Html:
@@ -129,7 +135,7 @@ def tiles(values: Iterable[tuple[str, str, str]]) -> Html:
 
 def facts(values: Mapping[str, str]) -> Html:
     """Return a two-column table of names and values."""
-    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in values.items())
+    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{_with_code(value)}</td></tr>' for name, value in values.items())
     return Html(f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>')
 
 

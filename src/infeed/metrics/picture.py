@@ -6,6 +6,7 @@ nor changes them.
 
 from __future__ import annotations
 
+import re
 import textwrap
 import warnings
 from pathlib import Path
@@ -191,7 +192,8 @@ def _legend(figure: Figure, kinds: set[SpanKind], top: float) -> None:
 
 def _headline(trace: Trace) -> list[str]:
     """Return the diagnosis wrapped into lines, up to 1000 characters, because the advice is at its end."""
-    return textwrap.wrap(shorten(trace.statistics.diagnosis, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
+    text = re.sub(r"`(\w+)`", r"\1", trace.statistics.diagnosis)
+    return textwrap.wrap(shorten(text, _MOST_LETTERS), _HEADLINE_LETTERS) or ["infeed"]
 
 
 def _subline(trace: Trace, seen: list[list[DrawnSpan]]) -> str:
