@@ -27,14 +27,16 @@ IGNORED = {"_option", "TypeVar", "NewType", "compile", "namedtuple", "filterwarn
 SEARCHING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "replace", "search"}
 OF_TEXT = {"capitalize", "lower", "splitlines", "strip", "upper"}
 # Keys of tables that are not for users: of charts and of trace events.
-OF_CHARTS = {"args", "hovertemplate", "xref"}
+OF_CHARTS = {"args", "hovermode", "hovertemplate", "text", "ticksuffix", "xref"}
 # Types whose values are words of messages.
 WORD_TYPES = {"State"}
 # At least two words, outside of placeholders.
 WORDS = re.compile(r"[A-Za-z]{2,}['.,:;)]*\s+(?:\S*\s+)*?[('\"]*[A-Za-z]{2,}")
 TAG = re.compile(r"</?[a-z][^<>]*>")
 CODE = re.compile(
-    r"[{;]\s*\w[\w-]*:\s*[^;]+;|=>|^import |^\s*from \w+ import|^def |^PRAGMA |^SELECT |^default-src |^<!DOCTYPE", re.MULTILINE
+    r"[{;]\s*\w[\w-]*:\s*[^;]+;|=>|^import |^\s*from \w+ import|^def |^PRAGMA |^SELECT |^default-src |^<!DOCTYPE"
+    r"|^/dev/|__\w+__ __\w+__",  # paths, and lists of methods
+    re.MULTILINE,
 )
 
 

@@ -25,6 +25,9 @@ def check(name, value):
     rows = {"busy": f"{value['share']:.0%} of the time by {min(1.0, value)}"}
     rows["idle"] = ", ".join(f"{one}" for one in value)
     page = "<p>Enable JavaScript to see it.</p>"
+    layout = {"hovermode": "x unified", "title": {"text": "time of one sample"}}
+    zero = "/dev/zero (deleted)"
+    methods = {list: "append clear extend __setitem__ __delitem__"}
     is_old = "Original Traceback" in name or name.startswith("while loading")
     return {"key": "value", "path": f"/{name}/{value}"}
 '''
@@ -40,4 +43,5 @@ def check(name, value):
         ("text", "{share} of the time by {value}"),
         ("label", "idle"),
         ("text", " Enable JavaScript to see it. "),
+        ("text", "time of one sample"),
     ]
