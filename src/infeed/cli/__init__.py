@@ -19,14 +19,14 @@ _USAGE: Final = 2
 _INTERRUPTED: Final = 130
 _EPILOG: Final = """\
 examples:
-  infeed demo                                 compare infeed with torch on generated images
-  infeed run train.py --epochs 3              run a PyTorch program with infeed's workers, without changes
-  infeed run -m package.train                 the same for a module
-  infeed doctor train.py                      find problems in its data loading
-  infeed doctor -v --html report.html train.py
-  infeed bench data:train_set --batch-size 64 find the best worker settings for a dataset
-  infeed pack images/ shards/ --shard-size 1GB write tar shards from a folder of files
-  infeed index "s3://bucket/{000..127}.tar"   index shards for infeed.open
+  infeed demo                                   compare infeed with torch on generated images
+  infeed run train.py --epochs 3                run a PyTorch program with infeed's workers, without changes
+  infeed run -m package.train                   the same for a module
+  infeed doctor train.py                        find problems in its data loading
+  infeed doctor -v --html report.html train.py  the same with all evidence, and as an HTML report
+  infeed bench data:train_set --batch-size 64   find the best worker settings for a dataset
+  infeed pack images/ shards/ --shard-size 1GB  write tar shards from a folder of files
+  infeed index "s3://bucket/{000..127}.tar"     index shards for infeed.open
 
 help for one command: infeed COMMAND --help
 """
