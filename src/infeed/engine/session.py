@@ -105,10 +105,10 @@ class EngineCache:
     def clear(self, *, keeps_workers: bool = True) -> None:
         """Close the idle engine, and exclude the engines in use from later epochs."""
         with self._lock:
-            parked, self._idle_engine = self._idle_engine, None
+            idle, self._idle_engine = self._idle_engine, None
             self._outdated |= self._out
-        if parked is not None and parked.is_usable:
-            parked.close(keeps_workers=keeps_workers)
+        if idle is not None and idle.is_usable:
+            idle.close(keeps_workers=keeps_workers)
 
     def configure(self, *, is_keeping: bool) -> None:
         """Set whether to keep an engine and its workers for the next epoch."""
