@@ -96,8 +96,8 @@ class DataLoader:
             ahead of the training loop on a separate device stream. Non-numeric leaves stay on the host.
 
     Args: Observing
-        observe: what to record: ``"timeline"`` (counters and timed spans), ``"counters"`` only, or ``"off"``. Recording costs
-            at most about 1% of the time of the smallest batches. See ``statistics``, ``timeline`` and ``report``.
+        observe: what to record: ``"timeline"`` (counters and timed spans), ``"counters"`` only, or ``"off"``. Recording adds
+            about 1% or less to the time of the smallest batches. See ``statistics``, ``timeline`` and ``report``.
         progress: show a progress bar (tqdm) with the throughput, the wait time of the training loop and the number of workers.
         on_statistics: function that is called with ``Statistics`` every 10 s, or an ``infeed.StatisticsCallback``. It is also
             called at the end of an epoch, and runs in the thread of the training loop. For TensorBoard, Weights & Biases,
