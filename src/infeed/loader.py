@@ -224,6 +224,12 @@ class DataLoader:
 
         Raises:
             ConfigError: the file extension is not supported, or ``observe`` records no timeline.
+
+        Examples:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.timeline("run.json")
         """
         from infeed.metrics.timeline import write_timeline
 
@@ -237,6 +243,12 @@ class DataLoader:
 
         Raises:
             ConfigError: ``observe`` records no timeline.
+
+        Examples:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.report("report.html")
         """
         from infeed.metrics.run_report import write_report
 
@@ -254,6 +266,13 @@ class DataLoader:
 
         Raises:
             ConfigError: ``epoch`` is not an int, or is negative.
+
+        Examples:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> loader.set_epoch(3)
+            >>> loader.epoch
+            3
         """
         self._session.set_epoch(epoch)
 
@@ -289,6 +308,14 @@ class DataLoader:
         Raises:
             StateError: the state is damaged, lacks the state of a map-style dataset that has one, or belongs to another
                 dataset or other options. The loader stays unchanged.
+
+        Examples:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> first = next(iter(loader))
+            >>> loader.load_state_dict(loader.state_dict())
+            >>> [batch.tolist() for batch in loader]
+            [[2, 3], [4, 5]]
         """
         self._session.load_state_dict(state_dict)
 
@@ -321,11 +348,23 @@ class DataLoader:
 
         Raises:
             IndexError: see ``explain``.
+
+        Examples:
+            >>> import infeed
+            >>> infeed.DataLoader(range(6), batch_size=2).replay(1).tolist()
+            [2, 3]
         """
         return self._session.replay(step, epoch)
 
     def close(self) -> None:
-        """Stop workers and free memory. Batches that you still hold stay valid. Idempotent and safe to call from any thread."""
+        """Stop workers and free memory. Batches that you still hold stay valid. Idempotent and safe to call from any thread.
+
+        Examples:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2, num_workers=2, worker="thread")
+            >>> batches = list(loader)
+            >>> loader.close()
+        """
         self._finalizer.detach()
         self._session.close()
 

@@ -46,6 +46,14 @@ class BadSample:
         error: the exception, as text.
         outcome: ``"skipped"`` or ``"replaced"``.
         replacement: index of the sample that replaced it, as text.
+
+    Examples:
+        >>> import infeed
+        >>> from infeed.testing import FaultyDataset
+        >>> loader = infeed.DataLoader(FaultyDataset(6, [2]), batch_size=3, on_error="skip")
+        >>> batches = list(loader)
+        >>> [(bad.index, bad.outcome) for bad in loader.bad_samples]
+        [('2', 'skipped')]
     """
 
     __module__ = "infeed"

@@ -336,6 +336,12 @@ class Lineage:
         grain_size: Number of samples that share a seed.
         attempts: Number of attempts to load it; 0 if it is not loaded yet, or its record is no longer kept.
         loadings: The workers that loaded it, with rows and durations. Empty if ``attempts`` is 0.
+
+    Examples:
+        >>> import infeed
+        >>> lineage = infeed.DataLoader(range(6), batch_size=2).explain(1)
+        >>> lineage.epoch, lineage.step, lineage.indices
+        (0, 1, [2, 3])
     """
 
     __module__ = "infeed"

@@ -61,6 +61,11 @@ class Diagnosis:
         bottleneck: a key of ``BOTTLENECKS``.
         action: a key of ``ACTIONS``.
         numbers: figures in the texts of ``bottleneck`` and ``action``.
+
+    Examples:
+        >>> import infeed
+        >>> infeed.DataLoader(range(6)).statistics().finding.state
+        'warming up'
     """
 
     __module__ = "infeed"

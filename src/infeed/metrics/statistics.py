@@ -93,6 +93,14 @@ class SlowSample:
         index: index in the dataset, if it is an integer.
         seconds: time to load it.
         recent_s: part of ``seconds`` within the time that the diagnosis covers; ``None`` for all of it.
+
+    Examples:
+        >>> import infeed
+        >>> from infeed.testing import SlowDataset
+        >>> loader = infeed.DataLoader(SlowDataset(3, 0.001), batch_size=3)
+        >>> batches = list(loader)
+        >>> sorted(sample.index for sample in loader.statistics().slowest)
+        [0, 1, 2]
     """
 
     __module__ = "infeed"
@@ -128,6 +136,13 @@ class WorkerStatistics:
         restart_count: how often it was started again.
         retry_count: how often a sample was retried.
         pending_s: time spent on the current sample, if it is long; not included in the other times yet.
+
+    Examples:
+        >>> import infeed
+        >>> with infeed.DataLoader(range(6), batch_size=2, num_workers=1, worker="thread") as loader:
+        ...     batches = list(loader)
+        ...     [(worker.worker, worker.is_alive) for worker in loader.statistics().workers]
+        [(0, True)]
     """
 
     __module__ = "infeed"
@@ -199,6 +214,14 @@ class Statistics:
         most_workers: maximum that ``num_workers`` allows; 0 if unknown.
         prefetch: maximum number of batches in flight, if set by the user.
         recent: the part of the run that the diagnosis covers; ``None`` for all of it.
+
+    Examples:
+        >>> import infeed
+        >>> loader = infeed.DataLoader(range(6), batch_size=2)
+        >>> batches = list(loader)
+        >>> statistics = loader.statistics()
+        >>> statistics.batch_count, statistics.sample_count
+        (3, 6)
     """
 
     __module__ = "infeed"
@@ -288,7 +311,15 @@ class Statistics:
         return sum(one.memory_bytes for one in self.workers if one.is_alive)
 
     def numbers(self) -> dict[str, float]:
-        """Return the figures worth plotting, by name, for TensorBoard, Weights & Biases, Prometheus and similar tools."""
+        """Return the figures worth plotting, by name, for TensorBoard, Weights & Biases, Prometheus and similar tools.
+
+        Examples:
+            >>> import infeed
+            >>> loader = infeed.DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.statistics().numbers()["samples"]
+            6
+        """
         return {
             "batches": self.batch_count,
             "samples": self.sample_count,

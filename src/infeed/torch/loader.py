@@ -200,7 +200,15 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         return session_of(self).bad_samples
 
     def statistics(self) -> Statistics:
-        """Return statistics of all epochs so far, with a diagnosis: whether training is data-bound, the bottleneck, the fix."""
+        """Return statistics of all epochs so far, with a diagnosis: whether training is data-bound, the bottleneck, the fix.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.statistics().sample_count
+            6
+        """
         return statistics_of(self)
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
@@ -213,6 +221,12 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         Raises:
             ConfigError: the extension is unknown, ``observe`` records no timeline, or the loader runs on torch's own workers.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.timeline("run.json")
         """
         from infeed.metrics.timeline import write_timeline
 
@@ -226,6 +240,12 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         Raises:
             ConfigError: ``observe`` records no timeline, or the loader runs on torch's own workers.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> batches = list(loader)
+            >>> loader.report("report.html")
         """
         from infeed.metrics.run_report import write_report
 
@@ -239,6 +259,13 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         Args:
             epoch: number of the epoch, from 0.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> loader.set_epoch(3)
+            >>> loader.epoch
+            3
         """
         session = session_of(self)
         for one in (self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -257,6 +284,16 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
 
         If workers or ``device=`` load ahead of a map-style dataset that has a ``state_dict``, a state in mid-epoch lacks the
         state of the dataset, with a warning.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> first = next(iter(loader))
+            >>> state = loader.state_dict()
+            >>> resumed = DataLoader(range(6), batch_size=2)
+            >>> resumed.load_state_dict(state)
+            >>> list(resumed)
+            [tensor([2, 3]), tensor([4, 5])]
         """
         reason = refused_reason(self)
         if reason is not None:
@@ -278,6 +315,14 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Raises:
             StateError: the state is damaged, lacks the state of a map-style dataset that has one, or belongs to another
                 dataset or other options. The loader is unchanged.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2)
+            >>> first = next(iter(loader))
+            >>> loader.load_state_dict(loader.state_dict())
+            >>> list(loader)
+            [tensor([2, 3]), tensor([4, 5])]
         """
         session = session_of(self)
         session.load_state_dict(state_dict)
@@ -291,6 +336,11 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Args:
             step: number of the batch in its epoch, from 0.
             epoch: by default the latest epoch that was started.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> DataLoader(range(6), batch_size=2).explain(1).indices
+            [2, 3]
         """
         return session_of(self).explain(step, epoch)
 
@@ -300,10 +350,22 @@ class DataLoader(TorchDataLoader[_T], Generic[_T]):
         Args:
             step: number of the batch in its epoch, from 0.
             epoch: by default the latest epoch that was started.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> DataLoader(range(6), batch_size=2).replay(1)
+            tensor([2, 3])
         """
         return session_of(self).replay(step, epoch)
 
     def close(self) -> None:
-        """Stop the workers now; the next iteration starts new ones."""
+        """Stop the workers now; the next iteration starts new ones.
+
+        Examples:
+            >>> from infeed.torch import DataLoader
+            >>> loader = DataLoader(range(6), batch_size=2, num_workers=2, worker="thread")
+            >>> batches = list(loader)
+            >>> loader.close()
+        """
         stop_workers(self)
         self._iterator = None

@@ -24,6 +24,14 @@ class WorkerInfo:
         num_workers: number of workers that read the dataset.
         seed: seed of this worker.
         dataset: the worker's copy of the dataset.
+
+    Examples:
+        >>> import infeed
+        >>> def collate(samples):
+        ...     return infeed.get_worker_info().num_workers
+        >>> with infeed.DataLoader(range(4), 2, collate_fn=collate, num_workers=1, worker="thread") as loader:
+        ...     list(loader)
+        [1, 1]
     """
 
     __module__ = "infeed"
