@@ -208,13 +208,13 @@ class EngineModel:
         return self.tell(WorkerReady(worker))
 
     @property
-    def hired(self) -> set[WorkerId]:
+    def staying(self) -> set[WorkerId]:
         """Workers that are there to stay, or are being started."""
         return (self.starting | self.ready) - self.leaving
 
     def add(self) -> list[Action]:
         """One more worker is started: of the lowest number that is free."""
-        there = self.hired | self.leaving | self.gone
+        there = self.staying | self.leaving | self.gone
         worker = next(number for number in map(WorkerId, range(len(there) + 1)) if number not in there)
         if worker not in self.workers:
             self.workers.append(worker)
@@ -246,17 +246,17 @@ class EngineModel:
     def kill_by_sample(self, at: Task, grain_count: int | None) -> list[Action]:
         """A worker died of a sample that is given up for it: its batch is planned again before the death is reported."""
         self.dying = at.worker
-        self._note_spoiled(at.batch, grain_count)
+        self._note_bad(at.batch, grain_count)
         actions = self.tell(BatchHasBadSamples(at.batch.batch, grain_count, at.worker))
         return actions if self.is_closed else [*actions, *self.kill(at.worker, at)]
 
-    def spoil(self, task: Task, grain_count: int | None) -> list[Action]:
+    def report_bad(self, task: Task, grain_count: int | None) -> list[Action]:
         """A task ended with a bad sample."""
         del self.tasks[task.task]
-        self._note_spoiled(task.batch, grain_count)
+        self._note_bad(task.batch, grain_count)
         return self.tell(BatchHasBadSamples(task.batch.batch, grain_count, task.worker, task.task))
 
-    def _note_spoiled(self, batch: Batch, grain_count: int | None) -> None:
+    def _note_bad(self, batch: Batch, grain_count: int | None) -> None:
         if batch.outcome or batch.is_given_up:
             return
         if grain_count is None:
@@ -503,7 +503,7 @@ class EngineModel:
         for epoch in (self.epoch, self.epoch + 1):
             assert scheduler.has_undelivered(epoch) == bool(self.live(epoch))
         assert not self.gone or scheduler.is_lost, f"{self.gone} died and were not started again"
-        assert set(scheduler.active_workers) == self.hired | self.gone
+        assert set(scheduler.active_workers) == self.staying | self.gone
         assert set(scheduler.leaving_workers) == self.leaving
         for worker in self.leaving:
             assert any(task.worker == worker for task in self.tasks.values()), f"{worker} was released, and is not stopped"
@@ -551,7 +551,7 @@ class EngineModel:
 
 Choice = Callable[[], object]
 # Kinds of trouble that a run may do without.
-TROUBLES = ("staff", "kill", "spoil", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
+TROUBLES = ("scale", "kill", "bad", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
 
 
 def play(options: ModelOptions, script: bytes) -> EngineModel:
@@ -587,13 +587,13 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
             yield from [lambda: model.plan(1 if model.options.is_stream else 1 + following(5))] * 3
         if not model.options.is_stream:
             yield lambda: model.plan(1 + following(5), of_next_epoch=True)
-    if "staff" not in never and not (model.options.is_stream or model.options.is_bound):
+    if "scale" not in never and not (model.options.is_stream or model.options.is_bound):
         if len(model.workers) < MOST_WORKERS:
-            yield from [model.add] * (3 if often == "staff" else 1)
-        if len(model.hired) > 1:
-            yield from [lambda: model.release(max(model.hired))] * (3 if often == "staff" else 1)
-            yield lambda: model.release(sorted(model.hired)[following(len(model.hired))])
-    for worker in sorted(model.hired | model.leaving):
+            yield from [model.add] * (3 if often == "scale" else 1)
+        if len(model.staying) > 1:
+            yield from [lambda: model.release(max(model.staying))] * (3 if often == "scale" else 1)
+            yield lambda: model.release(sorted(model.staying)[following(len(model.staying))])
+    for worker in sorted(model.staying | model.leaving):
         if worker in model.starting:
             yield from [lambda worker=worker: model.make_ready(worker)] * 3
         if "kill" not in never:
@@ -630,8 +630,8 @@ def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) ->
         yield lambda: model.mismatch(task)
     if model.options.is_stream:
         yield lambda: model.empty(task)
-    elif "spoil" not in never:
-        yield from [lambda: model.spoil(task, _left_of(task.batch, following))] * (4 if often == "spoil" else 1)
+    elif "bad" not in never:
+        yield from [lambda: model.report_bad(task, _left_of(task.batch, following))] * (4 if often == "bad" else 1)
 
 
 def _left_of(batch: Batch, following: Callable[[int], int]) -> int | None:
@@ -648,7 +648,7 @@ def _kill(model: EngineModel, worker: WorkerId, following: Callable[[int], int])
         return
     # Mostly of the oldest batch: several deaths of one are what matters.
     task = busy[max(0, following(len(busy) + 2) - 2)]
-    if "spoil" in model.options.never or following(2):
+    if "bad" in model.options.never or following(2):
         model.kill(worker, task)
     else:
         model.kill_by_sample(task, None if model.options.is_stream else _left_of(task.batch, following))

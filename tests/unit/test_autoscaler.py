@@ -149,7 +149,7 @@ def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_
     tuner = Told()
     tuner.reserve_bytes = 1 << 36
     bench = Bench(tuner=tuner, memory_budget=10_000)
-    bench.latest = Point(0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, flight_bytes=400, room_bytes=500)
+    bench.latest = Point(0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, flight_bytes=400, slot_bytes=500)
     bench.second(waited=0.9, busy=1.0)
     free = tuner.readings[0].free_bytes
     assert free is not None

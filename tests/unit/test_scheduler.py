@@ -608,7 +608,7 @@ def test_a_bad_sample_in_a_batch_that_has_failed_is_its_last_word() -> None:
     model.want()
     model.fail(second)
 
-    actions = model.spoil(first, 1)
+    actions = model.report_bad(first, 1)
 
     assert DeliverError(BatchId(0), second.task) in actions
 
@@ -621,7 +621,7 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
     model.want()
     (task,) = model.tasks.values()
 
-    model.spoil(task, 0)
+    model.report_bad(task, 0)
     load_all(model)
 
     assert model.batches[BatchId(0)].outcome == "passed"
@@ -641,7 +641,7 @@ def test_parts_that_are_held_are_placed_with_the_slot_that_later_parts_are_sent_
     model.want()
     assert (first.is_unplaced, held.is_unplaced) == (False, True)
 
-    model.spoil(first, 0)  # nothing is left of it: its slot goes to the next batch
+    model.report_bad(first, 0)  # nothing is left of it: its slot goes to the next batch
 
     (other,) = [task for task in model.tasks.values() if task is not held]
     assert (other.batch, other.slot, held.slot) == (held.batch, SlotId(0), SlotId(0))

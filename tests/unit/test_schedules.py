@@ -36,7 +36,7 @@ def random_schedule(rng: random.Random) -> Schedule:
         is_bound=is_bound,
         slots=rng.choice([0, 1, 2, 3, 20]),
         never=tuple(kind for kind in TROUBLES if rng.random() < 0.5),
-        often=rng.choice(["", "kill", "spoil", "staff"]),
+        often=rng.choice(["", "kill", "bad", "scale"]),
     )
     return options, rng.randbytes(rng.choice([20, 60, 150]))
 

@@ -301,7 +301,7 @@ class AutoScaler:
         free = available_bytes()
         if self._memory_budget is None:
             return free, False
-        left = self._memory_budget - taken_bytes - point.room_bytes + tuner.reserve_bytes
+        left = self._memory_budget - taken_bytes - point.slot_bytes + tuner.reserve_bytes
         return min(free, left), left < free
 
     def _is_narrow(self, before: Point, now: Point) -> bool:

@@ -84,7 +84,7 @@ class Flight(NamedTuple):
 
     batch_count: int
     nbytes: int
-    room_bytes: int  # all memory allocated for batches, used or not
+    slot_bytes: int  # all memory allocated for batches, used or not
 
 
 # The fields that `EngineMetrics.absorb` sums.
@@ -368,7 +368,7 @@ class EngineMetrics:
             queued_ns=totals.queued_ns,
             memory_bytes=totals.memory_bytes if self.kind == "process" else own_bytes,
             flight_bytes=flight.nbytes,
-            room_bytes=flight.room_bytes,
+            slot_bytes=flight.slot_bytes,
         )
 
     def _tick(self, now_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""What a loader keeps of its past: spans, marks, points and slices, each within a limit."""
+"""The history of a loader: spans, marks, points and slices, each within a limit."""
 
 from __future__ import annotations
 

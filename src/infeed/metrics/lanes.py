@@ -1,4 +1,4 @@
-"""What timelines show: lanes, the time windows of a run, and spans merged until they are long enough to see.
+"""The contents of timelines: lanes, the time windows of a run, and spans merged until they are long enough to see.
 
 Also estimates how the same work would run serially, in a loader without workers, for comparison. The comparison covers the
 training loop's time from its first request to its last batch. It excludes user code between epochs and loading ahead outside

@@ -3,7 +3,7 @@
 A page consists of blocks. All functions here take plain text, escape it and return blocks, so the name of a dataset
 or a setting cannot become markup. In the diagnosis and in facts, a name in backticks becomes code.
 
-    page("Report", [diagnosis("The loop waits.", "bad"), section("Rate", paragraph("..."), chart(figure))])
+    page("Report", [diagnosis("The training loop waits.", "bad"), section("Rate", paragraph("..."), chart(figure))])
 
 plotly.js, from the plotly package, draws the charts. A page with charts embeds it once, compressed to about 2 MB (from 5 MB).
 A page without charts does not need plotly.

@@ -1,4 +1,4 @@
-"""ProgressDisplay progress during an epoch: a tqdm bar, and a callback that receives statistics."""
+"""Display progress during an epoch: a tqdm bar, and a callback that receives statistics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ProgressDisplay:
             self._on_statistics(self._statistics())
 
     def report(self) -> None:
-        """Call ``on_statistics`` once more at the end of a complete epoch."""
+        """Call ``on_statistics`` at the end of a complete epoch."""
         if self._on_statistics is not None:
             self._on_statistics(self._statistics())
 

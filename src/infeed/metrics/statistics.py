@@ -66,7 +66,7 @@ class Point(NamedTuple):
     queued_ns: int  # time in which workers were ready to run but had no CPU core
     memory_bytes: int  # of all worker processes, or of this process if there are none
     flight_bytes: int  # of batches that are loaded, being loaded, or held by user code
-    room_bytes: int = 0  # all memory allocated for batches, used or not
+    slot_bytes: int = 0  # all memory allocated for batches, used or not
 
 
 @final

@@ -59,7 +59,7 @@ class Batch:
         if self.failed is None or first_grain < self.failed_grain:
             self.failed, self.failed_grain = task, first_grain
 
-    def spoil(self, grain_count: int | None) -> None:
+    def plan_again(self, grain_count: int | None) -> None:
         """Reload the batch with this number of grains; ``None`` fails it."""
         if grain_count is None:
             self.is_given_up = True

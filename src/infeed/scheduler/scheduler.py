@@ -373,7 +373,7 @@ class Scheduler:
         if batch is None:
             return
         if not batch.is_abandoned and not batch.is_failed:
-            batch.spoil(event.grain_count)
+            batch.plan_again(event.grain_count)
             self._stop_waiting(batch)
             self._drop_unplaced(batch)
         # Also needed if the batch has failed already: this may have been its last task.
