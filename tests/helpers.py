@@ -285,9 +285,9 @@ def fork_server() -> Any:
 
 def close_fork_server() -> None:
     """Close the fork server of this process, which the test has killed, so that the next test finds none."""
-    from infeed.workers.forkserver import close_fork_server  # on Linux only
+    from infeed.workers.forkserver import FORK_SERVER  # on Linux only
 
-    close_fork_server()
+    FORK_SERVER.close()
 
 
 def is_fork_server(process: Any) -> bool:

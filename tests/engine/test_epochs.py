@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import infeed
-from tests.helpers import Journal, Pids, Tree, collected, flat, plain, wait_until, worker_processes
+from tests.helpers import Journal, Pids, Tree, close_fork_server, collected, flat, plain, wait_until, worker_processes
 
 NUMBERS = list(range(40))
 
@@ -303,8 +303,6 @@ def test_a_forked_child_sees_a_closed_iterator_and_the_parent_goes_on(forkserver
                 loader.close()
                 os.write(write, f"{told} {own == NUMBERS}".encode())
             finally:
-                from infeed.workers.forkserver import close_fork_server
-
                 close_fork_server()
                 os._exit(0)
         os.close(write)

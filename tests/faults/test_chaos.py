@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import infeed
-from tests.helpers import is_fork_server, plain, worker_processes
+from tests.helpers import close_fork_server, is_fork_server, plain, worker_processes
 
 pytestmark = [pytest.mark.process, pytest.mark.linux("SIGSTOP, SIGKILL and the fork server"), pytest.mark.stress]
 
@@ -158,8 +158,6 @@ CASES: Final[dict[str, Callable[..., Any]]] = {
 
 def check_case(case: str, seed: int, kills: int) -> None:
     """Two loaders of the same, one of them left alone: epoch by epoch they give the same."""
-    from infeed.workers.forkserver import close_fork_server  # on Linux only
-
     options: dict[str, Any] = {"batch_size": 4, "seed": 5, "timeout": 60}
     workers = {"num_workers": 2 if case == "torch" else 4}  # torch warns of more than there are cores
     # What a share of a stream draws depends on whose it is; all else would be the same without workers.

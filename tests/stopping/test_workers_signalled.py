@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 import infeed
-from infeed.workers.forkserver import close_fork_server
 from tests.helpers import (
     Blocking,
     Journal,
     Tree,
     assert_faster_than,
+    close_fork_server,
     collected,
     flat,
     fork_server,

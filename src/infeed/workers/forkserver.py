@@ -52,7 +52,7 @@ class ForkServer:
     """A connection to a server. All methods are thread-safe."""
 
     def __init__(self, make_lock: Callable[[], threading.RLock] = threading.RLock) -> None:
-        """Create the connection without a process, so that the registry owns it before ``start``."""
+        """Create the connection without a process, so that `FORK_SERVER` owns it before ``start``."""
         self._lock = make_lock()  # guards the socket: one request and its answer at a time
         self._exits: dict[int, int] = {}
         self._living: set[int] = set()  # workers without a reported exit
@@ -212,14 +212,20 @@ def _environment() -> dict[str, str]:
 
 
 @final
-class _Registry:
+class _Owner:
     """Holds the fork server of this process. A forked child of the user's process starts a new one when needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
 
-    def get(self, needed: Collection[str] | None) -> ForkServer:
+    def get(self, needed: Collection[str] | None = None) -> ForkServer:
+        """Return the fork server of this process. Starts it if necessary.
+
+        Args:
+            needed: the modules that a loader's workers need, if known. A server that guessed modules which these workers must
+                not have is replaced, unless another loader uses it.
+        """
         with self._lock:
             server = self._server
             is_usable = server is not None and server.owner_pid == os.getpid() and server.is_alive
@@ -237,6 +243,7 @@ class _Registry:
             return server
 
     def close(self) -> None:
+        """End the server, if any. The next loader that needs a server starts one."""
         with self._lock:
             self._drop()
 
@@ -263,27 +270,7 @@ class _Registry:
         self._lock = threading.Lock()
 
 
-_REGISTRY: Final = _Registry()
+FORK_SERVER: Final = _Owner()
 # The server exits with this process anyway; waiting here guarantees that it is gone when Python exits.
-atexit.register(_REGISTRY.close)
-os.register_at_fork(after_in_child=_REGISTRY.reset_after_fork)
-
-
-def fork_server(needed: Collection[str] | None = None) -> ForkServer:
-    """Return the fork server of this process. Starts it if necessary.
-
-    Args:
-        needed: the modules that a loader's workers need, if known. A server that guessed modules which these workers must
-            not have is replaced, unless another loader uses it.
-    """
-    return _REGISTRY.get(needed)
-
-
-def close_fork_server() -> None:
-    """End the fork server of this process, if any. The next loader that needs a server starts one."""
-    _REGISTRY.close()
-
-
-def reap_fork_server() -> None:
-    """Release the fork server of this process if it is dead: it was killed, and no loader has needed it since."""
-    _REGISTRY.reap()
+atexit.register(FORK_SERVER.close)
+os.register_at_fork(after_in_child=FORK_SERVER.reset_after_fork)

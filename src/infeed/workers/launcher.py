@@ -32,7 +32,7 @@ from infeed.workers.protocol import END_S, IDLE_S
 from infeed.workers.transport import Link, can_use_poll
 
 if sys.platform == "linux":
-    from infeed.workers.forkserver import ForkRefusedError, ForkServer, ServerGoneError, fork_server, reap_fork_server
+    from infeed.workers.forkserver import FORK_SERVER, ForkRefusedError, ForkServer, ServerGoneError
 if sys.platform != "win32":
     from infeed.workers.transport_pipes import PipeLink
 
@@ -46,7 +46,7 @@ def prepare(start_method: StartMethod) -> None:
     """Start the fork server while the rest of the engine is created, because its start-up delays the first batch."""
     if sys.platform == "linux" and uses_fork(start_method):
         with explaining_limits():
-            fork_server()
+            FORK_SERVER.get()
 
 
 class Process(ABC):
@@ -194,7 +194,7 @@ class Starter:
                 link = PipeLink()
                 ends = launch.open(link)
                 try:
-                    server = fork_server(self._preload)
+                    server = FORK_SERVER.get(self._preload)
                     server.preload(self._preload)
                     launch.own(ForkedProcess(server, server.fork([*ends, *self._shared_fds()])))
                 except ServerGoneError:
@@ -234,7 +234,7 @@ class Starter:
         if sys.platform != "win32":
             self._close_fds()
         if sys.platform == "linux" and self.uses_fork:
-            reap_fork_server()
+            FORK_SERVER.reap()
 
 
 if sys.platform != "win32":

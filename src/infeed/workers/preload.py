@@ -178,9 +178,9 @@ def _start(start_method: StartMethod, modules: list[str], *, is_always: bool = F
     from infeed.workers.interpreter import uses_fork  # not above: the server also imports this module
 
     if sys.platform == "linux" and (modules or is_always) and uses_fork(start_method):
-        from infeed.workers.forkserver import fork_server
+        from infeed.workers.forkserver import FORK_SERVER
 
-        fork_server().guess(modules)
+        FORK_SERVER.get().guess(modules)
 
 
 def _is_to_start() -> bool:
