@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infeed.memory.mappings import parse_maps
+from infeed.memory.mappings import user_mappings
 
 MAPS = b"""\
 7f00-7f10 rw-s 00000000 00:06 12                         /dev/nvidiactl
@@ -18,7 +18,7 @@ MAPS = b"""\
 
 
 def test_writable_shared_memory_is_found_but_not_that_of_devices_and_of_infeed() -> None:
-    found = [(mapping.begin, mapping.end, mapping.offset, mapping.inode, mapping.path) for mapping in parse_maps(MAPS)]
+    found = [(mapping.begin, mapping.end, mapping.offset, mapping.inode, mapping.path) for mapping in user_mappings(MAPS)]
     assert found == [
         (0x7F10, 0x7F20, 0, 13, "/dev/zero (deleted)"),
         (0x7F20, 0x7F30, 0, 14, "/dev/shm/pym-1-x (deleted)"),

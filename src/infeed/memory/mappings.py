@@ -80,7 +80,7 @@ class SharedMappings:
         if self._mappings is None:
             self._mappings = []
             with suppress(OSError), open("/proc/self/maps", "rb") as file:  # there may be no /proc
-                self._mappings += parse_maps(file.read())
+                self._mappings += user_mappings(file.read())
         for mapping in self._mappings:
             if mapping.begin <= begin and end <= mapping.end:
                 return mapping, begin - mapping.begin
@@ -125,7 +125,7 @@ class SharedMappings:
         return None
 
 
-def parse_maps(maps: bytes) -> Iterator[SharedMapping]:
+def user_mappings(maps: bytes) -> Iterator[SharedMapping]:
     """Yield the user's shared mappings in the text of ``/proc/self/maps``."""
     for begin, end, offset, inode, path in _MAPPING.findall(maps):
         name = os.fsdecode(path)

@@ -283,7 +283,7 @@ def _weigh_elements(value: Any) -> tuple[str, int, bool] | None:
     else:
         sample = value[:: len(value) // _SAMPLE | 1]  # odd step, because elements often alternate between two kinds
         count = len(value)
-    if not all(_is_plain(element) for element in sample):
+    if not all(_is_plain_tree(element) for element in sample):
         return None
     # Count repeated objects once: a process holds a single copy of each.
     once = {id(element): element for element in sample}
@@ -298,15 +298,15 @@ def _weigh_elements(value: Any) -> tuple[str, int, bool] | None:
     return what, size, False
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
+def _is_plain_tree(value: Any, depth: int = 0) -> bool:
     if isinstance(value, _ATOMS):
         return True
     if depth == _DEPTH:
         return False
     if isinstance(value, list | tuple):
-        return all(_is_plain(part, depth + 1) for part in value[:_PARTS])
+        return all(_is_plain_tree(part, depth + 1) for part in value[:_PARTS])
     if isinstance(value, dict):
-        return all(_is_plain(part, depth + 1) for item in itertools.islice(value.items(), _PARTS) for part in item)
+        return all(_is_plain_tree(part, depth + 1) for item in itertools.islice(value.items(), _PARTS) for part in item)
     return False
 
 

@@ -71,7 +71,7 @@ class GilShare:
 
     def _look(self, watched: int) -> None:
         clock, sleep, ticks = time.perf_counter, time.sleep, self._ticks
-        own, others = _ProcessorWaits(threading.get_native_id()), _ProcessorWaits(watched)
+        own, others = _CpuWaits(threading.get_native_id()), _CpuWaits(watched)
         late_s = _LATE_S if own.are_known else _SURELY_LATE_S
         try:
             begin = clock() - others.seconds()  # on a clock that stops while user code waits for a CPU core
@@ -90,7 +90,7 @@ class GilShare:
 
 
 @final
-class _ProcessorWaits:
+class _CpuWaits:
     """Time that a thread of this process was runnable but waited for a CPU core. Linux only; unknown elsewhere."""
 
     def __init__(self, native_id: int) -> None:

@@ -132,7 +132,7 @@ _COLLECTIONS: Final = frozenset({tuple, list, set, frozenset})
 _NAMESPACES: Final = {("argparse", "Namespace"), ("types", "SimpleNamespace")}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_small_data(value: Any) -> bool:
     """Whether this is plain data that is not large."""
     room = _MOST_BYTES
     todo = [value]
@@ -183,7 +183,7 @@ def _read_variables(owner: Any) -> _Variables:
     for name, value in list(vars(owner).items()):
         if type(value) in _DEFINITIONS:
             continue
-        if _is_plain(value):
+        if _is_small_data(value):
             if not (name.startswith("__") and name.endswith("__")):
                 found.plain[name] = value
         elif not isinstance(value, ModuleType | type):
@@ -195,7 +195,7 @@ def _write_variables(module: ModuleType, owner: Any, found: _Variables) -> None:
     present = vars(owner)
     changed = {name for name, value in found.plain.items() if name not in present or not _is_same(present[name], value)}
     if changed:
-        built = {name for name in found.others if name not in present or _is_plain(present[name])}
+        built = {name for name in found.others if name not in present or _is_small_data(present[name])}
         if built and owner is not module:
             return  # the other variables of a class or object may be about what was built
         for name in changed - _self_initialized(module, owner, changed, built):
