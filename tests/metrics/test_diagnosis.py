@@ -439,6 +439,12 @@ def test_threads_that_use_one_core_together_should_be_processes(threads: int) ->
         assert (found.numbers["used_cores"], found.numbers["cores"]) == (1.0, 2.0)
 
 
+def test_without_the_gil_it_is_not_the_bottleneck() -> None:
+    amounts = lately(load_ns=16 * S, alive_ns=20 * S, cpu_ns=9 * S, own_cpu_ns=10 * S)
+    statistics = run(recent=Recent(amounts, 0, is_all=False), kind="thread")
+    assert [diagnose(statistics, has_gil=has_gil).bottleneck for has_gil in (True, False)] == ["gil", "work"]
+
+
 def test_threads_that_may_be_io_bound_get_both_pieces_of_advice() -> None:
     amounts = {"cpu_ns": 9 * S, "own_cpu_ns": 10 * S}
     for load_s, alive_s, workers, is_io_possible in ((32, 40, 4, True), (14, 20, 2, False)):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -601,7 +602,7 @@ class Collector:
             )
         if self._observe == "off":
             return replace(statistics, diagnosis=_NO_DIAGNOSIS)
-        finding = diagnose(statistics)
+        finding = diagnose(statistics, has_gil=getattr(sys, "_is_gil_enabled", lambda: True)())
         return replace(statistics, finding=finding, diagnosis=str(finding))
 
     def trace(self, statistics: Statistics, settings: Mapping[str, str], machine: Mapping[str, str]) -> Trace:

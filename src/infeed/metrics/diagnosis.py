@@ -7,7 +7,6 @@ never gives advice that may make things worse: if the measurements allow two exp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
@@ -98,6 +97,7 @@ class _Run(NamedTuple):
     statistics: Statistics
     amounts: Amounts
     peak_rate: float
+    has_gil: bool
 
     @property
     def is_iterable(self) -> bool:
@@ -174,7 +174,7 @@ class _Run(NamedTuple):
         return self.statistics.sample_times.get("median", 0.0)
 
 
-def diagnose(statistics: Statistics) -> Diagnosis:
+def diagnose(statistics: Statistics, *, has_gil: bool = True) -> Diagnosis:
     """Return the diagnosis of a run from its statistics."""
     if not statistics.batch_count:
         action = "no-batch" if statistics.ended_count else "not-started"
@@ -183,7 +183,7 @@ def diagnose(statistics: Statistics) -> Diagnosis:
     if statistics.batch_count < LEAST_BATCHES or statistics.elapsed_s < _LEAST_S or recent is None:
         numbers = {"batches": statistics.batch_count, "seconds": statistics.elapsed_s}
         return Diagnosis(state="warming up", action="too-early", numbers=numbers)
-    run = _Run(statistics, recent.amounts, recent.peak_rate)
+    run = _Run(statistics, recent.amounts, recent.peak_rate, has_gil)
     share = run.amounts.wait_share
     found = _spare(run) if share < COMPUTE_BOUND_WAIT else _cause(run)
     return Diagnosis(
@@ -341,8 +341,7 @@ def _gil(run: _Run) -> _Advice | None:
 
 
 def _may_queue_for_gil(run: _Run) -> bool:
-    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    return may_queue_for_gil(run.statistics.kind, run.own_cores, run.cores, has_gil=has_gil)
+    return may_queue_for_gil(run.statistics.kind, run.own_cores, run.cores, has_gil=run.has_gil)
 
 
 def _spare(run: _Run) -> _Advice:
