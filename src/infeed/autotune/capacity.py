@@ -22,6 +22,10 @@ LEAST_BATCHES: Final = 4
 MAIN_CAUSE: Final = 0.5
 # If workers are busy for a smaller share of their time, their number is not the bottleneck.
 BUSY: Final = 0.6
+# The same, if their time is not measured but estimated from single samples, which omits what workers cost each other.
+ESTIMATED_BUSY: Final = 0.5
+# No core is free if workers use this share of all cores: the training loop uses some too.
+BUSY_CORES: Final = 0.5
 # Work with a smaller CPU share is I/O-bound: it waits for a disk, a network or another process.
 IO_BOUND_CPU: Final = 0.6
 # Threads that together use more than this number of cores release the GIL.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from infeed.autotune.capacity import (
+    BUSY_CORES,
     ENOUGH,
+    ESTIMATED_BUSY,
     LEAST_BATCHES,
     MAIN_CAUSE,
     MOST_WORKERS,
@@ -23,14 +25,10 @@ from infeed.metrics.diagnosis import bottleneck_text
 
 # With less waiting, as with fewer batches, a finding may be noise.
 _LEAST_WAITED_S: Final = 0.25
-# Workers are not the bottleneck if they could produce a batch in less than this share of the time between batches.
-_IDLING: Final = 0.5
 # A batch that loads faster gains so little from a worker that a busy machine cancels the gain.
 LEAST_LOAD_S: Final = 5e-3
 # Loading in the main process is faster if it takes less than this share of the wait for workers.
 _QUICKER: Final = 0.8
-# All CPU cores count as busy if workers use this share of them; the training loop uses some too.
-_BUSY: Final = 0.5
 # If loading takes less than this share of the time between batches, the GIL is not the bottleneck; the comparison is inexact
 # on a busy machine.
 _GIL_LOAD: Final = 0.3
@@ -135,7 +133,7 @@ def _find_cause(run: Run, loader: LoaderSeen) -> _Cause:
             fix = _LIGHTER if loader.is_auto else f"num_workers=0, or {_LIGHTER}"
             return _Cause("transfer", {"could_s": loader.load_s, "comes_s": comes_s}, fix)
         could_s = loader.load_s / max(1, loader.num_workers)
-        if not loader.is_auto and could_s < _IDLING * comes_s:  # "auto" had fewer workers earlier in the run
+        if not loader.is_auto and could_s < ESTIMATED_BUSY * comes_s:  # "auto" had fewer workers earlier in the run
             fix = f"{_LIGHTER}; run fewer other programs on these cores"
             return _Cause("transfer", {"could_s": could_s, "comes_s": comes_s}, fix)
     bottleneck, fix = _find_worker_cause(run, loader)
@@ -147,7 +145,7 @@ def _find_cause(run: Run, loader: LoaderSeen) -> _Cause:
 
 def _find_worker_cause(run: Run, loader: LoaderSeen) -> tuple[str, str]:
     """Return the bottleneck and the fix for workers that perform as expected, besides cheaper samples."""
-    if loader.num_workers >= run.core_count and _cores_used(run, loader) >= _BUSY * run.core_count:
+    if loader.num_workers >= run.core_count and _cores_used(run, loader) >= BUSY_CORES * run.core_count:
         return "all-cores", ""
     if loader.is_auto:
         return "auto-workers", ""
