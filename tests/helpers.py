@@ -274,6 +274,17 @@ def has_ended(process: Any) -> bool:
     return True
 
 
+def session_of(loader: Any) -> Any:
+    """The session of a loader of either kind, for tests of what no public name shows: spans, tuning, the engine."""
+    return vars(loader).get("_infeed_session") or loader._session
+
+
+def engine_of(loader: Any) -> Any:
+    """The engine of the epoch in progress."""
+    (engine,) = session_of(loader).engine_cache.engines_out
+    return engine
+
+
 def fork_server() -> Any:
     """The fork server of this process that lives; one that has ended may not have been waited for yet."""
     import psutil

@@ -15,7 +15,7 @@ import pytest
 
 import infeed
 from infeed.autotune.tuner import Change, Reading, Tuner
-from tests.helpers import always_threads
+from tests.helpers import always_threads, session_of
 
 pytestmark = pytest.mark.process
 
@@ -103,10 +103,10 @@ def test_a_dataset_that_computes_or_draws_keeps_processes(dataset: Any) -> None:
         # On a busy machine it may take several epochs until enough was seen.
         for _ in range(10):
             list(loader)
-            if not loader._session.worker_tuning.is_open:
+            if not session_of(loader).worker_tuning.is_open:
                 break
         assert loader.statistics().kind == "process"
-        assert not loader._session.worker_tuning.is_open
+        assert not session_of(loader).worker_tuning.is_open
 
 
 class DrawsLate(Waiting):
@@ -123,7 +123,7 @@ def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
         for _ in range(3):
             list(loader)
             assert loader.statistics().kind == "process"
-        assert not loader._session.worker_tuning.is_open
+        assert not session_of(loader).worker_tuning.is_open
 
 
 def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.
     with infeed.DataLoader(Waiting(100), 8, num_workers=2, worker="auto") as loader:
         kinds = []
         # On a busy machine it may take several epochs until enough was seen.
-        while loader._session.worker_tuning.is_open and len(kinds) < 10:
+        while session_of(loader).worker_tuning.is_open and len(kinds) < 10:
             list(loader)
             kinds.append(loader.statistics().kind)
         list(loader)

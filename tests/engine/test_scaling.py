@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.engine.engine import Engine
 from infeed.errors import WorkerStartError
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.in_process import ThreadPool
 from infeed.workers.process import ProcessPool
 from infeed.workers.protocol import Started
-from tests.helpers import Stream, Tree, collected, kill_process, plain, wait_until, worker_processes
+from tests.helpers import Stream, Tree, collected, engine_of, kill_process, plain, wait_until, worker_processes
 
 MOST = 4
 LENGTH = 240
@@ -38,12 +37,6 @@ class Draws:
     def __getitem__(self, index: int) -> tuple[int, np.ndarray]:
         rng = infeed.get_rng()
         return index, rng.random(50)
-
-
-def engine_of(loader: infeed.DataLoader) -> Engine:
-    """The engine of the epoch in progress."""
-    (engine,) = loader._session.engine_cache._out
-    return engine
 
 
 def pids_of(loader: infeed.DataLoader) -> list[int]:

@@ -17,7 +17,7 @@ import pytest
 import infeed
 from infeed.metrics.recent import Amounts
 from infeed.testing import FaultyDataset
-from tests.helpers import Squares, kill_process
+from tests.helpers import Squares, kill_process, session_of
 
 KINDS = [{}, {"num_workers": 2, "worker": "thread"}, {"num_workers": 2}]
 IDS = ["inline", "thread", "process"]
@@ -104,7 +104,7 @@ def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
     assert known.restart_count == 1
     assert known.sample_count == 60
     assert pid not in {one.pid for one in known.workers}
-    marks = loader._session.trace().marks
+    marks = session_of(loader).trace().marks
     assert [mark.kind for mark in marks if mark.lane == victim.worker] == ["death"]
     assert f"pid {pid}" in next(mark.text for mark in marks if mark.kind == "death")
     assert "  1 restart" in str(known)
@@ -140,7 +140,7 @@ class Refusing:
 def test_what_samples_that_raise_took_is_counted_and_shown(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Refusing(), 8, on_error="skip", **workers) as loader:
         assert [int(number) for batch in loader for number in batch] == list(range(0, 32, 2))
-        trace = loader._session.trace()
+        trace = session_of(loader).trace()
     known = trace.statistics
     # Each bad one was asked for once, and each good one for its batch, at least.
     assert sum(one.load_s for one in known.workers) >= 0.05 + 31 * 0.002
@@ -206,7 +206,7 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
         known = loader.statistics()
         with pytest.raises(infeed.ConfigError, match="observe='timeline'"):
             loader.timeline("run.json")
-        assert not loader._session.collector.history.spans()
+        assert not session_of(loader).collector.history.spans()
     assert (known.batch_count, bool(known.histogram)) == ((0, False) if observe == "off" else (8, True))
     assert (known.finding is None) == (observe == "off")
 
@@ -288,7 +288,7 @@ def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
     with infeed.DataLoader(Napping(), 8, num_workers=2) as loader:
         for _ in loader:
             time.sleep(0.001)
-        trace = loader._session.trace()
+        trace = session_of(loader).trace()
     loads = [span for span in trace.spans if span.kind == "load" and span.epoch == 0]
     assert sum(span.size for span in loads) == 60
     assert {span.first_index for span in loads if span.size == 1} == set(range(60))
@@ -355,7 +355,7 @@ def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> N
             for _batch in loader:
                 sum(range(20_000))
     known = loader.statistics()
-    past = Amounts.sum_of(one.amounts for one in loader._session.collector.history.past.slices)
+    past = Amounts.sum_of(one.amounts for one in session_of(loader).collector.history.past.slices)
     assert past.batch_count == known.batch_count
     assert past.waited_ns == round(known.waited_s * 1e9)
     assert past.away_ns == round(known.away_s * 1e9)

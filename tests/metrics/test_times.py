@@ -17,7 +17,7 @@ from infeed.engine.engine import Engine
 from infeed.metrics.charts import rate_figure, worker_figure
 from infeed.scheduler.messages import WorkerId
 from infeed.workers.process import ProcessPool
-from tests.helpers import Squares, Tree, kill_process, wait_until
+from tests.helpers import Squares, Tree, engine_of, kill_process, session_of, wait_until
 
 NAP_S = 0.02
 
@@ -28,8 +28,8 @@ def test_points_go_on_where_another_engine_stopped(workers: dict[str, Any]) -> N
     with infeed.DataLoader(Squares(32), 4, **workers) as loader:
         for _ in range(4):
             list(loader)
-            loader._session.engine_cache.clear()
-        points = loader._session.trace().points
+            session_of(loader).engine_cache.clear()
+        points = session_of(loader).trace().points
         known = loader.statistics()
     sums = [(one.batch_count, one.sample_count, one.byte_count, one.waited_ns, one.away_ns, one.busy_ns) for one in points]
     assert all(a <= b for before, after in pairwise(sums) for a, b in zip(before, after, strict=True))
@@ -44,7 +44,7 @@ def test_points_count_loops_that_run_at_a_time() -> None:
     with infeed.DataLoader(Squares(32), 4) as loader:
         for _ in loader:
             list(loader)
-        points = loader._session.trace().points
+        points = session_of(loader).trace().points
     assert [one.batch_count for one in points[:2]] == [1, 2]
 
 
@@ -63,7 +63,7 @@ def test_starting_and_stopping_workers_is_waiting(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("infeed.engine.session.build_engine", build_slowly)
     monkeypatch.setattr(Engine, "close", close_slowly)
     with infeed.DataLoader(Squares(16), 4) as loader:
-        loader._session.engine_cache.is_keeping = False
+        session_of(loader).engine_cache.configure(is_keeping=False)
         began = time.perf_counter()
         for _ in range(3):
             list(loader)
@@ -85,7 +85,7 @@ def test_the_last_step_of_an_epoch_counts(options: dict[str, Any]) -> None:
             for _batch in loader:
                 time.sleep(NAP_S)
         known = loader.statistics()
-        spans = loader._session.trace().spans
+        spans = session_of(loader).trace().spans
     assert known.away_s >= 3 * NAP_S
     assert sum(span.seconds for span in spans if span.kind == "away") >= 3 * NAP_S
 
@@ -270,7 +270,7 @@ def test_start_up_time_of_workers_is_counted_separately(how: str, monkeypatch: p
     with infeed.DataLoader(range(1_000_000), 4, num_workers=2) as loader:
         batches = iter(loader)
         next(batches)
-        (engine,) = loader._session.engine_cache._out
+        engine = engine_of(loader)
         if how == "added":
             engine.scaling.aim(1)
             next(batches)

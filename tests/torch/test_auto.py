@@ -14,7 +14,7 @@ import torch
 from infeed.errors import ConfigError
 from infeed.torch import DataLoader
 from infeed.torch.service import config_of
-from tests.helpers import always_threads
+from tests.helpers import always_threads, engine_of, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -108,9 +108,12 @@ def test_a_prefetch_factor_is_of_the_workers_that_there_are() -> None:
     with closing(DataLoader(Naps(), batch_size=4, num_workers="auto", prefetch_factor=3)) as loader:
         batches = iter(loader)
         next(batches)
-        engine = batches._epoch._engine
         for count in (1, 4, 2):
-            engine.scaling.aim(count)
-            next(batches)
-            assert engine._allocator.window == 3 * len(engine._scheduler.active_workers)
-        del batches, engine
+            engine_of(loader).scaling.aim(count)
+
+            def is_reached(count: int = count) -> bool:
+                next(batches)
+                known = loader.statistics()
+                return (known.worker_count, known.batches_in_flight) == (count, 3 * count)
+
+            wait_until(is_reached, f"{count} workers and 3 batches for each")

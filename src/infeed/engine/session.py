@@ -53,7 +53,7 @@ class EngineCache:
         # Guards the engines. Reentrant: the garbage collector may end an iteration, and so call give_back, anywhere.
         self._lock = threading.RLock()
         self._idle_engine: Engine | None = None
-        self._out: set[Engine] = set()
+        self.engines_out: set[Engine] = set()
         self._outdated: set[Engine] = set()  # engines in use that must not be kept afterwards
         self.is_closed = False
 
@@ -71,14 +71,14 @@ class EngineCache:
             engine = make()
         with self._lock:
             if not self.is_closed:
-                self._out.add(engine)
+                self.engines_out.add(engine)
                 return engine
         engine.close()
         raise LoaderClosedError(MSG_CLOSED)
 
     def give_back(self, engine: Engine) -> None:
         with self._lock:
-            self._out.discard(engine)
+            self.engines_out.discard(engine)
             is_good = engine not in self._outdated
             self._outdated.discard(engine)
             if self._idle_engine is None and engine.is_usable and is_good and self.is_keeping and not self.is_closed:
@@ -90,12 +90,7 @@ class EngineCache:
     @property
     def is_empty(self) -> bool:
         """Whether there is no engine, idle or in use."""
-        return self._idle_engine is None and not self._out
-
-    @property
-    def has_engines_out(self) -> bool:
-        """Whether another epoch is in progress."""
-        return bool(self._out)
+        return self._idle_engine is None and not self.engines_out
 
     def retire(self, engine: Engine) -> None:
         """Exclude this engine from later epochs."""
@@ -106,7 +101,7 @@ class EngineCache:
         """Close the idle engine, and exclude the engines in use from later epochs."""
         with self._lock:
             idle, self._idle_engine = self._idle_engine, None
-            self._outdated |= self._out
+            self._outdated |= self.engines_out
         if idle is not None and idle.is_usable:
             idle.close(keeps_workers=keeps_workers)
 
@@ -131,7 +126,7 @@ class EngineCache:
     def stop(self, *, keeps_workers: bool = False) -> None:
         """Close all engines, including those of epochs in progress; a new epoch may begin."""
         with self._lock:
-            engines = [engine for engine in (self._idle_engine, *self._out) if engine is not None]
+            engines = [engine for engine in (self._idle_engine, *self.engines_out) if engine is not None]
             self._idle_engine = None
         for engine in engines:
             if engine.is_usable:
@@ -414,7 +409,7 @@ class Session:
         worker_tuning = self.worker_tuning
         tuner = worker_tuning.tuner(config, cores_of_workers(config, self.cores))
         # Only one of several concurrent engines is tuned; the others use its worker count.
-        is_alone = not self.engine_cache.has_engines_out
+        is_alone = not self.engine_cache.engines_out
         build = partial(
             build_engine, config, self.plan, self.collector,
             tuner=tuner if is_alone else None,
