@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from copy import copy
 from mmap import mmap
 from typing import Any, Final, final
 
@@ -31,6 +32,12 @@ class ArrayTable:
         self.length = len(columns[0])
         self._columns = [_as_array(column) for column in columns]
         self.layout = Layout(node, tuple(map(_leaf, columns)))
+
+    def with_layout(self, layout: Layout) -> ArrayTable:
+        """Return a table of the same columns whose batches have another layout."""
+        table = copy(self)
+        table.layout = layout
+        return table
 
     def gather(self, indices: Indices | list[Any], memory: mmap, block_offset: int, row_count: int) -> None:
         """Write rows ``indices``, which are the whole batch, into a slot.

@@ -168,9 +168,8 @@ class Planner(Plan):
             is_batched = config.batch_sampler is not None
             # Ranks are padded with the first rows of the epoch, which are known only when reading from its start.
             is_alone = self.cut.shard.world_size == 1
-            size = None if is_batched else self.cut.batch_size
-            reading = SamplerReader(sampler, cursor, cursor.sampler, is_kept=is_alone, full_size=size if is_alone else None)
-            self._readings.follow(cursor, reading)
+            size = self.cut.batch_size if is_alone and not is_batched else None
+            reading = SamplerReader(sampler, cursor, cursor.sampler, self._readings, is_kept=is_alone, full_size=size)
             return reading.watched((user_batches if is_batched else sampled_batches)(reading, self.cut, reading.skip))
         return ordered_batches(self._order(cursor.epoch), self.cut, cursor.position)
 

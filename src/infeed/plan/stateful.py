@@ -186,6 +186,7 @@ class SamplerReader:
 
     Args:
         record: the result of ``state`` for the first batch.
+        readings: tracks this reader if it tracks its epoch.
         iterator: iterator of the sampler, if the caller has called ``restore`` and ``iter``. Then ``before`` is the sampler's
             ``source_state``, and ``again`` creates another iterator.
         is_kept: whether a state can be saved after every batch. If not, the epoch is read again from its beginning.
@@ -197,6 +198,7 @@ class SamplerReader:
         sampler: Any,
         cursor: Cursor,
         record: Mapping[str, Any] | None,
+        readings: SamplerStates,
         *,
         iterator: Iterator[Any] | None = None,
         before: dict[str, Any] | None = None,
@@ -213,8 +215,7 @@ class SamplerReader:
         self._first: dict[str, Any] | None = None
         self._states: dict[int, dict[str, Any]] = {}
         self._opened: Opened | None = None
-        # Returns the next step of the training loop; older states are discarded. The owner of this object sets it.
-        self.reached: Callable[[], int] = lambda: 0
+        self._reached = readings.follow(cursor, self)
 
     @property
     def skip(self) -> int:
@@ -253,7 +254,7 @@ class SamplerReader:
 
     def _keep(self, step: int, position: int, *, is_ended: bool) -> None:
         assert self._opened is not None
-        reached = self.reached()
+        reached = self._reached()
         for old in [kept for kept in self._states if kept < reached]:
             del self._states[old]
         if is_ended:
@@ -277,7 +278,7 @@ class SamplerStates:
 
     def __init__(self) -> None:
         self._start: Cursor | None = None
-        self._reached: Callable[[], int] | None = None
+        self._reached: Callable[[], int] = int
         self._reading: SamplerReader | None = None
 
     def begin(self, start: Cursor, reached: Callable[[], int]) -> None:
@@ -288,10 +289,12 @@ class SamplerStates:
         """Whether the tracked epoch began at ``start``."""
         return start is self._start
 
-    def follow(self, cursor: Cursor, reading: SamplerReader) -> None:
-        """Register the ``SamplerReader`` of an epoch, if it is the tracked one."""
-        if cursor is self._start and self._reached is not None:
-            self._reading, reading.reached = reading, self._reached
+    def follow(self, cursor: Cursor, reading: SamplerReader) -> Callable[[], int]:
+        """Register the reader of an epoch, if it is the tracked one. The reader drops states older than the returned step."""
+        if cursor is not self._start:
+            return int  # 0: keep all
+        self._reading = reading
+        return self._reached
 
     def state(self, sampler: Any, cursor: Cursor, start: Cursor | None) -> dict[str, Any] | None:
         """Return the sampler's state at ``cursor``, in the epoch that began at ``start`` or between epochs (``None``)."""

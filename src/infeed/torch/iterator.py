@@ -125,7 +125,7 @@ class EngineIter(_BaseDataLoaderIter):
             except WorkerError as error:
                 self._raise(error)
             self._num_yielded += 1
-            TALLY.batch_count += 1
+            TALLY.add_batch()
             return data
         with torch.autograd.profiler.record_function(self._profile_name) if _is_profiled() else nullcontext():
             return self._counted(self._next_data())
@@ -147,7 +147,7 @@ class EngineIter(_BaseDataLoaderIter):
 
     def _counted(self, data: Any) -> Any:
         self._num_yielded += 1
-        TALLY.batch_count += 1
+        TALLY.add_batch()
         said = self._IterableDataset_len_called
         if self._dataset_kind == _DatasetKind.Iterable and said is not None and self._num_yielded > said:
             text = (

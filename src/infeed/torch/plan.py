@@ -414,13 +414,13 @@ class TorchPlan(Plan):
             source,
             cursor,
             record,
+            self._readings,
             iterator=None if is_torch_batches else run.iterator,
             before=run.source_state,
             again=None if is_torch_batches else partial(iter, self._sampler),
             is_kept=is_torch_batches or source is self._sampler,
             full_size=self._sampler.batch_size if is_torch_batches and self._is_batched else None,
         )
-        self._readings.follow(cursor, reading)
         read: Any = BatchSampler(reading, self._sampler.batch_size, self._sampler.drop_last) if is_torch_batches else reading
         # Other samplers may draw in `iter`, which torch has already called.
         drawing = partial(self._ordering, cursor, run, is_watching=is_torch_batches)
@@ -495,7 +495,4 @@ def _place_of(column: Any) -> tuple[Any, ...]:
 def _table(dataset: Any) -> ArrayTable | None:
     table = table_of(dataset)
     layout = None if table is None else torch_table_layout(table.layout)
-    if table is None or layout is None:
-        return None
-    table.layout = layout
-    return table
+    return None if table is None or layout is None else table.with_layout(layout)

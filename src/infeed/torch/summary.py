@@ -35,6 +35,9 @@ class Tally:
             self._served.add(session)
             self.loader_count += 1
 
+    def add_batch(self) -> None:
+        self.batch_count += 1
+
     def refuse(self, loader: Any, why: str) -> None:
         """Count a loader that does not run on infeed's engine."""
         self._begin()

@@ -44,11 +44,12 @@ class IterableLoader:
         self._opened: OpenStream | None = None
         self._is_known = True  # whether the number of reading workers is decided
         self._bad: list[tuple[int, Failure]] = []  # bad elements since the last answer
+        self._doubt: Exception | None = None  # raised by a skipped element; if no element follows, the data is incomplete
 
     def open(self, message: OpenStream) -> None:
         """Set where the next task starts to read. No user code runs here, so that its exceptions belong to a task."""
         introduce(self._spec, self._source.dataset, 1 if message.is_alone else self._spec.worker_count)
-        self._share = None
+        self._share = self._doubt = None
         self._opened = message
         self._is_known = message.is_known
         take_was_asked()
@@ -63,7 +64,7 @@ class IterableLoader:
         try:
             share = self._share or self.begin()
             self._read(share, message.first_position, message.row_count, samples)
-            doubt, share.doubt = share.doubt, None
+            doubt, self._doubt = self._doubt, None
             if doubt is not None and not samples:
                 raise doubt
             state = share.state(is_ended=len(samples) < message.row_count)
@@ -99,7 +100,7 @@ class IterableLoader:
             try:
                 self._read(share, begin, wanted, forgotten)
             except Exception as error:  # raised in place of this batch in the first run too; if not, the data may end here
-                share.doubt = error
+                self._doubt = error
                 failures += 1
                 if failures > _MOST_FAILURES:
                     share.end()
@@ -167,7 +168,6 @@ class _Share:
     elements: Iterator[Any] = field(default_factory=lambda: iter(()))
     skipped: range = range(0)  # first elements of the batches to read and drop
     opened: Opened | None = None  # gives the state of the dataset and of its iterator
-    doubt: Exception | None = None  # raised by a skipped element; if no element follows, the data is incomplete
 
     def end(self) -> None:
         """Drop the iterator after ``StopIteration``: another call of ``next`` might restart it."""
