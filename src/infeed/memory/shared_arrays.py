@@ -240,7 +240,7 @@ def reduce_shared_memory(obj: Any) -> Any:
 
 
 @final
-class SharedArray(np.ndarray, Shared):
+class SharedArray(Shared, np.ndarray):
     """A read-only array in shared memory. Indexing it, or computing with it, returns plain arrays."""
 
     _plain: np.ndarray[Any, Any] | None = None
@@ -256,9 +256,6 @@ class SharedArray(np.ndarray, Shared):
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = _reduce_array(self)
         return np.asarray(self).__reduce_ex__(protocol) if reduced is NotImplemented else reduced
-
-    def __copy__(self) -> Any:
-        return self
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self if BINS.locate(pointer_of(self)) else np.array(self)
@@ -332,7 +329,7 @@ def share_tensor(tensor: Any) -> Any:
 def _tensor_class() -> type[Any]:
     import torch  # lazy: needed only for tensors
 
-    class SharedTensor(torch.Tensor, Shared):
+    class SharedTensor(Shared, torch.Tensor):
         """A tensor in shared memory. Computing with it returns plain tensors."""
 
         __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -341,9 +338,6 @@ def _tensor_class() -> type[Any]:
             reduced = _reduce_tensor(self)
             plain: Any = self.as_subclass(torch.Tensor)
             return plain.__reduce_ex__(protocol) if reduced is NotImplemented else reduced
-
-        def __copy__(self) -> Any:
-            return self
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self.clone()
