@@ -1,4 +1,4 @@
-"""What limits a training loop, how many workers keep up with it, and how many the CPU cores can use.
+"""The limits of a training loop, the number of workers that keeps up with it, and the number that the CPU cores can use.
 
 Pure arithmetic with one set of thresholds. ``statistics()``, the report, the doctor, the bench and the tuner all decide with
 it, each from its own evidence: counters inside infeed's workers, waits and probed samples of any loader, measured throughput.

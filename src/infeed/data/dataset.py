@@ -1,4 +1,4 @@
-"""What tar and Parquet datasets have in common: columns, decoding, access by index, blocks for the shuffle."""
+"""The common part of tar and Parquet datasets: columns, decoding, access by index, blocks for the shuffle."""
 
 from __future__ import annotations
 

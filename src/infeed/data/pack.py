@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class PackResult(NamedTuple):
-    """What was written."""
+    """The numbers of a finished ``pack``."""
 
     shards: int
     samples: int

@@ -109,7 +109,7 @@ _MOST_LOADERS: Final = 16
 
 @final
 class Watched:
-    """What a later probe needs from an iterated loader, without a reference to the loader itself."""
+    """The parts of an iterated loader that a later probe needs, without a reference to the loader itself."""
 
     def __init__(self, number: int, loader: Any) -> None:
         self.number = number

@@ -224,7 +224,7 @@ _BOUNDS: Final = {
 
 
 class Adjustment(NamedTuple):
-    """What the metrics suggest to change."""
+    """The changes that the metrics suggest."""
 
     worker_count: int | None = None  # None: keep it
     is_narrow: bool = False  # more batches in flight might help

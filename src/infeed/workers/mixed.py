@@ -43,7 +43,7 @@ class MixedPool(WorkerPool):
 
     def receive(self, timeout_s: float | None) -> list[News]:
         news = self._remote.receive(0)
-        # What arrives from here on wakes the local pool.
+        # Messages that arrive from here on wake the local pool.
         local = self._local.receive(0 if news else timeout_s)
         return [*news, *local, *self._remote.receive(0)]
 

@@ -214,7 +214,7 @@ class StartFailed(NamedTuple):
 
 
 class StreamNote(NamedTuple):
-    """What a worker reports about its share of an iterable dataset, with each answer to ``LoadNext``."""
+    """A worker's report on its share of an iterable dataset, with each answer to ``LoadNext``."""
 
     shards_itself: bool  # the dataset called get_worker_info()
     state: Any = None  # of the dataset after these rows or, after the end, for the next epoch; None if it has no state_dict()

@@ -16,7 +16,7 @@ from struct import Struct
 from time import perf_counter_ns
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
-# What a worker records: spans and sums, sums only, or nothing.
+# A worker records spans and sums, sums only, or nothing.
 Observe: TypeAlias = Literal["timeline", "counters", "off"]
 
 # Sums, in this order, at the beginning. Pending tiny tasks have only a sample count and a busy time; the reader divides that

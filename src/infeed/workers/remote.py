@@ -85,7 +85,7 @@ class ClusterNode(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a remote worker is doing and has recorded."""
+    """The current activity of a remote worker, and its records."""
 
     sent_ns: int  # on the clock of the worker's machine
     cell: bytes
