@@ -1,4 +1,4 @@
-"""Fixtures for all tests: the guard against leaks, and the kinds of workers."""
+"""Fixtures for all tests: the leak guard and the kinds of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("tests.helpers")
 from tests.helpers import DEADLINE_S  # noqa: E402  # after the line that is about it
 from tests.possessions import possessions  # noqa: E402
 
-# Processes that were told to end take a moment to be gone. When torch's iterator is collected, it waits 5 s for each of its
+# Terminated processes take a moment to exit. When torch's iterator is collected, it waits 5 s for each of its
 # workers before it kills them.
 _VANISH_S = 15.0
 
@@ -35,29 +35,29 @@ _ENGINES = {
     "portable": {"num_workers": 2, "start_method": "auto"},
     "macos": {"num_workers": 2, "start_method": "auto"},
 }
-# With these, a hang is an error of one test and not the end of all.
+# With these, a hang fails one test and does not end the run.
 _NO_HANG: dict[str, Any] = {"timeout": DEADLINE_S}
 
-# The same examples every time, so that a red run means a change; INFEED_FUZZ=1 looks for new ones.
+# Run the same examples every time, so that a failure points to a change; INFEED_FUZZ=1 draws new ones.
 settings.register_profile("steady", derandomize=True)
 if not os.environ.get("INFEED_FUZZ"):
     settings.load_profile("steady")
 
 
-# A shell lets its jobs in the background ignore these, and so would every program that a test starts and interrupts.
+# A shell makes background jobs ignore these signals, and every program that a test starts and interrupts would inherit that.
 for _number in (signal.SIGINT, getattr(signal, "SIGQUIT", signal.SIGINT)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
-# Packages that tests may import at the head of a file. `infeed.torch` needs torch too.
+# Packages that tests may import at the top of a file. `infeed.torch` needs torch too.
 _OPTIONAL = ("torch", "PIL", "plotly", "matplotlib", "jax", "cv2")
 _HEAD_IMPORTS = re.compile(rf"^(?:import|from) (?:infeed\.)?({'|'.join(_OPTIONAL)})\b", re.MULTILINE)
 _MISSING = {name for name in _OPTIONAL if importlib.util.find_spec(name) is None}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out test files that import a package which is not installed; the header of the run names these packages."""
+    """Ignores test files that import a package which is not installed; the header of the run lists these packages."""
     if _MISSING and collection_path.suffix == ".py":
         needed = set(_HEAD_IMPORTS.findall(collection_path.read_text(encoding="utf-8")))
         return True if needed & _MISSING else None
@@ -69,7 +69,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs Linux elsewhere, with the reason that the mark gives."""
+    """Skips tests that need Linux on other platforms, with the reason from the mark."""
     for item in items:
         for mark in item.iter_markers("linux"):
             (reason,) = mark.args
@@ -78,29 +78,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is there before the first test out of every collection: torch and all tests take it a tenth of a second."""
+    """Freezes the objects that exist before the first test, because every later collection would take 0.1 s longer."""
     gc.collect()
     gc.freeze()
 
 
 def engine_params(*names: str) -> list[Any]:
-    """Kinds of workers as parameters, marked as what they need."""
+    """Kinds of workers as parameters, with the marks that they need."""
     marks = {"forkserver": [pytest.mark.process, pytest.mark.linux("only Linux has the fork server")]}
     marks |= {name: [pytest.mark.process] for name in ("spawn", "portable", "macos")}
     if sys.platform != "linux":
-        # Stand-ins for other platforms: there they are the same as spawned workers.
+        # Stand-ins for other platforms, where they equal spawned workers.
         names = tuple(name for name in names if name not in ("portable", "macos") or "spawn" not in names)
     return [pytest.param(name, id=name, marks=marks.get(name, [])) for name in names]
 
 
 @pytest.fixture(autouse=True)
 def leak_guard() -> Iterator[None]:
-    """Whatever a test does, afterwards there is no thread, process, descriptor or shared memory more than before."""
+    """Fails a test that leaves a thread, process, descriptor or shared memory behind."""
     before = possessions()
     yield
     idle = sys.modules.get("infeed.workers.launcher")
     if idle is not None:
-        idle.IDLE_WORKERS.clear()  # they would wait for the next loader for a minute
+        idle.IDLE_WORKERS.clear()  # Otherwise they stay idle for a minute, for the next loader.
     deadline = time.monotonic() + _VANISH_S
     while left := possessions().beyond(before):
         gc.collect()
@@ -111,7 +111,7 @@ def leak_guard() -> Iterator[None]:
 
 @pytest.fixture
 def windows_stand_in() -> Iterator[None]:
-    """Let this process and all that it starts behave like Windows, and check that no named memory is held at the end."""
+    """Makes this process and its children behave like Windows, and checks that no named memory is left at the end."""
     from tests.stand_in.windows_stand_in import active, live_names
 
     with active():
@@ -125,7 +125,7 @@ def windows_stand_in() -> Iterator[None]:
 
 
 def make_portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what only Linux has, and leave what macOS has: named memory, connections of multiprocessing, and spawning."""
+    """Removes what only Linux has and keeps what macOS has: named memory, connections of multiprocessing, and spawning."""
     for module, name in ((os, "memfd_create"), (socket, "send_fds"), (socket, "recv_fds"), (select, "poll")):
         monkeypatch.delattr(module, name, raising=False)
 
@@ -148,23 +148,23 @@ def every_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(params=engine_params("inline", "thread", "forkserver", "portable"))
 def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The same without spawned workers on Linux: they start as the portable ones do, and then work as the forked ones do."""
+    """Like `every_engine`, without spawned workers on Linux: those start like portable ones and work like forked ones."""
     return _engine_options(request)
 
 
 @pytest.fixture(params=engine_params("inline", "thread", "forkserver"))
 def light_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The kinds of workers that start quickly, for what does not depend on how they are started."""
+    """The kinds of workers that start quickly, for tests that do not depend on how workers start."""
     return _engine_options(request)
 
 
 @pytest.fixture(params=engine_params("forkserver", "spawn", "portable"))
 def process_engine(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Arguments of ``DataLoader`` for each kind of worker that is a process."""
+    """Arguments of ``DataLoader`` for each kind of worker process."""
     return _engine_options(request)
 
 
 @pytest.fixture
 def forkserver() -> dict[str, Any]:
-    """Arguments for the usual kind of process workers, where the kind does not matter."""
+    """Arguments for the default kind of worker processes, where the kind does not matter."""
     return {"num_workers": 2, **_NO_HANG}

@@ -1,4 +1,4 @@
-"""Every benchmark case still runs, at a size that takes no time. No timing is looked at."""
+"""Every benchmark case runs at a small size. These tests check no timing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD_TIMEOUT_S = 100.0
 NUMBERS = (*report.COSTS, "left_behind")
 
-# Spawned torch workers take seconds to import torch, so that variant is tried in one case; it differs in one argument.
+# Spawned torch workers take seconds to import torch, so only one case runs that variant; it differs in one argument.
 RUNS = [
     (name, library)
     for name in cases.NAMES
@@ -33,7 +33,7 @@ RUNS = [
 @pytest.mark.process
 @pytest.mark.parametrize("family", ["infeed", pytest.param("torch", marks=pytest.mark.torch)])
 def test_every_case_gives_a_whole_record(family: str) -> None:
-    """The record of a run has every figure of every run and the metrics that the case declares."""
+    """The record of a run contains every figure of every repetition and the metrics that the case declares."""
     if family != "infeed" and importlib.util.find_spec(family) is None:
         pytest.skip(f"{family} is not installed")
     runs = [(name, library) for name, library in RUNS if adapters.family_of(library) == family]
@@ -52,7 +52,7 @@ def test_every_case_gives_a_whole_record(family: str) -> None:
 
 
 def records_of(runs: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Run all these in one child: a child for each would import torch a dozen times."""
+    """Runs all cases in one child process, because importing torch once per case takes too long."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.measure", *runs],
@@ -72,7 +72,7 @@ def records_of(runs: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_a_case_has_all_sizes_and_runs_infeed(name: str) -> None:
-    """Each case is found under its name, has three sizes, and includes infeed and what it is compared with."""
+    """Each case has a name and three sizes, and includes infeed and its competitors."""
     case = cases.load(name)
     assert case.name == name
     assert set(case.sizes) == {"full", "quick", "tiny"}
@@ -82,7 +82,7 @@ def test_a_case_has_all_sizes_and_runs_infeed(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("opencv", 3), ("tiny", None)])
 def test_the_number_of_workers_can_be_set_in_cases_that_have_it(name: str, expected: int | None) -> None:
-    """Other parameters and other cases stay as they are."""
+    """Other parameters, and cases without `num_workers`, do not change."""
     case = cases.load(name)
     changed = measure.parameters_of(case, "tiny", 3)
 

@@ -1,4 +1,4 @@
-"""Ratios point the right way, and a target is checked only against what was measured."""
+"""Ratios have the right direction, and a target is checked only against measured results."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ RECORDS = [
     ids=lambda value: str(value) if isinstance(value, bool) else report._target_text(value, ""),
 )
 def test_a_target_check_follows_the_median_and_the_direction(target: spec.Target, is_met: bool) -> None:
-    """Medians decide, and an advantage above one is better for rates and for delays."""
+    """Medians decide. A ratio above 1 is better for rates and for delays."""
     rows = report.metric_rows(make_case(target), RECORDS)
     checks = [check for row in rows for check in row.targets]
     assert [check.is_met for check in checks] == [is_met]
 
 
 def test_a_target_against_a_missing_library_is_neither_met_nor_missed() -> None:
-    """Without the other side there is no ratio, and the table says so."""
+    """Without the other library there is no ratio, and the table reports that."""
     ours = [record for record in RECORDS if record["library"] == "infeed"]
     rows = report.metric_rows(make_case(spec.Target("rate", at_least=10, against="torch")), ours)
     checks = [check for row in rows for check in row.targets]
     assert [(check.reached, check.is_met) for check in checks] == [(None, None)]
 
 
-def test_a_failed_run_is_named_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """An error leaves the medians alone and appears below the tables."""
+def test_a_failed_run_is_listed_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failed run does not change the medians and is listed below the tables."""
     failed = {"case": "made_up", "library": "torch", "repeat": 1, "error": "Traceback\nValueError: odd"}
     machine = dict.fromkeys(("cpu", "cores", "cores_usable", "memory_gib", "kernel", "python"), "made up")
     described = {**machine, "versions": {}, "commit": None, "has_local_changes": False, "date": "", "load_before": 0}
@@ -92,6 +92,6 @@ def test_a_failed_run_is_named_and_not_counted(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_a_target_that_cannot_be_judged_is_refused(target: spec.Target, message: str) -> None:
-    """A target must name a metric, one bound, and a library that runs the case."""
+    """A target must have a metric, one bound and a library that runs the case."""
     with pytest.raises(ValueError, match=message):
         make_case(target)

@@ -1,4 +1,4 @@
-"""The summary of the benchmark of shards."""
+"""The summary of the shard benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output that cannot show every letter."""
+"""Output streams that cannot encode every character."""
 
 import io
 import sys
@@ -12,8 +12,8 @@ from infeed.cli.arguments import replacing
     ("encoding", "shown"),
     [("ascii", "12 us ### ... D?ta ??"), ("latin-1", "12 µs ### ... Däta ??"), ("utf-8", "12 µs ███ … Däta 数?")],
 )
-def test_what_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str) -> None:
-    """By a similar name, if there is one; the last letter is of an unreadable file name."""
+def test_unencodable_characters_are_replaced(monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str) -> None:
+    """A similar character is used where possible; undecodable characters of file names work too."""
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
 
@@ -21,11 +21,11 @@ def test_what_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch, en
         print("12 µs ███ … Däta 数\udcff", end="")
 
     assert output.getvalue() == shown.encode(encoding)
-    assert sys.stdout.errors == "strict"  # as it was
+    assert sys.stdout.errors == "strict"  # The stream's own encoding is restored.
 
 
-def test_a_stream_that_is_no_file_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a notebook's; or there is none at all."""
+def test_a_stream_without_an_encoding_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's output stream, or a missing one (`None`), is not reconfigured."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", None)
 

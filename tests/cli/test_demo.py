@@ -1,4 +1,4 @@
-"""The demo: what it prints, what it leaves behind, how it says no."""
+"""The demo: its output, its temporary files and its error messages."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ ROWS = ["infeed, no workers", "infeed, threads", "infeed, processes"]
 
 @pytest.fixture
 def temp_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files and the report, which shows what the demo leaves behind."""
+    """Redirects temporary files and the report to this folder, so that a test can check what the demo leaves behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -32,12 +32,12 @@ def assert_no_images_left(temp_root: Path) -> None:
     assert list(temp_root.rglob("*.jpg")) == []
 
 
-# From Python 3.12 on, forking with more than one thread warns; torch forks, and NumPy's BLAS has threads.
+# From Python 3.12 on, forking a process with several threads warns; torch forks, and NumPy's BLAS has threads.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.process
 @pytest.mark.slow
 def test_every_loader_has_a_row_and_the_images_are_removed(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run ends with a row for each loader, a report, the next steps, and an empty temporary directory."""
+    """A run prints a row for each loader, the path of the report and the next steps, and removes its temporary files."""
     pytest.importorskip("PIL")
     assert main([*SMALL, "--report", "timeline.json"]) == 0
 
@@ -51,10 +51,10 @@ def test_every_loader_has_a_row_and_the_images_are_removed(temp_root: Path, caps
     assert_no_images_left(temp_root)
 
 
-def test_ctrl_c_leaves_one_line_and_no_images(
+def test_ctrl_c_prints_one_line_and_removes_the_images(
     temp_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl+C while loading gives exit code 130, no traceback, and an empty temporary directory."""
+    """Ctrl+C while loading exits with code 130, without a traceback, and removes the temporary files."""
     pytest.importorskip("PIL")
     images_seen: list[Path] = []
 
@@ -74,10 +74,10 @@ def test_ctrl_c_leaves_one_line_and_no_images(
 
 
 @pytest.mark.parametrize("module", ["PIL", "tqdm", "rich"])
-def test_a_missing_package_is_named_with_the_cure(
+def test_a_missing_package_is_reported_with_the_fix(
     module: str, temp_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without one of the demo's packages there is one sentence that says what to install."""
+    """If a package that the demo needs is missing, one sentence says how to install it."""
     monkeypatch.setitem(sys.modules, module, None)
 
     assert main(SMALL) == 2
@@ -98,8 +98,8 @@ def test_a_missing_package_is_named_with_the_cure(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_wrong_argument_is_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong argument ends the command with code 2 and the argument's name."""
+def test_an_invalid_argument_is_reported(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An invalid argument exits with code 2 and prints the name of the argument."""
     with pytest.raises(SystemExit) as exited:
         main(["demo", *arguments])
 
@@ -108,7 +108,7 @@ def test_a_wrong_argument_is_named(arguments: list[str], said: str, capsys: pyte
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a command the help is shown as an error."""
+    """Without a command, the help is printed as an error."""
     assert main([]) == 2
     assert "demo" in capsys.readouterr().err
 
@@ -122,8 +122,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"infeed {infeed.__version__}\n"
 
 
-def test_the_rate_covers_the_time_from_the_first_batch_on() -> None:
-    """Creating the loader and the first batch are start-up. Time between two batches, and between epochs, is waiting."""
+def test_the_rate_is_measured_from_the_first_batch() -> None:
+    """Creating the loader and loading the first batch count as start-up; time between batches and epochs counts as waiting."""
     now = 0.0
 
     def pass_time(seconds: float) -> None:
@@ -149,8 +149,8 @@ def test_the_rate_covers_the_time_from_the_first_batch_on() -> None:
     assert timing.waited_share == pytest.approx(7 / 57)
 
 
-def test_a_report_that_cannot_be_written_is_refused_first(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before any image is generated."""
+def test_an_unwritable_report_path_is_rejected_first(temp_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The path of the report is checked before any image is generated."""
     pytest.importorskip("PIL")
     assert main([*SMALL, "--report", str(temp_root / "absent" / "demo.html")]) == 2
 
@@ -166,8 +166,10 @@ def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  infeed {command} " in out for command in ("run", "doctor", "bench", "demo"))
 
 
-def test_no_number_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Words and numbers are broken into lines instead."""
+def test_no_number_is_truncated_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A narrow terminal wraps words and numbers instead of truncating them."""
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "40")
 

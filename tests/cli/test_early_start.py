@@ -1,4 +1,4 @@
-"""The fork server starts with the program and imports its libraries meanwhile; a wrong guess has no consequences."""
+"""The fork server starts with the program and imports its libraries meanwhile; wrong guesses have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers import ROOT, Journal, Script, ScriptResult, kill_process, sta
 
 pytestmark = [pytest.mark.process, pytest.mark.linux("is about the fork server")]
 
-# In the place of a library that takes long to import: it notes who imports it.
+# Replaces a library that takes long to import: it records which process imports it.
 LIBRARY = """
 import os
 from pathlib import Path
@@ -60,7 +60,7 @@ def printed(result: ScriptResult) -> str:
 
 
 def test_the_server_imports_libraries_while_the_program_does(folder: Path) -> None:
-    """Before a loader is made; workers then have them."""
+    """The server imports the program's libraries before the program creates a loader, so workers inherit them."""
     script = start(folder, "import kornia\nwait_for_server()\nprint(epoch())\n")
 
     assert printed(script.finish()) == "([True, True], ['None', 'None'])"
@@ -68,7 +68,7 @@ def test_the_server_imports_libraries_while_the_program_does(folder: Path) -> No
 
 
 def test_variables_that_a_program_sets_before_an_import_reach_workers(folder: Path) -> None:
-    """A library that was imported ahead has read another value, and is imported again."""
+    """A library that was imported ahead has read an outdated environment variable, so workers import it again."""
     script = start(folder, "wait_for_server()\nos.environ['FOR_KORNIA'] = '7'\nimport kornia\nprint(epoch())\n")
 
     assert printed(script.finish()) == "([True, True], ['7', '7'])"
@@ -82,8 +82,8 @@ def test_variables_that_no_library_reads_do_not_matter(folder: Path) -> None:
     assert len((folder / "site-packages" / "importers").read_text().split()) == 2
 
 
-def test_a_module_of_the_program_s_own_is_not_taken_for_a_library(folder: Path) -> None:
-    """Its folder comes onto the path when the program runs."""
+def test_a_module_of_the_program_is_not_mistaken_for_a_library(folder: Path) -> None:
+    """The program's folder is added to `sys.path` only when the program runs."""
     (folder / "own").mkdir()
     (folder / "own" / "kornia.py").write_text("import os\nPID, VALUE = os.getpid(), 'own'\n")
     script = start(folder, "import sys\nwait_for_server()\nsys.path.insert(0, 'own')\nimport kornia\nprint(epoch())\n")
@@ -93,7 +93,7 @@ def test_a_module_of_the_program_s_own_is_not_taken_for_a_library(folder: Path) 
 
 @pytest.mark.torch
 def test_workers_have_torch_only_if_the_dataset_needs_it(folder: Path) -> None:
-    """Though the program imports it, and the server has imported it ahead."""
+    """Workers do not import torch just because the program does and the server has imported it ahead."""
     code = """
 import sys, infeed, torch
 from torch.utils.data import DataLoader
@@ -128,27 +128,27 @@ while not os.path.exists("importers"):  # by the server, for its workers
 """
 
 
-def test_a_program_that_ends_does_not_wait_for_the_server(folder: Path) -> None:
-    """It is in the middle of an import, and has no workers."""
+def test_program_exit_does_not_wait_for_the_server(folder: Path) -> None:
+    """The program has no workers and the server is importing a library when the program exits."""
     (folder / "site-packages" / "kornia.py").write_text(ENDLESS)
 
     assert printed(start(folder, "import kornia\n", head=WAITING).finish()) == ""
 
 
-def test_a_program_that_is_killed_takes_the_server_with_it(folder: Path) -> None:
-    """Also in the middle of an import."""
+def test_killing_the_program_ends_the_server(folder: Path) -> None:
+    """The server ends with its program even in the middle of an import."""
     (folder / "site-packages" / "kornia.py").write_text(ENDLESS)
     script = start(folder, "import kornia\ntime.sleep(1000)\n", head=WAITING)
     journal = Journal(folder / "importers")
     wait_until(lambda: journal.lines(), "the server's import")
     kill_process(script.pid)
 
-    script.finish()  # fails if a process of it lives on
+    script.finish()  # Fails if one of its processes is still alive.
 
 
 @pytest.mark.torch
 def test_the_server_starts_when_infeed_torch_is_imported(folder: Path) -> None:
-    """Without `infeed run`."""
+    """Importing `infeed.torch` starts the server without `infeed run`."""
     code = PROGRAM.replace("import infeed\n", "from infeed import torch as _\nimport infeed\n")
     (folder / "program.py").write_text(code + "import kornia\nwait_for_server()\nprint(epoch())\n")
     path = os.pathsep.join([str(folder / "site-packages"), str(ROOT / "src"), str(ROOT)])

@@ -1,4 +1,4 @@
-"""``infeed run``: the program is run as Python runs it, with torch's loader replaced."""
+"""``infeed run`` runs a program as Python does, with torch's loader replaced."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run(tmp_path: Path, code: str, *arguments: str, seconds: float = DEADLINE_S)
     return start_python(["-m", "infeed", "run", "scripts/program.py", *arguments], cwd=tmp_path).finish(seconds)
 
 
-def test_a_script_sees_itself_as_python_shows_it(tmp_path: Path) -> None:
-    """Name, file, arguments (also those that look like options of ours), working directory and path of imports."""
+def test_a_script_runs_as_under_python(tmp_path: Path) -> None:
+    """Name, file, arguments (also those that look like our options), working directory and `sys.path` are the same."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "neighbour.py").write_text("VALUE = 7")
     code = """
@@ -40,8 +40,8 @@ print([__name__, __file__, sys.argv, os.path.basename(os.getcwd()), neighbour.VA
     assert result.err == "infeed: the main process iterated no torch DataLoader\n"
 
 
-def test_a_module_is_run_as_with_python_m(tmp_path: Path) -> None:
-    """With its package."""
+def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
+    """The module is imported as part of its package."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "part.py").write_text(
@@ -53,8 +53,8 @@ def test_a_module_is_run_as_with_python_m(tmp_path: Path) -> None:
     assert result.out.strip() == str(["__main__", "package", ["--x"]])
 
 
-def test_two_dashes_before_the_program_are_skipped(tmp_path: Path) -> None:
-    """As those of other tools are; later ones belong to the program."""
+def test_two_dashes_before_the_program_are_ignored(tmp_path: Path) -> None:
+    """A `--` before the program is ignored; later ones are passed to the program."""
     (tmp_path / "program.py").write_text("import sys\nprint(sys.argv)")
 
     result = start_python(["-m", "infeed", "run", "--", "program.py", "--", "-v"], cwd=tmp_path).finish()
@@ -66,16 +66,16 @@ def test_two_dashes_before_the_program_are_skipped(tmp_path: Path) -> None:
     ("code", "exit_code", "text"),
     [("import sys; sys.exit(3)", 3, ""), ("raise SystemExit('no data')", 1, "no data\n"), ("import sys; sys.exit()", 0, "")],
 )
-def test_the_programs_exit_code_is_ours(tmp_path: Path, code: str, exit_code: int, text: str) -> None:
-    """As the shell sees it without us."""
+def test_the_exit_code_of_the_program_is_returned(tmp_path: Path, code: str, exit_code: int, text: str) -> None:
+    """The exit code is the same as without `infeed run`."""
     result = run(tmp_path, code)
 
     assert result.code == exit_code
     assert result.err.startswith(text)
 
 
-def test_an_exception_shows_the_programs_own_frames(tmp_path: Path) -> None:
-    """And none of ours."""
+def test_a_traceback_shows_only_frames_of_the_program(tmp_path: Path) -> None:
+    """A traceback contains no frames of infeed."""
     result = run(tmp_path, "def fail():\n    raise ValueError('bad')\nfail()\n")
 
     assert result.code == 1
@@ -89,7 +89,7 @@ def test_an_exception_shows_the_programs_own_frames(tmp_path: Path) -> None:
     [([], "missing program; pass a script or -m MODULE"), (["absent.py"], "'absent.py' is not a file; pass a script")],
 )
 def test_invalid_usage_is_reported(tmp_path: Path, arguments: list[str], text: str) -> None:
-    """With a cure, and the exit code of wrong usage."""
+    """Invalid usage prints the fix and exits with the code for usage errors."""
     result = start_python(["-m", "infeed", "run", *arguments], cwd=tmp_path).finish()
 
     assert result.code == 2
@@ -97,8 +97,8 @@ def test_invalid_usage_is_reported(tmp_path: Path, arguments: list[str], text: s
 
 
 @pytest.mark.torch
-def test_loaders_are_replaced_wherever_they_are_imported_from(tmp_path: Path) -> None:
-    """By any name, in subclasses, before and after; without a main guard and with a lambda."""
+def test_loaders_are_replaced_however_they_are_imported(tmp_path: Path) -> None:
+    """Aliases, subclasses, earlier and later imports, scripts without a main guard, and lambdas work."""
     code = """
 import os
 import torch.utils.data
@@ -125,8 +125,8 @@ for cls in (DataLoader, Other, torch.utils.data.DataLoader, Mine):
 
 @pytest.mark.torch
 @pytest.mark.linux("needs os.fork")
-def test_a_loader_that_cannot_be_served_runs_on_torchs_workers(tmp_path: Path) -> None:
-    """With one line that says why, where it happens and at the end."""
+def test_an_unsupported_loader_uses_torch_workers(tmp_path: Path) -> None:
+    """One line gives the reason, when the loader is created and at the end."""
     code = """
 from torch.utils.data import DataLoader
 print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2, num_workers=1, multiprocessing_context="fork")])
@@ -140,8 +140,8 @@ print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2, num_
 
 
 @pytest.mark.torch
-def test_install_can_be_taken_back(tmp_path: Path) -> None:
-    """From code, for a whole program or a part of it."""
+def test_install_can_be_undone(tmp_path: Path) -> None:
+    """`install` can replace the loaders of a whole program or of a part of it."""
     code = """
 import infeed.torch
 from torch.utils.data import DataLoader, dataloader
@@ -159,8 +159,8 @@ print(kinds)
 
 
 @pytest.mark.torch
-def test_loaders_are_replaced_where_torch_was_looked_for_before_it_is_imported(tmp_path: Path) -> None:
-    """As importing transformers, datasets, polars or seaborn does."""
+def test_loaders_are_replaced_if_torch_was_searched_for_before_its_import(tmp_path: Path) -> None:
+    """Transformers, datasets, polars and seaborn search for torch without importing it."""
     code = """
 import importlib.util
 assert importlib.util.find_spec("torch") and importlib.util.find_spec("torch")
@@ -207,8 +207,8 @@ if __name__ == "__main__":
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_child_processes_load_with_infeed_however_they_are_started(tmp_path: Path) -> None:
-    """And count their loaders themselves. infeed's own workers are left alone."""
+def test_child_processes_use_infeed_however_they_are_started(tmp_path: Path) -> None:
+    """Each child counts its own loaders. Workers of infeed are not affected."""
     methods = sorted({"fork", "spawn"} & {*multiprocessing.get_all_start_methods()})
     result = run(tmp_path, CHILDREN, *methods, seconds=SLOW_S)
 
@@ -224,8 +224,8 @@ def test_child_processes_load_with_infeed_however_they_are_started(tmp_path: Pat
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_install_reaches_processes_that_are_spawned_until_it_is_taken_back(tmp_path: Path) -> None:
-    """They import the program again, but not what it does only where it is the main module."""
+def test_install_reaches_spawned_processes_until_it_is_undone(tmp_path: Path) -> None:
+    """Spawned processes import the program again without its main block."""
     code = """
 import multiprocessing
 from torch.utils.data import DataLoader
@@ -253,8 +253,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.torch
-def test_a_hook_that_missed_torch_is_reported(tmp_path: Path) -> None:
-    """An importer of the program's own may come before ours."""
+def test_an_import_hook_that_missed_torch_is_reported(tmp_path: Path) -> None:
+    """An importer of the program may come before the one of infeed."""
     code = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "infeed" not in type(finder).__module__]

@@ -1,4 +1,4 @@
-"""Tables on the terminal, with rich and without."""
+"""Tables on the terminal, with and without rich."""
 
 import io
 

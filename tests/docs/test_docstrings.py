@@ -1,4 +1,4 @@
-"""Docstrings of everything public: Google form, every argument, and examples that run."""
+"""Docstrings of the public API: Google format, every argument, and examples that run."""
 
 import doctest
 import importlib.util
@@ -15,7 +15,7 @@ import infeed.testing
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Public classes, functions and methods, by name."""
+    """Public classes, functions and methods by name."""
     roots = [(f"infeed.{name}", getattr(infeed, name)) for name in (*infeed.__all__, "open")]
     roots += [(f"infeed.testing.{name}", getattr(infeed.testing, name)) for name in infeed.testing.__all__]
     for name, value in roots:
@@ -35,7 +35,7 @@ def documented(value: Any) -> set[str]:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_argument_and_field_of_a_public_name_is_documented(name: str) -> None:
-    """A name without a docstring is not in the reference."""
+    """A name without a docstring is missing from the reference."""
     value = PUBLIC[name]
     assert value.__doc__
     if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
@@ -68,7 +68,7 @@ def run_example(value: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in WITHOUT_EXAMPLE])
-def test_what_is_public_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_names_have_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_example(PUBLIC[name], name, tmp_path, monkeypatch)
 
 
@@ -76,7 +76,7 @@ def test_what_is_public_has_an_example_that_runs(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize(
     "name", ["DataLoader", "ImageConvert", "install", "uninstall", *(f"DataLoader.{name}" for name in METHODS)]
 )
-def test_what_is_public_in_infeed_torch_has_an_example_that_runs(
+def test_public_names_of_infeed_torch_have_an_example_that_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value: Any = pytest.importorskip("infeed.torch")

@@ -1,16 +1,16 @@
-"""``tests/messages.txt`` holds every text that infeed shows to its users, for reviewers."""
+"""``tests/messages.txt`` lists every text that infeed shows to users, for reviewers."""
 
 import ast
 
 from tools.messages import SNAPSHOT, messages, messages_in
 
 
-def test_the_list_of_messages_is_that_of_the_code() -> None:
-    """A conflict in the file is resolved by writing it again."""
+def test_the_list_of_messages_is_up_to_date() -> None:
+    """After a conflict, regenerate the file."""
     assert SNAPSHOT.read_text(encoding="utf-8") == messages(), "run python tools/messages.py"
 
 
-def test_messages_are_found_wherever_they_are_written() -> None:
+def test_messages_are_found_in_all_forms() -> None:
     code = '''
 """A module docstring."""
 TITLE = "time per sample"

@@ -1,4 +1,4 @@
-"""What is written about the code is true of the code."""
+"""Names, files, notes and examples in the docs match the code."""
 
 import ast
 import doctest
@@ -36,7 +36,7 @@ def dotted_names() -> list[tuple[Path, str]]:
 
 
 def resolve(name: str) -> object:
-    """The module or attribute of this dotted name."""
+    """Returns the module or attribute with this dotted name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -50,13 +50,13 @@ def resolve(name: str) -> object:
     ("path", "name"), dotted_names(), ids=lambda value: value if isinstance(value, str) else relative(value)
 )
 def test_a_name_in_prose_exists(path: Path, name: str) -> None:
-    """Every back-quoted infeed.something can be imported or looked up."""
+    """Every name in backquotes that starts with `infeed.` can be imported or looked up."""
     if name.startswith("infeed.torch"):
         pytest.importorskip("torch")
     assert resolve(name) is not None
 
 
-def test_a_name_that_does_not_exist_is_noticed() -> None:
+def test_a_missing_name_is_detected() -> None:
     """The check above can fail."""
     with pytest.raises(AttributeError):
         resolve("infeed.workers.telepathy")
@@ -73,7 +73,7 @@ def paths_in_prose() -> list[tuple[Path, str]]:
     ("path", "named"), paths_in_prose(), ids=lambda value: value if isinstance(value, str) else relative(value)
 )
 def test_a_file_in_prose_exists(path: Path, named: str) -> None:
-    """Files and folders that prose sends its readers to are there, in the repository or in the package."""
+    """Files and folders mentioned in the docs exist, in the repository or in the package."""
     found = [root / named for root in (ROOT, SOURCE, path.parent) if (root / named).exists() or list(root.glob(named))]
 
     assert found, f"{relative(path)} names {named}"
@@ -82,12 +82,12 @@ def test_a_file_in_prose_exists(path: Path, named: str) -> None:
 # --- notes
 
 CITED = re.compile(r"NOTE \[([^\]]+)\]")
-# A definition stands alone on its line, in a comment or a docstring; what it says follows on the next lines.
+# A definition is alone on its line, in a comment or a docstring; its text follows on the next lines.
 DEFINED = re.compile(r"^\s*(?:#\s*)?NOTE \[([^\]]+)\]\s*$", re.MULTILINE)
 
 
 def notes() -> tuple[list[str], list[str]]:
-    """Names of notes: where they are defined, and wherever else they are named."""
+    """Returns the names of notes: their definitions and their citations."""
     defined, cited = [], []
     for path in [*SOURCE.rglob("*.py"), *PROSE]:
         text = path.read_text(encoding="utf-8")
@@ -96,20 +96,20 @@ def notes() -> tuple[list[str], list[str]]:
         rest = CITED.findall(text)
         for name in here:
             rest.remove(name)
-        cited += [name for name in rest if path.name != "CONTRIBUTING.md"]  # which shows what a note looks like
+        cited += [name for name in rest if path.name != "CONTRIBUTING.md"]  # It shows the format of a note.
     return defined, cited
 
 
 def test_a_note_is_defined_once() -> None:
-    """Long reasoning stands in one place."""
+    """Every note has one definition."""
     defined, _ = notes()
 
     assert defined
     assert sorted(defined) == sorted(set(defined))
 
 
-def test_a_note_that_is_cited_is_defined_and_one_that_is_defined_is_cited() -> None:
-    """No reference leads nowhere, and no reasoning is lost in a corner."""
+def test_every_cited_note_is_defined_and_every_defined_note_is_cited() -> None:
+    """Citations and definitions match."""
     defined, cited = notes()
 
     assert set(defined) == set(cited)
@@ -122,8 +122,8 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_all_python_blocks_of_prose_are_python() -> None:
-    """Blocks that are not run are at least free of typing errors."""
+def test_all_python_blocks_in_the_docs_parse() -> None:
+    """Code blocks that no test runs have at least valid syntax."""
     for path in PROSE:
         for block in python_blocks(path):
             ast.parse(block, filename=relative(path))
@@ -140,16 +140,16 @@ def tree_lines() -> list[str]:
     return re.findall(r"^  ([\w./]+)", block[1], re.MULTILINE) if block else []
 
 
-def test_the_tree_in_the_architecture_names_all_that_is_there() -> None:
-    """A folder or module is in the tree if, and only if, it exists."""
+def test_the_tree_in_architecture_is_complete() -> None:
+    """A folder or module is in the tree if and only if it exists."""
     there = {f"{path.name}/" for path in SOURCE.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
     there |= {path.name for path in SOURCE.glob("*.py")} - {"__main__.py"}
 
     assert set(tree_lines()) - {"__main__.py"} == there
 
 
-def test_the_words_of_the_architecture_are_each_explained_once() -> None:
-    """One word, one meaning."""
+def test_each_word_in_architecture_is_defined_once() -> None:
+    """The table of words has no duplicates."""
     section = ARCHITECTURE.read_text(encoding="utf-8").partition("## 1. Words")[2].partition("\n## ")[0]
     words = re.findall(r"^\| (\w+) \|", section, re.MULTILINE)
 
@@ -180,9 +180,9 @@ def load(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("name", modules())
 def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every module can be imported, and what its docstrings show is what happens.
+    """Every module can be imported, and the examples in its docstrings produce the documented output.
 
-    ``test_docstrings.py`` runs those of everything public.
+    ``test_docstrings.py`` runs the examples of the public API.
     """
     if name == "infeed.torch.loader":
         pytest.importorskip("plotly")
@@ -191,7 +191,7 @@ def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: 
 
 
 def test_there_are_examples_in_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above has something to run."""
+    """The test above is not vacuous."""
     monkeypatch.chdir(tmp_path)
     assert doctest.testmod(infeed).attempted > 0
 
@@ -200,8 +200,8 @@ def test_there_are_examples_in_docstrings(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("library", [library.name for library in LIBRARIES])
-def test_a_library_that_is_tested_has_a_row(library: str) -> None:
-    """With its version, in the table of docs/libraries.md."""
+def test_every_tested_library_has_a_row(library: str) -> None:
+    """Each tested library has a row with its version in docs/libraries.md."""
     text = (ROOT / "docs" / "libraries.md").read_text(encoding="utf-8")
 
     assert re.search(rf"^\| {re.escape(library)} \| \d[\w.]* \|", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The documentation site can be built, and loads nothing from other hosts."""
+"""The documentation site builds and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.helpers import ROOT
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings_handlers")
 
-# What a browser would fetch when it shows a page.
+# What a browser fetches to show a page.
 FETCHED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc=\"(?:https?:)?//|<link\b(?![^>]*rel=\"canonical\")[^>]*\shref=\"(?:https?:)?//"
 )
 
-# The heading of anything but a module in the reference.
+# The heading of any reference entry except modules.
 ENTRY = re.compile(
     r'<h\d id="(infeed\.[\w.]+)" class="doc doc-heading">\s*<code class="[^"]*doc-symbol-heading doc-symbol-(?!module)'
 )
@@ -44,8 +44,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_site_builds_without_a_broken_link(site: Path) -> None:
-    """Strict: a page that is not in the navigation, a broken link, a missing anchor or an unknown object fails."""
+def test_the_site_builds_without_broken_links(site: Path) -> None:
+    """Strict mode fails on a page outside the navigation, a broken link, a missing anchor or an unknown object."""
     assert (site / "index.html").exists()
     assert len(list((site / "how-to").glob("*.html"))) == 13
 
@@ -53,7 +53,7 @@ def test_the_site_builds_without_a_broken_link(site: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
-    """No fonts, scripts, styles or pictures of other hosts: the site can be read without a network."""
+    """Fonts, scripts, styles and images are local, so the site works offline."""
     pages = list(site.rglob("*.html"))
 
     assert [page.name for page in pages if FETCHED.search(page.read_text(encoding="utf-8"))] == []
@@ -65,7 +65,7 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["dataloader", "torch", "statistics", "dataset", "errors", "testing"])
-def test_the_reference_describes_what_is_public(site: Path, name: str) -> None:
+def test_reference_pages_have_text(site: Path, name: str) -> None:
     """Each page of the reference has entries with text, not only headings."""
     page = (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
 
@@ -76,7 +76,10 @@ def test_the_reference_describes_what_is_public(site: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    """Each has an entry under its full name, and so have its properties and methods. A module of that name does not count."""
+    """Each public name has an entry under its full name, with its properties and methods.
+
+    A module of that name does not count.
+    """
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
     anchors = set(ENTRY.findall(text))
     of_torch = {f"infeed.torch.{name}" for name in ("DataLoader", "ImageConvert", "install", "uninstall")}

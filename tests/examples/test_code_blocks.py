@@ -1,4 +1,4 @@
-"""Code blocks of the README and the documentation run as they stand."""
+"""Code blocks of the README and the documentation run unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_BLOCKS = [(path.relative_to(ROOT).as_posix(), block) for path in RUN_PAGES f
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "code"), RUN_BLOCKS, ids=[name for name, _ in RUN_BLOCKS])
 def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
-    """What a reader copies into a file of its own works as it stands, with no word on the terminal but those it is about."""
+    """A block that is copied into a file runs, and prints nothing but the documented output."""
     if "torch" in code:
         pytest.importorskip("torch")
     for needed, module in ((".report(", "plotly"), (".svg", "matplotlib"), ("progress=True", "tqdm"), ("from PIL", "PIL")):
@@ -45,7 +45,7 @@ def test_a_python_block_runs(name: str, code: str, tmp_path: Path) -> None:
 
     is_slow = time.monotonic() - began >= HANG_S
 
-    said = [] if "progress=True" in code else done.stderr.splitlines()[:1]  # the bar is on standard error
+    said = [] if "progress=True" in code else done.stderr.splitlines()[:1]  # The progress bar is on standard error.
     expected = ["epoch 0 had 2 bad samples:"] if name == "docs/guides/failures.md" else []
     assert done.returncode == 0, done.stderr
     assert said == expected or is_slow, done.stderr

@@ -1,4 +1,4 @@
-"""The examples run, and do what they are for."""
+"""The examples run and do what they demonstrate."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 110.0  # less than pytest's faulthandler_timeout
+TIMEOUT_S = 110.0  # Less than pytest's faulthandler_timeout.
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def run(name: str, folder: Path, *arguments: str, needs: Sequence[str] = (), launcher: Sequence[str] = ()) -> str:
-    """Run an example in `folder` and give what it prints."""
+    """Runs an example in `folder` and returns its output."""
     missing = [module for module in needs if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} is not installed")
@@ -38,8 +38,8 @@ def run(name: str, folder: Path, *arguments: str, needs: Sequence[str] = (), lau
 
 
 @pytest.mark.torch
-def test_a_folder_of_images_is_learned(tmp_path: Path) -> None:
-    """It generates images of two classes, which a small network separates."""
+def test_a_folder_of_images_is_trained_on(tmp_path: Path) -> None:
+    """The example generates images of two classes and trains a small network to separate them."""
     out = run("image_folder_with_opencv.py", tmp_path, needs=["torch", "cv2"])
 
     accuracy = [line for line in out.splitlines() if line.startswith("epoch 2:")]
@@ -48,7 +48,7 @@ def test_a_folder_of_images_is_learned(tmp_path: Path) -> None:
 
 
 def test_a_killed_program_resumes(tmp_path: Path) -> None:
-    """It compares the interrupted run with an uninterrupted one."""
+    """The example compares the interrupted run with an uninterrupted one."""
     out = run("resume_after_kill.py", tmp_path)
 
     assert "killed after" in out
@@ -67,7 +67,7 @@ def test_accelerate_keeps_the_loader(tmp_path: Path) -> None:
     out = run("accelerate_training.py", tmp_path, needs=["torch", "accelerate"])
 
     assert "over 16 batches" in out
-    assert "1,536 samples" in out  # statistics of infeed's loader
+    assert "1,536 samples" in out  # The statistics of infeed's loader.
 
 
 @pytest.mark.torch
@@ -80,7 +80,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-back
 
 @pytest.mark.torch
 def test_two_ranks_share_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun; each rank checks that all samples came once."""
+    """Runs under torchrun; the example checks on each rank that every sample was delivered once."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     out = run("two_ranks_with_torchrun.py", tmp_path, needs=["torch"], launcher=TORCHRUN)
 
@@ -101,7 +101,7 @@ cluster.shutdown()
 @pytest.mark.long
 @pytest.mark.linux("Ray is tested on Linux")
 def test_two_ranks_under_torchrun_have_workers_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a cluster of another process, because Ray leaves open descriptors in the one that starts it."""
+    """The cluster belongs to another process, because Ray leaves descriptors open in the process that starts it."""
     pytest.importorskip("ray")
     with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
         assert cluster.stdout is not None
@@ -118,7 +118,7 @@ def test_two_ranks_under_torchrun_have_workers_on_ray(tmp_path: Path, monkeypatc
 @pytest.mark.long
 @pytest.mark.linux("Ray is tested on Linux")
 def test_ranks_have_workers_on_other_nodes(tmp_path: Path) -> None:
-    """It starts a cluster of three nodes."""
+    """The example starts a cluster of three nodes."""
     out = run("workers_on_ray.py", tmp_path, needs=["ray"])
 
     assert "2 ranks, 500 and 500 samples: together each sample once" in out
@@ -128,7 +128,7 @@ def test_ranks_have_workers_on_other_nodes(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.linux("Ray is tested on Linux")
 def test_ray_train_has_workers_on_other_nodes(tmp_path: Path) -> None:
-    """Two ranks on the first node of three. Also needs pandas, which comes with ray[train]."""
+    """Two ranks on the first of three nodes. Also needs pandas, which comes with ray[train]."""
     out = run("ray_train.py", tmp_path, needs=["torch", "ray", "pandas", "tensorboardX"])
 
     assert "200 samples per rank" in out
@@ -142,13 +142,13 @@ def test_jax_fits_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_jpegs_arrive_on_the_device_and_are_converted(tmp_path: Path) -> None:
-    """Without a GPU on the CPU; it checks type, layout and device itself."""
+    """Runs on the CPU without a GPU; the example checks type, layout and device itself."""
     assert "8 batches on cpu" in run("jpeg_into_gpu.py", tmp_path, needs=["torch", "PIL"])
 
 
 @pytest.mark.torch
 def test_statistics_arrive_in_tensorboard(tmp_path: Path) -> None:
-    """Its own reader finds them, with the loss."""
+    """TensorBoard's own reader finds the statistics and the loss."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = run("plot_in_tensorboard.py", tmp_path, str(tmp_path), needs=["torch"])
 
@@ -159,8 +159,8 @@ def test_statistics_arrive_in_tensorboard(tmp_path: Path) -> None:
     assert "samples/s" in out
 
 
-# Runs each cell, without a time limit but that of `run`. In a process of its own, because the library of Jupyter leaves threads
-# running; over sockets with names.
+# Runs each cell without a time limit except that of `run`. In its own process, because the library of Jupyter leaves threads
+# running, and over sockets with names.
 NOTEBOOK = """
 import json, os, sys
 from jupyter_client import KernelManager
@@ -185,7 +185,7 @@ manager.shutdown_kernel(now=True)
 
 @pytest.mark.linux("starts a kernel over Unix sockets")
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Every cell of `notebook.ipynb`, in a kernel of its own."""
+    """Every cell of `notebook.ipynb` runs in its own kernel."""
     driver = tmp_path / "driver.py"
     driver.write_text(NOTEBOOK, encoding="utf-8")
 
@@ -195,7 +195,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested_and_listed() -> None:
-    """By name: above, and in the list of examples."""
+    """Every example is tested above and listed in the examples' README."""
     here = Path(__file__).read_text(encoding="utf-8")
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     names = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
