@@ -1,4 +1,4 @@
-"""A device that is not there: streams are queues, and nothing is copied before somebody lets it run."""
+"""A simulated device: streams are queues, and nothing is copied before something runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infeed.delivery.backend import Backend, BackendError, Convert, DeviceEvent,
 
 
 class FakeStream:
-    """Work in order, done when it is run: by a test that lets the device go on, or by whoever waits."""
+    """Work in order. It runs when a test advances the device or when something waits for it."""
 
     def __init__(self) -> None:
         self.work: deque[Callable[[], None]] = deque()
@@ -44,7 +44,7 @@ class FakeMark(DeviceEvent):
 
 
 class FakeBackend(Backend):
-    """Has the user's stream and the stream of the copies, and books of what is registered."""
+    """A backend with the user's stream and a copy stream; records which memory is registered."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.user, self.copies = FakeStream(), FakeStream()
@@ -58,7 +58,7 @@ class FakeBackend(Backend):
         assert not any(begin < address + nbytes and address < begin + size for begin, size in self.registered.items())
         self.registered[address] = nbytes
         self.ever_registered += 1
-        ctypes.memmove(address, address, nbytes)  # it is mapped, all of it
+        ctypes.memmove(address, address, nbytes)  # The whole segment is mapped.
 
     def unregister(self, address: int) -> None:
         ctypes.memmove(address, address, self.registered.pop(address))
@@ -70,10 +70,10 @@ class FakeBackend(Backend):
         return FakeStage(self, convert)
 
     def copy_later(self, array: np.ndarray) -> np.ndarray:
-        """What a user does: ask for a copy that happens when the device comes to it."""
+        """Requests a copy, as a user does; it happens when the device reaches it."""
         target = np.empty_like(array)
         address, nbytes = array.ctypes.data, array.nbytes
-        # By address: the device does not hold on to the host's array.
+        # By address: the device does not reference the host's array.
         self.user.ask(lambda: ctypes.memmove(target.ctypes.data, address, nbytes) and None)
         return target
 
@@ -100,5 +100,5 @@ class FakeSent(Sent):
         self._batch, self.copied = batch, copied
 
     def adopt(self) -> Any:
-        self.copied.wait()  # the user's stream waits for the copy; here all that it does is done at once
+        self.copied.wait()  # The user's stream waits for the copy; here the host waits.
         return self._batch

@@ -1,4 +1,4 @@
-"""Page-locked batches and batches on a device, against a device that is not there: order, leases, registrations."""
+"""Pinned batches and batches on a device, against a simulated device: order, leases, registrations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _check(batch: Any, first: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_segments_are_registered_once_while_they_are_used_and_none_is_left(fake: FakeBackend, workers: int) -> None:
+def test_segments_are_registered_once_while_in_use_and_unregistered_afterwards(fake: FakeBackend, workers: int) -> None:
     with infeed.DataLoader(Tree(64, coded), batch_size=8, num_workers=workers, pin_memory=True) as loader:
         for _ in range(3):
             for number, batch in enumerate(loader):
@@ -54,9 +54,7 @@ def test_segments_are_registered_once_while_they_are_used_and_none_is_left(fake:
     _check(kept, 0)
 
 
-def test_where_registering_is_refused_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_registration_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     _install(monkeypatch, FakeBackend(refuses=True))
     with infeed.DataLoader(Tree(64, coded), batch_size=8, pin_memory=True) as loader:
         for _ in range(2):
@@ -69,8 +67,8 @@ def test_where_registering_is_refused_the_log_says_so_once(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_slot_is_not_filled_again_while_the_device_reads_it(fake: FakeBackend, workers: int) -> None:
-    """The user drops the batch as soon as the copy was asked for; the device comes to it later, or when it must."""
+def test_a_slot_is_not_reused_while_the_device_reads_it(fake: FakeBackend, workers: int) -> None:
+    """The user drops the batch after requesting the copy; the device reads it later, or when it has to."""
     rng = random.Random(0)
     with infeed.DataLoader(Tree(400, coded), batch_size=8, num_workers=workers, pin_memory=True, prefetch=4) as loader:
         for _ in range(2):
@@ -87,8 +85,8 @@ def test_a_slot_is_not_filled_again_while_the_device_reads_it(fake: FakeBackend,
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_batches_on_the_device_are_in_order_and_have_their_own_bits(fake: FakeBackend, workers: int, depth: int) -> None:
-    """Whatever is kept and dropped, and however late the device is."""
+def test_batches_on_the_device_are_in_order_and_bit_identical(fake: FakeBackend, workers: int, depth: int) -> None:
+    """Batches are right whichever are kept or dropped, and however late the device is."""
     rng = random.Random(1)
     options: dict[str, Any] = {"device": infeed.Device("fake", prefetch=depth), "num_workers": workers}
     with infeed.DataLoader(Tree(400, coded), batch_size=8, **options) as loader:
@@ -105,7 +103,7 @@ def test_batches_on_the_device_are_in_order_and_have_their_own_bits(fake: FakeBa
                 _check(done, first)
 
 
-def test_as_many_batches_are_on_their_way_as_said(fake: FakeBackend) -> None:
+def test_prefetch_sets_the_number_of_batches_in_transfer(fake: FakeBackend) -> None:
     options: dict[str, Any] = {"device": "fake"}
     with infeed.DataLoader(Tree(64, lambda index: np.float32(index)), batch_size=8, **options) as loader:
         batches = iter(loader)
@@ -113,7 +111,7 @@ def test_as_many_batches_are_on_their_way_as_said(fake: FakeBackend) -> None:
         assert fake.copies.asked_count == 3
 
 
-def test_convert_is_given_the_batch_on_the_device(fake: FakeBackend) -> None:
+def test_convert_receives_the_batch_on_the_device(fake: FakeBackend) -> None:
     def convert(batch: Any) -> Any:
         return {"sizes": batch["x"].shape}
 
@@ -121,8 +119,8 @@ def test_convert_is_given_the_batch_on_the_device(fake: FakeBackend) -> None:
         assert list(loader) == [{"sizes": (4, 5000)}] * 2
 
 
-def test_states_count_what_the_loop_was_given(fake: FakeBackend) -> None:
-    """Not what is on its way to the device."""
+def test_states_count_only_delivered_batches(fake: FakeBackend) -> None:
+    """A batch in transfer to the device is not counted."""
     options: dict[str, Any] = {"batch_size": 8, "seed": 0, "shuffle": True}
     plain = infeed.DataLoader(Tree(64, coded), **options)
     loader = infeed.DataLoader(Tree(64, coded), device="fake", num_workers=2, **options)
@@ -138,7 +136,7 @@ def test_states_count_what_the_loop_was_given(fake: FakeBackend) -> None:
         assert loader.state_dict()["epoch"] == 1
 
 
-def test_an_error_comes_in_its_turn_behind_what_was_loaded_before(fake: FakeBackend) -> None:
+def test_an_error_is_raised_in_order_after_earlier_batches(fake: FakeBackend) -> None:
     def load(index: int) -> Any:
         if index == 20:
             raise ValueError("sample 20 is broken")
@@ -154,7 +152,7 @@ def test_an_error_comes_in_its_turn_behind_what_was_loaded_before(fake: FakeBack
         assert next(batches, None) is None
 
 
-def test_a_loop_that_is_left_leaves_nothing_on_its_way(fake: FakeBackend) -> None:
+def test_leaving_the_training_loop_leaves_no_transfer_behind(fake: FakeBackend) -> None:
     with infeed.DataLoader(Tree(64, coded), batch_size=8, device="fake", num_workers=2) as loader:
         for _ in range(3):
             for number, batch in enumerate(loader):
@@ -164,14 +162,14 @@ def test_a_loop_that_is_left_leaves_nothing_on_its_way(fake: FakeBackend) -> Non
     assert fake.copies.done_count == fake.copies.asked_count
 
 
-def test_a_device_that_is_not_there_is_an_error_in_words() -> None:
+def test_an_unavailable_device_raises_a_clear_error() -> None:
     pytest.importorskip("torch")
     loader = infeed.DataLoader(Tree(8, coded), device="cuda:7")
     with loader, pytest.raises(infeed.ConfigError, match="device='cuda:7' cannot be used"):
         next(iter(loader))
 
 
-def test_the_processor_is_a_device_too() -> None:
+def test_the_cpu_is_a_device_too() -> None:
     torch = pytest.importorskip("torch")
     with infeed.DataLoader(
         Tree(8, coded), batch_size=4, device=infeed.Device(torch.device("cpu"), convert=lambda batch: batch)
@@ -183,8 +181,8 @@ def test_the_processor_is_a_device_too() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
-def test_a_gpu_is_not_touched_where_another_device_is_named(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """To ask whether there is one opens it, and to page-lock memory for it takes some of its own."""
+def test_a_gpu_is_not_touched_if_another_device_is_requested(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Checking for a GPU opens it, and pinning memory for it takes some of the GPU's own memory."""
     torch = pytest.importorskip("torch")
 
     def ask() -> bool:
@@ -217,7 +215,7 @@ def test_trees_of_any_shape_keep_their_types() -> None:
     from collections import OrderedDict, defaultdict, namedtuple
     from dataclasses import dataclass
 
-    Point = namedtuple("Point", "x y")  # as users write it
+    Point = namedtuple("Point", "x y")  # As users write it.
 
     @dataclass
     class Box:
@@ -234,8 +232,8 @@ def test_trees_of_any_shape_keep_their_types() -> None:
     assert tree["f"].size == 7
 
 
-def test_an_error_that_waits_for_its_turn_does_not_keep_the_iteration() -> None:
-    """A loop that is left while one waits gives its engine back at once."""
+def test_a_pending_error_does_not_keep_the_engine_busy() -> None:
+    """If the training loop is left while an error is pending, its engine is released at once."""
     pytest.importorskip("torch")
 
     def load(index: int) -> int:
@@ -252,7 +250,7 @@ def test_an_error_that_waits_for_its_turn_does_not_keep_the_iteration() -> None:
             assert ended() is None
 
 
-def test_what_convert_raises_comes_in_its_turn() -> None:
+def test_an_exception_of_convert_is_raised_in_order() -> None:
     pytest.importorskip("torch")
 
     def convert(batch: Any) -> Any:
@@ -268,7 +266,7 @@ def test_what_convert_raises_comes_in_its_turn() -> None:
         assert [batch[0].item() for batch in batches] == [12, 16]
 
 
-def test_arrays_that_torch_cannot_take_as_they_are_arrive_all_the_same() -> None:
+def test_arrays_that_torch_cannot_wrap_are_delivered() -> None:
     torch = pytest.importorskip("torch")
     with infeed.DataLoader(Tree(4, lambda index: np.full(2, index, dtype=">f4")), batch_size=4, device="cpu") as loader:
         (batch,) = loader

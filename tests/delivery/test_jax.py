@@ -1,4 +1,4 @@
-"""Batches as arrays of JAX, on the processor."""
+"""Batches as JAX arrays, on the CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def coded(index: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_arrays_of_jax_with_their_own_bits(workers: int) -> None:
-    """Also those that are kept while others are loaded: JAX may use the memory they lie in."""
+def test_batches_are_jax_arrays_with_their_own_memory(workers: int) -> None:
+    """Batches that are kept while others are loaded stay valid: JAX may use their host memory."""
     with infeed.DataLoader(Tree(200, coded), batch_size=8, num_workers=workers, device=infeed.Device(output="jax")) as loader:
         for _ in range(2):
             kept = list(loader)
@@ -31,7 +31,7 @@ def test_batches_are_arrays_of_jax_with_their_own_bits(workers: int) -> None:
                 assert batch["name"] == [f"sample {index}" for index in expected]
 
 
-def test_a_device_and_a_conversion_may_be_named() -> None:
+def test_a_device_and_a_conversion_can_be_passed() -> None:
     device = jax.devices("cpu")[0]
     delivery = infeed.Device(device, output="jax", convert=lambda batch: batch["x"] * 2)
     with infeed.DataLoader(Tree(16, coded), batch_size=8, device=delivery) as loader:

@@ -1,4 +1,4 @@
-"""Page-locked batches and batches on the device, on a real one. Skipped where there is none."""
+"""Pinned batches and batches on a real device. Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if not torch.cuda.is_available():
 
 from infeed.torch import DataLoader  # noqa: E402  # needs torch
 
-# What the driver opens when it is first used stays open: that is no leak of ours.
+# Files that the driver opens on first use stay open: that is no leak of infeed.
 torch.ones(8, pin_memory=True).cuda(non_blocking=True) @ torch.ones(8, device="cuda")
 torch.cuda.synchronize()
 
 
 class Coded:
-    """Every number of sample ``i`` is made of ``i``: one that is read too late, or too early, shows."""
+    """Every number of sample ``i`` derives from ``i``, so reading it too late or too early is detected."""
 
     def __init__(self, length: int, size: int = 50_000) -> None:
         self.length, self.size = length, size
@@ -37,7 +37,7 @@ class Coded:
 
 
 def keep_busy() -> None:
-    """Work that takes the device some milliseconds: what is queued behind it happens late."""
+    """Occupies the device for some milliseconds, so that work queued after it happens late."""
     big = torch.ones(2048, 2048, device="cuda")
     for _ in range(20):
         big = big @ big * 1e-4
@@ -70,8 +70,8 @@ def test_pinned_batches_are_pinned_without_a_copy() -> None:
     del batches
 
 
-def test_a_slot_is_not_filled_again_while_the_device_reads_it() -> None:
-    """The host's batch is dropped as soon as its copy was asked for, and the device is late."""
+def test_a_slot_is_not_reused_while_the_device_reads_it() -> None:
+    """The host's batch is dropped right after the copy was requested, and the device is late."""
     loader = DataLoader(Coded(1600), batch_size=8, num_workers=4, pin_memory=True, persistent_workers=True, prefetch_factor=1)
     rng = random.Random(0)
     for _ in range(3):
@@ -97,8 +97,8 @@ def test_a_slot_is_not_filled_again_while_the_device_reads_it() -> None:
 
 @pytest.mark.parametrize("make", [DataLoader, infeed.DataLoader])
 @pytest.mark.parametrize("workers", [0, 4])
-def test_batches_arrive_on_the_device_with_their_own_bits(make: Any, workers: int) -> None:
-    """The user's stream is busy, and what it was given is kept and dropped at random."""
+def test_batches_arrive_on_the_device_bit_identical(make: Any, workers: int) -> None:
+    """The user's stream is busy, and batches are kept and dropped at random."""
     loader = make(Coded(1600), batch_size=8, num_workers=workers, device="cuda:0")
     rng = random.Random(1)
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_convert_runs_on_the_device() -> None:
     assert {batch["x"].dtype for batch in loader} == {torch.bfloat16}
 
 
-def test_states_count_what_the_loop_was_given() -> None:
+def test_states_count_only_delivered_batches() -> None:
     loader = infeed.DataLoader(Coded(64), batch_size=8, num_workers=2, device="cuda:0", seed=0)
     batches = iter(loader)
     for _ in range(3):
