@@ -1,4 +1,4 @@
-"""``infeed bench``: what is tried, what is chosen, what is printed."""
+"""``infeed bench``: which settings it tries, which one it chooses, and its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rated(rate: float, kind: str = "process", workers: int = 1, memory: int = 0)
 
 
 def tried(rates: dict[int, float], core_count: int) -> list[int]:
-    """Numbers of processes that are tried, if this is what they bring."""
+    """Returns the numbers of workers that are tried if they reach these rates."""
 
     def measure(setting: Setting) -> Measured:
         return rated(rates.get(setting.num_workers, 1.0), setting.kind, setting.num_workers)
@@ -29,15 +29,15 @@ def tried(rates: dict[int, float], core_count: int) -> list[int]:
     return [one.setting.num_workers for one in search(measure, core_count, ["process"])]
 
 
-def test_more_workers_are_tried_while_they_bring_more() -> None:
-    """Two steps without a gain are the end, and beyond twice the cores one."""
+def test_more_workers_are_tried_while_they_help() -> None:
+    """The search stops after two steps without a gain, or after one step above twice the number of cores."""
     assert tried({1: 10, 2: 20, 4: 20, 8: 20}, core_count=16) == [0, 1, 2, 4, 8]
     assert tried({1: 10, 2: 20, 4: 20, 8: 20}, core_count=2) == [0, 1, 2, 4]
     assert tried({count: count * 10.0 for count in (1, 2, 4, 8, 16)}, core_count=2) == [0, 1, 2, 4, 8, 16, 32]
 
 
 def test_a_kind_that_fails_is_not_tried_again() -> None:
-    """The other still is."""
+    """Other kinds of workers are still tried."""
 
     def measure(setting: Setting) -> Measured:
         return Measured(setting=setting, samples_per_s=1.0, error="no" if setting.kind == "thread" else "")
@@ -48,8 +48,8 @@ def test_a_kind_that_fails_is_not_tried_again() -> None:
     assert kinds.count("process") > 1
 
 
-def test_the_least_that_is_almost_the_fastest_is_chosen() -> None:
-    """Of as many workers the one with less memory."""
+def test_the_smallest_setting_close_to_the_fastest_is_chosen() -> None:
+    """Among settings with the same number of workers, the one with less memory wins."""
     best = choose(
         [rated(50, "inline", 0), rated(98, workers=4, memory=9), rated(99, "thread", 4, memory=1), rated(100, workers=8)]
     )
@@ -59,8 +59,8 @@ def test_the_least_that_is_almost_the_fastest_is_chosen() -> None:
     assert choose([Measured(setting=Setting("inline", 0), error="no")]) is None
 
 
-def test_the_fastest_are_measured_again_and_the_better_figure_counts() -> None:
-    """Another program may have been in the way of one of them. What is far behind is left as it is."""
+def test_the_fastest_settings_are_measured_twice_and_the_better_rate_counts() -> None:
+    """Another program may have slowed down one measurement. Settings that are far slower are not measured again."""
     asked: list[Setting] = []
 
     def measure(setting: Setting) -> Measured:
@@ -73,25 +73,25 @@ def test_the_fastest_are_measured_again_and_the_better_figure_counts() -> None:
     assert [setting.num_workers for setting in asked] == [2, 4]
 
 
-def test_the_choice_is_a_line_to_paste() -> None:
-    """Processes are the default and need no word."""
+def test_the_chosen_setting_is_a_line_to_paste() -> None:
+    """Processes are the default, so `worker=` is left out for them."""
     assert Setting("process", 4).code(8) == "infeed.DataLoader(dataset, batch_size=8, num_workers=4)"
     assert Setting("thread", 2).code(8) == 'infeed.DataLoader(dataset, batch_size=8, num_workers=2, worker="thread")'
 
 
-def test_the_rate_is_counted_after_warming_up() -> None:
-    """A clock that ticks a second whenever it is looked at."""
+def test_the_rate_is_measured_after_a_warm_up() -> None:
+    """The clock advances by one second per read."""
     ticks = itertools.count()
     bench = Bench(range(10), batch_size=2, seconds=10, clock=lambda: float(next(ticks)))
 
     found = bench.measure(Setting("inline", 0))
 
-    assert found.samples_per_s == 2.0  # a batch of two each second
+    assert found.samples_per_s == 2.0  # One batch of two samples per second.
     assert found.first_s > 0
 
 
 def test_an_empty_dataset_and_one_without_a_batch_are_reported() -> None:
-    """Before anything is measured, or as the result."""
+    """An empty dataset is reported before anything is measured, a dataset without a full batch as a result."""
     with pytest.raises(ConfigError, match="the dataset is empty"):
         Bench([], batch_size=2, seconds=1)
 
@@ -103,8 +103,8 @@ def test_an_empty_dataset_and_one_without_a_batch_are_reported() -> None:
     assert "--batch-size" in found.error
 
 
-def test_what_a_dataset_raises_is_a_result() -> None:
-    """So that others can be tried: some fail in one kind of workers only."""
+def test_an_exception_of_the_dataset_is_a_result() -> None:
+    """Other settings are still tried: some datasets fail with one kind of worker only."""
 
     class Raises:
         def __len__(self) -> int:
@@ -119,7 +119,7 @@ def test_what_a_dataset_raises_is_a_result() -> None:
 
 
 def test_the_page_has_a_line_for_each_kind() -> None:
-    """Both begin where there are no workers."""
+    """Each kind of worker has a line, which begins at `num_workers=0`."""
     results = [rated(1, "inline", 0), rated(2, "thread", 1), rated(3, "process", 1), rated(6, "process", 2)]
 
     lines = rate_figure(results, 2)["data"]
@@ -141,10 +141,10 @@ def test_the_page_has_a_line_for_each_kind() -> None:
         (80, ["no workers", "1,234,567", "█" * 24, "4 s", "5.0 MiB"]),
     ],
 )
-def test_no_number_is_cut_off_on_a_narrow_terminal(
+def test_no_number_is_truncated_on_a_narrow_terminal(
     columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bars are shorter, and then columns are left out."""
+    """On a narrow terminal bars are shortened, then columns are dropped."""
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "dumb")
@@ -185,13 +185,13 @@ def run_bench(tmp_path: Path, *arguments: str, env: dict[str, str] | None = None
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None:
-    """The figures are in the file, and the choice among them on the terminal."""
+    """The file contains the results, the terminal shows the choice."""
     result = run_bench(tmp_path, "data:make", "--seconds", "0.05", "--json", "found.json")
 
-    told = json.loads((tmp_path / "found.json").read_text())
-    assert {one["setting"]["kind"] for one in told["results"]} == {"inline", "thread", "process"}
-    assert all(one["samples_per_s"] > 0 for one in told["results"])
-    assert told["best"]["code"] in result.out
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert {one["setting"]["kind"] for one in report["results"]} == {"inline", "thread", "process"}
+    assert all(one["samples_per_s"] > 0 for one in report["results"])
+    assert report["best"]["code"] in result.out
     assert result.code == 0
 
 
@@ -213,7 +213,7 @@ def test_a_dataset_is_measured_with_every_kind_of_worker(tmp_path: Path) -> None
     ],
 )
 def test_invalid_usage_is_reported(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
-    """With a cure, and an exit code for each."""
+    """Each usage error prints the fix and has its exit code."""
     result = run_bench(tmp_path, *arguments)
 
     assert text in result.err
@@ -222,8 +222,8 @@ def test_invalid_usage_is_reported(tmp_path: Path, arguments: list[str], code: i
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_terminal_that_knows_few_letters_gets_others(tmp_path: Path) -> None:
-    """And files are written as ever."""
+def test_a_terminal_with_a_limited_encoding_gets_replacements(tmp_path: Path) -> None:
+    """Files are still written in UTF-8."""
     arguments = ("data:make", "--seconds", "0.05", "--worker", "thread", "--json", "found.json")
     result = run_bench(tmp_path, *arguments, env={"PYTHONIOENCODING": "ascii"})
 
@@ -236,8 +236,8 @@ def test_a_terminal_that_knows_few_letters_gets_others(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.linux("writes to /dev/full")
-def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Path) -> None:
-    """A disk that turns out to be full."""
+def test_results_are_printed_even_if_they_cannot_be_written(tmp_path: Path) -> None:
+    """The disk turns out to be full."""
     result = run_bench(tmp_path, "data:make", "--seconds", "0.05", "--worker", "thread", "--json", "/dev/full")
 
     assert "infeed.DataLoader(dataset, " in result.out
@@ -248,7 +248,7 @@ def test_what_was_measured_is_printed_even_if_it_cannot_be_written(tmp_path: Pat
 
 @pytest.mark.process
 def test_each_trial_is_announced_before_it_runs(tmp_path: Path) -> None:
-    """The dataset ends the process, as native code may. And it has fewer samples than a batch should."""
+    """The dataset ends the process, as native code may. It also has fewer samples than a batch."""
     (tmp_path / "deadly.py").write_text("""
 import os
 class Deadly:
@@ -263,8 +263,8 @@ class Deadly:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_where_one_setting_fails_others_are_tried(tmp_path: Path) -> None:
-    """Failed trials are reported beside the choice."""
+def test_other_settings_are_tried_after_one_fails(tmp_path: Path) -> None:
+    """Failed trials are reported next to the choice."""
     result = run_bench(tmp_path, "bad:Somewhere", "--seconds", "0.05", "--worker", "thread")
 
     assert "1 thread: ValueError: not here" in result.out

@@ -1,4 +1,4 @@
-"""``infeed doctor`` finds each trouble in a small program that has it, and nothing in one that has none."""
+"""``infeed doctor`` finds each problem in a small program that has it, and nothing in a clean program."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ for epoch in range(3):
     for batch in loader: step()
 """
 
-# In the order of the list of findings: its name, what its text must say, and a program that has it.
-TROUBLES = {
+# In the order of the list of findings: its name, a word of its text, and a program that has the problem.
+PROBLEMS = {
     "no-batch": (
         "all workers are idle",
         """
@@ -176,36 +176,36 @@ for batch in DataLoader(Names(), batch_size=8, num_workers=2): step()
 """,
     ),
 }
-# What these find depends on times, so on what else the machine does: they run with the long tests. That findings follow from
-# times is tested without a program, in test_time_checks.py.
+# These findings depend on times, and so on the load of the machine: they run with the long tests. test_time_checks.py tests
+# without a program that findings follow from times.
 TIMED = {"data-bound", "num-workers", "slow-storage", "slow-samples", "restarted-workers", "thread-pools", "memory-growth"}
 SECONDS = {"no-batch": 1.0, "memory-growth": 3.0, "thread-pools": 4.0}
 
 
 def diagnose(tmp_path: Path, code: str, *options: str, until: str = "") -> tuple[int, dict[str, Any]]:
-    """The exit code, and what the doctor says in JSON.
+    """Returns the exit code and the doctor's JSON report.
 
     Args:
-        until: what is to be found. On a busy machine it is asked again: others' work is in what a sample takes by hand.
+        until: Text expected in the findings. Without it the doctor runs again, because load on the machine distorts times.
     """
     (tmp_path / "program.py").write_text(HEAD + code)
     arguments = ["-m", "infeed", "doctor", "--json", "-", *options, "program.py"]
     for _ in range(3):
         result = start_python(arguments, cwd=tmp_path).finish(60)
         assert result.out, result.err
-        told = json.loads(result.out)
-        if until in json.dumps(told["findings"]):
+        report = json.loads(result.out)
+        if until in json.dumps(report["findings"]):
             break
-    return result.code, told
+    return result.code, report
 
 
 def test_nothing_is_found_in_a_clean_program(tmp_path: Path) -> None:
-    """With workers that stay, random numbers that are seeded, and a loop that does not wait; the exit code says so."""
-    code, told = diagnose(tmp_path, CLEAN)
+    """With persistent workers, seeded random numbers and a loop that does not wait, the exit code is 0."""
+    code, report = diagnose(tmp_path, CLEAN)
 
-    assert [finding["title"] for finding in told["findings"]] == []
+    assert [finding["title"] for finding in report["findings"]] == []
     assert code == 0
-    assert (told["ending"], told["loaders"][0]["batches"]) == ("finished", 24)
+    assert (report["ending"], report["loaders"][0]["batches"]) == ("finished", 24)
 
 
 WARMS_UP = """
@@ -221,21 +221,21 @@ loader = infeed.DataLoader(Remote(), batch_size=16, num_workers="auto", worker="
 left = 100
 for batch in loader:
     step()
-    told = loader.statistics()
-    left -= told.is_settled and told.worker_count > 2
+    statistics = loader.statistics()
+    left -= statistics.is_settled and statistics.worker_count > 2
     if not left: break
 """
 
 
 @pytest.mark.long
-def test_nothing_is_found_in_a_program_that_lets_infeed_decide(tmp_path: Path) -> None:
-    """It begins with two workers, for whom the loop waits half of the time, and is judged by what it comes to."""
-    code, told = diagnose(tmp_path, WARMS_UP, "--seconds", "40")
+def test_nothing_is_found_in_a_program_with_auto_workers(tmp_path: Path) -> None:
+    """The program starts with two workers and waits half of the time; the doctor judges the workers it settles on."""
+    code, report = diagnose(tmp_path, WARMS_UP, "--seconds", "40")
 
-    assert [finding["title"] for finding in told["findings"]] == []
+    assert [finding["title"] for finding in report["findings"]] == []
     assert code == 0
-    assert told["loaders"][0]["num_workers"] > 2
-    assert 0 < told["loaders"][0]["judged_batches"] < told["loaders"][0]["batches"]
+    assert report["loaders"][0]["num_workers"] > 2
+    assert 0 < report["loaders"][0]["judged_batches"] < report["loaders"][0]["batches"]
 
 
 ROWS = """
@@ -247,24 +247,24 @@ for epoch in range(1_000):
 
 
 def test_no_workers_are_proposed_for_rows_of_a_tensor(tmp_path: Path) -> None:
-    """The loop waits all the time, but a batch takes less to load than to come over from a worker."""
-    _, told = diagnose(tmp_path, ROWS, "--seconds", "1")
+    """The training loop always waits, but loading a batch takes less time than its transfer from a worker."""
+    _, report = diagnose(tmp_path, ROWS, "--seconds", "1")
 
-    assert told["loaders"][0]["batches"] > 4
-    assert "num-workers" not in [finding["name"] for finding in told["findings"]]
+    assert report["loaders"][0]["batches"] > 4
+    assert "num-workers" not in [finding["name"] for finding in report["findings"]]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in TIMED else []) for name in TROUBLES])
-def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) -> None:
-    """With evidence that names the culprit, and a cure for torch's loader and for infeed's."""
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in TIMED else []) for name in PROBLEMS])
+def test_a_problem_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) -> None:
+    """The evidence names the cause, and there is a fix for torch's loader and for infeed's."""
     if name == "thread-pools" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one core no library starts threads")
-    word, program = TROUBLES[name]
+    word, program = PROBLEMS[name]
 
-    code, told = diagnose(tmp_path, program, "--seconds", str(SECONDS.get(name, 2.0)), until=f'"name": "{name}"')
+    code, report = diagnose(tmp_path, program, "--seconds", str(SECONDS.get(name, 2.0)), until=f'"name": "{name}"')
 
-    found = {finding["name"]: finding for finding in told["findings"]}
-    assert name in found, told
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert name in found, report
     assert word in json.dumps(found[name])
     assert set(found[name]["fix"]) == {"torch", "infeed"}
     assert code == 1
@@ -272,7 +272,7 @@ def test_a_trouble_is_found_in_a_program_that_has_it(tmp_path: Path, name: str) 
 
 @pytest.mark.long
 def test_thread_pools_in_workers_are_the_bottleneck(tmp_path: Path) -> None:
-    """Not transfer, although a sample takes less time when it is probed alone. Thread pools cost most."""
+    """Transfer is not the bottleneck, although a sample is faster when it is probed alone. Thread pools cost most."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one core no library starts threads")
     program = """
@@ -284,9 +284,9 @@ class Product(Base):
 
 for batch in DataLoader(Product(), batch_size=16, num_workers=len(os.sched_getaffinity(0))): pass
 """
-    _, told = diagnose(tmp_path, program, "--seconds", "4", until='"bottleneck": "thread-pools"')
+    _, report = diagnose(tmp_path, program, "--seconds", "4", until='"bottleneck": "thread-pools"')
 
-    first, second = told["findings"][:2]
+    first, second = report["findings"][:2]
     assert (first["name"], second["name"]) == ("data-bound", "thread-pools")
     assert first["bottleneck"] == "thread-pools"
     assert first["fix"]["torch"] == second["fix"]["torch"]
@@ -308,11 +308,11 @@ for batch in {library}(Quick(), batch_size=8, num_workers=2, collate_fn=collate)
 
 @pytest.mark.long
 @pytest.mark.parametrize("library", ["DataLoader", "infeed.DataLoader"])
-def test_a_slow_collate_fn_is_what_the_loop_waits_for(tmp_path: Path, library: str) -> None:
-    """It waits and does not compute: more workers help, however few cores there are. Samples cost next to nothing."""
-    _, told = diagnose(tmp_path, SLOW_COLLATE.format(library=library), until='"bottleneck": "collate"')
+def test_a_slow_collate_fn_is_the_bottleneck(tmp_path: Path, library: str) -> None:
+    """The function is I/O-bound, so more workers help even on few cores. Samples cost next to nothing."""
+    _, report = diagnose(tmp_path, SLOW_COLLATE.format(library=library), until='"bottleneck": "collate"')
 
-    found = {finding["name"]: finding for finding in told["findings"]}
+    found = {finding["name"]: finding for finding in report["findings"]}
     assert found["data-bound"]["bottleneck"] == "collate"
     assert "a cheaper collate_fn" in found["data-bound"]["fix"]["infeed"]
     assert int(found["num-workers"]["fix"]["infeed"].removeprefix("num_workers=")) > 2
@@ -330,13 +330,13 @@ for batch in infeed.DataLoader(Computed(), batch_size=8, num_workers=2, worker="
 
 
 @pytest.mark.long
-def test_threads_that_compute_in_python_have_a_gil_finding(tmp_path: Path) -> None:
-    """They come to one core, whatever there is."""
+def test_cpu_bound_python_threads_have_a_gil_finding(tmp_path: Path) -> None:
+    """Together the threads use one core, however many there are."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one core processes are no better")
-    _, told = diagnose(tmp_path, IN_PYTHON, "--seconds", "2", until='"bottleneck": "gil"')
+    _, report = diagnose(tmp_path, IN_PYTHON, "--seconds", "2", until='"bottleneck": "gil"')
 
-    first = told["findings"][0]
+    first = report["findings"][0]
     assert first["name"] == "data-bound"
     assert first["bottleneck"] == "gil"
     assert first["fix"]["infeed"].startswith("worker='process'")
@@ -344,7 +344,7 @@ def test_threads_that_compute_in_python_have_a_gil_finding(tmp_path: Path) -> No
 
 
 def test_there_is_a_program_for_each_finding() -> None:
-    """Nothing is claimed that was not seen."""
+    """Every finding has a program that shows it."""
     from infeed.doctor.checks import NAMES
 
-    assert tuple(TROUBLES) == NAMES
+    assert tuple(PROBLEMS) == NAMES

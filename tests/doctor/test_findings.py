@@ -1,4 +1,4 @@
-"""Each finding as a pure function: from which figures on it is one, and from which it is not."""
+"""Each finding as a pure function: which figures produce it, and which do not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from infeed.doctor.time_checks import best_workers, slowest_s, transfer_s
 from tests.doctor.evidence_of import MB, auto, costly, loader, moments, names, run, stream, uneven
 
 
-def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
-    """Some waiting is normal, OpenBLAS and OpenMP survive a fork, and tqdm's thread is harmless."""
+def test_nothing_is_found_in_a_healthy_program() -> None:
+    """Some waiting is normal, OpenBLAS and OpenMP survive a fork, and the thread of tqdm is harmless."""
     forks = [
         ForkSeen(["TMonitor (tqdm._monitor)", "QueueFeederThread (threading)"], {"OpenBLAS (numpy)": 3, "OpenMP (torch)": 3})
     ]
@@ -25,31 +25,31 @@ def test_nothing_is_found_in_what_is_as_it_should_be() -> None:
 
 @pytest.mark.parametrize(("wait", "found"), [(0.005, False), (0.02, True)])
 def test_a_loop_that_waits_a_tenth_of_its_time_is_reported(wait: float, found: bool) -> None:
-    """Per batch it works 0.1 s."""
+    """The training step takes 0.1 s per batch."""
     assert ("data-bound" in names(loader(wait=wait))) is found
 
 
-def test_a_little_waiting_proves_nothing() -> None:
-    """A few batches of a few milliseconds, half of it waiting."""
+def test_a_short_wait_is_not_reported() -> None:
+    """A few batches of a few milliseconds prove nothing, even if half of the time is waiting."""
     assert names(loader(wait=0.005, away=0.005)) == []
 
 
 @pytest.mark.parametrize(("wait", "reason"), [(0.15, "transfer"), (0.02, "few-workers")])
-def test_workers_that_could_bring_more_are_not_too_few(wait: float, reason: str) -> None:
-    """Two of them could bring a batch every 0.1 s; the loop works for 0.1 s and waits besides."""
+def test_workers_that_could_deliver_more_are_not_too_few(wait: float, reason: str) -> None:
+    """Two workers could deliver a batch every 0.1 s; the step takes 0.1 s, and the loop waits nevertheless."""
     probe = Probe(sample_count=100, sample_s=0.02, median_s=0.02, cpu_s=0.02, switches=0.0)
     found = {finding.name: finding for finding in examine(run(loader(wait=wait, away=0.1, probe=probe)))}
 
     assert found["data-bound"].bottleneck == reason
 
 
-def test_without_a_training_loop_there_is_no_wait() -> None:
-    """Where the doctor iterates a dataset by itself it does nothing else."""
+def test_there_is_no_wait_without_a_training_loop() -> None:
+    """If the doctor iterates a dataset by itself, there is no training step."""
     assert names(loader(wait=1.0, away=0.0), has_own_loop=False) == []
 
 
-def test_a_gpu_that_waits_is_called_a_gpu() -> None:
-    """The title says who waits."""
+def test_the_title_says_that_a_gpu_waits() -> None:
+    """The title is about the GPU if there is one."""
     finding = examine(run(loader(wait=0.1, is_pinned=True), has_gpu=True))[0]
 
     assert finding.title == "The GPU waits for data 50% of the time"
@@ -58,23 +58,21 @@ def test_a_gpu_that_waits_is_called_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("sample_s", "cpu_s", "away", "best"),
     [
-        (0.01, 0.01, 0.1, 2),  # a batch takes one worker 0.1 s, the loop as long: one, and some room
-        (0.01, 0.01, 0.001, 4),  # nothing is enough: all cores
-        (0.01, 0.001, 0.001, 40),  # it waits most of the time: more than cores
+        (0.01, 0.01, 0.1, 2),  # Worker and step take 0.1 s per batch: one worker and a reserve.
+        (0.01, 0.01, 0.001, 4),  # No number suffices: all cores.
+        (0.01, 0.001, 0.001, 40),  # Mostly I/O-bound: more than cores.
         (0.0001, 0.0001, 0.1, 1),
     ],
 )
-def test_the_number_of_workers_follows_from_what_loading_and_the_loop_take(
-    sample_s: float, cpu_s: float, away: float, best: int
-) -> None:
-    """Batches of 10, on 4 cores."""
+def test_the_number_of_workers_follows_from_load_and_step_times(sample_s: float, cpu_s: float, away: float, best: int) -> None:
+    """Batches of 10 samples on 4 cores."""
     seen = loader(away=away, probe=Probe(sample_count=10, sample_s=sample_s, cpu_s=cpu_s))
 
     assert best_workers(run(seen), seen) == best
 
 
 def test_more_workers_are_proposed_only_if_they_help() -> None:
-    """With all cores at work there is nothing to propose."""
+    """Nothing is proposed if all cores are busy."""
     probe = Probe(sample_count=10, sample_s=0.04, cpu_s=0.04)
 
     assert "num-workers" in names(loader(wait=0.1, num_workers=1, probe=probe))
@@ -82,15 +80,15 @@ def test_more_workers_are_proposed_only_if_they_help() -> None:
 
 
 def test_a_busy_machine_is_no_reason_for_more_workers_than_cores() -> None:
-    """Samples that are off the processor because others have it do not wait for anything."""
+    """Samples that lose the CPU to other processes are not I/O-bound."""
     waiting, interrupted = (Probe(sample_count=10, sample_s=0.01, cpu_s=0.001, switches=number) for number in (1.0, 0.0))
 
     assert best_workers(run(loader()), loader(away=0.001, probe=waiting)) > 4
     assert best_workers(run(loader()), loader(away=0.001, probe=interrupted)) == 4
 
 
-def test_the_gain_of_more_workers_is_predicted_from_the_present_ones() -> None:
-    """Two workers take 0.4 s for what should take 0.05; twice as many will take half of that, and not 0.025."""
+def test_the_gain_of_more_workers_is_predicted_from_the_current_ones() -> None:
+    """Two workers take 0.4 s instead of the ideal 0.05 s; twice as many will take half of 0.4 s, not 0.025 s."""
     probe = Probe(sample_count=10, sample_s=0.01, cpu_s=0.01)
     found = {finding.name: finding for finding in examine(run(loader(wait=0.39, away=0.01, probe=probe)))}
 
@@ -98,8 +96,8 @@ def test_the_gain_of_more_workers_is_predicted_from_the_present_ones() -> None:
     assert found["num-workers"].numbers["gain"] == pytest.approx(0.5, abs=0.01)
 
 
-def test_no_workers_are_proposed_where_they_only_cost() -> None:
-    """A batch is loaded here in a hundredth of the time that it takes to come from a worker."""
+def test_no_workers_are_proposed_if_they_only_add_cost() -> None:
+    """Loading a batch in the main process takes 1% of the transfer from a worker."""
     probe = Probe(sample_count=10, sample_s=1e-6, cpu_s=1e-6)
     found = {finding.name: finding for finding in examine(run(loader(wait=0.001, away=0.001, batches=400, probe=probe)))}
 
@@ -111,12 +109,12 @@ def test_no_workers_are_proposed_where_they_only_cost() -> None:
     ("changes", "found"),
     [
         ({}, True),
-        ({"cpu_s": 0.009}, False),  # it computes
-        ({"switches": 0.1}, False),  # others took the processor away
-        ({"read_bytes": 0.0}, False),  # it waits for something else
+        ({"cpu_s": 0.009}, False),  # CPU-bound
+        ({"switches": 0.1}, False),  # Other processes use the CPU.
+        ({"read_bytes": 0.0}, False),  # I/O-bound
     ],
 )
-def test_reading_is_slow_if_samples_read_and_wait(changes: dict[str, Any], found: bool) -> None:
+def test_storage_is_slow_if_samples_read_and_wait(changes: dict[str, Any], found: bool) -> None:
     """All three signs are needed."""
     given: dict[str, Any] = {"sample_count": 9, "sample_s": 0.01, "cpu_s": 0.001, "switches": 1.0, "read_bytes": 1e6}
     probe = Probe(**{**given, **changes})
@@ -124,16 +122,16 @@ def test_reading_is_slow_if_samples_read_and_wait(changes: dict[str, Any], found
     assert ("slow-storage" in names(loader(wait=0.1, probe=probe))) is found
 
 
-def test_slow_samples_count_if_they_take_much_of_the_time() -> None:
-    """Of 100 samples one takes as long as all others, or as long as two."""
+def test_slow_samples_count_if_they_dominate_the_time() -> None:
+    """One of 100 samples takes as long as all others together, or as long as two samples."""
     given: dict[str, Any] = {"sample_count": 100, "sample_s": 0.02, "median_s": 0.01}
 
     assert "slow-samples" in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 1.0)], **given)))
     assert "slow-samples" not in names(loader(wait=0.1, probe=Probe(slow=[SlowIndex("7", 0.02)], **given)))
 
 
-def test_slow_samples_are_blamed_before_the_number_of_workers() -> None:
-    """They take most of the loading. The loop waits for them, and they come before a number of workers."""
+def test_slow_samples_are_reported_before_the_number_of_workers() -> None:
+    """They take most of the loading time. The training loop waits for them, so they come before a number of workers."""
     found = examine(run(uneven(), seconds=1.4))
 
     assert [one.name for one in found] == ["data-bound", "slow-samples", "num-workers"]
@@ -141,8 +139,8 @@ def test_slow_samples_are_blamed_before_the_number_of_workers() -> None:
     assert (found[0].numbers["sample"], found[0].numbers["seconds"]) == ("index 0", 0.3)
 
 
-def test_slow_samples_are_not_blamed_where_there_is_enough_to_do_without_them() -> None:
-    """One of 200 is a quarter of the loading; others would not come in time either, or, for another loop, they would."""
+def test_slow_samples_are_not_reported_if_the_rest_keeps_workers_busy() -> None:
+    """One of 200 samples is a quarter of the loading time; the others are too late as well or, for a slower loop, in time."""
     busy, calm = (
         {one.name: one for one in examine(run(uneven(1, wait=0.05, away=away)))}["data-bound"].bottleneck
         for away in (0.005, 0.03)
@@ -152,8 +150,8 @@ def test_slow_samples_are_not_blamed_where_there_is_enough_to_do_without_them() 
     assert calm == "slow-samples"
 
 
-def test_no_more_is_promised_of_workers_than_the_slowest_sample_allows() -> None:
-    """An epoch of 10 batches takes 0.3 s and some, however many workers there are: at best a batch each 33 ms, not 5."""
+def test_the_predicted_gain_is_limited_by_the_slowest_sample() -> None:
+    """An epoch of 10 batches takes at least 0.3 s, however many workers there are: one batch per 33 ms at best, not 5 ms."""
     seen = uneven(batches=9)
     best = best_workers(run(seen), seen)
     found = {one.name: one for one in examine(run(seen))}["num-workers"]
@@ -168,15 +166,15 @@ def test_no_more_is_promised_of_workers_than_the_slowest_sample_allows() -> None
 @pytest.mark.parametrize(
     ("changes", "bound"),
     [
-        ({"library": "infeed"}, 0.3 / 25),  # several workers share a batch
-        ({"batches": 9999}, 0.328 / 64),  # as many are begun
+        ({"library": "infeed"}, 0.3 / 25),  # Several workers share a batch.
+        ({"batches": 9999}, 0.328 / 64),  # As many are in flight.
         ({"batches": 9999, "batch_size": 1}, 0.3 / 64),
-        ({"count": 1, "batches": 9999, "batch_size": 1}, 0.3 / 200),  # one in so many is slow
+        ({"count": 1, "batches": 9999, "batch_size": 1}, 0.3 / 200),  # One in this many is slow.
         ({"count": 0}, 0.0),
     ],
 )
-def test_how_much_slow_samples_hold_up_depends_on_what_is_begun(changes: dict[str, Any], bound: float) -> None:
-    """Of 64 workers."""
+def test_the_delay_of_slow_samples_depends_on_the_batches_in_flight(changes: dict[str, Any], bound: float) -> None:
+    """With 64 workers."""
     assert slowest_s(uneven(**changes), 64) == pytest.approx(bound)
 
 
@@ -184,15 +182,15 @@ def test_how_much_slow_samples_hold_up_depends_on_what_is_begun(changes: dict[st
     ("start_s", "epoch_count", "found"),
     [(0.015, 20, False), (0.025, 20, True), (0.015, 100, True), (0.025, 5, False)],
 )
-def test_short_starts_are_reported_if_they_add_up(start_s: float, epoch_count: int, found: bool) -> None:
-    """Of a run of ten seconds: a fiftieth, with 20 ms each time, or a tenth."""
+def test_short_worker_starts_are_reported_if_they_add_up(start_s: float, epoch_count: int, found: bool) -> None:
+    """In a run of 10 s, starts take 2% (20 ms each) or 10%."""
     epochs = [EpochSeen(float(at), start_s=start_s, has_batch=True, waits=[0.0], aways=[0.05]) for at in range(epoch_count)]
 
     assert ("restarted-workers" in names(loader(epochs=epochs, is_persistent=False))) is found
 
 
 def test_threads_at_a_fork_are_reported_with_their_library() -> None:
-    """And Python's own threads with theirs."""
+    """Python threads are reported with their library too."""
     finding = examine(run(loader(forks=[ForkSeen(["logger (threading)"], {"cv2": 3, "OpenBLAS (numpy)": 3})])))[0]
 
     assert finding.evidence["threads"] == "Python thread logger, cv2 (3)"
@@ -205,7 +203,7 @@ def test_threads_at_a_fork_are_reported_with_their_library() -> None:
     [({}, True), ({"is_persistent": True}, False), ({"kind": "thread"}, False), ({"library": "infeed.torch"}, True)],
 )
 def test_restarted_workers_are_reported(changes: dict[str, Any], found: bool) -> None:
-    """Three epochs, each of which begins with half a second."""
+    """Each of three epochs begins with half a second of worker start-up."""
     epochs = [EpochSeen(float(at), start_s=0.5, has_batch=True, waits=[0.001] * 5, aways=[0.1] * 5) for at in range(3)]
 
     assert ("restarted-workers" in names(loader(epochs=epochs, **{"is_persistent": False, **changes}))) is found
@@ -215,14 +213,14 @@ def test_restarted_workers_are_reported(changes: dict[str, Any], found: bool) ->
     ("changes", "found"),
     [
         ({}, True),
-        ({"has_init": True}, False),  # which may seed it
+        ({"has_init": True}, False),  # It may seed the generator.
         ({"num_workers": 1}, False),
-        ({"num_workers": 1, "is_persistent": False}, True),  # again in every epoch
-        ({"kind": "thread"}, False),  # which share the one
+        ({"num_workers": 1, "is_persistent": False}, True),  # Again in every epoch.
+        ({"kind": "thread"}, False),  # Which share one generator.
     ],
 )
 def test_a_copied_generator_is_reported(changes: dict[str, Any], found: bool) -> None:
-    """In several workers, or in restarted workers."""
+    """It is reported for several workers, and for restarted ones."""
     seen = loader(**{"probe": Probe(generators=["dataset.rng"]), **changes})
 
     assert ("same-random-numbers" in names(seen)) is found
@@ -231,8 +229,8 @@ def test_a_copied_generator_is_reported(changes: dict[str, Any], found: bool) ->
 @pytest.mark.parametrize(
     ("method", "is_fork_default", "found"), [("fork", True, False), ("spawn", True, True), ("fork", False, True)]
 )
-def test_what_pickle_cannot_send_matters_where_nothing_is_forked(method: str, is_fork_default: bool, found: bool) -> None:
-    """What nothing can send matters everywhere."""
+def test_objects_that_pickle_rejects_matter_without_fork(method: str, is_fork_default: bool, found: bool) -> None:
+    """An object that cannot be pickled at all matters with every start method."""
     seen = loader(start_method=method, probe=Probe(unpicklable="collate_fn: a lambda"))
 
     assert ("not-picklable" in names(seen, is_fork_default=is_fork_default)) is found
@@ -240,8 +238,8 @@ def test_what_pickle_cannot_send_matters_where_nothing_is_forked(method: str, is
     assert "not-picklable" in names(loader(start_method=method, probe=both))
 
 
-def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
-    """A class of the program goes to infeed's workers by value, with the globals that it uses; torch runs the program again."""
+def test_objects_that_only_infeed_cannot_pickle_matter_to_infeed_only() -> None:
+    """infeed pickles classes of the program by value, with the globals they use; torch runs the program again."""
     probe = Probe(unsendable="dataset is a __main__.Faces")
 
     assert names(loader(probe=probe)) == []
@@ -253,13 +251,13 @@ def test_what_only_infeed_cannot_send_matters_to_infeed_only() -> None:
     ("sizes", "found"),
     [
         ([100, 120, 140, 160, 180, 200, 220], True),
-        ([100, 200, 300, 300, 300, 300, 300], False),  # it has what it needs
-        ([100, 101, 102, 103, 104, 105, 106], False),  # too little to tell
-        ([100, 120, 140, 160], False),  # too short to tell
+        ([100, 200, 300, 300, 300, 300, 300], False),  # It has reached its final size.
+        ([100, 101, 102, 103, 104, 105, 106], False),  # Too little to tell.
+        ([100, 120, 140, 160], False),  # Too short to tell.
     ],
 )
 def test_memory_that_keeps_growing_is_reported(sizes: list[int], found: bool) -> None:
-    """Megabytes, once a second."""
+    """Sizes in megabytes, once per second."""
     assert ("memory-growth" in names(loader(pids=[7]), processes=moments(sizes))) is found
 
 
@@ -267,13 +265,13 @@ def test_memory_that_keeps_growing_is_reported(sizes: list[int], found: bool) ->
     ("size", "is_array", "method", "found"),
     [
         (100 * MB, False, "fork", True),
-        (100 * MB, True, "fork", False),  # pages of arrays stay shared
+        (100 * MB, True, "fork", False),  # Pages of arrays stay shared.
         (100 * MB, True, "spawn", True),
         (10 * MB, False, "fork", False),
     ],
 )
 def test_copies_in_every_worker_are_reported(size: int, is_array: bool, method: str, found: bool) -> None:
-    """Two workers."""
+    """With two workers."""
     seen = loader(start_method=method, probe=Probe(heavy=[("dataset.names", size, is_array)]))
 
     assert ("large-objects" in names(seen)) is found
@@ -294,54 +292,54 @@ def test_pools_matter_if_there_are_more_threads_than_cores(cores: int, found: bo
         ({}, False, False),
         ({"is_pinned": True}, True, False),
         ({"is_on_device": True}, True, False),
-        ({"batch_bytes": 1000}, True, False),  # as fast either way
+        ({"batch_bytes": 1000}, True, False),  # Pinning makes no difference.
     ],
 )
 def test_batches_for_a_gpu_should_be_pinned(changes: dict[str, Any], has_gpu: bool, found: bool) -> None:
-    """If there is a GPU, they are large and not there yet."""
+    """Only if there is a GPU, and batches are large and not on it yet."""
     assert ("no-pinning" in names(loader(**{"batch_bytes": MB, **changes}), has_gpu=has_gpu)) is found
 
 
 @pytest.mark.parametrize(("waiting_s", "found"), [(9.0, True), (1.0, False)])
 def test_a_missing_batch_is_reported(waiting_s: float, found: bool) -> None:
-    """Of 10 seconds."""
+    """The run takes 10 s."""
     assert ("no-batch" in names(loader(waiting_s=waiting_s, batches=0))) is found
 
 
 @pytest.mark.parametrize(
-    ("options", "is_told"),
+    ("options", "is_reported"),
     [
         ({}, True),
         ({"library": "infeed.torch"}, True),
-        ({"library": "infeed"}, False),  # where one worker reads it
+        ({"library": "infeed"}, False),  # One worker reads it.
         ({"num_workers": 1}, False),
         ({"num_workers": 0, "kind": "inline"}, False),
         ({"has_init": True}, False),
         ({"shards_itself": True}, False),
         ({"is_stream": False}, False),
-        ({"wait": 0.0}, True),  # whether or not the loop waits
+        ({"wait": 0.0}, True),  # Whether or not the loop waits.
     ],
 )
-def test_a_stream_that_every_worker_reads_gives_its_samples_again(options: dict[str, Any], is_told: bool) -> None:
-    told = {one.name: one for one in examine(run(stream(**options)))}
-    assert ("same-samples" in told) is is_told
-    if is_told:
-        assert told["same-samples"].risk == "wrong results"
-        assert told["same-samples"].numbers["copies"] == 2
+def test_an_iterable_dataset_that_every_worker_reads_repeats_its_samples(options: dict[str, Any], is_reported: bool) -> None:
+    findings = {one.name: one for one in examine(run(stream(**options)))}
+    assert ("same-samples" in findings) is is_reported
+    if is_reported:
+        assert findings["same-samples"].risk == "wrong results"
+        assert findings["same-samples"].numbers["copies"] == 2
 
 
-def test_loading_that_takes_as_long_by_hand_is_no_reason_for_fewer_workers() -> None:
-    """One worker brings a batch as fast as it is loaded: that is not the way from it."""
+def test_slow_loading_is_no_reason_for_fewer_workers() -> None:
+    """One worker delivers a batch as fast as it is loaded, so transfer is not the bottleneck."""
     seen = loader(wait=0.0997, away=0.0, num_workers=1, library="infeed", probe=costly(0.00994))
-    told = {one.name: one for one in examine(run(seen))}
-    assert told["data-bound"].bottleneck != "transfer"
-    assert "num_workers=0" not in str(told["data-bound"].fix)
+    findings = {one.name: one for one in examine(run(seen))}
+    assert findings["data-bound"].bottleneck != "transfer"
+    assert "num_workers=0" not in str(findings["data-bound"].fix)
     quick = loader(wait=0.0997, away=0.0, num_workers=1, library="infeed", probe=costly(0.007))
     assert "num_workers=0" in str({one.name: one for one in examine(run(quick))}["data-bound"].fix)
 
 
-def test_findings_come_in_order_of_what_they_cost() -> None:
-    """What may lose the run, then time, the larger share first, then memory."""
+def test_findings_are_sorted_by_cost() -> None:
+    """First what may lose the run, then time, the larger share first, then memory."""
     probe = Probe(
         unsendable="dataset.lock", unpicklable="it", generators=["dataset.rng"], heavy=[("dataset.names", 100 * MB, False)]
     )
@@ -359,15 +357,15 @@ def test_findings_come_in_order_of_what_they_cost() -> None:
     assert set(found) <= set(NAMES)
 
 
-def test_short_starts_are_not_reported() -> None:
-    """Ten milliseconds for each epoch of a second."""
+def test_short_worker_starts_are_not_reported() -> None:
+    """Start-up takes 10 ms per epoch of 1 s."""
     epochs = [EpochSeen(float(at), start_s=0.01, has_batch=True, waits=[0.0] * 5, aways=[0.2] * 5) for at in range(10)]
 
     assert names(loader(epochs=epochs, is_persistent=False)) == []
 
 
 def test_findings_about_processes_are_not_reported_for_threads() -> None:
-    """They share memory and pools with the loop."""
+    """Threads share memory and thread pools with the training loop."""
     worker = ProcessSeen(7, moments([100, 120, 140, 160, 180, 200, 220])[7].moments, {"OpenBLAS (numpy)": 9})
     seen = loader(kind="thread", pids=[7], probe=Probe(heavy=[("dataset.names", 100 * MB, False)]))
 
@@ -375,7 +373,7 @@ def test_findings_about_processes_are_not_reported_for_threads() -> None:
 
 
 def test_a_loop_that_does_not_wait_needs_no_faster_samples() -> None:
-    """Reading is slow, and a sample very slow, but all come in time."""
+    """Reading is slow, and one sample very slow, but every batch arrives in time."""
     slow = [SlowIndex("7", 1.0)]
     probe = Probe(sample_count=9, sample_s=0.01, median_s=0.001, cpu_s=0.001, switches=1.0, read_bytes=1e6, slow=slow)
 
@@ -383,21 +381,21 @@ def test_a_loop_that_does_not_wait_needs_no_faster_samples() -> None:
     assert set(names(loader(wait=0.1, probe=probe))) >= {"slow-storage", "slow-samples"}
 
 
-def test_a_change_that_brings_little_is_not_proposed() -> None:
-    """A fourth worker, if three already do almost as well as four should."""
+def test_a_change_with_little_gain_is_not_proposed() -> None:
+    """A fourth worker is not proposed if three perform almost like four."""
     probe = Probe(sample_count=10, sample_s=0.04, cpu_s=0.04)
 
     assert names(loader(wait=0.06, away=0.05, num_workers=3, probe=probe)) == ["data-bound"]
 
 
-def test_a_program_that_was_never_seen_to_run_has_no_findings() -> None:
-    """It was killed before anything was measured."""
+def test_a_program_that_was_never_observed_has_no_findings() -> None:
+    """The program was killed before anything was measured."""
     assert names(loader(batches=0, waiting_s=1.0), seconds=0.0) == []
 
 
 @pytest.mark.parametrize(("sample_s", "found"), [(3e-5, False), (3e-3, True)])
-def test_workers_are_proposed_only_where_a_batch_is_worth_its_way(sample_s: float, found: bool) -> None:
-    """Batches of 10, loaded in 0.3 or 30 ms by a loop that works as long; torch's take a millisecond to come over."""
+def test_workers_are_proposed_only_if_a_batch_is_worth_its_transfer(sample_s: float, found: bool) -> None:
+    """Batches of 10 take 0.3 or 30 ms to load and the step takes as long; transfer from torch's workers takes 1 ms."""
     seen = loader(wait=10 * sample_s, away=10 * sample_s, batches=2000, num_workers=0, kind="inline", probe=costly(sample_s))
 
     assert ("num-workers" in names(seen)) is found
@@ -405,8 +403,8 @@ def test_workers_are_proposed_only_where_a_batch_is_worth_its_way(sample_s: floa
 
 
 @pytest.mark.parametrize(("library", "found"), [("torch", False), ("infeed", True)])
-def test_large_batches_take_longer_from_workers_of_torch(library: str, found: bool) -> None:
-    """Loaded in 10 ms, and 25 MB; infeed's are written where the loop reads them."""
+def test_transfer_of_large_batches_takes_longer_with_torch(library: str, found: bool) -> None:
+    """Batches of 25 MB take 10 ms to load; infeed's workers write them to memory that the loop reads."""
     given: dict[str, Any] = {"num_workers": 0, "kind": "inline", "batch_bytes": 25_000_000, "probe": costly(1e-3)}
     seen = loader(wait=0.01, away=0.01, batches=100, library=library, **given)
 
@@ -415,24 +413,24 @@ def test_large_batches_take_longer_from_workers_of_torch(library: str, found: bo
 
 
 @pytest.mark.parametrize(("size", "sample_s", "best"), [(1000, 1e-3, 4), (100_000_000, 1e-3, 0), (1000, 1e-4, 0)])
-def test_no_more_workers_are_proposed_where_the_way_is_longer_than_loading(size: int, sample_s: float, best: int) -> None:
-    """One worker, for whom the loop waits 50 ms: of these it loads 10, or 1; or the way of 100 MB takes 41."""
+def test_no_more_workers_are_proposed_if_transfer_dominates(size: int, sample_s: float, best: int) -> None:
+    """The loop waits 50 ms for one worker: loading takes 10 or 1 ms of these, or the transfer of 100 MB takes 41 ms."""
     seen = loader(wait=0.05, away=0.001, num_workers=1, batch_bytes=size, probe=costly(sample_s))
     found = {finding.name: finding for finding in examine(run(seen))}
 
     assert found["num-workers"].fix["infeed"] == f"num_workers={best}"
 
 
-def test_the_way_counts_in_what_more_workers_would_bring() -> None:
-    """Two workers bring a batch every 15 ms. Of one of 25 MB 11 of these are its way, which it takes from four as well."""
+def test_transfer_limits_the_gain_of_more_workers() -> None:
+    """Two workers deliver a 25 MB batch every 15 ms, of which 11 ms are transfer; four workers need these as well."""
     given: dict[str, Any] = {"wait": 0.014, "away": 0.001, "batches": 100, "probe": costly(1.5e-3)}
 
     assert names(loader(batch_bytes=1000, **given)) == ["data-bound", "num-workers"]
     assert names(loader(batch_bytes=25_000_000, **given)) == ["data-bound"]
 
 
-def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() -> None:
-    """There are none: workers would not help."""
+def test_cheap_loading_in_the_main_process_does_not_refer_to_other_findings() -> None:
+    """There are no other findings: workers would not help."""
     cheap, dear = (
         examine(run(loader(wait=10 * one, away=0.001, batches=900, num_workers=0, kind="inline", probe=costly(one))))
         for one in (1e-4, 1e-3)
@@ -455,16 +453,16 @@ def test_a_loop_that_loads_a_little_by_itself_is_not_sent_to_other_findings() ->
     ],
 )
 @pytest.mark.parametrize("library", ["torch", "infeed"])
-def test_a_data_bound_loop_gets_advice_beside_other_findings(changes: dict[str, Any], cure: str, library: Any) -> None:
-    """It stands alone: other findings may not be there, or be left out."""
+def test_a_data_bound_loop_has_advice_of_its_own(changes: dict[str, Any], cure: str, library: Any) -> None:
+    """Other findings may be missing or hidden."""
     found = {one.name: one for one in examine(run(loader(wait=0.3, away=0.01, library=library, **changes)))}
 
     assert all(cure in text for text in found["data-bound"].fix.values())
 
 
 @pytest.mark.parametrize("library", ["torch", "infeed"])
-def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(library: Any) -> None:
-    """With infeed's loader one reads it, with torch's each reads all of it. One is better than none."""
+def test_no_more_workers_are_proposed_for_an_iterable_dataset_without_sharding(library: Any) -> None:
+    """infeed reads it in one worker, torch in each worker completely. One worker is better than none."""
     found = {one.name: one for one in examine(run(stream(library=library)))}
     alone = {one.name: one for one in examine(run(stream(library=library, num_workers=0, kind="inline", away=0.1)))}
 
@@ -475,8 +473,8 @@ def test_no_more_workers_are_proposed_for_a_stream_that_does_not_share_itself(li
     assert "num-workers" in names(stream(library=library, shards_itself=True, wait=0.05))
 
 
-def test_no_number_of_workers_is_advised_if_it_is_automatic() -> None:
-    """Whatever would be best, and whoever waits; storage is slow all the same."""
+def test_no_number_of_workers_is_proposed_with_auto() -> None:
+    """Slow storage is still reported."""
     probe = Probe(sample_count=100, sample_s=0.1, median_s=0.1, cpu_s=0.001, switches=1.0, read_bytes=1e6)
     found = examine(run(auto(wait=0.2, away=0.01, probe=probe)))
     fixed = loader(wait=0.2, away=0.01, probe=probe, library="infeed", start_method="")
@@ -486,8 +484,8 @@ def test_no_number_of_workers_is_advised_if_it_is_automatic() -> None:
     assert "num-workers" in names(fixed)
 
 
-def test_infeed_is_not_advised_to_its_users() -> None:
-    """Torch's loader is; also where infeed left its work to torch, which forked."""
+def test_infeed_is_not_recommended_to_its_users() -> None:
+    """Torch's users get the advice, also where infeed uses torch's workers, which are forked."""
     forks = [ForkSeen([], {"cv2": 3})]
     for library in ("infeed", "infeed.torch", "torch"):
         found = examine(run(loader(wait=0.1, library=library, forks=forks, waiting_s=9.0)))
@@ -497,8 +495,8 @@ def test_infeed_is_not_advised_to_its_users() -> None:
 
 
 @pytest.mark.parametrize(("cpu_s", "text"), [(0.0, "auto-workers"), (10.0, "all-cores")])
-def test_processors_are_at_work_if_workers_use_them(cpu_s: float, text: str) -> None:
-    """Eight workers on four cores, which were looked at for ten seconds."""
+def test_cores_are_busy_if_workers_use_them(cpu_s: float, text: str) -> None:
+    """Eight workers on four cores, observed for 10 s."""
     workers = {pid: ProcessSeen(pid, [Moment(0.0, 0, 0.0), Moment(10.0, 0, cpu_s)]) for pid in range(8)}
     seen = auto(wait=0.1, pids=list(workers))
 
@@ -506,22 +504,22 @@ def test_processors_are_at_work_if_workers_use_them(cpu_s: float, text: str) -> 
 
 
 @pytest.mark.parametrize(("cpu_s", "text"), [(0.0001, "auto-workers"), (0.1, "all-cores")])
-def test_of_threads_samples_tell_whether_processors_are_at_work(cpu_s: float, text: str) -> None:
-    """They cannot be looked at from outside."""
+def test_samples_show_whether_threads_keep_cores_busy(cpu_s: float, text: str) -> None:
+    """Threads cannot be observed from outside."""
     seen = auto(wait=0.05, kind="thread", probe=Probe(sample_count=9, sample_s=0.1, cpu_s=cpu_s))
 
     assert examine(run(seen))[0].bottleneck == text
 
 
-def test_rows_out_of_arrays_need_no_workers() -> None:
-    """Samples by hand are not how infeed loads them."""
+def test_gathered_rows_need_no_workers() -> None:
+    """Probing samples one by one is not how infeed loads them."""
     seen = loader(wait=0.1, library="infeed", num_workers=0, kind="inline", is_gathered=True, probe=costly(0.01))
 
     assert names(seen) == ["data-bound"]
 
 
-def test_the_random_numbers_of_one_worker_may_be_those_of_several_soon() -> None:
-    """If infeed decides."""
+def test_auto_workers_may_share_random_numbers_later() -> None:
+    """One worker with "auto" may become several."""
     probe = Probe(generators=["dataset.rng"])
 
     assert names(auto(num_workers=1, probe=probe)) == ["same-random-numbers"]

@@ -1,4 +1,4 @@
-"""The page of the documentation is about the doctor that there is."""
+"""The documentation of the doctor matches the doctor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = (ROOT / "docs" / "guides" / "doctor.md").read_text(encoding="utf-8")
 
 
 def test_every_finding_is_explained_once() -> None:
-    """In the order in which they are looked for."""
+    """The explanations have the order of the checks."""
     assert tuple(re.findall(r"^### ([\w-]+)$", TEXT, re.MULTILINE)) == NAMES
 
 
@@ -27,8 +27,8 @@ def test_every_finding_is_explained_once() -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.linux("its findings are about forked workers")
-def test_the_example_has_the_findings_that_are_shown(tmp_path: Path) -> None:
-    """By name, in the same order; figures differ from machine to machine."""
+def test_the_example_has_the_documented_findings(tmp_path: Path) -> None:
+    """The names have the same order; figures differ from machine to machine."""
     pytest.importorskip("torch")
     block = re.search(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert block is not None
@@ -42,8 +42,8 @@ def test_the_example_has_the_findings_that_are_shown(tmp_path: Path) -> None:
     assert found["same-random-numbers"]["title"] == shown[0][0]
 
 
-def test_the_exit_codes_are_those_of_the_command() -> None:
-    """As its help tells them."""
+def test_the_documented_exit_codes_are_those_of_the_command() -> None:
+    """They match the help of the command."""
     from infeed.cli import doctor
 
     for code, word in re.findall(r"(\d+) (\w+)", doctor._EPILOG):
@@ -51,7 +51,7 @@ def test_the_exit_codes_are_those_of_the_command() -> None:
 
 
 def test_without_rich_the_report_is_plain_text() -> None:
-    """With the same words, to any stream."""
+    """The text is the same, on any stream."""
     run = Run(program="train.py", seconds=2.0, loaders=[seen()])
     stream = io.StringIO()
 
@@ -63,8 +63,8 @@ def test_without_rich_the_report_is_plain_text() -> None:
     assert any(line.strip().startswith("fix ") for line in lines)
 
 
-def test_what_a_program_is_called_cannot_become_markup() -> None:
-    """In the page, nor in the terminal."""
+def test_names_cannot_become_markup() -> None:
+    """Names in the program are escaped on the page and in the terminal."""
     run = Run(program="<b>[bold]train.py", loaders=[seen()])
 
     assert "<b>[bold]" not in findings_page(run, examine(run))
@@ -74,7 +74,7 @@ def test_what_a_program_is_called_cannot_become_markup() -> None:
 
 
 def seen() -> LoaderSeen:
-    """A loader of infeed's over a dataset with a lock."""
+    """A loader of infeed over a dataset with a lock."""
     probe = Probe(unsendable="dataset.lock is a _thread.lock")
     epochs = [EpochSeen(0.0, start_s=0.1, has_batch=True)]
     return LoaderSeen(number=0, library="infeed", dataset="Faces", kind="process", num_workers=2, epochs=epochs, probe=probe)

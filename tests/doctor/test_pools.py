@@ -1,4 +1,4 @@
-"""Threads at work in processes, as the doctor comes to know of them."""
+"""How the doctor finds active threads in processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWNERS = {2: "OpenBLAS (numpy)", 3: "OpenBLAS (numpy)", 4: PYTHON}
 
 
 class Worker:
-    """A process of psutil's kind; its threads have used so many seconds each, the first that of the process."""
+    """A process as psutil shows it; its threads have used this many seconds each, the first is the main thread."""
 
     def __init__(self, pid: int, *seconds: float) -> None:
         self.pid, self.seconds = pid, seconds
@@ -27,7 +27,7 @@ class Worker:
 
 @pytest.fixture
 def halted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Processes whose threads were looked for."""
+    """Processes that were stopped to look up their threads."""
     pids: list[int] = []
 
     def find_owners(pid: int, *, halts: bool) -> dict[int, str]:
@@ -43,8 +43,8 @@ def new_run() -> Run:
     return Run(program="", has_own_loop=True, core_count=16, memory_bytes=0)
 
 
-def test_processes_are_looked_at_in_turn_and_halted_once(halted: list[int]) -> None:
-    """Sixteen at a time would take longer than a short run lasts."""
+def test_processes_are_inspected_in_turn_and_stopped_once(halted: list[int]) -> None:
+    """Inspecting sixteen at a time would take longer than a short run."""
     run, workers = new_run(), [Worker(pid, 1.0, 1.0) for pid in range(101, 106)]
     watched = Pools(run)
     for count in (2, 4, 5, 5):
@@ -54,12 +54,12 @@ def test_processes_are_looked_at_in_turn_and_halted_once(halted: list[int]) -> N
     assert all(run.processes[pid].pools == {"OpenBLAS (numpy)": 1} for pid in halted)
 
 
-def test_threads_count_from_when_they_work(halted: list[int]) -> None:
+def test_threads_count_from_their_first_activity(halted: list[int]) -> None:
     run, worker = new_run(), Worker(101, 1.0, 0.04, 0.04, 0.04)
     watched = Pools(run)
     watched.look([worker])
     assert (halted, run.processes[101].pools) == ([], {})
-    worker.seconds = (4.0, 0.3, 0.1, 1.0)  # the second hardly works, beside the worker itself; the last is Python's
+    worker.seconds = (4.0, 0.3, 0.1, 1.0)  # The second is nearly idle, next to the worker's own; the last belongs to Python.
     watched.look([worker])
     assert run.processes[101].pools == {"OpenBLAS (numpy)": 1}
     worker.seconds = (4.0, 0.5, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""What is found out about threads, datasets and their random generators."""
+"""What the doctor finds out about threads, datasets and their random number generators."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Dice:
 
 
 def probed(dataset: Any, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    """All facts of a probe together."""
+    """Returns all facts of a probe."""
     path = tmp_path / "journal"
     journal = Journal(path)
     probe(Watched(0, DataLoader(dataset, batch_size=4, **options)), journal, 1.0)
@@ -46,7 +46,7 @@ def probed(dataset: Any, tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_generators_are_found_by_their_paths() -> None:
-    """Of Python and of NumPy, also inside lists and dicts."""
+    """Generators of Python and NumPy are found, also inside lists and dicts."""
     assert [path for path, _ in find_generators(Dice())] == [
         "dataset.rng",
         "dataset.unused",
@@ -55,12 +55,12 @@ def test_generators_are_found_by_their_paths() -> None:
 
 
 def test_a_generator_counts_if_samples_draw_from_it(tmp_path: Path) -> None:
-    """One that is only held does no harm."""
+    """A generator that no sample draws from is harmless."""
     assert probed(Dice(), tmp_path)["generators"] == ["dataset.rng"]
 
 
-def test_a_dataset_that_raises_is_reported_without_an_error_of_the_doctor(tmp_path: Path) -> None:
-    """What is known without samples is known all the same."""
+def test_a_dataset_that_raises_is_reported_without_a_crash_of_the_doctor(tmp_path: Path) -> None:
+    """Facts that need no sample are still reported."""
 
     class Broken(Dice):
         def __getitem__(self, index: int) -> float:
@@ -72,18 +72,18 @@ def test_a_dataset_that_raises_is_reported_without_an_error_of_the_doctor(tmp_pa
     assert facts["heavy"] == []
 
 
-def test_a_stream_is_probed_too(tmp_path: Path) -> None:
-    """By reading it from its beginning."""
+def test_an_iterable_dataset_is_probed_too(tmp_path: Path) -> None:
+    """It is read from its beginning."""
 
     class Stream:
         def __iter__(self) -> Any:
             return iter(range(7))
 
-    assert probed(Stream(), tmp_path)["sample_count"] == 5  # the first ones warm up
+    assert probed(Stream(), tmp_path)["sample_count"] == 5  # The first ones warm up.
 
 
 class Damaged:
-    """Some of its samples cannot be loaded; one of the others is slow."""
+    """Some samples cannot be loaded; one of the others is slow."""
 
     def __init__(self, bad: set[int]) -> None:
         self.bad = bad
@@ -99,8 +99,8 @@ class Damaged:
         return index
 
 
-def test_a_bad_sample_does_not_end_the_look(tmp_path: Path) -> None:
-    """The loader may skip it. Findings about other samples name their own index."""
+def test_a_bad_sample_does_not_end_the_probe(tmp_path: Path) -> None:
+    """The loader may skip it. Findings about other samples have the right index."""
     facts = probed(Damaged({0, 7, 8}), tmp_path)
 
     assert (facts["sample_count"], facts.get("error")) == (46, None)
@@ -115,8 +115,8 @@ def test_if_no_sample_can_be_loaded_the_reason_is_reported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_stream_that_asks_which_worker_reads_it_shares_itself(tmp_path: Path, asks: bool) -> None:
-    """Whoever watches calls is not disturbed."""
+def test_an_iterable_dataset_that_calls_get_worker_info_shards_itself(tmp_path: Path, asks: bool) -> None:
+    """Tools that trace calls are not disturbed."""
 
     class Stream:
         def __iter__(self) -> Any:
@@ -132,8 +132,8 @@ def test_a_stream_that_asks_which_worker_reads_it_shares_itself(tmp_path: Path, 
 
 
 @pytest.mark.torch
-def test_a_stream_of_torch_is_read_as_one(tmp_path: Path) -> None:
-    """Though it has __getitem__, which it inherits. Of torch's loader it must ask torch."""
+def test_an_iterable_dataset_of_torch_is_iterated(tmp_path: Path) -> None:
+    """It inherits `__getitem__`. For torch's loader it must call torch's get_worker_info to shard itself."""
     data = pytest.importorskip("torch.utils.data")
 
     class Stream(data.IterableDataset):  # type: ignore[misc, name-defined]
@@ -153,7 +153,7 @@ def test_a_stream_of_torch_is_read_as_one(tmp_path: Path) -> None:
     assert not probed(Stream(), tmp_path)["shards_itself"]
 
 
-def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_pickled_are_named(tmp_path: Path) -> None:
     """Functions as well as datasets."""
     lock = threading.Lock()
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
 
 
 def test_a_collate_fn_is_timed_on_a_batch_of_samples(tmp_path: Path) -> None:
-    """Which waits, and so gives the processor up."""
+    """The function sleeps, and so releases the CPU."""
     given: list[int] = []
 
     def collate(samples: list[float]) -> list[float]:
@@ -180,8 +180,8 @@ def test_a_collate_fn_is_timed_on_a_batch_of_samples(tmp_path: Path) -> None:
         assert facts["collate_switches"] >= 1
 
 
-def test_of_a_collate_fn_that_fails_it_is_not_known_what_it_takes(tmp_path: Path) -> None:
-    """Here, where nothing is as in a worker."""
+def test_the_time_of_a_failing_collate_fn_is_unknown(tmp_path: Path) -> None:
+    """It fails in the main process, where nothing is set up as in a worker."""
 
     def collate(samples: list[float]) -> list[float]:
         raise OSError("no such device")
@@ -193,8 +193,8 @@ def test_of_a_collate_fn_that_fails_it_is_not_known_what_it_takes(tmp_path: Path
 
 
 @pytest.mark.linux("reads /proc")
-def test_a_call_for_many_samples_waits_if_it_gives_the_processor_up_once(tmp_path: Path) -> None:
-    """Each of its samples would have done so less than once."""
+def test_a_call_for_many_samples_is_io_bound_if_it_releases_the_cpu_once(tmp_path: Path) -> None:
+    """Each of its samples has less than one context switch."""
 
     class Remote(Dice):
         def __getitems__(self, indices: list[int]) -> list[int]:
@@ -223,8 +223,8 @@ def test_a_batch_is_measured_wherever_its_arrays_are() -> None:
         ({"num_workers": 2, "worker": "thread"}, "thread", False),
     ],
 )
-def test_auto_is_no_kind_and_no_number_of_workers(asked: dict[str, Any], kind: str, is_auto: bool) -> None:
-    """It begins with few, and with processes; how many there may be at most tells nothing."""
+def test_auto_is_neither_a_kind_nor_a_number_of_workers(asked: dict[str, Any], kind: str, is_auto: bool) -> None:
+    """It starts with a few processes; the maximum says nothing about the current number."""
     settings = settings_of(DataLoader(range(8), **asked))
 
     assert (settings["kind"], settings["is_auto"]) == (kind, is_auto)
@@ -234,9 +234,9 @@ def test_auto_is_no_kind_and_no_number_of_workers(asked: dict[str, Any], kind: s
 
 
 @pytest.mark.parametrize("observe", ["timeline", "off"])
-def test_workers_are_known_by_looking_at_an_iteration(observe: Any) -> None:
-    """Also by loaders that keep no statistics, while it lasts."""
-    count: Any = "auto" if observe == "timeline" else 2  # which needs statistics
+def test_workers_are_found_through_an_active_iteration(observe: Any) -> None:
+    """Loaders without statistics work too, while an iteration is active."""
+    count: Any = "auto" if observe == "timeline" else 2  # It needs statistics.
     with DataLoader(Dice(), batch_size=5, num_workers=count, worker="thread", observe=observe) as loader:
         batches = iter(loader)
         next(batches)
@@ -253,8 +253,8 @@ def test_workers_are_known_by_looking_at_an_iteration(observe: Any) -> None:
         assert after["kind"] == "thread"
 
 
-def test_rows_of_an_array_have_no_workers() -> None:
-    """However many were asked for."""
+def test_array_rows_have_no_workers() -> None:
+    """Whatever `num_workers` is."""
     with DataLoader(np.zeros((50, 3)), batch_size=5, num_workers=2) as loader:
         batches = iter(loader)
         next(batches)
@@ -262,8 +262,10 @@ def test_rows_of_an_array_have_no_workers() -> None:
         assert workers_of(batches) == {"kind": "inline", "count": 0, "is_gathered": True, "is_settled": True, "pids": []}
 
 
-def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that is being written is left for later."""
+def test_a_journal_is_disabled_in_a_forked_process_and_read_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An incomplete line is read later."""
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.write("one", value=1)
@@ -278,7 +280,7 @@ def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path:
     assert reader.has("one")
     assert not reader.has("three")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: 0)  # as in a child
+        patch.setattr(os, "getpid", lambda: 0)  # As in a child.
         journal.write("three")
     assert reader.read() == []
     journal.close()
@@ -286,7 +288,7 @@ def test_a_journal_is_silent_in_a_forked_process_and_read_line_by_line(tmp_path:
 
 @pytest.mark.linux("reads /proc")
 def test_threads_are_attributed_to_their_library() -> None:
-    """Here one of Python's own."""
+    """The thread in this test belongs to Python."""
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -299,8 +301,8 @@ def test_threads_are_attributed_to_their_library() -> None:
 
 @pytest.mark.linux("reads /proc")
 @pytest.mark.process
-def test_native_threads_are_attributed_from_outside_too(tmp_path: Path) -> None:
-    """numexpr starts two when it is imported. A process that is looked at from outside goes on afterwards."""
+def test_native_threads_are_attributed_from_outside(tmp_path: Path) -> None:
+    """numexpr starts two when it is imported. A process that is inspected from outside continues afterwards."""
     pytest.importorskip("numexpr")
     code = """
 import json, os, subprocess, sys
@@ -317,7 +319,7 @@ print(json.dumps([owners.count("numexpr"), child.communicate()[0].strip()]))
     assert json.loads(result.out) == [2, "end"], result.err
 
 
-def test_maps_are_read_as_linux_writes_them() -> None:
+def test_maps_are_parsed_as_linux_writes_them() -> None:
     """With and without a file."""
     text = "7f00-7f80 r-xp 00000000 08:01 12   /usr/lib/a name.so\n8000-9000 rw-p 00000000 00:00 0 \n"
 
@@ -325,6 +327,6 @@ def test_maps_are_read_as_linux_writes_them() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "linux", reason="there it is known")
-def test_elsewhere_nothing_is_known_of_threads() -> None:
-    """And nothing is claimed."""
+def test_threads_are_unknown_on_other_platforms() -> None:
+    """Nothing is reported."""
     assert find_owners(os.getpid()) == {}

@@ -1,4 +1,4 @@
-"""``infeed doctor`` survives whatever a program does, stops it in time, and says how it ended."""
+"""``infeed doctor`` survives every behavior of a program, stops it in time, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def doctor(tmp_path: Path, code: str, *options: str, program: str = "program.py"
     return start_python(["-m", "infeed", "doctor", *options, program], cwd=tmp_path).finish(60)
 
 
-def test_a_program_that_runs_for_ever_is_stopped_in_the_middle_of_its_epoch(tmp_path: Path) -> None:
-    """And never goes on: what comes after the loop does not happen. Its output is seen."""
+def test_an_endless_program_is_stopped_in_the_middle_of_its_epoch(tmp_path: Path) -> None:
+    """Code after the loop does not run. The program's output is shown."""
     code = "print('begun', flush=True)\ntry:\n    load(10_000_000)\nfinally:\n    print('went on')"
 
     with assert_faster_than(30):
@@ -43,7 +43,7 @@ def test_a_program_that_runs_for_ever_is_stopped_in_the_middle_of_its_epoch(tmp_
     assert result.code == 0
 
 
-def test_a_program_that_asks_for_no_batch_any_more_is_stopped_too(tmp_path: Path) -> None:
+def test_a_program_that_requests_no_more_batches_is_stopped(tmp_path: Path) -> None:
     """Findings up to that point are reported."""
     with assert_faster_than(30):
         result = doctor(tmp_path, "load(num_workers=0)\nthreading.Event().wait()", "--seconds", "0.5")
@@ -53,7 +53,7 @@ def test_a_program_that_asks_for_no_batch_any_more_is_stopped_too(tmp_path: Path
 
 
 def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
-    """It is deaf to signals while it is in a call that does not come back."""
+    """The program ignores signals while it is in a blocking call."""
     code = "load(num_workers=0)\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(1000)"
 
     with assert_faster_than(30):
@@ -62,8 +62,8 @@ def test_a_program_that_cannot_be_stopped_is_killed(tmp_path: Path) -> None:
     assert "4 batches" in result.out
 
 
-def test_a_program_that_dies_of_being_stopped_has_not_failed(tmp_path: Path) -> None:
-    """It takes all signals as the system does."""
+def test_a_program_that_dies_of_the_stop_signal_has_not_failed(tmp_path: Path) -> None:
+    """The program resets all signals to their defaults."""
     code = "load(num_workers=0)\nfor number in range(34, 65): signal.signal(number, signal.SIG_DFL)\ntime.sleep(1000)"
 
     result = doctor(tmp_path, code, "--seconds", "0.5")
@@ -73,8 +73,8 @@ def test_a_program_that_dies_of_being_stopped_has_not_failed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("leave", "count"), [("break", 15), ("raise ValueError", 5)], ids=["break", "error"])
-def test_batches_of_a_loop_that_is_left_early_count(tmp_path: Path, leave: str, count: int) -> None:
-    """Three loops over the first five batches, too short to be written down in their midst; or one that fails."""
+def test_batches_of_an_abandoned_loop_count(tmp_path: Path, leave: str, count: int) -> None:
+    """Three loops over the first five batches are too short for an intermediate record; or a loop fails."""
     code = f"""
 for epoch in range(3):
     for number, batch in enumerate(infeed.DataLoader(range(100), batch_size=2)):
@@ -94,7 +94,7 @@ for epoch in range(3):
     ],
     ids=["exit", "error", "death"],
 )
-def test_a_program_that_fails_is_no_clean_one(tmp_path: Path, code: str, text: str) -> None:
+def test_a_failing_program_is_not_reported_as_clean(tmp_path: Path, code: str, text: str) -> None:
     """The error is reported and earlier findings count, but the absence of findings proves nothing."""
     result = doctor(tmp_path, f"load()\n{code}", "--html", "found.html")
 
@@ -105,8 +105,8 @@ def test_a_program_that_fails_is_no_clean_one(tmp_path: Path, code: str, text: s
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "os._exit(0)"])
-def test_a_program_that_leaves_with_0_has_not_failed(tmp_path: Path, code: str) -> None:
-    """However it leaves."""
+def test_a_program_that_exits_with_0_has_not_failed(tmp_path: Path, code: str) -> None:
+    """Whichever way it exits."""
     result = doctor(tmp_path, f"load()\n{code}")
 
     assert "no problems found\n" in result.out
@@ -123,28 +123,28 @@ def test_a_program_that_leaves_with_0_has_not_failed(tmp_path: Path, code: str) 
     ],
     ids=["broken dataset", "empty dataset", "empty", "broken"],
 )
-def test_where_no_batch_came_nothing_was_looked_at(tmp_path: Path, code: str, program: str, text: str) -> None:
-    """An exit code of its own, and why; also beside JSON, which has its own place."""
+def test_a_program_without_a_batch_was_not_examined(tmp_path: Path, code: str, program: str, text: str) -> None:
+    """There is an exit code for this, and the reason is printed, also with JSON output elsewhere."""
     broken = """
 class Broken:
     def __len__(self): return 8
     def __getitem__(self, index): raise ValueError("no such disk")
 broken, empty = Broken(), []
 """
-    told = f"no batch arrived, so nothing was examined: the program {text}"
+    message = f"no batch arrived, so nothing was examined: the program {text}"
 
     result = doctor(tmp_path, broken + code, "--seconds", "0.5", program=program)
     beside = doctor(tmp_path, broken + code, "--seconds", "0.5", "--json", "-", program=program)
 
-    assert told in result.out
-    assert f"infeed doctor: {program}: {told}" in beside.err
+    assert message in result.out
+    assert f"infeed doctor: {program}: {message}" in beside.err
     assert json.loads(beside.out)["findings"] == []
     assert (result.code, beside.code) == (3, 3)
 
 
 @pytest.mark.torch
 def test_an_error_in_a_torch_worker_is_reported_in_one_line(tmp_path: Path) -> None:
-    """Its message holds the worker's traceback, at the end of which is what matters."""
+    """The exception message contains the worker's traceback, whose last line matters."""
     pytest.importorskip("torch")
     code = """
 from torch.utils.data import DataLoader
@@ -160,7 +160,7 @@ for batch in DataLoader(Bad(), batch_size=4, num_workers=1): pass
 
 
 def test_an_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
-    """With the program's frames and none of ours."""
+    """The traceback contains frames of the program and none of infeed."""
     result = doctor(tmp_path, "load()\nraise ValueError('bad label')")
 
     assert "ValueError: bad label" in result.err
@@ -178,8 +178,8 @@ def test_an_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
     ],
     ids=["no loader", "exit", "error", "hang"],
 )
-def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, text: str) -> None:
-    """Nothing was looked at, so nothing can be said: an exit code of its own."""
+def test_a_program_without_a_loader_is_not_reported_as_clean(tmp_path: Path, code: str, text: str) -> None:
+    """Nothing was examined; there is an exit code for this."""
     options = ("--start-seconds", "0.5") if "wait" in code else ()
 
     result = doctor(tmp_path, code, *options)
@@ -203,7 +203,7 @@ def test_a_program_without_a_loader_is_no_clean_one(tmp_path: Path, code: str, t
     ],
 )
 def test_invalid_usage_is_reported(tmp_path: Path, options: tuple[str, ...], program: str, text: str) -> None:
-    """With a cure, and the exit code of wrong usage."""
+    """Usage errors print the fix and have their own exit code."""
     result = doctor(tmp_path, "", *options, program=program)
 
     assert text in result.err
@@ -219,7 +219,7 @@ def test_invalid_usage_is_reported(tmp_path: Path, options: tuple[str, ...], pro
     ],
 )
 def test_a_missing_dataset_is_reported(tmp_path: Path, target: str, text: str) -> None:
-    """By what was given and what there is."""
+    """The error shows the argument and the names that exist."""
     result = doctor(tmp_path, "number = 7", program=target)
 
     assert text in result.err
@@ -235,8 +235,8 @@ plain = list(range(100))
 """
 
 
-def test_a_dataset_is_looked_at_without_a_program(tmp_path: Path) -> None:
-    """A class without arguments, or an instance; there is no loop that could wait."""
+def test_a_dataset_is_examined_without_a_program(tmp_path: Path) -> None:
+    """A class without arguments, or an instance; there is no training loop that could wait."""
     bad = doctor(tmp_path, LOCKED, "--seconds", "0.5", program="program:Locked")
     good = doctor(tmp_path, LOCKED, "--seconds", "0.5", program="program:plain")
 
@@ -256,24 +256,24 @@ class Dice:
 
 
 def test_a_finding_can_be_ignored_and_written_to_files(tmp_path: Path) -> None:
-    """For CI: the exit code does not count it, and the page and the data do not have it."""
+    """For CI: an ignored finding does not count in the exit code and is missing from the page and the data."""
     files = ("--json", "found.json", "--html", "found.html")
 
     counted = doctor(tmp_path, DICE, "--seconds", "0.5", *files, program="program:Dice")
-    told = json.loads((tmp_path / "found.json").read_text())
+    report = json.loads((tmp_path / "found.json").read_text())
     page = (tmp_path / "found.html").read_text()
     ignored = doctor(tmp_path, DICE, "--seconds", "0.5", "--ignore", "same-random-numbers", *files, program="program:Dice")
 
     assert counted.code == 1
-    assert [finding["name"] for finding in told["findings"]] == ["same-random-numbers"]
+    assert [finding["name"] for finding in report["findings"]] == ["same-random-numbers"]
     assert "dataset.rng" in page
     assert ignored.code == 0
     assert json.loads((tmp_path / "found.json").read_text())["findings"] == []
     assert "No problems found." in (tmp_path / "found.html").read_text()
 
 
-def test_options_behind_a_dataset_are_refused(tmp_path: Path) -> None:
-    """They would be taken for arguments of a program, and mean nothing."""
+def test_options_after_a_dataset_are_rejected(tmp_path: Path) -> None:
+    """They would be passed to a program, and there is none."""
     (tmp_path / "program.py").write_text(DICE)
     result = start_python(["-m", "infeed", "doctor", "program:Dice", "--num-workers", "1"], cwd=tmp_path).finish()
     assert (result.code, result.out) == (2, "")
@@ -287,7 +287,7 @@ def test_options_behind_a_dataset_are_refused(tmp_path: Path) -> None:
     ids=["no folder", "folder", "empty"],
 )
 def test_an_unwritable_file_is_reported_before_the_program_runs(tmp_path: Path, option: str, file: str, text: str) -> None:
-    """As wrong usage."""
+    """It is a usage error."""
     result = doctor(tmp_path, "print('ran')", option, file)
 
     assert text in result.err
@@ -296,8 +296,8 @@ def test_an_unwritable_file_is_reported_before_the_program_runs(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])
-def test_what_was_found_is_printed_even_if_it_cannot_be_written(tmp_path: Path, option: str) -> None:
-    """A disk that turns out to be full; no traceback, and not the exit code of a finding."""
+def test_findings_are_printed_even_if_they_cannot_be_written(tmp_path: Path, option: str) -> None:
+    """The disk turns out to be full: no traceback, and not the exit code for findings."""
     result = doctor(tmp_path, DICE, "--seconds", "0.5", option, "/dev/full", program="program:Dice")
 
     assert "dataset.rng" in result.out
@@ -307,8 +307,8 @@ def test_what_was_found_is_printed_even_if_it_cannot_be_written(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl+C", "kill"])
-def test_nothing_is_left_when_the_doctor_is_ended(tmp_path: Path, number: int) -> None:
-    """By Ctrl+C, which the terminal sends to all, or by force, which it alone feels."""
+def test_nothing_is_left_after_the_doctor_ends(tmp_path: Path, number: int) -> None:
+    """After Ctrl+C, which the terminal sends to all processes, or SIGKILL, which only the doctor receives."""
     journal = Journal(tmp_path / "lines")
     code = f"""
 from pathlib import Path
@@ -326,13 +326,13 @@ for number, batch in enumerate(infeed.DataLoader(range(10**9), num_workers=1)):
     else:
         os.killpg(script.pid, number)
 
-    # It fails if a process of it lives on; the program's own end comes when its time is up.
+    # It fails if one of its processes is alive; the program itself ends when its time is up.
     assert script.finish().code == (130 if number == signal.SIGINT else -number)
 
 
 @pytest.mark.parametrize("options", ["num_workers='auto'", "num_workers=2, worker='auto'"])
-def test_automatic_workers_are_reported_as_they_were(tmp_path: Path, options: str) -> None:
-    """Not 64, which is the most; and what is wrong with processes is found in them. Over an array there are none."""
+def test_auto_workers_are_reported_with_their_actual_number(tmp_path: Path, options: str) -> None:
+    """Not 64, the maximum. Findings about processes apply to them. Gathered arrays have no workers."""
     code = f"""
 import random
 import numpy as np
@@ -345,15 +345,15 @@ for rows in infeed.DataLoader(np.zeros((8, 3)), batch_size=2, {options}): time.s
 """
     result = doctor(tmp_path, code, "--json", "-")
 
-    told = json.loads(result.out)
-    assert [finding["name"] for finding in told["findings"]] == ["same-random-numbers"]
-    assert 0 < told["loaders"][0]["num_workers"] < 64
-    assert told["loaders"][1]["num_workers"] == 0
-    assert "'auto'), now " in told["loaders"][0]["loader"]
+    report = json.loads(result.out)
+    assert [finding["name"] for finding in report["findings"]] == ["same-random-numbers"]
+    assert 0 < report["loaders"][0]["num_workers"] < 64
+    assert report["loaders"][1]["num_workers"] == 0
+    assert "'auto'), now " in report["loaders"][0]["loader"]
 
 
 def test_cores_are_those_of_this_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As loaders count them: with the container's quota, and beside the other ranks of the machine."""
+    """The doctor counts cores as loaders do: within the container's quota, and shared with the other ranks of the machine."""
     (tmp_path / "program.py").write_text(HEAD)
     monkeypatch.chdir(tmp_path)
     orders = ChildOptions(journal="", kind="script", seconds=1.0)
@@ -365,8 +365,8 @@ def test_cores_are_those_of_this_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     assert counts[1] == pytest.approx(counts[0] / 1000)
 
 
-def test_a_program_that_dies_unseen_ran_as_long_as_its_loader_says(tmp_path: Path) -> None:
-    """The doctor's clock stands still, as it does for one that is kept busy: shares of the run are of more than nothing."""
+def test_the_run_time_comes_from_the_loader_if_the_exit_was_not_observed(tmp_path: Path) -> None:
+    """The doctor's clock stands still, as on a busy machine: costs are still shares of a positive run time."""
     (tmp_path / "program.py").write_text(HEAD + "load(num_workers=0)\nos._exit(3)")
     orders = ChildOptions(journal="", kind="script", seconds=30.0)
 
@@ -377,7 +377,7 @@ def test_a_program_that_dies_unseen_ran_as_long_as_its_loader_says(tmp_path: Pat
 
 
 def test_arguments_and_modules_reach_the_program(tmp_path: Path) -> None:
-    """Also those that look like options of ours."""
+    """Also arguments that look like options of the doctor."""
     (tmp_path / "part.py").write_text(HEAD + "print(__name__, sys.argv[1:], flush=True)\nload()")
 
     result = start_python(["-m", "infeed", "doctor", "-m", "part", "--json", "--seconds"], cwd=tmp_path).finish(60)
@@ -386,8 +386,8 @@ def test_arguments_and_modules_reach_the_program(tmp_path: Path) -> None:
     assert result.code == 0
 
 
-def test_the_watched_interpreter_imports_nothing_heavy_before_the_program(tmp_path: Path) -> None:
-    """A program may set the number of NumPy's threads in its first lines."""
+def test_the_doctor_imports_nothing_heavy_before_the_program(tmp_path: Path) -> None:
+    """A program may set NumPy's number of threads in its first lines."""
     names = ("numpy", "torch", "psutil", "cloudpickle")
     (tmp_path / "program.py").write_text(f"import sys\nprint([name for name in {names} if name in sys.modules], flush=True)")
 
@@ -398,10 +398,10 @@ def test_the_watched_interpreter_imports_nothing_heavy_before_the_program(tmp_pa
 
 @pytest.mark.torch
 @pytest.mark.parametrize("way", ["torch", "run on infeed", "auto", "torchdata", "spawn"])
-def test_loaders_of_every_make_are_watched(tmp_path: Path, way: str) -> None:
-    """Torch's with both ways to start workers, torch's on infeed's engine, infeed's, torchdata's.
+def test_all_kinds_of_loaders_are_observed(tmp_path: Path, way: str) -> None:
+    """Loaders of torch (both start methods), torch on infeed's engine, infeed and torchdata are observed.
 
-    Of infeed's the number of workers is left open, and they end with each epoch: those are told that there were.
+    infeed uses num_workers="auto", and its workers end with each epoch: the report contains those that existed.
     """
     pytest.importorskip("torch")
     name = "StatefulDataLoader" if way == "torchdata" else "DataLoader"
@@ -428,8 +428,8 @@ if __name__ == "__main__":
     assert ("num_workers='auto'), now " in loader["loader"]) is (way == "auto")
 
 
-def test_a_terminal_that_knows_few_letters_gets_others(tmp_path: Path) -> None:
-    """Of names as well as of units. What the program prints is its own affair."""
+def test_a_terminal_with_a_limited_encoding_gets_replacements(tmp_path: Path) -> None:
+    """Names and units are replaced. The program's own output is not changed."""
     code = """
 class Däta:
     def __init__(self): self.kept = __import__("random").Random(0)

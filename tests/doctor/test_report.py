@@ -1,4 +1,4 @@
-"""A report's first lines, how long the loop waited and how the program ended; and a report on a narrow terminal."""
+"""The first lines of a report (how long the loop waited, how the program ended), and a report on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.doctor.evidence_of import costly, loader, run
     ("seen", "share"),
     [
         (loader(wait=0.1, away=0.1), "50%"),
-        (loader(wait=0.0, away=0.1, waiting_s=18.0), "90%"),  # 2 s of work, then a wait that does not end
+        (loader(wait=0.0, away=0.1, waiting_s=18.0), "90%"),  # 2 s of work, then a wait that does not end.
         (loader(batches=0, waiting_s=9.0), "100%"),
         (loader(batches=0), "0%"),
     ],
 )
-def test_a_wait_that_goes_on_counts_in_the_head_line(seen: LoaderSeen, share: str) -> None:
-    """In the page as well. What a finding says of one batch must not be contradicted above it."""
+def test_an_unfinished_wait_counts_in_the_first_line(seen: LoaderSeen, share: str) -> None:
+    """On the page as well. A finding about one batch must not contradict the first line."""
     program = run(seen)
 
     assert overview(program).endswith(f"waited for data {share} of the time")
@@ -41,18 +41,18 @@ def test_a_wait_that_goes_on_counts_in_the_head_line(seen: LoaderSeen, share: st
     ],
 )
 @pytest.mark.linux("names signals of POSIX")
-def test_a_process_that_leaves_by_itself_has_not_died(options: dict[str, Any], text: str) -> None:
-    """As with os._exit."""
+def test_a_process_that_exits_by_itself_has_not_died(options: dict[str, Any], text: str) -> None:
+    """For example with os._exit."""
     assert ending(run(loader(), ending="died", **options)) == text
 
 
-def test_no_word_is_cut_off_on_a_narrow_terminal() -> None:
-    """It is broken into two."""
+def test_no_word_is_truncated_on_a_narrow_terminal() -> None:
+    """Long words are wrapped."""
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=40)
     program = run(loader(wait=0.3, away=0.01, probe=costly(0.1)))
 
     print_report(program, examine(program), console, is_verbose=True)
 
-    told = console.file.getvalue()
-    assert "…" not in told
-    assert "persistent_workers=True" in "".join(told.split())
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "persistent_workers=True" in "".join(text.split())
