@@ -1,4 +1,4 @@
-"""Arguments that cannot work are refused at the door, by name, with the rule and the cure."""
+"""Invalid arguments raise an error that names the option, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("options", "message"), WRONG, ids=[", ".join(map(str, options)) + f" {n}" for n, (options, _) in enumerate(WRONG)]
 )
-def test_a_wrong_argument_is_named_with_its_value_and_a_cure(options: dict[str, Any], message: str) -> None:
-    """ConfigError, which is a ValueError, before anything is started."""
+def test_an_invalid_argument_is_reported_with_its_value_and_a_fix(options: dict[str, Any], message: str) -> None:
+    """Raises `ConfigError`, a `ValueError`, before anything is started."""
     with pytest.raises(infeed.ConfigError, match=message) as caught:
         infeed.DataLoader(**{"dataset": range(10), **options})
     assert isinstance(caught.value, ValueError)
     assert ";" in str(caught.value)
 
 
-def test_all_options_but_two_are_given_by_name() -> None:
-    """dataset and batch_size may be positional, the rest may not: an order of options is nothing to rely on."""
+def test_all_options_but_two_are_keyword_only() -> None:
+    """Only dataset and batch_size may be positional."""
     assert len(infeed.DataLoader(range(10), 4)) == 3
     with pytest.raises(TypeError):
         infeed.DataLoader(range(10), 4, True)  # type: ignore[misc]  # on purpose
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    """What comes out of a calculation is taken as what it is."""
+def test_numpy_numbers_are_accepted() -> None:
+    """NumPy scalars are treated like Python numbers."""
     import numpy as np
 
     loader = infeed.DataLoader(range(10), np.int64(4), seed=np.int32(3), num_workers=np.uint8(0))
@@ -84,8 +84,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 @pytest.mark.process
-def test_a_fork_server_is_refused_where_there_can_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """start_method='forkserver' without the calls it needs is a ConfigError that names the other ways."""
+def test_forkserver_is_rejected_where_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """start_method='forkserver' raises a `ConfigError` that lists the other start methods."""
     from tests.conftest import make_portable
 
     make_portable(monkeypatch)
@@ -95,7 +95,7 @@ def test_a_fork_server_is_refused_where_there_can_be_none(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_copied_loader_has_the_options_and_the_seed_of_the_original(copied: Callable[[Any], Any]) -> None:
-    """And its own workers and progress: it starts at the first batch."""
+    """The copy has its own workers and its own progress: it starts at the first batch."""
     loader = infeed.DataLoader(range(20), 4, shuffle=True)
     first = [batch.tolist() for batch in loader]
 

@@ -1,4 +1,4 @@
-"""Workers whose number and kind infeed chooses: whatever it chooses, batches are the same."""
+"""Workers whose number and kind infeed chooses: batches do not depend on its choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 class Drawing:
-    """Random in every way that a process can tell apart."""
+    """Draws from every generator, and so shows in which process a sample was drawn."""
 
     def __init__(self, length: int = 400) -> None:
         self.length = length
@@ -35,7 +35,7 @@ class Drawing:
 
 
 class Waiting:
-    """Leaves the GIL, and says in which process it was loaded."""
+    """I/O-bound: releases the GIL, and returns the process that loaded it."""
 
     def __init__(self, length: int, seconds: float = 0.002) -> None:
         self.length, self.seconds = length, seconds
@@ -49,7 +49,7 @@ class Waiting:
 
 
 class Computing(Waiting):
-    """Holds it."""
+    """CPU-bound: holds the GIL."""
 
     def __getitem__(self, index: int) -> tuple[int, float, int]:
         until = time.perf_counter() + self.seconds
@@ -59,22 +59,22 @@ class Computing(Waiting):
 
 
 def rows(loader: infeed.DataLoader, columns: tuple[int, ...] = (0, 1)) -> list[list[tuple[Any, ...]]]:
-    """Some columns of an epoch's samples, batch by batch."""
+    """Returns some columns of an epoch's samples, batch by batch."""
     return [list(zip(*(batch[column].tolist() for column in columns), strict=True)) for batch in loader]
 
 
-def test_whatever_the_tuner_does_batches_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it is out of its mind."""
+def test_batches_do_not_depend_on_the_decisions_of_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner in this test decides at random."""
     asked: list[int] = []
 
     def consider(tuner: Tuner, reading: Reading) -> Change:
         asked.append(random.Random(len(asked)).randint(1, 6))
-        return Change(asked[-1], "it likes to")
+        return Change(asked[-1], "at random")
 
     monkeypatch.setattr(Tuner, "consider", consider)
     monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)
     monkeypatch.setattr("infeed.metrics.collector.TICK_SHARE", 0)
-    # Threads share the global generators: there only what infeed offers is the same.
+    # Threads share the global generators: only `get_rng` gives the same numbers there.
     for worker, columns in (("process", (0, 1, 2, 3)), ("thread", (0, 3))):
         with infeed.DataLoader(Drawing(), 8, shuffle=True, seed=3) as loader:
             expected = [rows(loader, columns) for _ in range(2)]
@@ -83,7 +83,7 @@ def test_whatever_the_tuner_does_batches_are_the_same(monkeypatch: pytest.Monkey
     assert len(asked) > 20
 
 
-def test_threads_come_with_the_next_epoch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_start_with_the_next_epoch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, "infeed")
     always_threads(monkeypatch)
     with infeed.DataLoader(Waiting(400), 8, shuffle=True, seed=3) as loader:
@@ -98,9 +98,9 @@ def test_threads_come_with_the_next_epoch(caplog: pytest.LogCaptureFixture, monk
 
 @pytest.mark.parametrize("dataset", [Computing(300), Drawing(800)], ids=["computes", "draws"])
 def test_a_dataset_that_computes_or_draws_keeps_processes(dataset: Any) -> None:
-    """However much it waits, if it draws: threads would share the generators."""
+    """A dataset that draws keeps processes even if it is I/O-bound: threads would share the generators."""
     with infeed.DataLoader(dataset, 8, num_workers=2, worker="auto", seed=3) as loader:
-        # On a busy machine it may take several epochs until enough was seen.
+        # On a busy machine it may take several epochs until enough was measured.
         for _ in range(10):
             list(loader)
             if not session_of(loader).worker_tuning.is_open:
@@ -110,7 +110,7 @@ def test_a_dataset_that_computes_or_draws_keeps_processes(dataset: Any) -> None:
 
 
 class DrawsLate(Waiting):
-    """Only its last samples are random."""
+    """Only its last samples draw random numbers."""
 
     def __getitem__(self, index: int) -> tuple[int, float, int]:
         if index >= 350:
@@ -118,7 +118,7 @@ class DrawsLate(Waiting):
         return super().__getitem__(index)
 
 
-def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
+def test_a_draw_at_the_end_of_an_epoch_is_detected() -> None:
     with infeed.DataLoader(DrawsLate(400), 8, num_workers=2, worker="auto", seed=3) as loader:
         for _ in range(3):
             list(loader)
@@ -126,13 +126,13 @@ def test_a_draw_at_the_end_of_an_epoch_is_seen() -> None:
         assert not session_of(loader).worker_tuning.is_open
 
 
-def test_threads_that_turn_out_slower_are_given_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_are_slower_are_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     always_threads(monkeypatch)
     monkeypatch.setattr("infeed.engine.scaling.WORSE", 0.0)
     monkeypatch.setattr("infeed.engine.scaling.LEAST_NS", 1)
     with infeed.DataLoader(Waiting(100), 8, num_workers=2, worker="auto") as loader:
         kinds = []
-        # On a busy machine it may take several epochs until enough was seen.
+        # On a busy machine it may take several epochs until enough was measured.
         while session_of(loader).worker_tuning.is_open and len(kinds) < 10:
             list(loader)
             kinds.append(loader.statistics().kind)
@@ -152,8 +152,8 @@ class OpensFile(Waiting):
         return super().__getitem__(index)
 
 
-def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no way back, and no training loop fails because of that."""
+def test_threads_stay_if_the_dataset_can_no_longer_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """infeed cannot return to processes, and the training loop must not fail because of that."""
     always_threads(monkeypatch)
     monkeypatch.setattr("infeed.engine.scaling.WORSE", 0.0)
     monkeypatch.setattr("infeed.engine.scaling.LEAST_NS", 1)
@@ -185,8 +185,8 @@ def test_threads_stay_if_they_have_left_something_that_cannot_be_sent(monkeypatc
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_every_option_goes_with_auto(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the change of kind, where there is one."""
+def test_every_option_works_with_auto(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the kind of worker has changed."""
     if "device" in options:
         pytest.importorskip("torch")
     always_threads(monkeypatch)
@@ -197,22 +197,22 @@ def test_every_option_goes_with_auto(options: dict[str, Any], monkeypatch: pytes
         assert loader.statistics().kind == ("process" if needs_processes else "thread")
 
 
-def test_with_a_sampler_too() -> None:
+def test_a_sampler_works_with_auto() -> None:
     with infeed.DataLoader(Waiting(300), 8, sampler=list(range(300)), num_workers=2, worker="auto") as loader:
         for _ in range(2):
             assert [index for batch in loader for index in batch[0].tolist()] == list(range(300))
 
 
-def test_two_loops_at_a_time_do_not_confuse_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tuner receives the readings of one of them."""
-    heard: list[Reading] = []
-    monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: heard.append(reading))
+def test_two_concurrent_loops_do_not_confuse_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner receives the readings of one loop only."""
+    readings: list[Reading] = []
+    monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: readings.append(reading))
     monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)
     monkeypatch.setattr("infeed.metrics.collector.TICK_SHARE", 0)
     with infeed.DataLoader(Waiting(200, 0.001), 4, num_workers="auto") as loader:
         for _ in zip(loader, loader, strict=True):
             pass
-    counts = [reading.batch_count for reading in heard]
+    counts = [reading.batch_count for reading in readings]
     assert counts == sorted(counts)
     assert len(counts) > 2
 
@@ -223,12 +223,12 @@ def test_auto_needs_counters() -> None:
             infeed.DataLoader(Waiting(10), observe="off", **options)  # type: ignore[arg-type]
 
 
-def test_the_number_of_workers_grows_where_samples_wait() -> None:
+def test_the_number_of_workers_grows_for_io_bound_samples() -> None:
     with infeed.DataLoader(Waiting(100_000, 0.004), 8, num_workers="auto") as loader:
         deadline = time.monotonic() + 30
         for _ in loader:
             known = loader.statistics()
-            # On a busy machine the training loop waits mostly for workers to start, and the diagnosis says that first.
+            # On a busy machine the training loop waits mostly for workers to start, and the diagnosis reports that first.
             if known.worker_count > 2 and known.finding.action == "wait-for-tuner":
                 break
             assert time.monotonic() < deadline
@@ -236,23 +236,23 @@ def test_the_number_of_workers_grows_where_samples_wait() -> None:
     assert not known.is_settled
 
 
-def test_a_number_is_the_most_with_an_auto_kind() -> None:
+def test_an_explicit_number_is_the_maximum_for_an_auto_kind() -> None:
     with infeed.DataLoader(Waiting(2000, 0.001), 8, num_workers=3, worker="auto") as loader:
         most = max(loader.statistics().worker_count for _ in loader)
     assert most <= 3
 
 
-def test_a_stream_has_one_worker() -> None:
+def test_an_iterable_dataset_has_one_worker() -> None:
     with infeed.DataLoader((number for number in range(100)), 8, worker="thread", num_workers="auto") as loader:
         assert [number for batch in loader for number in batch] == list(range(100))
         assert loader.statistics().worker_count == 1
         assert loader.statistics().finding.action != "wait-for-tuner"
 
 
-def test_nothing_is_left_of_workers_that_were_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard around every test looks for them."""
+def test_nothing_is_left_of_stopped_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leak guard of every test looks for them."""
     counts = iter([4, 1, 3, 2] * 100)
-    monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: Change(next(counts), "told to"))
+    monkeypatch.setattr(Tuner, "consider", lambda tuner, reading: Change(next(counts), "forced"))
     monkeypatch.setattr("infeed.metrics.collector.TICK_NS", 1_000_000)
     with infeed.DataLoader(Waiting(400, 0.001), 4, num_workers=4, worker="auto") as loader:
         assert sorted(index for batch in loader for index in batch[0].tolist()) == list(range(400))

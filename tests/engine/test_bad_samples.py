@@ -1,4 +1,4 @@
-"""Samples that cannot be loaded: raised, left out or replaced, the same whatever the workers, and within a budget."""
+"""Bad samples are raised, skipped or replaced, equally for all kinds of workers, within an error budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import Journal, Tree, collected, flat, plain
 
 
 class Patchy:
-    """Sample ``i`` is ``i`` and a random number; some raise."""
+    """Sample ``i`` is ``i`` and a random number; some samples raise."""
 
     def __init__(self, length: int, bad: list[int]) -> None:
         self.length, self.bad = length, set(bad)
@@ -34,14 +34,14 @@ class Patchy:
 
 
 class PatchyTogether(Patchy):
-    """The same, asked for many at once."""
+    """The same with `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
         return [self[index] for index in indices]
 
 
 class Flaky:
-    """Each sample raises the first times it is asked for, in whichever process."""
+    """Each sample raises the first times it is requested, in any process."""
 
     def __init__(self, length: int, times: int, folder: Path) -> None:
         self.length, self.times, self.folder = length, times, folder
@@ -60,7 +60,7 @@ class Flaky:
 
 
 class Restless:
-    """A stream that raises at some elements and goes on."""
+    """An iterable dataset that raises at some elements and continues."""
 
     def __init__(self, count: int, bad: list[int]) -> None:
         self.count, self.bad = count, set(bad)
@@ -86,8 +86,8 @@ def _indices(loader: infeed.DataLoader) -> list[list[int]]:
     return [batch[0].tolist() for batch in loader]
 
 
-def test_skip_leaves_the_sample_out_and_its_batch_is_smaller(engine: dict[str, Any]) -> None:
-    """The others come in their order; what was left out is listed."""
+def test_skip_omits_the_sample_from_its_batch(engine: dict[str, Any]) -> None:
+    """The other samples keep their order; skipped samples are listed."""
     with infeed.DataLoader(Patchy(12, [1, 2, 9]), batch_size=4, on_error="skip", **engine) as loader:
         assert _indices(loader) == [[0, 3], [4, 5, 6, 7], [8, 10, 11]]
         bad = loader.bad_samples
@@ -100,13 +100,13 @@ def test_skip_leaves_the_sample_out_and_its_batch_is_smaller(engine: dict[str, A
     assert str(bad[0]) == "index=1 (position 1 of epoch 0) skipped: ValueError: sample 1 is broken"
 
 
-def test_a_batch_of_which_nothing_is_left_is_not_delivered(engine: dict[str, Any]) -> None:
+def test_a_batch_without_good_samples_is_not_delivered(engine: dict[str, Any]) -> None:
     with infeed.DataLoader(Patchy(12, [4, 5, 6, 7]), batch_size=4, on_error="skip", **engine) as loader:
         for _ in range(2):
             assert _indices(loader) == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
-def test_an_epoch_of_which_nothing_is_left_is_an_error(light_engine: dict[str, Any]) -> None:
+def test_an_epoch_without_good_samples_is_an_error(light_engine: dict[str, Any]) -> None:
     """A folder that is not mounted must not look like an empty dataset."""
     loader = infeed.DataLoader(Patchy(5, [0, 1, 2, 3, 4]), batch_size=2, on_error="skip", **light_engine)
     with (
@@ -117,14 +117,14 @@ def test_an_epoch_of_which_nothing_is_left_is_an_error(light_engine: dict[str, A
 
 
 def test_replace_keeps_batch_sizes(engine: dict[str, Any]) -> None:
-    """Another sample of the epoch comes in its place, and which one is written down."""
+    """Another sample of the epoch takes its place, and `bad_samples` says which one."""
     with infeed.DataLoader(Patchy(12, [1, 2, 9]), batch_size=4, seed=3, on_error="replace", **engine) as loader:
         got = _indices(loader)
         bad = loader.bad_samples
     assert [len(batch) for batch in got] == [4, 4, 4]
     assert got[1] == [4, 5, 6, 7]
     assert not {1, 2, 9} & set(flat(got))
-    # One of them may have been drawn first; then the last word is what stands in the batch.
+    # A replacement may be bad too; the last one recorded is in the batch.
     last = {one.position: one.replacement for one in bad}
     assert last == {1: str(got[0][1]), 2: str(got[0][2]), 9: str(got[2][1])}
 
@@ -132,7 +132,7 @@ def test_replace_keeps_batch_sizes(engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("dataset_type", [Patchy, PatchyTogether])
 def test_the_outcome_is_the_same_whatever_the_workers(on_error: Any, dataset_type: Any) -> None:
-    """Order, contents, random numbers and the list of bad samples (P2)."""
+    """Order, contents, random numbers and the list of bad samples are the same (P2)."""
     got = []
     for workers in (0, 1, 3):
         dataset = dataset_type(60, [0, 3, 4, 31, 32, 33, 34, 35, 36, 37, 38, 39, 59])
@@ -143,8 +143,8 @@ def test_the_outcome_is_the_same_whatever_the_workers(on_error: Any, dataset_typ
     assert len(got[0][1]) >= 26
 
 
-def test_a_sampler_gets_replacements_from_its_own_batch() -> None:
-    """What a sampler leaves out (the validation set) must not come in by the back door."""
+def test_replacements_come_from_the_batch_of_a_sampler() -> None:
+    """Samples that the sampler leaves out (the validation set) must not be used."""
     chosen = [1, 3, 5, 7, 9, 11]
     with infeed.DataLoader(Patchy(100, [5]), batch_size=3, sampler=chosen, on_error="replace") as loader:
         got = _indices(loader)
@@ -152,7 +152,7 @@ def test_a_sampler_gets_replacements_from_its_own_batch() -> None:
     assert set(flat(got)) == {1, 3, 7, 9, 11}
 
 
-def test_nothing_can_replace_the_only_sample_of_a_batch() -> None:
+def test_the_only_sample_of_a_batch_cannot_be_replaced() -> None:
     with infeed.DataLoader(Patchy(10, [5]), batch_size=1, sampler=[4, 5], on_error="replace") as loader:
         batches = iter(loader)
         next(batches)
@@ -161,8 +161,8 @@ def test_nothing_can_replace_the_only_sample_of_a_batch() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_function_decides_in_this_process(engine: dict[str, Any]) -> None:
-    """It gets the exception, with its notes, and the index; what it returns is done."""
+def test_an_on_error_function_decides_in_the_main_process(engine: dict[str, Any]) -> None:
+    """It receives the exception with its notes, and the index; infeed does what it returns."""
     seen: list[tuple[str, Any]] = []
 
     def decide(error: BaseException, index: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_function_decides_in_this_process(engine: dict[str, Any]) -> None:
     assert any("sample 2 is broken" in text and "index=2 (position 2 of epoch 0" in text for text, _ in seen)
 
 
-def test_an_on_error_function_that_raises_or_returns_nonsense_raises() -> None:
+def test_an_on_error_function_that_raises_or_returns_an_invalid_value_raises() -> None:
     def stumble(error: BaseException, index: Any) -> Any:
         raise LookupError(f"no rule for {index}")
 
@@ -199,8 +199,8 @@ def test_raise_is_the_default(engine: dict[str, Any]) -> None:
         assert loader.bad_samples == []
 
 
-def test_single_samples_and_collate_fn(light_engine: dict[str, Any]) -> None:
-    """Without batches a bad sample simply does not come; collate_fn gets a list without it."""
+def test_bad_samples_with_single_samples_and_collate_fn(light_engine: dict[str, Any]) -> None:
+    """Without batches a bad sample is left out; collate_fn gets a list without it."""
     with infeed.DataLoader(Patchy(5, [1, 3]), batch_size=None, on_error="skip", **light_engine) as loader:
         assert [sample[0] for sample in loader] == [0, 2, 4]
     with infeed.DataLoader(
@@ -209,7 +209,7 @@ def test_single_samples_and_collate_fn(light_engine: dict[str, Any]) -> None:
         assert list(loader) == [[0, 2], [4, 5]]
 
 
-def test_what_collate_fn_raises_is_no_samples_fault(light_engine: dict[str, Any]) -> None:
+def test_an_exception_of_collate_fn_is_not_a_bad_sample(light_engine: dict[str, Any]) -> None:
     def collate(samples: list[Any]) -> Any:
         raise TypeError("they do not go together")
 
@@ -218,20 +218,20 @@ def test_what_collate_fn_raises_is_no_samples_fault(light_engine: dict[str, Any]
         list(loader)
 
 
-def test_elements_of_a_stream_are_left_out(light_engine: dict[str, Any]) -> None:
-    """A stream that goes on after it raised: what follows moves up."""
+def test_bad_elements_of_an_iterable_dataset_are_skipped(light_engine: dict[str, Any]) -> None:
+    """The dataset continues after it raised, and later elements move up."""
     with infeed.DataLoader(Restless(10, [0, 4, 5]), batch_size=3, on_error="skip", **light_engine) as loader:
         assert collected(loader) == [[1, 2, 3], [6, 7, 8], [9]]
         assert [one.error for one in loader.bad_samples] == [f"ValueError: element {i} is broken" for i in (0, 4, 5)]
 
 
-def test_a_stream_that_only_raises_is_an_error() -> None:
+def test_an_iterable_dataset_that_only_raises_is_an_error() -> None:
     loader = infeed.DataLoader(Restless(1000, list(range(1000))), batch_size=3, on_error="skip")
     with loader, pytest.raises(ValueError, match="is broken"):
         list(loader)
 
 
-def test_a_function_may_refuse_an_element_of_a_stream() -> None:
+def test_an_on_error_function_may_raise_for_an_iterable_dataset() -> None:
     with infeed.DataLoader(Restless(6, [4]), batch_size=3, on_error=lambda error, index: "raise") as loader:
         batches = iter(loader)
         assert plain(next(batches)) == [0, 1, 2]
@@ -243,8 +243,8 @@ def test_a_function_may_refuse_an_element_of_a_stream() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_passes_when_tried_again_is_as_if_it_had_never_failed(workers: int, tmp_path: Path) -> None:
-    """Bit for bit, with its neighbours: the whole grain is loaded again under its seed."""
+def test_a_retried_sample_is_the_same_as_without_failure(workers: int, tmp_path: Path) -> None:
+    """Bit-identical, with its neighbors: the whole grain is loaded again under its seed."""
     options: dict[str, Any] = {"batch_size": 8, "seed": 5, "num_workers": workers, "grain_size": 4}
     for name in ("good", "flaky"):
         (tmp_path / name).mkdir()
@@ -255,7 +255,7 @@ def test_a_sample_that_passes_when_tried_again_is_as_if_it_had_never_failed(work
         assert loader.bad_samples == []
 
 
-def test_a_sample_is_tried_as_often_as_said_and_no_more(tmp_path: Path) -> None:
+def test_a_sample_is_tried_as_often_as_configured(tmp_path: Path) -> None:
     loader = infeed.DataLoader(Flaky(1, 3, tmp_path), on_error=infeed.ErrorPolicy(retries=2))
     with loader, pytest.raises(OSError, match="the disk was away at 0"):
         next(iter(loader))
@@ -266,7 +266,7 @@ def test_a_sample_is_tried_as_often_as_said_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
-def test_a_sample_that_kills_its_worker_again_and_again_is_bad(on_error: Any, tmp_path: Path) -> None:
+def test_a_sample_that_kills_its_worker_repeatedly_is_bad(on_error: Any, tmp_path: Path) -> None:
     dataset = CrashingDataset(24, [9], tmp_path / "deaths", times=None)
     with infeed.DataLoader(dataset, batch_size=4, num_workers=2, seed=1, timeout=60, on_error=on_error) as loader:
         got = collected(loader)
@@ -281,8 +281,8 @@ def test_a_sample_that_kills_its_worker_again_and_again_is_bad(on_error: Any, tm
 
 
 @pytest.mark.parametrize(("budget", "is_enough"), [(3, True), (2, False), (0.25, True), (0.24, False), (0, False), (1.0, True)])
-def test_more_bad_samples_than_the_budget_allows_are_an_error(budget: Any, is_enough: bool) -> None:
-    """In the turn of the batch that goes beyond it, whatever was loaded ahead."""
+def test_exceeding_the_error_budget_is_an_error(budget: Any, is_enough: bool) -> None:
+    """It is raised in order, at the batch that exceeds the budget, whatever was loaded ahead."""
     for workers in (0, 2):
         options: dict[str, Any] = {"batch_size": 2, "num_workers": workers}
         policy = infeed.ErrorPolicy("skip", budget=budget)
@@ -296,7 +296,7 @@ def test_more_bad_samples_than_the_budget_allows_are_an_error(budget: Any, is_en
                     pass
 
 
-def test_the_epoch_ends_with_a_line_about_what_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_epoch_ends_with_a_log_line_about_skipped_samples(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "infeed")
     with infeed.DataLoader(Patchy(20, list(range(8))), batch_size=4, on_error="skip") as loader:
         list(loader)
@@ -306,7 +306,7 @@ def test_the_epoch_ends_with_a_line_about_what_was_left_out(caplog: pytest.LogCa
 
 
 def test_the_count_is_part_of_the_state() -> None:
-    """Whoever goes on from a state has spent as much of the budget."""
+    """A resumed run has used as much of the budget."""
     options: dict[str, Any] = {"batch_size": 2, "on_error": infeed.ErrorPolicy("skip", budget=2), "seed": 0}
     loader = infeed.DataLoader(Patchy(12, [1, 3, 9]), **options)
     batches = iter(loader)
@@ -331,8 +331,8 @@ def test_a_batch_with_replaced_samples_can_be_explained_and_replayed() -> None:
         assert plain(loader.replay(0)) == first
 
 
-def test_workers_are_asked_once_more_for_a_bad_batch_and_not_once_for_each_bad_sample(tmp_path: Path) -> None:
-    """A task tells of all its bad samples at once."""
+def test_a_bad_batch_is_loaded_again_once(tmp_path: Path) -> None:
+    """A task reports all of its bad samples at once."""
     journal = Journal(tmp_path / "asked")
 
     def load(index: int) -> int:
@@ -372,8 +372,8 @@ def test_the_arguments_are_checked() -> None:
 # --- what a review found
 
 
-def test_ranks_that_share_a_stream_go_on_behind_a_bad_element() -> None:
-    """What shares it out is a generator, which would end with the first exception that passes through it."""
+def test_ranks_that_share_an_iterable_dataset_continue_after_a_bad_element() -> None:
+    """A generator shards the dataset, and an exception that passed through it would end it."""
     got = []
     for rank in range(2):
         with infeed.DataLoader(Restless(13, [4]), batch_size=2, shard=(rank, 2), on_error="skip", pad=False) as loader:
@@ -382,8 +382,8 @@ def test_ranks_that_share_a_stream_go_on_behind_a_bad_element() -> None:
     assert sorted(got) == [0, 1, 2, 3, *range(5, 13)]
 
 
-def test_a_state_after_the_budget_was_exceeded_can_be_loaded_with_a_larger_one() -> None:
-    """Also where the batch that exceeded it had nothing else in it."""
+def test_a_state_after_exceeding_the_budget_can_be_loaded_with_a_larger_one() -> None:
+    """Also if the batch that exceeded it had no other samples."""
     for batch_size, bad in ((4, [1, 5]), (1, [1])):
         small, large = (infeed.ErrorPolicy("skip", budget=len(bad) - less) for less in (1, 0))
         loader = infeed.DataLoader(Patchy(12, bad), batch_size, on_error=small)
@@ -394,8 +394,8 @@ def test_a_state_after_the_budget_was_exceeded_can_be_loaded_with_a_larger_one()
         assert flat(_indices(again))[-1] == 11
 
 
-def test_a_neighbour_is_not_blamed_for_the_deaths_of_a_sample_that_was_left_out(tmp_path: Path) -> None:
-    """Its row is another's when the batch is planned again."""
+def test_a_sample_does_not_inherit_the_deaths_of_a_skipped_neighbor(tmp_path: Path) -> None:
+    """Rows move up when the batch is planned again."""
 
     def load(index: int) -> int:
         if index == 2 or (index == 3 and not (tmp_path / "died").exists()):
@@ -408,12 +408,12 @@ def test_a_neighbour_is_not_blamed_for_the_deaths_of_a_sample_that_was_left_out(
         assert plain(next(iter(loader))) == [0, 1, 3, 4, 5, 6, 7]
 
 
-def test_an_index_that_arrays_do_not_have_is_a_bad_sample() -> None:
+def test_an_index_outside_of_arrays_is_a_bad_sample() -> None:
     with infeed.DataLoader(np.arange(10), batch_size=2, sampler=[0, 99, 1, 2], on_error="skip") as loader:
         assert collected(loader) == [[0], [1, 2]]
 
 
-def test_a_batch_of_which_nothing_is_left_can_be_explained() -> None:
+def test_a_batch_without_good_samples_can_be_explained() -> None:
     with infeed.DataLoader(Patchy(6, [2, 3]), batch_size=2, on_error="skip") as loader:
         list(loader)
         assert list(loader.explain(1).indices or ()) == []
@@ -421,7 +421,7 @@ def test_a_batch_of_which_nothing_is_left_can_be_explained() -> None:
             loader.replay(1)
 
 
-def test_the_iteration_is_over_after_an_epoch_of_which_nothing_was_left() -> None:
+def test_the_iteration_ends_after_an_epoch_without_good_samples() -> None:
     loader = infeed.DataLoader(Patchy(4, [0, 1, 2, 3]), batch_size=2, on_error="skip")
     batches = iter(loader)
     with pytest.raises(infeed.SampleError, match="epoch 0 delivered no batch: it had 4 bad samples"):

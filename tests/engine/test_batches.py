@@ -1,4 +1,4 @@
-"""What samples become in a batch: the same types and values from every kind of worker."""
+"""How samples are collated: every kind of worker returns the same types and values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Frozen:
 
 
 class Tagged(torch.Tensor):  # type: ignore[misc]  # torch is imported only if it is there
-    """A tensor of a class of the user's."""
+    """A tensor subclass of the user."""
 
 
 def array(*values: Any, dtype: Any = None) -> Any:
@@ -54,7 +54,7 @@ def read_only(index: int) -> Any:
     return made
 
 
-# A sample, and what a batch of three of them is.
+# A sample, and the batch of three such samples.
 LEAVES: list[tuple[str, Callable[[int], Any], Callable[[], Any]]] = [
     ("bool", lambda i: i > 0, lambda: array(False, True, True)),
     ("int", lambda i: i - 1, lambda: array(-1, 0, 1)),
@@ -146,8 +146,8 @@ TREES: list[tuple[str, Callable[[int], Any], Callable[[], Any]]] = [
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("make", "batch"), [case[1:] for case in LEAVES + TREES], ids=[case[0] for case in LEAVES + TREES])
-def test_three_samples_become_this_batch_inline(make: Callable[[int], Any], batch: Callable[[], Any]) -> None:
-    """Each kind of sample has one kind of batch: arrays, tensors and numbers stacked, all else listed."""
+def test_three_samples_are_collated_to_this_batch(make: Callable[[int], Any], batch: Callable[[], Any]) -> None:
+    """Arrays, tensors and numbers are stacked, everything else is listed."""
     with infeed.DataLoader(Tree(6, lambda i: make(i % 3)), batch_size=3) as loader:
         for got in loader:
             assert_same(got, batch())
@@ -155,7 +155,7 @@ def test_three_samples_become_this_batch_inline(make: Callable[[int], Any], batc
 
 @pytest.mark.torch
 def test_every_kind_of_sample_is_the_same_from_every_worker(every_engine: dict[str, Any]) -> None:
-    """One sample with all kinds of leaves and trees in it: types, dtypes and values are those of inline loading (P2)."""
+    """A sample with all kinds of leaves and trees: types, dtypes and values match those without workers (P2)."""
     cases = {name: make for name, make, _ in LEAVES + TREES}
 
     def sample(index: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_every_kind_of_sample_is_the_same_from_every_worker(every_engine: dict[s
 
 
 @pytest.mark.torch
-def test_a_tensor_of_a_class_of_the_users_keeps_its_class(light_engine: dict[str, Any]) -> None:
+def test_a_tensor_subclass_is_kept(light_engine: dict[str, Any]) -> None:
     """Tensors of a subclass become a batch of that subclass."""
 
     with infeed.DataLoader(Tree(4, lambda i: torch.full((2,), i).as_subclass(Tagged)), batch_size=2, **light_engine) as loader:
@@ -179,7 +179,7 @@ def test_a_tensor_of_a_class_of_the_users_keeps_its_class(light_engine: dict[str
 
 
 def test_the_layout_may_change_from_batch_to_batch(engine: dict[str, Any]) -> None:
-    """Shapes, dtypes and structures that agree within a batch need not agree between batches."""
+    """Shapes, dtypes and structures have to agree only within a batch."""
 
     def changing(index: int) -> Any:
         turn = index // 4
@@ -197,8 +197,8 @@ def test_the_layout_may_change_from_batch_to_batch(engine: dict[str, Any]) -> No
                 assert_same(got, expected)
 
 
-def test_keys_come_in_the_order_of_the_batchs_first_sample(engine: dict[str, Any]) -> None:
-    """Whatever order the batch before had, which may be another one in every run."""
+def test_keys_have_the_order_of_the_batchs_first_sample(engine: dict[str, Any]) -> None:
+    """The order of the keys in the previous batch, which may differ in every run, has no influence."""
 
     def turning(index: int) -> Any:
         keys = ["a", "b"] if index // 4 % 2 else ["b", "a"]
@@ -210,8 +210,8 @@ def test_keys_come_in_the_order_of_the_batchs_first_sample(engine: dict[str, Any
             assert list(plain_dict) == list(record.meta) == keys
 
 
-def test_batches_of_every_size_follow_one_another(engine: dict[str, Any]) -> None:
-    """A slot that held a small batch takes a large one, and the other way round."""
+def test_batch_sizes_may_vary(engine: dict[str, Any]) -> None:
+    """A slot that held a small batch can take a large one, and vice versa."""
     sizes = [1, 1000, 3, 200_000, 7, 50_000, 1_000_000, 2]
     with infeed.DataLoader(Tree(64, lambda i: np.full(sizes[i // 2 % 8], i)), batch_size=2, **engine) as loader:
         for number, got in enumerate(loader):
@@ -222,8 +222,8 @@ def test_batches_of_every_size_follow_one_another(engine: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.process
-def test_a_kind_that_changes_within_a_batch_is_seen_by_one_worker(workers: int) -> None:
-    """Rows that do not fit what the rest of the batch has do not split it: its type is that of all samples together."""
+def test_a_type_change_within_a_batch_is_collated_by_one_worker(workers: int) -> None:
+    """Rows that do not fit the rest do not split the batch: its type follows from all samples together."""
 
     def mixed(index: int) -> Any:
         return {"label": index if index % 7 else float(index), "x": np.full(2, index, np.float32 if index % 5 else np.int32)}
@@ -234,8 +234,8 @@ def test_a_kind_that_changes_within_a_batch_is_seen_by_one_worker(workers: int) 
             assert_same(got, expected)
 
 
-def test_arrays_that_do_not_stack_are_named(engine: dict[str, Any]) -> None:
-    """CollateError says which field, both shapes and both indices, and what to do."""
+def test_arrays_that_cannot_be_stacked_are_reported(engine: dict[str, Any]) -> None:
+    """CollateError shows the field, both shapes, both indices, and the fix."""
 
     def ragged(index: int) -> Any:
         return {"image": np.zeros((3, 4 + (index == 6))), "label": index}
@@ -264,8 +264,8 @@ def test_arrays_that_do_not_stack_are_named(engine: dict[str, Any]) -> None:
         pytest.param(lambda i: Point([1], 2) if i != 2 else Point(3, 2), "sample.x:", "int", id="leaf for a container"),
     ],
 )
-def test_structures_that_differ_are_named(make: Callable[[int], Any], path: str, found: str) -> None:
-    """CollateError says where in the sample, what was expected, what was found, and at which index."""
+def test_structures_that_differ_are_reported(make: Callable[[int], Any], path: str, found: str) -> None:
+    """CollateError shows the path in the sample, the expected and actual structure, and the index."""
     with pytest.raises(infeed.CollateError) as caught:
         list(infeed.DataLoader(Tree(4, make), batch_size=4))
     text = str(caught.value)
@@ -273,8 +273,8 @@ def test_structures_that_differ_are_named(make: Callable[[int], Any], path: str,
     assert f"{found} at index=2" in text
 
 
-def test_batches_can_be_written_to(engine: dict[str, Any]) -> None:
-    """A batch is the user's: augmentations in place work, and no other batch sees them."""
+def test_batches_are_writable(engine: dict[str, Any]) -> None:
+    """Users can augment a batch in place, and no other batch changes."""
     with infeed.DataLoader(Tree(40, lambda i: np.full(4, i)), batch_size=2, **engine) as loader:
         for _ in range(2):
             for number, got in enumerate(loader):
@@ -284,8 +284,8 @@ def test_batches_can_be_written_to(engine: dict[str, Any]) -> None:
 
 
 @pytest.mark.torch
-def test_collated_tensors_and_arrays_can_be_written_to(light_engine: dict[str, Any]) -> None:
-    """Also what the user's own collate_fn returned."""
+def test_results_of_collate_fn_are_writable(light_engine: dict[str, Any]) -> None:
+    """Tensors and arrays that the user's collate_fn returned too."""
 
     def collate(samples: list[int]) -> Any:
         return torch.tensor(samples), np.array(samples)
@@ -297,8 +297,8 @@ def test_collated_tensors_and_arrays_can_be_written_to(light_engine: dict[str, A
             numbers += 1000
 
 
-def test_the_dataset_never_sees_what_is_done_to_a_batch(engine: dict[str, Any]) -> None:
-    """A batch is a copy: writing to it does not change the arrays that the dataset keeps."""
+def test_writing_to_a_batch_does_not_change_the_dataset(engine: dict[str, Any]) -> None:
+    """A batch is a copy of the dataset's arrays."""
     samples = [np.full(3, i) for i in range(4)]
     with infeed.DataLoader(samples, batch_size=2, **engine) as loader:
         for _ in range(2):
@@ -308,8 +308,8 @@ def test_the_dataset_never_sees_what_is_done_to_a_batch(engine: dict[str, Any]) 
     assert [sample.tolist() for sample in samples] == [[i] * 3 for i in range(4)]
 
 
-def test_single_samples_that_are_arrays_are_copies_too(engine: dict[str, Any]) -> None:
-    """With batch_size=None writing to a sample does not change the dataset either."""
+def test_single_array_samples_are_copies_too(engine: dict[str, Any]) -> None:
+    """With batch_size=None, writing to a sample does not change the dataset either."""
     samples = [np.full(3, i) for i in range(4)]
     with infeed.DataLoader(samples, batch_size=None, **engine) as loader:
         for _ in range(2):
@@ -319,7 +319,7 @@ def test_single_samples_that_are_arrays_are_copies_too(engine: dict[str, Any]) -
 
 
 def test_a_memory_mapped_file_is_a_dataset(engine: dict[str, Any], tmp_path: Any) -> None:
-    """Rows of a memory map are samples, and batches of them are plain arrays."""
+    """Rows of a memory map are samples, and their batches are plain arrays."""
     np.save(tmp_path / "rows.npy", np.arange(20).reshape(10, 2))
     rows = np.load(tmp_path / "rows.npy", mmap_mode="r")
     with infeed.DataLoader(rows, batch_size=4, **engine) as loader:
@@ -328,7 +328,7 @@ def test_a_memory_mapped_file_is_a_dataset(engine: dict[str, Any], tmp_path: Any
 
 
 @pytest.mark.process
-def test_instances_of_local_classes_with_slots_arrive() -> None:
+def test_instances_of_local_classes_with_slots_are_delivered() -> None:
     """Their class is pickled by value."""
 
     class Base:

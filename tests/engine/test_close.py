@@ -1,4 +1,4 @@
-"""The end of a loader: explicit, twice, in the middle, from another thread, or by being forgotten. Nothing is left (P5)."""
+"""Closing a loader explicitly, twice, in mid-epoch, from another thread or by garbage collection leaves nothing (P5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infeed.testing import SlowDataset
 from infeed.workers.launcher import IDLE_WORKERS
 from tests.helpers import Blocking, Tree, assert_faster_than, collected, plain, wait_until, worker_processes
 
-# close() lets workers finish for half a second, threads for one; the rest is for a busy machine.
+# close() lets workers finish for 0.5 s and threads for 1 s; the rest is a reserve for a busy machine.
 CLOSE_S = 5.0
 
 
@@ -25,20 +25,20 @@ def infeed_threads() -> list[str]:
 
 
 def assert_nothing_runs() -> None:
-    IDLE_WORKERS.clear()  # spawned ones wait for the next loader for a minute
+    IDLE_WORKERS.clear()  # Spawned workers stay idle for a minute, for the next loader.
     wait_until(lambda: not worker_processes() and not infeed_threads(), "the end of all workers", 10)
 
 
 def test_a_with_block_ends_the_workers(every_engine: dict[str, Any]) -> None:
-    """When the block is left there is no worker, whether or not the epoch was finished."""
+    """After the block there is no worker, whether or not the epoch was finished."""
     with infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **every_engine) as loader:
         next(iter(loader))
     assert not worker_processes()
     assert not infeed_threads()
 
 
-def test_a_closed_loader_says_so(engine: dict[str, Any]) -> None:
-    """Iterating it, and going on with any iterator of it, is a LoaderClosedError."""
+def test_a_closed_loader_raises(engine: dict[str, Any]) -> None:
+    """Iterating it, or continuing any of its iterators, raises LoaderClosedError."""
     loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine)
     unused, begun = iter(loader), iter(loader)
     next(begun)
@@ -51,7 +51,7 @@ def test_a_closed_loader_says_so(engine: dict[str, Any]) -> None:
 
 
 def test_close_may_be_called_again_and_before_any_use(engine: dict[str, Any]) -> None:
-    """close() is idempotent, and needs nothing to have happened before."""
+    """close() is idempotent and needs no prior iteration."""
     loader = infeed.DataLoader(Tree(20, lambda i: i), **engine)
     loader.close()
     loader.close()
@@ -61,7 +61,7 @@ def test_close_may_be_called_again_and_before_any_use(engine: dict[str, Any]) ->
         used.close()
 
 
-def test_an_iterator_at_its_end_stays_there_after_close(engine: dict[str, Any]) -> None:
+def test_an_exhausted_iterator_stays_exhausted_after_close(engine: dict[str, Any]) -> None:
     """Closing does not turn a finished epoch into an error."""
     loader = infeed.DataLoader(Tree(4, lambda i: i), **engine)
     batches = iter(loader)
@@ -71,7 +71,7 @@ def test_an_iterator_at_its_end_stays_there_after_close(engine: dict[str, Any]) 
 
 
 def drive_until_blocked(loader: infeed.DataLoader, dataset: Blocking) -> Iterator[Any]:
-    """Ask for the first batch, which does not come, until a worker is in the middle of it."""
+    """Requests the first batch, which does not arrive, until a worker is loading it."""
     batches = iter(loader)
 
     def is_blocked() -> bool:
@@ -86,7 +86,7 @@ def drive_until_blocked(loader: infeed.DataLoader, dataset: Blocking) -> Iterato
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.process
 def test_close_during_a_slow_sample_is_quick_and_leaves_no_process(workers: int, tmp_path: Path) -> None:
-    """A worker in the middle of user code is not waited for: it is killed."""
+    """close() kills a worker that runs user code instead of waiting for it."""
     dataset = Blocking(8, 0, tmp_path)
     loader = infeed.DataLoader(dataset, batch_size=1, num_workers=workers, timeout=0.2)
     batches = drive_until_blocked(loader, dataset)
@@ -98,7 +98,7 @@ def test_close_during_a_slow_sample_is_quick_and_leaves_no_process(workers: int,
 
 
 def test_close_during_a_slow_sample_of_a_thread_is_quick(tmp_path: Path) -> None:
-    """A thread in user code cannot be killed: close() does not wait for it for ever, and it ends when its sample returns."""
+    """A thread in user code cannot be killed: close() does not wait for it, and it ends when its sample returns."""
     dataset = Blocking(8, 0, tmp_path)
     loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker="thread", timeout=0.2)
     batches = drive_until_blocked(loader, dataset)
@@ -110,38 +110,38 @@ def test_close_during_a_slow_sample_of_a_thread_is_quick(tmp_path: Path) -> None
     assert_nothing_runs()
 
 
-def wait_for_a_batch(loader: infeed.DataLoader, told: list[BaseException]) -> None:
-    """Note what the wait ends with, if not with a batch."""
+def wait_for_a_batch(loader: infeed.DataLoader, errors: list[BaseException]) -> None:
+    """Records the exception that ends the wait."""
     try:
         next(iter(loader))
     except BaseException as error:
-        told.append(error)
+        errors.append(error)
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
 def test_close_from_another_thread_ends_the_wait(kind: Any, tmp_path: Path) -> None:
-    """A wait for a batch raises an error that the loader was closed (P4), every time."""
+    """A wait for a batch raises LoaderClosedError (P4), every time."""
     for turn in range(2):
         folder = tmp_path / str(turn)
         folder.mkdir()
         dataset = Blocking(4, 0, folder)
         loader = infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker=kind, timeout=30)
-        told: list[BaseException] = []
+        errors: list[BaseException] = []
 
-        waiting = threading.Thread(target=wait_for_a_batch, args=(loader, told))
+        waiting = threading.Thread(target=wait_for_a_batch, args=(loader, errors))
         waiting.start()
         dataset.wait_blocked()
         with assert_faster_than(CLOSE_S):
             loader.close()
             waiting.join()
         dataset.let_go()
-        assert [type(error) for error in told] == [infeed.LoaderClosedError], told
-        del told[:]
+        assert [type(error) for error in errors] == [infeed.LoaderClosedError], errors
+        del errors[:]
     assert_nothing_runs()
 
 
-def test_a_forgotten_loader_ends_its_workers(every_engine: dict[str, Any]) -> None:
-    """Without close(), workers end when the loader and its iterators are gone."""
+def test_an_unreferenced_loader_ends_its_workers(every_engine: dict[str, Any]) -> None:
+    """Without close(), workers end when the loader and its iterators are garbage collected."""
     loader = infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **every_engine)
     batches = iter(loader)
     kept = next(batches)
@@ -152,7 +152,7 @@ def test_a_forgotten_loader_ends_its_workers(every_engine: dict[str, Any]) -> No
 
 
 def test_an_iterator_keeps_its_loader_alive(engine: dict[str, Any]) -> None:
-    """As long as someone iterates, the loader goes on, whoever else has forgotten it."""
+    """A loader whose only reference is its iterator keeps running."""
     batches = iter(infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine))
     gc.collect()
     assert len(list(batches)) == 10
@@ -160,8 +160,8 @@ def test_an_iterator_keeps_its_loader_alive(engine: dict[str, Any]) -> None:
     assert_nothing_runs()
 
 
-def test_loaders_in_reference_cycles_are_found(engine: dict[str, Any]) -> None:
-    """A loader that belongs to an object with a cycle (a trainer) ends when the garbage collector finds it."""
+def test_loaders_in_reference_cycles_are_collected(engine: dict[str, Any]) -> None:
+    """A loader in an object with a cycle (a trainer) ends when the garbage collector finds it."""
 
     class Trainer:
         def __init__(self) -> None:
@@ -176,8 +176,8 @@ def test_loaders_in_reference_cycles_are_found(engine: dict[str, Any]) -> None:
     assert_nothing_runs()
 
 
-def test_a_loop_left_by_an_exception_keeps_nothing(engine: dict[str, Any]) -> None:
-    """An exception that is caught, with its traceback gone, leaves no worker."""
+def test_an_exception_in_the_training_loop_leaves_no_worker(engine: dict[str, Any]) -> None:
+    """After the exception and its traceback are gone, no worker is left."""
 
     def train() -> None:
         for _ in infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine):
@@ -189,8 +189,8 @@ def test_a_loop_left_by_an_exception_keeps_nothing(engine: dict[str, Any]) -> No
     assert_nothing_runs()
 
 
-def test_a_loader_is_gone_with_the_error_that_it_raised(light_engine: dict[str, Any]) -> None:
-    """Its workers do not wait for the garbage collector: what was raised knows of nothing that knows of it."""
+def test_a_loader_is_freed_with_the_error_that_it_raised(light_engine: dict[str, Any]) -> None:
+    """The error is in no reference cycle with the loader, so the workers end without the garbage collector."""
 
     def fail(index: int) -> int:
         raise ArithmeticError(index)
@@ -207,14 +207,14 @@ def test_a_loader_is_gone_with_the_error_that_it_raised(light_engine: dict[str, 
     gc.disable()
     try:
         gone = use()
-        wait_until(lambda: gone() is None, "the end of the loader")  # a thread may look at what it raised for a moment
+        wait_until(lambda: gone() is None, "the end of the loader")  # A thread may reference its exception for a moment.
     finally:
         gc.enable()
 
 
 @pytest.mark.process
-def test_many_loaders_one_after_another_leave_nothing(forkserver: dict[str, Any]) -> None:
-    """A notebook cell that is run again and again: each loader ends with its cell."""
+def test_many_loaders_in_sequence_leave_nothing_behind(forkserver: dict[str, Any]) -> None:
+    """As with a notebook cell that runs repeatedly: each loader ends with its cell."""
     for number in range(12):
         loader = infeed.DataLoader(Tree(8, lambda i: i), batch_size=2, **forkserver)
         for batch in loader:
@@ -227,8 +227,8 @@ def test_many_loaders_one_after_another_leave_nothing(forkserver: dict[str, Any]
 
 @pytest.mark.process
 @pytest.mark.parametrize("method", ["auto", "spawn"])
-def test_close_in_the_middle_of_starting_is_quick(method: Literal["auto", "spawn"]) -> None:
-    """Workers that are still being started are ended as well."""
+def test_close_while_workers_start_is_quick(method: Literal["auto", "spawn"]) -> None:
+    """Workers that are still starting are ended as well."""
     loader = infeed.DataLoader(SlowDataset(100, 0.05), batch_size=1, num_workers=4, start_method=method)
     next(iter(loader))
     with assert_faster_than(CLOSE_S):
@@ -236,8 +236,8 @@ def test_close_in_the_middle_of_starting_is_quick(method: Literal["auto", "spawn
     assert not worker_processes()
 
 
-def test_close_while_other_loaders_run(engine: dict[str, Any]) -> None:
-    """Closing one loader does not touch another."""
+def test_close_does_not_affect_other_loaders(engine: dict[str, Any]) -> None:
+    """Closing one loader does not affect another that is running."""
     first = infeed.DataLoader(Tree(40, lambda i: i), batch_size=4, **engine)
     second = infeed.DataLoader(Tree(40, lambda i: i), batch_size=4, **engine)
     one, other = iter(first), iter(second)
@@ -248,8 +248,8 @@ def test_close_while_other_loaders_run(engine: dict[str, Any]) -> None:
     second.close()
 
 
-def test_a_generator_that_is_closed_ends_its_loop(engine: dict[str, Any]) -> None:
-    """generator.close() in the middle of a loop: with the generator its loader goes."""
+def test_closing_a_generator_ends_its_loader(engine: dict[str, Any]) -> None:
+    """generator.close() in the middle of a loop ends the loader with the generator."""
 
     def batches() -> Iterator[Any]:
         with infeed.DataLoader(Tree(20, lambda i: i), batch_size=2, **engine) as loader:

@@ -1,4 +1,4 @@
-"""The same loader whatever the workers: datasets, orders, samplers, batch sizes, collation."""
+"""All kinds of workers agree: datasets, orders, samplers, batch sizes, collation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers import Squares, Tree, assert_same, collected, flat, plain
 
 
 class Batched:
-    """A dataset that loads several samples at once."""
+    """A dataset with `__getitems__`."""
 
     def __len__(self) -> int:
         return 10
@@ -27,14 +27,14 @@ class Batched:
 
 
 class Words:
-    """A dataset that is asked for by text."""
+    """A dataset whose indices are strings."""
 
     def __getitem__(self, word: str) -> dict[str, Any]:
         return {"word": word, "length": len(word)}
 
 
 class Grid:
-    """A dataset that is asked for by pairs."""
+    """A dataset whose indices are pairs."""
 
     def __getitem__(self, place: tuple[int, int]) -> int:
         row, column = place
@@ -45,7 +45,7 @@ def chunks(values: list[Any], size: int) -> list[list[Any]]:
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-# What is given, and what batches of 4 it gives.
+# A dataset, and its batches of 4.
 DATASETS: list[tuple[str, Callable[[], Any], list[Any]]] = [
     ("range", lambda: range(10), chunks(list(range(10)), 4)),
     ("list", lambda: [1.5, 2.5, 3.5, 4.5, 5.5], [[1.5, 2.5, 3.5, 4.5], [5.5]]),
@@ -71,7 +71,7 @@ DATASETS: list[tuple[str, Callable[[], Any], list[Any]]] = [
 def test_a_dataset_is_loaded_in_order_in_batches(
     every_engine: dict[str, Any], make: Callable[[], Any], expected: list[Any]
 ) -> None:
-    """Everything with an index gives the same batches from every kind of worker, epoch after epoch."""
+    """Each kind of dataset with an index gives the same batches from every kind of worker, epoch after epoch."""
     with infeed.DataLoader(make(), batch_size=4, **every_engine) as loader:
         assert len(loader) == len(expected)
         assert collected(loader) == expected
@@ -86,7 +86,7 @@ def test_a_dataset_is_loaded_in_order_in_batches(
     ],
 )
 def test_arrays_of_one_length_are_rows_with_a_collate_fn_too(make: Callable[[], Any], first: list[Any]) -> None:
-    """What a dataset of arrays means does not depend on how its batches are made."""
+    """What a dataset of arrays means does not depend on collate_fn."""
     with infeed.DataLoader(make(), batch_size=2, collate_fn=list) as loader:
         assert len(loader) == 3
         assert plain(next(iter(loader))) == first
@@ -96,7 +96,7 @@ def test_arrays_of_one_length_are_rows_with_a_collate_fn_too(make: Callable[[], 
 
 
 def test_arrays_of_one_length_are_rows_whatever_they_hold() -> None:
-    """A column of objects among the arrays does not turn columns into samples."""
+    """A column of objects does not turn columns into samples."""
     columns = (np.arange(4), np.array(["a", None, "c", "d"], dtype=object))
     with infeed.DataLoader(columns, batch_size=2) as loader:
         assert len(loader) == 2
@@ -121,14 +121,14 @@ def test_arrays_of_one_length_are_rows_whatever_they_hold() -> None:
 def test_batch_size_and_drop_last_decide_the_batches(
     light_engine: dict[str, Any], options: dict[str, Any], expected: list[Any]
 ) -> None:
-    """A batch has batch_size samples, only the last may be short, and drop_last leaves that one out."""
+    """A batch has batch_size samples, only the last may be smaller, and drop_last omits that one."""
     with infeed.DataLoader(range(7), **options, **light_engine) as loader:
         assert len(loader) == len(expected)
         assert collected(loader) == expected
 
 
-def test_a_single_sample_is_given_as_it_is(engine: dict[str, Any]) -> None:
-    """Without batches a sample keeps its own types; nothing is stacked or turned into an array."""
+def test_a_single_sample_is_delivered_unchanged(engine: dict[str, Any]) -> None:
+    """Without batches a sample keeps its types; nothing is stacked or converted to an array."""
     samples = [(1, "a"), {"x": np.arange(3)}, [None, 2.5], b"bytes", 7]
     with infeed.DataLoader(samples, batch_size=None, **engine) as loader:
         for given, got in zip(samples, loader, strict=True):
@@ -136,7 +136,7 @@ def test_a_single_sample_is_given_as_it_is(engine: dict[str, Any]) -> None:
 
 
 def test_shuffle_gives_every_index_once_in_a_new_order_each_epoch(light_engine: dict[str, Any]) -> None:
-    """Each epoch is a permutation, no two are the same, and the same seed gives them all again."""
+    """Each epoch is a different permutation, and the same seed reproduces all of them."""
     with infeed.DataLoader(range(50), batch_size=8, shuffle=True, seed=3, **light_engine) as loader:
         epochs = [flat(collected(loader)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -161,7 +161,7 @@ def test_the_order_does_not_depend_on_the_number_of_workers(shuffled_inline: lis
 
 
 def test_an_unseeded_loader_draws_a_seed_and_shows_it() -> None:
-    """Without seed= each loader has its own order, which can be had again from what repr shows."""
+    """Without seed= each loader has its own order, and its repr shows the seed that reproduces it."""
     first, second = (infeed.DataLoader(range(100), batch_size=100, shuffle=True) for _ in range(2))
     assert collected(first) != collected(second)
     assert f"seed={first.seed}" in repr(first)
@@ -170,7 +170,7 @@ def test_an_unseeded_loader_draws_a_seed_and_shows_it() -> None:
     assert collected(again) == collected(fresh)
 
 
-# Which samplers are taken, and the batches they give of `range(10)` with batch_size=2.
+# Supported samplers, and their batches of `range(10)` with batch_size=2.
 SAMPLERS: list[tuple[str, Callable[[], Any], list[Any]]] = [
     ("list", lambda: [5, 3, 1], [[5, 3], [1]]),
     ("range", lambda: range(9, 3, -2), [[9, 7], [5]]),
@@ -182,7 +182,7 @@ SAMPLERS: list[tuple[str, Callable[[], Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("make", "expected"), [case[1:] for case in SAMPLERS], ids=[case[0] for case in SAMPLERS])
 def test_a_sampler_decides_the_order(light_engine: dict[str, Any], make: Callable[[], Any], expected: list[Any]) -> None:
-    """Indices come in the sampler's order, repeated if it repeats them, and its length gives the loader's."""
+    """Indices have the sampler's order, with repetitions, and its length is the loader's."""
     with infeed.DataLoader(range(10), batch_size=2, sampler=make(), **light_engine) as loader:
         assert len(loader) == len(expected)
         assert collected(loader) == expected
@@ -190,7 +190,7 @@ def test_a_sampler_decides_the_order(light_engine: dict[str, Any], make: Callabl
 
 
 def test_a_sampler_without_batches_gives_single_samples(light_engine: dict[str, Any]) -> None:
-    """With batch_size=None an index may be anything; a list of indices goes to the dataset whole."""
+    """With batch_size=None an index may be anything; a list of indices is passed to the dataset as one index."""
     array = np.arange(10) * 10
     with infeed.DataLoader(array, batch_size=None, sampler=[[1, 2], [3]], **light_engine) as loader:
         assert collected(loader) == [[10, 20], [30]]
@@ -212,13 +212,13 @@ def test_a_sampler_without_batches_gives_single_samples(light_engine: dict[str, 
 def test_a_batch_sampler_decides_the_batches(
     light_engine: dict[str, Any], dataset: Any, batches: list[Any], expected: list[Any]
 ) -> None:
-    """Any iterable of iterables of indices of any kind will do, and the dataset needs no length."""
+    """Any iterable of iterables of indices works, and the dataset needs no length."""
     with infeed.DataLoader(dataset, batch_sampler=batches, **light_engine) as loader:
         assert collected(loader) == expected
 
 
 def test_a_generator_is_a_sampler_for_one_epoch(light_engine: dict[str, Any]) -> None:
-    """What can be iterated once gives one epoch and then empty ones, and has no length."""
+    """A one-shot iterable gives one epoch and then empty ones, and has no length."""
     with infeed.DataLoader(range(10), batch_size=2, sampler=(i for i in (3, 1, 4)), **light_engine) as loader:
         with pytest.raises(TypeError, match="sampler of type generator has no len"):
             len(loader)
@@ -226,8 +226,8 @@ def test_a_generator_is_a_sampler_for_one_epoch(light_engine: dict[str, Any]) ->
         assert collected(loader) == []
 
 
-def test_an_endless_batch_sampler_is_read_no_further_than_needed(light_engine: dict[str, Any]) -> None:
-    """Batches are asked for as there is room in flight, so a sampler may go on for ever."""
+def test_an_endless_batch_sampler_is_read_only_as_far_as_needed(light_engine: dict[str, Any]) -> None:
+    """Batches are requested as slots become free, so a sampler may be endless."""
     taken = []
 
     def endless() -> Iterator[list[int]]:
@@ -243,8 +243,8 @@ def test_an_endless_batch_sampler_is_read_no_further_than_needed(light_engine: d
         assert len(taken) <= 6 + 4
 
 
-def test_a_sampler_is_asked_when_the_epoch_begins(light_engine: dict[str, Any]) -> None:
-    """What the user tells a sampler between epochs, such as set_epoch, counts for the next."""
+def test_a_sampler_is_iterated_when_the_epoch_begins(light_engine: dict[str, Any]) -> None:
+    """Changes to a sampler between epochs, such as set_epoch, take effect in the next epoch."""
 
     class Turning:
         epoch = 0
@@ -262,8 +262,8 @@ def test_a_sampler_is_asked_when_the_epoch_begins(light_engine: dict[str, Any]) 
             assert collected(loader) == [[epoch, epoch + 1]]
 
 
-def test_an_error_of_the_sampler_comes_after_the_batches_before_it(light_engine: dict[str, Any]) -> None:
-    """The error comes where a plain loop would meet it, and as it is."""
+def test_an_error_of_the_sampler_is_raised_after_the_batches_before_it(light_engine: dict[str, Any]) -> None:
+    """The original error is raised where a plain loop would raise it."""
 
     def failing() -> Iterator[int]:
         yield from (1, 2, 3, 4)
@@ -287,7 +287,7 @@ def test_an_error_of_the_sampler_comes_after_the_batches_before_it(light_engine:
     ],
 )
 def test_the_length_is_the_number_of_batches(options: dict[str, Any], expected: int) -> None:
-    """len(loader) is what an epoch gives, known before anything is loaded."""
+    """len(loader) is the number of batches of an epoch, before anything is loaded."""
     loader = infeed.DataLoader(range(10), **options)
     assert len(loader) == expected == len(list(loader))
 
@@ -300,22 +300,22 @@ def test_the_length_is_the_number_of_batches(options: dict[str, Any], expected: 
         pytest.param({"dataset": range(3), "batch_sampler": iter([[1]])}, "batch_sampler", id="batch sampler"),
     ],
 )
-def test_without_a_length_len_is_a_type_error_that_names_who_has_none(options: dict[str, Any], named: str) -> None:
-    """TypeError, which is what list() and progress bars expect of things without length."""
+def test_a_missing_length_is_a_type_error_with_the_cause(options: dict[str, Any], named: str) -> None:
+    """len() raises TypeError, as list() and progress bars expect."""
     with pytest.raises(TypeError, match=rf"^{named} of type \w+ has no len"):
         len(infeed.DataLoader(**options))
 
 
-def test_a_lambda_makes_the_batch(engine: dict[str, Any]) -> None:
-    """collate_fn may be a lambda: it travels by value, and gets the samples as a list."""
+def test_a_lambda_can_be_collate_fn(engine: dict[str, Any]) -> None:
+    """It is pickled by value and receives the samples as a list."""
     with infeed.DataLoader(
         range(7), batch_size=3, collate_fn=lambda samples: [type(samples), sum(samples)], **engine
     ) as loader:
         assert list(loader) == [[list, 3], [list, 12], [list, 6]]
 
 
-def test_a_closure_makes_the_batch(engine: dict[str, Any]) -> None:
-    """collate_fn may close over local values and use arrays, text and containers of its own."""
+def test_a_closure_can_be_collate_fn(engine: dict[str, Any]) -> None:
+    """collate_fn may close over local values and use arrays, text and its own containers."""
     offset = np.array([10, 20])
 
     def collate(samples: list[int]) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def test_a_closure_makes_the_batch(engine: dict[str, Any]) -> None:
 
 
 def test_a_collate_fn_may_return_an_object_of_a_local_class(every_engine: dict[str, Any]) -> None:
-    """The batch is an instance of the very class that the user has, with its arrays inside."""
+    """The batch is an instance of the user's own class, with its arrays."""
 
     class Padded:
         def __init__(self, samples: list[int]) -> None:
@@ -342,7 +342,7 @@ def test_a_collate_fn_may_return_an_object_of_a_local_class(every_engine: dict[s
 
 
 def test_classes_of_a_local_scope_can_be_samples(engine: dict[str, Any]) -> None:
-    """Named tuples and dataclasses made in a function travel by value and come back as the very class."""
+    """Named tuples and dataclasses defined in a function are pickled by value, and samples have the original class."""
 
     class Pair(NamedTuple):
         left: Any
@@ -361,7 +361,7 @@ def test_classes_of_a_local_scope_can_be_samples(engine: dict[str, Any]) -> None
 
 
 def test_objects_of_a_local_class_can_be_in_samples(engine: dict[str, Any]) -> None:
-    """What is not a container is listed as it is, whatever its class."""
+    """Anything that is not a container is listed unchanged."""
 
     class Token:
         def __init__(self, number: int) -> None:
@@ -375,19 +375,19 @@ def test_objects_of_a_local_class_can_be_in_samples(engine: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("value", [None, 5, "text", [], {}], ids=repr)
 def test_a_collate_fn_may_return_anything(engine: dict[str, Any], value: Any) -> None:
-    """Nothing that is returned is taken for "no batch": falsy values and None arrive."""
+    """No return value means "no batch": falsy values and None are delivered."""
     with infeed.DataLoader(range(4), batch_size=2, collate_fn=lambda samples: value, **engine) as loader:
         assert list(loader) == [value, value]
 
 
-def test_collate_fn_sees_single_samples_without_batches(engine: dict[str, Any]) -> None:
-    """With batch_size=None the function is given the sample itself."""
+def test_collate_fn_receives_single_samples_without_batches(engine: dict[str, Any]) -> None:
+    """With batch_size=None the function receives the sample itself."""
     with infeed.DataLoader(range(3), batch_size=None, collate_fn=lambda sample: -sample, **engine) as loader:
         assert list(loader) == [0, -1, -2]
 
 
-def test_getitems_is_given_plain_integers_a_batch_at_a_time(engine: dict[str, Any]) -> None:
-    """A dataset that loads several at once gets the whole batch, as a list of int."""
+def test_getitems_receives_plain_integers_one_batch_at_a_time(engine: dict[str, Any]) -> None:
+    """`__getitems__` gets the whole batch as a list of int."""
 
     class Asked:
         def __len__(self) -> int:
@@ -404,7 +404,7 @@ def test_getitems_is_given_plain_integers_a_batch_at_a_time(engine: dict[str, An
 
 
 def test_indices_are_plain_integers(engine: dict[str, Any]) -> None:
-    """A dataset is asked with int, not with a NumPy integer, which json and SQL do not take."""
+    """A dataset gets int, not NumPy integers, which json and SQL reject."""
 
     class Kinds:
         def __len__(self) -> int:
@@ -421,7 +421,7 @@ def test_indices_are_plain_integers(engine: dict[str, Any]) -> None:
     "options", [{}, {"shuffle": True, "seed": 5}, {"collate_fn": list}], ids=["rows", "shuffled", "collated"]
 )
 def test_out_of_order_gives_the_same_batches_as_a_set(engine: dict[str, Any], options: dict[str, Any]) -> None:
-    """in_order=False changes when a batch comes, never what is in it or whether it comes."""
+    """in_order=False changes when a batch is delivered, never its contents."""
     with infeed.DataLoader(range(41), batch_size=4, in_order=False, **options, **engine) as loader:
         for epoch in range(2):
             got = sorted(map(tuple, collected(loader)))
@@ -431,8 +431,8 @@ def test_out_of_order_gives_the_same_batches_as_a_set(engine: dict[str, Any], op
             assert got == sorted(map(tuple, collected(reference)))
 
 
-def test_a_dataset_may_change_its_own_state_in_its_worker(engine: dict[str, Any]) -> None:
-    """A dataset that keeps things between samples (a cache, an open file) can do so."""
+def test_a_dataset_may_keep_state_in_its_worker(engine: dict[str, Any]) -> None:
+    """For example a cache or an open file."""
 
     class Counting:
         def __init__(self) -> None:
@@ -450,7 +450,7 @@ def test_a_dataset_may_change_its_own_state_in_its_worker(engine: dict[str, Any]
 
 
 def test_the_loader_shows_its_arguments() -> None:
-    """dataset, batch_size and seed can be read back, and repr names them."""
+    """dataset, batch_size and seed are attributes, and repr shows them."""
     dataset = Squares(5)
     loader = infeed.DataLoader(dataset, batch_size=2, seed=9, num_workers=3)
     assert (loader.dataset, loader.batch_size, loader.seed) == (dataset, 2, 9)

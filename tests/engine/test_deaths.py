@@ -1,4 +1,4 @@
-"""Workers are killed: each sample still comes once, in order, or the error says which sample kills (P1, P4)."""
+"""Workers are killed: each sample is delivered once and in order, or the error names the sample that kills (P1, P4)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.helpers import worker_processes as live_workers
 pytestmark = pytest.mark.process
 
 
-# Of several, another may load what the dead one had before anybody hears of the death.
+# With several workers, another may load the dead worker's samples before the death is noticed.
 ALONE: dict[str, Any] = {"num_workers": 1}
 
 
@@ -46,7 +46,9 @@ ALONE: dict[str, Any] = {"num_workers": 1}
 def test_a_worker_that_dies_once_is_replaced(
     process_engine: dict[str, Any], tmp_path: Path, how: Any, options: dict[str, Any]
 ) -> None:
-    """Killed in the middle of a sample: another loads it again, and every sample comes once, in order."""
+    """It is killed while it loads a sample: another worker loads the sample again, and every sample is delivered once, in
+    order.
+    """
     dataset = CrashingDataset(40, [13], tmp_path / "deaths", how=how)
     with infeed.DataLoader(dataset, **{"batch_size": 4, **options}, **process_engine) as loader:
         for _ in range(2):
@@ -55,7 +57,7 @@ def test_a_worker_that_dies_once_is_replaced(
     assert dataset.deaths == 1
 
 
-def test_the_log_says_who_died_and_how(
+def test_a_death_is_logged_with_worker_and_cause(
     process_engine: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = CrashingDataset(40, [13], tmp_path / "deaths")
@@ -69,10 +71,10 @@ def test_the_log_says_who_died_and_how(
     )
 
 
-def test_of_many_deaths_some_are_logged(
+def test_many_deaths_are_logged_in_summary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one by one, and then now and again how many they are."""
+    """The first deaths one by one, later ones now and then with their number."""
     monkeypatch.setattr("infeed.engine.faults.LOGGED_DEATHS", 2)
     monkeypatch.setattr("infeed.engine.faults.LOGGED_EVERY", 4)
     dataset = CrashingDataset(200, range(5, 200, 20), tmp_path / "deaths")
@@ -83,8 +85,8 @@ def test_of_many_deaths_some_are_logged(
     assert [text.partition(" workers died within a minute; last death: worker ")[0] for text in said[2:]] == ["4", "8"]
 
 
-def test_a_log_handler_that_raises_keeps_nothing_from_being_loaded(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """What it raises comes in the middle of what workers say."""
+def test_a_log_handler_that_raises_does_not_stop_loading(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """Its exception interrupts the engine while it handles messages of workers."""
 
     class Strict(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -100,8 +102,8 @@ def test_a_log_handler_that_raises_keeps_nothing_from_being_loaded(process_engin
 
 
 @pytest.mark.linux("needs os.fork")
-def test_a_death_is_noticed_although_a_child_of_the_worker_lives(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """It has all that its parent had open, but for the pipe whose end tells of the death."""
+def test_a_death_is_noticed_if_a_child_of_the_worker_lives(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """The child inherits all descriptors of its parent except the pipe whose end signals the death."""
     (tmp_path / "stay").touch()
 
     def load(index: int) -> int:
@@ -137,8 +139,8 @@ def test_a_worker_killed_for_its_sample_is_reported_with_that_sample(
     assert {record.levelname for record in caplog.records if record.getMessage().startswith("worker ")} == {"INFO"}
 
 
-def test_many_deaths_lose_nothing(tmp_path: Path) -> None:
-    """Different samples kill different workers, again and again; the epoch is as if nothing had happened."""
+def test_many_deaths_lose_no_sample(tmp_path: Path) -> None:
+    """Different samples kill different workers repeatedly; the epoch is as without deaths."""
     dataset = CrashingDataset(200, range(5, 200, 20), tmp_path / "deaths")
     with infeed.DataLoader(dataset, batch_size=4, num_workers=3, shuffle=True, seed=6, timeout=60) as loader:
         got = collected(loader)
@@ -164,7 +166,7 @@ def test_random_draws_are_the_same_after_a_death(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp_path: Path, how: Any) -> None:
-    """After some tries the batch is given up with an error that names it and how the worker went; the rest still comes."""
+    """The batch fails after some tries with an error that has the index and how the worker died; the rest is delivered."""
     dataset = CrashingDataset(24, [9], tmp_path / "deaths", times=None, how=how)
     got: list[Any] = []
     with infeed.DataLoader(dataset, batch_size=4, **process_engine) as loader:
@@ -187,7 +189,7 @@ def test_a_sample_that_always_kills_is_named(process_engine: dict[str, Any], tmp
 
 
 def test_all_workers_killed_between_epochs_are_replaced(process_engine: dict[str, Any]) -> None:
-    """Nobody was loading for the user: the next epoch starts with new workers."""
+    """They die while no epoch is active: the next epoch starts with new workers."""
     with infeed.DataLoader(Pids(16), batch_size=2, **process_engine) as loader:
         first = set(flat(collected(loader)))
         victims = live_workers()
@@ -202,7 +204,7 @@ def test_all_workers_killed_between_epochs_are_replaced(process_engine: dict[str
 
 
 def test_all_workers_killed_in_an_epoch_are_replaced(process_engine: dict[str, Any]) -> None:
-    """In the middle of an epoch, with batches in flight: each sample still comes once."""
+    """They die with batches in flight: each sample is still delivered once."""
     with infeed.DataLoader(Tree(400, lambda i: i), batch_size=2, **process_engine) as loader:
         batches = iter(loader)
         got = [plain(next(batches)) for _ in range(20)]
@@ -213,7 +215,7 @@ def test_all_workers_killed_in_an_epoch_are_replaced(process_engine: dict[str, A
 
 
 def test_a_batch_that_is_kept_survives_the_death_of_its_worker(process_engine: dict[str, Any]) -> None:
-    """What was delivered is the user's, whoever dies (P3)."""
+    """A delivered batch stays valid, whatever dies (P3)."""
     with infeed.DataLoader(Tree(100, lambda i: np.full(1000, i)), batch_size=2, **process_engine) as loader:
         batches = iter(loader)
         kept = [next(batches) for _ in range(5)]
@@ -228,7 +230,7 @@ def test_a_batch_that_is_kept_survives_the_death_of_its_worker(process_engine: d
 
 @pytest.mark.linux("is about the fork server")
 def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
-    """The next loader starts another."""
+    """The next loader starts another fork server."""
     for _ in range(2):
         with infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30) as loader:
             assert flat(collected(loader)) == list(range(8))
@@ -238,8 +240,8 @@ def test_the_fork_server_killed_between_loaders_is_replaced() -> None:
 
 @pytest.mark.linux("is about the fork server")
 def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
-    """Its workers die with it; new ones come from a new server, and each sample comes once."""
-    # More than is loaded ahead: else nobody is needed any more, and nothing is started.
+    """Its workers die with it; new ones come from a new server, and each sample is delivered once."""
+    # More than is loaded ahead: otherwise no worker is needed, and none is started.
     with infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, num_workers=2, timeout=30) as loader:
         for _ in range(3):
             batches = iter(loader)
@@ -251,8 +253,8 @@ def test_the_fork_server_killed_in_an_epoch_is_replaced() -> None:
 
 
 @pytest.mark.linux("is about the fork server")
-def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(tmp_path: Path) -> None:
-    """Six workers at the first batch die with it: that is one accident, and not a batch that kills six times."""
+def test_the_fork_server_killed_while_all_workers_load_one_batch_is_replaced(tmp_path: Path) -> None:
+    """Six workers that load the first batch die with the server: that is one failure, not a batch that kills six times."""
     journal = Journal(tmp_path / "begun")
 
     def load(index: int) -> int:
@@ -275,10 +277,10 @@ def test_the_fork_server_killed_while_all_workers_are_at_one_batch_is_replaced(t
 
 @pytest.mark.linux("is about the fork server")
 @pytest.mark.parametrize("kills", [3, 100])
-def test_the_fork_server_killed_several_times_while_a_worker_starts(
+def test_the_fork_server_killed_repeatedly_while_a_worker_starts(
     forkserver: dict[str, Any], kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another takes its place each time. Not without end: then something is wrong with it."""
+    """A new server replaces it each time, but not forever: repeated deaths are an error."""
     from infeed.workers.forkserver import ForkServer
 
     real = ForkServer.fork
@@ -302,8 +304,8 @@ def test_the_fork_server_killed_several_times_while_a_worker_starts(
     close_fork_server()
 
 
-def test_a_collate_fn_that_kills_is_not_the_fault_of_a_sample(forkserver: dict[str, Any]) -> None:
-    """The batch is given up; none of its samples is taken for a bad one."""
+def test_a_collate_fn_that_kills_is_not_blamed_on_a_sample(forkserver: dict[str, Any]) -> None:
+    """The batch fails; none of its samples counts as bad."""
 
     def collate(samples: list[int]) -> list[int]:
         if 5 in samples:
@@ -321,8 +323,8 @@ def test_a_collate_fn_that_kills_is_not_the_fault_of_a_sample(forkserver: dict[s
 
 
 @pytest.mark.linux("is about the fork server")
-def test_the_fork_server_killed_while_a_loader_is_idle_does_not_disturb_its_end() -> None:
-    """close() of a loader whose workers are gone is quick and silent."""
+def test_close_is_quiet_after_the_fork_server_of_an_idle_loader_was_killed() -> None:
+    """close() of a loader whose workers are gone is quick and logs nothing."""
     loader = infeed.DataLoader(Tree(8, lambda i: i), batch_size=4, num_workers=2, timeout=30)
     collected(loader)
     kill_process(fork_server().pid)
@@ -331,8 +333,8 @@ def test_the_fork_server_killed_while_a_loader_is_idle_does_not_disturb_its_end(
     close_fork_server()
 
 
-def test_workers_that_die_at_start_again_and_again_are_an_error_soon(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """No storm of processes: a few tries, then an error that says how the last one went."""
+def test_workers_that_always_die_at_start_are_an_error_soon(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """After a few tries an error says how the last worker died; processes are not started forever."""
     journal = Journal(tmp_path / "starts")
 
     def die(number: int) -> None:
@@ -348,8 +350,8 @@ def test_workers_that_die_at_start_again_and_again_are_an_error_soon(process_eng
 def test_ready_batches_are_delivered_while_idle_workers_are_killed(
     forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More often than broken workers may die: nothing was lost, and the epoch goes on when the kills end."""
-    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
+    """There are more deaths than the limit: nothing was lost, and the epoch continues when the kills end."""
+    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # As if each step took long enough.
     journal = Journal(tmp_path / "loaded")
 
     def load(index: int) -> int:
@@ -372,8 +374,8 @@ def test_ready_batches_are_delivered_while_idle_workers_are_killed(
 def test_workers_that_cannot_start_any_more_fail_the_epoch_after_its_ready_batches(
     forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is about workers. Nobody closed the loader."""
-    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
+    """The error is about workers, not about a closed loader."""
+    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # As if each step took long enough.
     journal = Journal(tmp_path / "loaded")
 
     def load(index: int) -> int:
@@ -399,8 +401,8 @@ def test_workers_that_cannot_start_any_more_fail_the_epoch_after_its_ready_batch
         assert loader.state_dict()["step"] == len(got)
 
 
-def test_a_worker_that_hangs_and_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:
-    """After a time-out the user may help themselves: the epoch goes on where it was, and each sample comes once."""
+def test_a_hanging_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:
+    """Users may kill a worker after a time-out: the epoch continues, and each sample is delivered once."""
     dataset = Blocking(16, 0, tmp_path)
     got: list[Any] = []
     with infeed.DataLoader(dataset, batch_size=1, num_workers=2, timeout=0.5) as loader:
@@ -432,7 +434,7 @@ def test_a_crash_in_native_code_is_a_death_like_any_other(process_engine: dict[s
 
 
 def test_a_worker_killed_while_it_starts_is_replaced(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """Before it has loaded anything, once: the loader goes on."""
+    """It dies once, before it has loaded anything: the loader continues."""
     journal = Journal(tmp_path / "starts")
 
     def die_once(number: int) -> None:
@@ -447,7 +449,7 @@ def test_a_worker_killed_while_it_starts_is_replaced(process_engine: dict[str, A
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_deaths_with_many_workers_and_both_orders(tmp_path: Path, in_order: bool) -> None:
-    """Every sample once with six workers, whichever order was asked for (P1)."""
+    """Every sample is delivered once with six workers, in order and out of order (P1)."""
     dataset = CrashingDataset(120, [3, 50, 90], tmp_path / "deaths")
     with infeed.DataLoader(dataset, batch_size=3, num_workers=6, in_order=in_order, timeout=60) as loader:
         got = flat(collected(loader))

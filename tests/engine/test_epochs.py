@@ -1,4 +1,4 @@
-"""Epoch after epoch, loops that are left early, several loops at once."""
+"""Consecutive epochs, abandoned epochs, and several iterations at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def numbers(engine: dict[str, Any], **options: Any) -> infeed.DataLoader:
     return infeed.DataLoader(Tree(40, lambda i: i), **{"batch_size": 4, **options}, **engine)
 
 
-def test_a_loader_in_the_head_of_a_loop_lives_as_long_as_the_loop(engine: dict[str, Any]) -> None:
+def test_a_loader_in_a_for_statement_lives_as_long_as_the_loop(engine: dict[str, Any]) -> None:
     """``for batch in DataLoader(...)`` works although nothing else references the loader."""
     got = []
     for batch in infeed.DataLoader(Tree(40, lambda i: i), batch_size=4, **engine):
@@ -30,8 +30,8 @@ def test_a_loader_in_the_head_of_a_loop_lives_as_long_as_the_loop(engine: dict[s
     assert plain(next(iter(numbers(engine)))) == [0, 1, 2, 3]
 
 
-def test_epochs_follow_one_another(every_engine: dict[str, Any]) -> None:
-    """Each iteration is a whole epoch, as often as the user likes."""
+def test_a_loader_can_be_iterated_repeatedly(every_engine: dict[str, Any]) -> None:
+    """Each iteration is a whole epoch."""
     with numbers(every_engine) as loader:
         for _ in range(10):
             assert flat(collected(loader)) == NUMBERS
@@ -39,7 +39,7 @@ def test_epochs_follow_one_another(every_engine: dict[str, Any]) -> None:
 
 @pytest.mark.process
 def test_workers_stay_from_epoch_to_epoch(process_engine: dict[str, Any]) -> None:
-    """The same processes load all epochs, also after one that was left early: starting is paid once."""
+    """The same processes load all epochs, also after an abandoned one, so start-up is paid once."""
     seen: set[int] = set()
     with infeed.DataLoader(Pids(40), batch_size=4, **process_engine) as loader:
         for epoch in range(6):
@@ -54,7 +54,7 @@ def test_workers_stay_from_epoch_to_epoch(process_engine: dict[str, Any]) -> Non
 def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late(
     forkserver: dict[str, Any], tmp_path: Path
 ) -> None:
-    """During a long training step nothing is sent to workers: the tasks that they have are enough."""
+    """During a long training step nothing is sent to workers: the tasks that they have suffice."""
     journal = Journal(tmp_path / "journal")
 
     def come(worker: int) -> None:
@@ -62,7 +62,7 @@ def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late
             wait_until((tmp_path / "come").exists, "the test's permission to come")
 
     def load(index: int) -> int:
-        time.sleep(0.005)  # a slow sample
+        time.sleep(0.005)  # A slow sample.
         journal.write(index)
         return index
 
@@ -74,15 +74,15 @@ def test_slow_samples_are_loaded_during_the_first_step_although_a_worker_is_late
         assert flat(map(plain, iterator)) == list(range(1, 20))
 
 
-def test_workers_are_sent_more_while_the_loop_takes_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that never waits reads messages of workers all the same, or they would run out of tasks."""
-    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # as if each step took long enough
+def test_workers_receive_tasks_while_the_loop_takes_ready_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that never waits still reads messages of workers, or they would run out of tasks."""
+    monkeypatch.setattr("infeed.engine.engine.POLL_NS", 0)  # As if each step took long enough.
     loaded: list[int] = []
 
     def load(index: int) -> int:
-        if index == 30:  # what follows is ready before it
+        if index == 30:  # The following batches are ready before it.
             wait_until(lambda: 40 in loaded, "the other worker")
-        time.sleep(0.003)  # more than what is sent ahead
+        time.sleep(0.003)  # More than what is sent ahead.
         loaded.append(index)
         return index
 
@@ -95,8 +95,8 @@ def test_workers_are_sent_more_while_the_loop_takes_what_is_ready(monkeypatch: p
     assert flat(got) == list(range(41))
 
 
-def test_threads_leave_the_gil_to_the_loop_while_an_epoch_lasts() -> None:
-    """They begin with the next, so that they have something to do, and load more of it when this one is over."""
+def test_threads_leave_the_gil_to_the_loop_during_an_epoch() -> None:
+    """Near its end they load the first samples of the next epoch, and more of it only after the last batch."""
     loaded: list[int] = []
 
     def load(index: int) -> int:
@@ -114,8 +114,8 @@ def test_threads_leave_the_gil_to_the_loop_while_an_epoch_lasts() -> None:
 
 
 @pytest.mark.process
-def test_the_next_epoch_is_loaded_while_the_user_is_between_epochs(process_engine: dict[str, Any], tmp_path: Any) -> None:
-    """When the last batch of an epoch is out, workers go on with the first samples of the next by themselves."""
+def test_the_next_epoch_is_loaded_between_epochs(process_engine: dict[str, Any], tmp_path: Any) -> None:
+    """After the last batch of an epoch, workers start with the first samples of the next."""
     journal = Journal(tmp_path / "journal")
 
     def load(index: int) -> int:
@@ -130,18 +130,18 @@ def test_the_next_epoch_is_loaded_while_the_user_is_between_epochs(process_engin
 
 @pytest.mark.process
 def test_a_shuffled_next_epoch_is_loaded_ahead_in_its_own_order() -> None:
-    """What is loaded ahead is the next epoch and no other: the order is that of inline loading."""
+    """The order of the next epoch equals that without workers."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "seed": 8}
     inline = infeed.DataLoader(Tree(20, lambda i: i), **options)
     with infeed.DataLoader(Tree(20, lambda i: i), num_workers=2, timeout=30, **options) as loader:
         for epoch in range(5):
-            if epoch == 2:  # leaves the epoch that was loaded ahead
+            if epoch == 2:  # Abandons the epoch that was loaded ahead.
                 assert plain(next(iter(loader))) == plain(next(iter(inline)))
             else:
                 assert collected(loader) == collected(inline)
 
 
-def test_a_loop_that_is_left_can_be_begun_again(engine: dict[str, Any]) -> None:
+def test_an_abandoned_epoch_can_be_restarted(engine: dict[str, Any]) -> None:
     """break in the middle, then a whole epoch from the start; many times."""
     with numbers(engine) as loader:
         for leave_after in (1, 3, 9, 1):
@@ -153,15 +153,15 @@ def test_a_loop_that_is_left_can_be_begun_again(engine: dict[str, Any]) -> None:
 
 
 def test_an_exception_in_the_loop_leaves_the_loader_usable(engine: dict[str, Any]) -> None:
-    """The user's loop body may raise: the exception goes its way, the loader is ready for the next epoch."""
+    """The exception propagates, and the loader is ready for the next epoch."""
     with numbers(engine) as loader:
         with pytest.raises(ZeroDivisionError):
             any(1 / int(batch[0]) < 0 for batch in loader)
         assert flat(collected(loader)) == NUMBERS
 
 
-def test_an_epoch_ends_for_good(engine: dict[str, Any]) -> None:
-    """An iterator that is at its end stays there."""
+def test_an_exhausted_iterator_stays_exhausted(engine: dict[str, Any]) -> None:
+    """`next` keeps raising StopIteration."""
     with numbers(engine) as loader:
         batches = iter(loader)
         assert len(list(batches)) == 10
@@ -169,15 +169,15 @@ def test_an_epoch_ends_for_good(engine: dict[str, Any]) -> None:
         assert next(batches, "end") == "end"
 
 
-def test_iterating_an_iterator_goes_on_where_it_is(engine: dict[str, Any]) -> None:
-    """iter() of an epoch is itself, as for every iterator."""
+def test_iterating_an_iterator_continues_it(engine: dict[str, Any]) -> None:
+    """iter() of an epoch returns itself, as for every iterator."""
     with numbers(engine) as loader:
         batches = iter(loader)
         assert plain(next(batches)) == [0, 1, 2, 3]
         assert flat(collected(batches)) == NUMBERS[4:]
 
 
-def test_loops_over_one_loader_can_be_nested(engine: dict[str, Any]) -> None:
+def test_iterations_of_one_loader_can_be_nested(engine: dict[str, Any]) -> None:
     """An inner loop over the same loader is an epoch of its own and does not disturb the outer one."""
     with numbers(engine, batch_size=20) as loader:
         outer = []
@@ -188,15 +188,15 @@ def test_loops_over_one_loader_can_be_nested(engine: dict[str, Any]) -> None:
 
 
 def test_a_loader_can_be_zipped_with_itself(engine: dict[str, Any]) -> None:
-    """Two iterations side by side are two epochs."""
+    """Two iterations in parallel are two epochs."""
     with numbers(engine) as loader:
         for _ in range(2):
             pairs = [(plain(left), plain(right)) for left, right in zip(loader, loader, strict=True)]
             assert flat([left for left, _ in pairs]) == flat([right for _, right in pairs]) == NUMBERS
 
 
-def test_iterators_that_are_never_used_cost_nothing(engine: dict[str, Any]) -> None:
-    """iter() starts nothing: frameworks call it only to see whether it works."""
+def test_unused_iterators_start_nothing(engine: dict[str, Any]) -> None:
+    """Frameworks call iter() only to check whether it works."""
     with numbers(engine) as loader:
         before = len(worker_processes()), threading.active_count()
         kept = [iter(loader) for _ in range(50)]
@@ -206,7 +206,7 @@ def test_iterators_that_are_never_used_cost_nothing(engine: dict[str, Any]) -> N
 
 
 def test_several_loaders_run_at_once(engine: dict[str, Any]) -> None:
-    """Training and validation loaders, interleaved, each give their own data."""
+    """Interleaved training and validation loaders deliver their own data."""
     with numbers(engine) as train, infeed.DataLoader(Tree(12, lambda i: -i), batch_size=2, **engine) as valid:
         for batch in train:
             assert flat(collected(valid)) == [-i for i in range(12)]
@@ -216,7 +216,7 @@ def test_several_loaders_run_at_once(engine: dict[str, Any]) -> None:
 
 
 def test_loaders_can_be_used_in_threads(engine: dict[str, Any]) -> None:
-    """One loader per thread, started and closed there, several at once."""
+    """Several threads start, use and close one loader each, at the same time."""
 
     def run(number: int) -> list[Any]:
         with infeed.DataLoader(Tree(20, lambda i: i + number), batch_size=3, **engine) as loader:
@@ -228,7 +228,7 @@ def test_loaders_can_be_used_in_threads(engine: dict[str, Any]) -> None:
 
 
 def test_threads_can_share_one_iterator(engine: dict[str, Any]) -> None:
-    """Each batch goes to one of them, none is lost and none comes twice."""
+    """Each batch is delivered to one of them, none is lost or repeated."""
     with infeed.DataLoader(Tree(200, lambda i: i), batch_size=2, **engine) as loader:
         batches = iter(loader)
         with ThreadPoolExecutor(4) as pool:
@@ -237,14 +237,14 @@ def test_threads_can_share_one_iterator(engine: dict[str, Any]) -> None:
 
 
 def test_threads_can_iterate_one_loader_at_once(engine: dict[str, Any]) -> None:
-    """Each gets an epoch of its own."""
+    """Each thread gets an epoch of its own."""
     with numbers(engine) as loader, ThreadPoolExecutor(3) as pool:
         for got in pool.map(lambda _: flat(collected(loader)), range(3)):
             assert got == NUMBERS
 
 
-def test_a_generator_over_a_loader_can_be_left_alone(engine: dict[str, Any]) -> None:
-    """A generator that stands in the middle of a loop and is dropped takes the loop with it."""
+def test_a_dropped_generator_over_a_loader_is_collected(engine: dict[str, Any]) -> None:
+    """A generator that is suspended in a loop and dropped frees the iterator with it."""
 
     def forever(loader: infeed.DataLoader) -> Iterator[Any]:
         while True:
@@ -260,8 +260,8 @@ def test_a_generator_over_a_loader_can_be_left_alone(engine: dict[str, Any]) -> 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_dataset_may_have_a_loader_with_workers_of_its_own() -> None:
-    """A loader in a worker process starts workers in its turn, and they end with it."""
+def test_a_dataset_may_have_its_own_loader_with_workers() -> None:
+    """A loader in a worker process starts its own workers, and they end with it."""
 
     class Nested:
         inner: Any = None
@@ -282,7 +282,7 @@ def test_a_dataset_may_have_a_loader_with_workers_of_its_own() -> None:
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
 def test_a_forked_child_sees_a_closed_iterator_and_the_parent_goes_on(forkserver: dict[str, Any]) -> None:
-    """After os.fork() the workers are the parent's: the child gets an error, and can begin an epoch of its own."""
+    """After os.fork() the workers belong to the parent: the child gets an error, and can start an epoch of its own."""
     import os
     import warnings
 
@@ -291,17 +291,17 @@ def test_a_forked_child_sees_a_closed_iterator_and_the_parent_goes_on(forkserver
         assert plain(next(batches)) == [0, 1, 2, 3]
         read, write = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fork in a process with threads: what users do
+            warnings.simplefilter("ignore")  # Users fork processes that have threads.
             child = os.fork()
         if child == 0:
             try:
                 try:
-                    told = plain(next(batches))
+                    outcome = plain(next(batches))
                 except infeed.LoaderClosedError:
-                    told = "closed"
+                    outcome = "closed"
                 own = flat(collected(loader))
                 loader.close()
-                os.write(write, f"{told} {own == NUMBERS}".encode())
+                os.write(write, f"{outcome} {own == NUMBERS}".encode())
             finally:
                 close_fork_server()
                 os._exit(0)

@@ -1,4 +1,4 @@
-"""The user's error is the user's error (P7); ours say what is wrong and what to do."""
+"""User exceptions keep their type and traceback (P7); errors of infeed name the problem and the fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers import (
 
 
 class NeedsThree(Exception):
-    """An exception that cannot be made from its text alone."""
+    """An exception that cannot be created from its message alone."""
 
     def __init__(self, code: int, *, reason: str, where: str) -> None:
         super().__init__(f"{code}: {reason} in {where}")
@@ -56,7 +56,7 @@ class HoldsALock(Exception):
 
 
 def outcomes(loader: infeed.DataLoader) -> list[Any]:
-    """Everything that iterating gives, errors in their place."""
+    """Returns everything that an iteration yields, with exceptions in their places."""
     got: list[Any] = []
     batches = iter(loader)
     while True:
@@ -80,8 +80,8 @@ def raising(error: Callable[[], BaseException], at: int = 3, length: int = 8) ->
     return Tree(length, load)
 
 
-def test_an_error_arrives_as_it_is_with_its_place(every_engine: dict[str, Any]) -> None:
-    """Same type and text as without workers; notes tell index, position and worker; the traceback shows the user's line."""
+def test_an_exception_has_its_type_message_and_location(every_engine: dict[str, Any]) -> None:
+    """Type and message are as without workers; notes have index, position and worker; the traceback has the user's line."""
     dataset = raising(lambda: KeyError("image_17.jpg"), at=5)
     with infeed.DataLoader(dataset, batch_size=2, sampler=[1, 2, 3, 5, 0, 6], **every_engine) as loader:
         batches = iter(loader)
@@ -99,7 +99,7 @@ def test_an_error_arrives_as_it_is_with_its_place(every_engine: dict[str, Any]) 
 
 
 def test_one_bad_batch_does_not_end_the_iteration(engine: dict[str, Any]) -> None:
-    """All batches but the bad one arrive, in order, and the error comes in its place; epoch after epoch."""
+    """All other batches arrive in order, and the error is raised in place of the bad one; epoch after epoch."""
     with infeed.DataLoader(FaultyDataset(12, bad=[4]), batch_size=2, **engine) as loader:
         for _ in range(2):
             got = outcomes(loader)
@@ -109,7 +109,7 @@ def test_one_bad_batch_does_not_end_the_iteration(engine: dict[str, Any]) -> Non
 
 
 def test_every_bad_batch_is_reported_once(engine: dict[str, Any]) -> None:
-    """41 bad samples in batches of 2: 21 errors, then the end (torch hangs or dies here)."""
+    """41 bad samples in batches of 2: 21 errors, then the end of the epoch (torch hangs or dies here)."""
     with infeed.DataLoader(
         FaultyDataset(41, bad=range(41)), batch_size=2, **{**engine, "num_workers": 4 * bool(engine["num_workers"])}
     ) as loader:
@@ -118,13 +118,13 @@ def test_every_bad_batch_is_reported_once(engine: dict[str, Any]) -> None:
 
 
 def test_of_several_bad_samples_in_a_batch_the_first_is_reported(engine: dict[str, Any]) -> None:
-    """Which error comes does not depend on which worker was quicker: it is the one that a plain loop meets first (P2)."""
+    """The error does not depend on which worker was faster: it is the one that a plain loop raises first (P2)."""
     with infeed.DataLoader(FaultyDataset(16, bad=[9, 11, 15]), batch_size=16, grain_size=1, **engine) as loader:
         for _ in range(5):
             assert [str(error) for error in outcomes(loader)] == ["sample 9 is bad"]
 
 
-# What a dataset may raise: how it is made, and the type and text that must arrive.
+# Exceptions of a dataset: how each is created, and the type and message that must arrive.
 EXCEPTIONS: list[tuple[str, Callable[[], BaseException], type[BaseException], str]] = [
     ("plain", lambda: ValueError("text"), ValueError, "text"),
     ("without text", lambda: ValueError(), ValueError, ""),
@@ -145,7 +145,7 @@ EXCEPTIONS: list[tuple[str, Callable[[], BaseException], type[BaseException], st
 def test_every_exception_can_be_caught_by_its_class(
     kind_of_worker: str, make: Callable[[], BaseException], kind: type[BaseException], text: str
 ) -> None:
-    """Whatever its constructor wants and whether or not it can be pickled, ``except`` works as without workers."""
+    """``except`` works as without workers, whatever the constructor needs and whether or not the exception can be pickled."""
     options: dict[str, Any] = {} if kind_of_worker == "inline" else {"num_workers": 1, "worker": kind_of_worker, "timeout": 30}
     with infeed.DataLoader(raising(make), batch_size=8, **options) as loader:
         with pytest.raises(kind) as caught:
@@ -154,8 +154,8 @@ def test_every_exception_can_be_caught_by_its_class(
         assert "index=3" in "".join(caught.value.__notes__)
 
 
-def test_an_exception_class_of_a_local_scope_is_caught_by_the_very_class(engine: dict[str, Any]) -> None:
-    """A class that no worker can import travels there and back and is still the user's own."""
+def test_a_local_exception_class_can_be_caught(engine: dict[str, Any]) -> None:
+    """A class that no worker can import is pickled by value, and the error is an instance of the original class."""
 
     class Corrupt(Exception):
         def __init__(self, path: str, *, size: int) -> None:
@@ -168,7 +168,7 @@ def test_an_exception_class_of_a_local_scope_is_caught_by_the_very_class(engine:
 
 
 def test_the_cause_of_an_error_is_shown(engine: dict[str, Any]) -> None:
-    """``raise ... from ...`` in the dataset: both are in what the user sees."""
+    """The user sees both exceptions of ``raise ... from ...`` in the dataset."""
 
     def load(index: int) -> int:
         try:
@@ -184,8 +184,8 @@ def test_the_cause_of_an_error_is_shown(engine: dict[str, Any]) -> None:
         assert "direct cause" in shown
 
 
-def test_notes_of_the_users_are_kept(engine: dict[str, Any]) -> None:
-    """What user code added with add_note arrives, before ours."""
+def test_notes_of_the_user_are_kept(engine: dict[str, Any]) -> None:
+    """Notes added with add_note come before those of infeed."""
 
     def make() -> ValueError:
         error = ValueError("bad")
@@ -226,7 +226,7 @@ class StopsTogether:
     ],
 )
 def test_stop_iteration_of_user_code_is_an_error_and_not_the_end(light_engine: dict[str, Any], options: dict[str, Any]) -> None:
-    """As in a generator (PEP 479) it becomes a RuntimeError: an epoch never ends early in silence."""
+    """It becomes a RuntimeError, as in a generator (PEP 479): an epoch never ends early without an error."""
     if "worker_init_fn" in options and light_engine["num_workers"] == 0:
         pytest.skip("there is no worker to initialise")
     loader = infeed.DataLoader(**{"batch_size": 2, **options}, **light_engine)
@@ -235,14 +235,14 @@ def test_stop_iteration_of_user_code_is_an_error_and_not_the_end(light_engine: d
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit], ids=lambda cls: cls.__name__)
-def test_what_ends_a_plain_loop_reaches_the_users_loop(engine: dict[str, Any], error: type[BaseException]) -> None:
-    """sys.exit() and its like in a dataset are not swallowed by a worker."""
+def test_system_exit_reaches_the_training_loop(engine: dict[str, Any], error: type[BaseException]) -> None:
+    """A worker does not swallow sys.exit() and its like in a dataset."""
     with infeed.DataLoader(raising(lambda: error("over")), batch_size=2, **engine) as loader, pytest.raises(error):
         list(loader)
 
 
 def test_an_error_in_collate_fn_names_the_indices(engine: dict[str, Any]) -> None:
-    """The user's own exception, with the batch that it was raised on."""
+    """The user's own exception, with the indices of its batch."""
 
     def collate(samples: list[int]) -> list[int]:
         if 5 in samples:
@@ -258,7 +258,7 @@ def test_an_error_in_collate_fn_names_the_indices(engine: dict[str, Any]) -> Non
 
 
 def test_a_wrong_number_of_samples_from_getitems_is_an_error(engine: dict[str, Any]) -> None:
-    """A batch is never silently shorter or longer than asked."""
+    """A batch never silently has the wrong size."""
 
     class Short:
         def __len__(self) -> int:
@@ -276,8 +276,8 @@ def test_a_wrong_number_of_samples_from_getitems_is_an_error(engine: dict[str, A
 
 
 @pytest.mark.parametrize("error", [ValueError, AttributeError, ImportError], ids=lambda cls: cls.__name__)
-def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], error: type[Exception]) -> None:
-    """It arrives with its own type, says that it came from starting a worker, and blames nothing else."""
+def test_an_error_in_worker_init_fn_keeps_its_type(engine: dict[str, Any], error: type[Exception]) -> None:
+    """A note says that it came from starting a worker, and no sample is blamed."""
     if engine["num_workers"] == 0:
         pytest.skip("there is no worker to initialise")
 
@@ -293,8 +293,8 @@ def test_an_error_in_worker_init_fn_is_the_users_own(engine: dict[str, Any], err
 
 @pytest.mark.process
 @pytest.mark.linux("lists names in /dev/shm")
-def test_a_worker_that_cannot_start_takes_no_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are starting too, and would fail without a server before the engine has received the reason."""
+def test_a_worker_that_cannot_start_does_not_break_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other workers are starting too, and would fail without a server before the engine has received the reason."""
     make_portable(monkeypatch)
     receive, names = ProcessPool.receive, []
 
@@ -318,7 +318,7 @@ def test_a_worker_that_cannot_start_takes_no_memory_from_others(monkeypatch: pyt
 
 @pytest.mark.process
 def test_a_dataset_that_cannot_be_built_in_a_worker_is_a_start_error(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """It pickles here but does not unpickle there: WorkerStartError with the reason, and no second try without end."""
+    """It pickles but does not unpickle in the worker: WorkerStartError with the reason, and no endless retries."""
     journal = Journal(tmp_path / "tries")
 
     def rebuild() -> Any:
@@ -342,7 +342,7 @@ def test_a_dataset_that_cannot_be_built_in_a_worker_is_a_start_error(process_eng
 
 
 class Holder:
-    """A dataset with something deep inside."""
+    """A dataset with an object deep inside."""
 
     def __init__(self, thing: Any) -> None:
         self.reader = Inner(thing)
@@ -360,7 +360,7 @@ class Inner:
 
 
 def _open_file(mode: str) -> Any:
-    return open(__file__, mode)  # the test closes it
+    return open(__file__, mode)  # The test closes it.
 
 
 def _open_socket() -> Any:
@@ -369,7 +369,7 @@ def _open_socket() -> Any:
     return socket.socket()
 
 
-# What cannot leave a process, and how the message calls it.
+# Objects that cannot be pickled, and their names in the message.
 UNSENDABLE: list[tuple[str, Callable[[], Any], str]] = [
     ("lock", threading.Lock, "_thread.lock"),
     ("open file", lambda: _open_file("rb"), "BufferedReader"),
@@ -382,8 +382,8 @@ UNSENDABLE: list[tuple[str, Callable[[], Any], str]] = [
 
 @pytest.mark.process
 @pytest.mark.parametrize(("make", "kind"), [case[1:] for case in UNSENDABLE], ids=[case[0] for case in UNSENDABLE])
-def test_what_cannot_be_sent_is_named_with_its_place(make: Callable[[], Any], kind: str) -> None:
-    """WorkerStartError names the very attribute, what it is, and the cures; a thread worker takes it as it is."""
+def test_an_object_that_cannot_be_pickled_is_named_with_its_path(make: Callable[[], Any], kind: str) -> None:
+    """WorkerStartError shows the path, the type and the fixes; a thread worker accepts the object."""
     thing = make()
     try:
         with infeed.DataLoader(Holder(thing), num_workers=2) as loader:
@@ -403,8 +403,8 @@ def test_what_cannot_be_sent_is_named_with_its_place(make: Callable[[], Any], ki
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["collate_fn", "worker_init_fn"])
-def test_what_cannot_be_sent_in_a_function_is_named(option: str) -> None:
-    """A lock that a function closes over is found as well."""
+def test_an_object_that_cannot_be_pickled_in_a_function_is_named(option: str) -> None:
+    """A lock in a closure is found as well."""
     lock = threading.Lock()
 
     def function(argument: Any) -> Any:
@@ -417,8 +417,8 @@ def test_what_cannot_be_sent_in_a_function_is_named(option: str) -> None:
         next(iter(loader))
 
 
-def test_a_sample_that_cannot_be_sent_is_an_error_of_its_batch(process_engine: dict[str, Any]) -> None:
-    """An object in a sample that does not pickle: that batch fails and says so, the others come."""
+def test_a_sample_that_cannot_be_pickled_fails_its_batch(process_engine: dict[str, Any]) -> None:
+    """That batch raises a clear error; the others are delivered."""
     dataset = Tree(8, lambda i: threading.Lock() if i == 3 else str(i))
     with infeed.DataLoader(dataset, batch_size=2, **process_engine) as loader:
         got = outcomes(loader)
@@ -469,8 +469,8 @@ def test_an_error_within_the_engine_ends_the_epoch_and_not_the_loader(
 
 
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["rows", "collated"])
-def test_a_sample_that_cannot_be_built_again_is_an_error_of_its_batch(process_engine: dict[str, Any], collate_fn: Any) -> None:
-    """An object that pickles in the worker and fails here: that batch fails, the others come, nothing hangs (P4)."""
+def test_a_sample_that_cannot_be_unpickled_fails_its_batch(process_engine: dict[str, Any], collate_fn: Any) -> None:
+    """It pickles in the worker and fails in the main process: that batch fails, others are delivered, nothing hangs (P4)."""
 
     def explode() -> Any:
         raise ArithmeticError("cannot be built")
@@ -489,7 +489,7 @@ def test_a_sample_that_cannot_be_built_again_is_an_error_of_its_batch(process_en
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
 def test_a_timeout_names_the_worker_and_the_position(kind: Any, tmp_path: Path) -> None:
-    """LoadTimeoutError after the given time, with who is busy with what; it is a TimeoutError, and the epoch can go on."""
+    """LoadTimeoutError, a TimeoutError, says which worker loads what; the epoch can continue."""
     dataset = Blocking(8, 2, tmp_path)
     with infeed.DataLoader(dataset, batch_size=2, num_workers=2, worker=kind, timeout=1.0) as loader:
         batches = iter(loader)
@@ -503,20 +503,20 @@ def test_a_timeout_names_the_worker_and_the_position(kind: Any, tmp_path: Path) 
         ):
             next(batches)
         assert isinstance(caught.value, TimeoutError)
-        assert re.search(r"helpers\.py\", line \d+ in __getitem__", str(caught.value))  # where it is
+        assert re.search(r"helpers\.py\", line \d+ in __getitem__", str(caught.value))  # Where it is.
         dataset.let_go()
         assert [plain(patient_next(batches)) for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_an_index_outside_of_the_dataset_is_the_datasets_own_error(engine: dict[str, Any]) -> None:
-    """A sampler that goes too far gets the IndexError of the dataset, also when arrays are gathered."""
+def test_an_index_outside_of_the_dataset_raises_the_datasets_error(engine: dict[str, Any]) -> None:
+    """A sampler that exceeds the dataset gets its IndexError, also when arrays are gathered."""
     for dataset in ([1, 2, 3], np.arange(3), (np.arange(3), np.arange(3))):
         with infeed.DataLoader(dataset, batch_size=2, sampler=[0, 1, 3], **engine) as loader, pytest.raises(IndexError):
             list(loader)
 
 
 def test_no_batch_is_lost_if_arrays_cannot_be_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason: the rows are then loaded like those of any dataset."""
+    """Whatever the reason, the rows are then loaded one by one, as from any dataset."""
     real = ArrayTable.gather
     calls = []
 
@@ -531,8 +531,8 @@ def test_no_batch_is_lost_if_arrays_cannot_be_gathered(monkeypatch: pytest.Monke
 
 
 @pytest.mark.process
-def test_a_failed_start_leaves_the_loader_to_be_tried_again(tmp_path: Path) -> None:
-    """After an error at the start, the next iteration starts new workers: the cause may be gone."""
+def test_a_failed_start_can_be_retried(tmp_path: Path) -> None:
+    """After an error at the start, the next iteration starts new workers, because the cause may be gone."""
     flag = tmp_path / "ready"
 
     def init(number: int) -> None:
@@ -547,7 +547,7 @@ def test_a_failed_start_leaves_the_loader_to_be_tried_again(tmp_path: Path) -> N
 
 
 class Fragile:
-    """The fifth sample raises, once it may, until it is repaired."""
+    """The fifth sample raises, once armed, until it is repaired."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -564,7 +564,7 @@ class Fragile:
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0.2}, {"device": "cpu"}], ids=["after a time-out", "on a device"])
-def test_an_error_during_the_training_step_is_raised_in_place_of_its_batch_only(options: dict[str, Any]) -> None:
+def test_an_error_during_the_training_step_is_raised_only_in_place_of_its_batch(options: dict[str, Any]) -> None:
     if "device" in options:
         pytest.importorskip("torch")
     dataset = Fragile()
@@ -580,7 +580,7 @@ def test_an_error_during_the_training_step_is_raised_in_place_of_its_batch_only(
                     dataset.go.set()
                 if got[-1] == 3 and "device" in options:
                     dataset.go.set()
-                time.sleep(0.02)  # a step, in which all that may be loaded is
+                time.sleep(0.02)  # A step, in which everything that fits is loaded.
 
         with pytest.raises(ValueError, match="sample 4 is bad"):
             go_on(iterator)
@@ -593,10 +593,10 @@ def test_an_error_during_the_training_step_is_raised_in_place_of_its_batch_only(
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
-def test_worker_init_fn_that_fails_in_one_worker_fails_the_epoch_however_short_it_is(
+def test_worker_init_fn_that_fails_in_one_worker_fails_a_short_epoch(
     light_engine: dict[str, Any], tmp_path: Path, how: str
 ) -> None:
-    """The other worker has loaded everything before, and all or some of that may be delivered before the error."""
+    """The other worker has loaded everything before, and some or all of it may be delivered before the error."""
     if light_engine["num_workers"] == 0:
         pytest.skip("there is no worker to initialise")
     if how == "exit" and light_engine.get("worker") == "thread":
@@ -625,10 +625,10 @@ def test_worker_init_fn_that_fails_in_one_worker_fails_the_epoch_however_short_i
 
 
 @pytest.mark.process
-def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_any_more(
+def test_a_worker_that_cannot_be_replaced_ends_the_epoch_after_its_ready_batches(
     forkserver: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What is said to have been given was given, so who goes on from there misses nothing."""
+    """The state counts exactly the delivered batches, so a resumed run misses none."""
 
     def init(worker: int) -> None:
         if (tmp_path / "no more").exists():
@@ -643,7 +643,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_when_nothing_is_ready_a
         def go_on() -> None:
             for batch in iterator:
                 got.append(plain(batch))
-                time.sleep(0.05)  # a step, in which workers are started
+                time.sleep(0.05)  # A step, in which workers are started.
 
         with pytest.raises(RuntimeError, match="no license is left"):
             go_on()
@@ -657,8 +657,8 @@ class Unprintable(Exception):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_exception_that_cannot_be_printed_is_raised_as_itself(engine: dict[str, Any], on_error: Any) -> None:
-    """And is a bad sample like any other."""
+def test_an_exception_that_cannot_be_printed_keeps_its_type(engine: dict[str, Any], on_error: Any) -> None:
+    """It counts as a bad sample like any other."""
 
     def load(index: int) -> int:
         if index == 4:
@@ -677,8 +677,8 @@ def test_an_exception_that_cannot_be_printed_is_raised_as_itself(engine: dict[st
     assert flat(got) == [0, 1, 2, 3, *([5] if on_error == "skip" else []), 6, 7]
 
 
-def test_what_ends_a_program_is_no_bad_sample(light_engine: dict[str, Any]) -> None:
-    """``sys.exit()`` in a dataset ends the loop as it would without a loader, whatever ``on_error`` says."""
+def test_system_exit_is_not_a_bad_sample(light_engine: dict[str, Any]) -> None:
+    """``sys.exit()`` in a dataset ends the loop as it would without a loader, whatever ``on_error`` is."""
 
     def load(index: int) -> int:
         if index == 4:

@@ -1,4 +1,4 @@
-"""What the fork server imports: all that workers need, except what would start a thread in it."""
+"""What the fork server imports: all that workers need, except modules that start a thread on import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install modules, each with the number of the process that imported it; a fork server of the test's own."""
+    """Installs modules that each record the process which imported them; the test has its own fork server."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -42,7 +42,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     close_fork_server()
 
 
-# What starts a thread wherever it is imported, except in the process of the test.
+# Starts a thread on import, except in the process of the test.
 THREAD = f"""
 import os, threading
 if os.getpid() != {os.getpid()}:
@@ -51,7 +51,7 @@ if os.getpid() != {os.getpid()}:
 
 
 class Importing:
-    """Its samples say who imported modules: the server, the worker, or another process."""
+    """Its samples say which process imported modules: the server, the worker, or another one."""
 
     def __init__(self, module: Any, *names: str) -> None:
         self.module, self.names = module, names
@@ -65,15 +65,13 @@ class Importing:
 
 
 def importers(dataset: Importing, options: dict[str, Any]) -> list[list[str]]:
-    """The samples of an epoch, without repetitions."""
+    """Returns the distinct samples of an epoch."""
     with infeed.DataLoader(dataset, batch_size=None, **options) as loader:
         return sorted(map(list, {tuple(sample) for sample in loader}))
 
 
-def test_a_module_that_starts_a_thread_is_imported_by_workers_and_the_rest_by_the_server(
-    install: Install, forkserver: dict[str, Any]
-) -> None:
-    """Workers are forked all the same. What imports such a module waits, too; what it had imported before does not."""
+def test_only_workers_import_a_module_that_starts_a_thread(install: Install, forkserver: dict[str, Any]) -> None:
+    """Workers are still forked. The server imports what comes before such a module; its importers are left to workers."""
     install(fk_heavy="", fk_threads=THREAD, fk_data="import fk_heavy, fk_threads, fk_after", fk_after="")
     dataset = Importing(importlib.import_module("fk_data"), "fk_heavy", "fk_threads", "fk_data")
 
@@ -95,10 +93,8 @@ def test_workers_of_other_loaders_survive_a_module_that_starts_a_thread(install:
     assert len(pids) <= 2
 
 
-def test_many_modules_that_start_threads_do_not_keep_workers_from_being_forked(
-    install: Install, forkserver: dict[str, Any]
-) -> None:
-    """At some point the server tries no more of them."""
+def test_workers_are_forked_although_many_modules_start_threads(install: Install, forkserver: dict[str, Any]) -> None:
+    """After some attempts the server imports no more of them."""
     install(fk_first="", **{f"fk_threads_{number}": THREAD for number in range(5)})
     names = ["fk_first", *(f"fk_threads_{number}" for number in range(5))]
     modules = [importlib.import_module(name) for name in names]
@@ -106,8 +102,8 @@ def test_many_modules_that_start_threads_do_not_keep_workers_from_being_forked(
     assert importers(Importing(modules, *names), forkserver) == [["server", *["worker"] * 5]]
 
 
-def test_what_workers_import_is_imported_by_the_server_for_the_next_ones(install: Install, forkserver: dict[str, Any]) -> None:
-    """Also what they import when they load samples, and not the user's own modules."""
+def test_the_server_imports_what_earlier_workers_imported(install: Install, forkserver: dict[str, Any]) -> None:
+    """Also what they import when they load samples, but not the user's own modules."""
     install(fk_lazy="import fk_below", fk_below="")
     dataset = Importing(None, "fk_lazy", "fk_below")
 
@@ -115,10 +111,10 @@ def test_what_workers_import_is_imported_by_the_server_for_the_next_ones(install
     assert importers(dataset, forkserver) == [["server", "server"]]
 
 
-def test_the_user_s_own_modules_are_imported_by_workers_only(
+def test_only_workers_import_modules_of_the_user(
     install: Install, forkserver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may do anything when they are imported."""
+    """Such modules may do anything on import."""
     (tmp_path / "fk_own.py").write_text("import os\nPID = os.getpid()\n")
     monkeypatch.syspath_prepend(tmp_path)
     dataset = Importing(None, "fk_own")
@@ -126,8 +122,8 @@ def test_the_user_s_own_modules_are_imported_by_workers_only(
     assert [importers(dataset, forkserver) for _ in range(2)] == [[["worker"]], [["worker"]]]
 
 
-def test_the_server_starts_when_a_loader_is_made(install: Install, forkserver: dict[str, Any], tmp_path: Path) -> None:
-    """It imports what the dataset's class needs, while the program does other things."""
+def test_the_server_starts_when_a_loader_is_created(install: Install, forkserver: dict[str, Any], tmp_path: Path) -> None:
+    """It imports what the dataset's class needs while the program continues."""
     source = f"""
         with open({str(tmp_path / "importers")!r}, "a") as file: file.write(f"{{PID}}\\n")
         class Data:
@@ -145,7 +141,7 @@ def test_the_server_starts_when_a_loader_is_made(install: Install, forkserver: d
 
 
 def test_a_loader_of_arrays_starts_no_server(install: Install, forkserver: dict[str, Any]) -> None:
-    """It has no workers, whatever their number is."""
+    """It has no workers, whatever `num_workers` is."""
     loader = infeed.DataLoader(np.arange(8), 4, **forkserver)
 
     assert plain(list(loader)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -157,7 +153,7 @@ def test_a_loader_of_arrays_starts_no_server(install: Install, forkserver: dict[
 def test_arrow_starts_no_thread_in_the_server(
     install: Install, forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
-    """Workers do not see the variable that sees to it."""
+    """Workers do not inherit the environment variable that ensures this."""
     monkeypatch.delenv("JE_ARROW_MALLOC_CONF", raising=False)
     if given is not None:
         monkeypatch.setenv("JE_ARROW_MALLOC_CONF", given)
@@ -171,8 +167,8 @@ def test_arrow_starts_no_thread_in_the_server(
         assert plain(list(loader)) == [[given or "background_thread:false", given]]
 
 
-def test_where_the_server_cannot_fork_spawned_workers_are_kept_for_the_next_epoch(tmp_path: Path) -> None:
-    """The server is asked once, and the log says it once."""
+def test_spawned_workers_are_kept_for_the_next_epoch_if_the_server_cannot_fork(tmp_path: Path) -> None:
+    """The server is asked once, and the log says so once."""
     (tmp_path / "sitecustomize.py").write_text(THREAD)
     code = """
         import os, sys
@@ -205,7 +201,7 @@ def test_workers_of_a_dataset_with_arrow_tables_are_forked(install: Install, for
 
 
 def test_a_lock_that_a_thread_of_the_parent_holds_is_free_in_workers(install: Install, forkserver: dict[str, Any]) -> None:
-    """A worker forked from the parent would have a copy of the lock without the thread, as with the threads of OpenCV."""
+    """A worker forked from the parent would have a copy of the lock without its thread, as with OpenCV's threads."""
     install(fk_library="import threading\nlock = threading.Lock()")
     library = importlib.import_module("fk_library")
     dataset = Tree(4, lambda _: library.lock.acquire(timeout=0.1) and library.lock.release() is None)

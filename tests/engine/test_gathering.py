@@ -1,4 +1,4 @@
-"""Arrays in memory: batches are copied straight from the arrays, without tasks."""
+"""Arrays in memory: batches are gathered from the arrays without tasks."""
 
 import sys
 from types import FrameType
@@ -12,7 +12,7 @@ COLUMNS = (np.arange(400, dtype=np.float32).reshape(100, 4), np.arange(100))
 
 
 def test_a_batch_of_arrays_takes_few_calls() -> None:
-    """A count instead of a time: with a scheduler, tasks and messages it was 130 calls of Python functions per batch."""
+    """The test counts calls instead of measuring time: a scheduler, tasks and messages took 130 Python calls per batch."""
     loader = infeed.DataLoader(COLUMNS, batch_size=2, shuffle=True, observe="off")
     for _ in loader:
         pass
@@ -33,8 +33,8 @@ def test_a_batch_of_arrays_takes_few_calls() -> None:
     assert calls / rest < 60
 
 
-def test_a_wrong_index_is_raised_in_its_place() -> None:
-    """The batches around it are delivered, also where their slots were free when the index was found."""
+def test_an_invalid_index_raises_in_order() -> None:
+    """The batches around it are delivered, also if their slots were free when the index was found."""
     loader = infeed.DataLoader(COLUMNS, batch_sampler=[[0, 1], [2, 3], [4, 100], [5, 6], [-1, 99]])
     batches = iter(loader)
     seen: list[object] = []
@@ -49,7 +49,7 @@ def test_a_wrong_index_is_raised_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1, 50, 3, 70, 2], [70, 1, 70]])
-def test_batches_that_outgrow_their_slots(sizes: list[int]) -> None:
+def test_batches_may_outgrow_their_slots(sizes: list[int]) -> None:
     rows = iter(range(1000))
     chunks = [[next(rows) % 100 for _ in range(size)] for size in sizes]
     loader = infeed.DataLoader(COLUMNS, batch_sampler=chunks)

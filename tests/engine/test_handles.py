@@ -1,4 +1,4 @@
-"""Handles that belong to one process: said by name, before a worker is started, with what to do about it (P7)."""
+"""Handles that belong to one process are rejected before a worker starts, with their path and the fix (P7)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import infeed
 
 
 class Data:
-    """Holds a handle where datasets hold theirs."""
+    """Holds a handle where datasets usually hold one."""
 
     def __init__(self, handle: Any) -> None:
         self.name, self.shards = "train", {"first": [handle]}
@@ -43,7 +43,7 @@ def close_h5py(dataset: Any) -> None:
     dataset.file.close()
 
 
-# How the handle is made, how it is closed, what it is called, and where in itself it holds what cannot travel.
+# How to open and close the handle, its name in messages, and which attribute of it cannot be pickled.
 HANDLES: dict[str, tuple[Callable[[Path], Any], Callable[[Any], object], str, str]] = {
     "text file": (lambda folder: (folder / "a").open("w"), lambda h: h.close(), "_io.TextIOWrapper", ""),
     "binary file": (lambda folder: (folder / "a").open("wb"), lambda h: h.close(), "_io.BufferedWriter", ""),
@@ -61,8 +61,8 @@ HANDLES: dict[str, tuple[Callable[[Path], Any], Callable[[Any], object], str, st
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", HANDLES)
-def test_a_handle_that_cannot_travel_is_named_with_its_place_and_the_cure(tmp_path: Path, name: str) -> None:
-    """Whatever library it is of; with threads, which share it, the same dataset loads."""
+def test_a_handle_that_cannot_be_pickled_is_named_with_its_path_and_the_fix(tmp_path: Path, name: str) -> None:
+    """Whatever library it belongs to; threads share it, so the same dataset loads there."""
     if name in ("h5py", "lmdb", "cv2"):
         pytest.importorskip(name)
     make, close, kind, inside = HANDLES[name]

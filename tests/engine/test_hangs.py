@@ -1,4 +1,4 @@
-"""Hung workers: detected, logged with their stack, and killed if the user asks for it (P4)."""
+"""Hung workers: detected, logged with their stack, and killed if the user requests it (P4)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ALONE: dict[str, Any] = {"num_workers": 1}
 
 
 def hang_in_native_code(index: int) -> int:
-    """Sleeps in C with the interpreter locked: no Python of this process runs meanwhile."""
+    """Sleeps in C with the GIL held: no Python code of this process runs meanwhile."""
     while index == 3:
-        sleep_in_native_code(60)  # a signal ends it early
+        sleep_in_native_code(60)  # A signal ends it early.
     return index
 
 
@@ -46,13 +46,13 @@ def hang_in_python(index: int) -> int:
 
 
 def is_about_sample(text: str) -> bool:
-    """Whether a warning shows where the sample hangs: not in the next epoch, nor in an import before ``__getitem__`` runs."""
+    """Returns whether a warning shows where the sample hangs, not the next epoch or an import before ``__getitem__``."""
     return "of epoch 0" in text and "in __getitem__" in text
 
 
 @contextmanager
 def letting_go(dataset: Blocking, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Let the blocking sample be loaded once it has been logged."""
+    """Releases the blocking sample once it has been logged."""
 
     def let_go() -> None:
         wait_until(lambda: any(is_about_sample(text) for text in caplog.messages), "the warning")
@@ -66,7 +66,7 @@ def letting_go(dataset: Blocking, caplog: pytest.LogCaptureFixture) -> Iterator[
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_hang_is_logged_with_worker_index_and_stack(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While the loop waits; and it goes on by itself when the sample comes after all."""
+    """The training loop waits, and continues when the sample is loaded after all."""
     dataset = Blocking(8, 2, tmp_path)
     caplog.set_level(logging.WARNING, "infeed")
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "worker": kind, "hang_warning": 0.1, "timeout": 60}
@@ -75,14 +75,14 @@ def test_a_hang_is_logged_with_worker_index_and_stack(kind: Any, tmp_path: Path,
     text = next(text for text in caplog.messages if is_about_sample(text))
     assert re.match(r"worker \d( \(pid \d+\))? has been loading (index=2|one of index=\[2.*\]) \(position 2 of epoch 0", text)
     assert re.search(r'helpers\.py", line \d+ in __getitem__', text)
-    assert "infeed/workers" not in text  # our own frames are the same every time
+    assert "infeed/workers" not in text  # Frames of infeed are always the same.
 
 
 @pytest.mark.linux("elsewhere the stack of native code cannot be read")
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("hang", [hang_in_native_code, hang_in_python])
-def test_sample_timeout_ends_the_worker_and_the_error_shows_where_it_was(start_method: Any, hang: Any) -> None:
-    """In native code that holds the interpreter as well."""
+def test_sample_timeout_kills_the_worker_and_the_error_shows_its_stack(start_method: Any, hang: Any) -> None:
+    """Also in native code that holds the GIL."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "sample_timeout": 0.5, "start_method": start_method}
     with assert_faster_than(25), infeed.DataLoader(Tree(12, hang), **options) as loader:
         batches = iter(loader)
@@ -94,8 +94,8 @@ def test_sample_timeout_ends_the_worker_and_the_error_shows_where_it_was(start_m
 
 
 @pytest.mark.linux("elsewhere the stack of native code cannot be read")
-def test_sample_timeout_ends_a_native_call_that_signals_interrupt(forkserver: dict[str, Any]) -> None:
-    """It returns early when its stack is taken: the sample has taken too long all the same."""
+def test_sample_timeout_kills_native_code_that_a_signal_interrupts(forkserver: dict[str, Any]) -> None:
+    """The call returns early when its stack is taken: the sample has still exceeded its time."""
 
     def load(index: int) -> int:
         if index == 3:
@@ -110,7 +110,7 @@ def test_sample_timeout_ends_a_native_call_that_signals_interrupt(forkserver: di
 
 
 class Named:
-    """Samples are asked for by long names, so that a few fill a pipe. The fourth hangs in native code."""
+    """Indices are long names, so that a few of them fill a pipe. The fourth sample hangs in native code."""
 
     names = tuple(f"{number}".zfill(1_000_000) for number in range(6))
 
@@ -121,8 +121,8 @@ class Named:
         return hang_in_native_code(int(name[-2:]))
 
 
-def test_a_worker_that_reads_nothing_does_not_block_the_loader(process_engine: dict[str, Any]) -> None:
-    """Its tasks fill the pipe while native code holds the interpreter: the limit and ``close`` still end it."""
+def test_a_worker_that_does_not_read_does_not_block_the_loader(process_engine: dict[str, Any]) -> None:
+    """Its tasks fill the pipe while native code holds the GIL: `sample_timeout` and ``close`` still end it."""
     options: dict[str, Any] = {"batch_size": 1, "sampler": Named.names, **process_engine, **ALONE}
     with assert_faster_than(25), infeed.DataLoader(Named(), sample_timeout=0.5, on_error="skip", **options) as loader:
         assert flat(collected(loader)) == [0, 1, 2, 4, 5]
@@ -134,7 +134,7 @@ def test_a_worker_that_reads_nothing_does_not_block_the_loader(process_engine: d
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
-def test_a_sample_that_takes_too_long_is_bad(process_engine: dict[str, Any], on_error: Any) -> None:
+def test_a_sample_that_exceeds_its_timeout_is_bad(process_engine: dict[str, Any], on_error: Any) -> None:
     options: dict[str, Any] = {"batch_size": 4, "seed": 1, "sample_timeout": 0.5, "on_error": on_error}
     with infeed.DataLoader(Tree(12, hang_in_python), **options, **process_engine) as loader:
         got = collected(loader)
@@ -144,8 +144,8 @@ def test_a_sample_that_takes_too_long_is_bad(process_engine: dict[str, Any], on_
     assert bad.error.startswith("LoadTimeoutError: sample_timeout=0.5 s exceeded")
 
 
-def test_samples_within_the_limit_are_left_alone(forkserver: dict[str, Any]) -> None:
-    """Many that together take longer than the limit."""
+def test_samples_within_the_timeout_are_not_affected(forkserver: dict[str, Any]) -> None:
+    """Many samples that together take longer than the timeout."""
 
     def load(index: int) -> int:
         time.sleep(0.05)
@@ -155,8 +155,8 @@ def test_samples_within_the_limit_are_left_alone(forkserver: dict[str, Any]) -> 
         assert flat(collected(loader)) == list(range(40))
 
 
-def test_a_collate_fn_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
-    """It has as long as all samples of the batch together."""
+def test_a_hanging_collate_fn_is_killed_too(forkserver: dict[str, Any]) -> None:
+    """Its limit is that of all samples of the batch together."""
 
     def collate(samples: list[int]) -> list[int]:
         if 0 in samples:
@@ -170,7 +170,7 @@ def test_a_collate_fn_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> Non
         assert plain(next(batches)) == [3, 4, 5]
 
 
-def test_a_stream_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
+def test_a_hanging_iterable_dataset_is_killed_too(forkserver: dict[str, Any]) -> None:
     class Stuck:
         def __iter__(self) -> Iterator[int]:
             yield from range(4)
@@ -184,7 +184,7 @@ def test_a_stream_that_hangs_is_ended_too(forkserver: dict[str, Any]) -> None:
 
 
 def test_a_worker_that_does_not_start_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """It hangs in worker_init_fn: the log says so, with the stack where that can be had."""
+    """It hangs in worker_init_fn: the log says so, with the stack where it is available."""
     # Windows has no signals, and a worker that is starting does not read its pipe.
     # Elsewhere the first stack may be in an import.
     shown = "in init" if sys.platform != "win32" else "its stack is not available"
@@ -206,7 +206,7 @@ def test_a_worker_that_does_not_start_is_logged(caplog: pytest.LogCaptureFixture
     assert re.match(r"worker 0 \(pid \d+\) has been starting \(building the dataset, or in worker_init_fn\) for", text)
 
 
-def test_a_worker_without_signals_is_asked_through_its_pipe(
+def test_a_worker_without_signals_is_asked_for_its_stack_through_its_pipe(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on Windows: the thread that reads the pipe answers."""
@@ -224,7 +224,7 @@ def test_a_worker_without_signals_is_asked_through_its_pipe(
 
 
 class Answering:
-    """Every tenth sample waits until the loop has the one before it, which may be larger than all before: by index."""
+    """Every tenth sample blocks until the loop has the one before it, whose size may exceed all earlier ones."""
 
     def __init__(self, folder: Path, *, grows: bool) -> None:
         self.folder, self.grows = folder, grows
@@ -243,7 +243,7 @@ class Answering:
 
 
 class AnsweringStream:
-    """The same as a stream."""
+    """The same as an iterable dataset."""
 
     def __init__(self, dataset: Answering) -> None:
         self.dataset = dataset
@@ -256,10 +256,10 @@ class AnsweringStream:
     ("kind", "is_stream", "grows"),
     [*product(["thread", "auto"], [False, True], [False, True]), ("spawn", True, True), ("spawn", False, False)],
 )
-def test_what_is_loaded_reaches_the_loop_although_its_worker_is_at_a_slow_sample(
+def test_loaded_samples_are_delivered_while_their_worker_loads_a_slow_one(
     kind: str, is_stream: bool, grows: bool, tmp_path: Path
 ) -> None:
-    """Also where it needs more room than there was. A stream may wait for what the loop does with it."""
+    """Also if they need a larger slot. An iterable dataset may wait for what the loop does with them."""
     answering = Answering(tmp_path, grows=grows)
     dataset: Any = AnsweringStream(answering) if is_stream else answering
     options: dict[str, Any] = {"worker": "thread"} if kind == "thread" else {"start_method": kind}
@@ -272,8 +272,8 @@ def test_what_is_loaded_reaches_the_loop_although_its_worker_is_at_a_slow_sample
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
-def test_a_slow_first_batch_does_not_stop_the_others(kind: Any, tmp_path: Path) -> None:
-    """In no order they are given to the loop, and the slow one is when it is there."""
+def test_a_slow_first_batch_does_not_delay_the_others(kind: Any, tmp_path: Path) -> None:
+    """With in_order=False they are delivered, and the slow one when it is loaded."""
     dataset = Blocking(20, 0, tmp_path)
     with infeed.DataLoader(dataset, batch_size=1, num_workers=2, worker=kind, in_order=False, timeout=60) as loader:
         batches = iter(loader)
@@ -283,8 +283,8 @@ def test_a_slow_first_batch_does_not_stop_the_others(kind: Any, tmp_path: Path) 
         assert sorted(got + flat([plain(batch) for batch in batches])) == list(range(20))
 
 
-def test_others_are_loaded_behind_a_slow_first_batch(tmp_path: Path) -> None:
-    """In order, with what there is room for."""
+def test_later_batches_are_loaded_during_a_slow_first_batch(tmp_path: Path) -> None:
+    """In order, as many as there are slots."""
     loaded: list[int] = []
 
     def load(index: int) -> int:
@@ -297,7 +297,7 @@ def test_others_are_loaded_behind_a_slow_first_batch(tmp_path: Path) -> None:
         assert flat(collected(loader)) == list(range(20))
 
 
-def test_hang_warning_may_be_silenced(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_hang_warning_can_be_disabled(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     dataset = Blocking(4, 2, tmp_path)
     caplog.set_level(logging.WARNING, "infeed")
     with infeed.DataLoader(dataset, batch_size=2, num_workers=1, hang_warning=0, timeout=0.5) as loader:
@@ -310,8 +310,8 @@ def test_hang_warning_may_be_silenced(caplog: pytest.LogCaptureFixture, tmp_path
 
 
 @pytest.mark.linux("stacks are asked for by a signal")
-def test_no_signal_is_sent_to_a_process_that_is_not_armed() -> None:
-    """The number may be another process's by now, which the signal would end."""
+def test_no_signal_is_sent_to_a_process_without_a_handler() -> None:
+    """The process id may belong to another process by now, which the signal would kill."""
     import subprocess
     import sys
 
@@ -322,8 +322,8 @@ def test_no_signal_is_sent_to_a_process_that_is_not_armed() -> None:
         stranger.kill()
 
 
-def test_a_sample_that_comes_while_its_stack_is_taken_is_not_held_against_the_next(forkserver: dict[str, Any]) -> None:
-    """A little over the limit: it is loaded by the time its worker would be killed, so no sample is blamed."""
+def test_a_sample_that_returns_while_its_stack_is_taken_is_not_blamed_on_the_next(forkserver: dict[str, Any]) -> None:
+    """Slightly over the limit: it is loaded by the time its worker would be killed, so no sample is blamed."""
 
     def load(index: int) -> int:
         time.sleep(0.57 if index == 5 else 0.02)

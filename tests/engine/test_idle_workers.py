@@ -1,4 +1,4 @@
-"""Spawned workers wait for the next loader: it starts at once, and behaves as if its workers were new."""
+"""Idle spawned workers serve the next loader: it starts at once and behaves as with new workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(params=engine_params("spawn", "portable"))
 def spawned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Options for spawned workers, which have time to drop their dataset; none is idle at the beginning and at the end."""
+    """Options for spawned workers, which have time to drop their dataset; none is idle before and after the test."""
     monkeypatch.setattr("infeed.workers.process.RESET_S", 20.0)
     if request.param == "portable" and sys.platform == "linux":
         request.getfixturevalue("windows_stand_in")
@@ -36,7 +36,7 @@ def spawned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def pids_and_values(dataset: Any, **options: Any) -> tuple[set[int], list[Any]]:
-    """Who loaded an epoch, and what; the loader is forgotten afterwards, not closed."""
+    """Returns the workers and values of an epoch; the loader is garbage collected, not closed."""
     samples = flat([list(zip(*plain(batch), strict=True)) for batch in infeed.DataLoader(dataset, 4, **options)])
     gc.collect()
     return {pid for pid, _ in samples}, [value for _, value in samples]
@@ -46,7 +46,7 @@ def times(factor: int) -> Tree:
     return Tree(8, lambda index: (os.getpid(), factor * index))
 
 
-def test_the_next_loader_gets_the_worker_with_its_own_dataset(spawned: dict[str, Any]) -> None:
+def test_the_next_loader_reuses_the_worker_with_its_own_dataset(spawned: dict[str, Any]) -> None:
     first, values = pids_and_values(times(1), **spawned)
     second, others = pids_and_values(times(10), **spawned)
 
@@ -99,7 +99,7 @@ def test_an_idle_worker_of_torchs_loader_has_released_its_dataset(tmp_path: Path
 
 
 class Hesitant:
-    """Of several workers, one builds the dataset at once, and the others when a file is there."""
+    """One of several workers builds the dataset at once, the others when a file exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -120,7 +120,7 @@ class Hesitant:
 
 @pytest.mark.linux("memory that has a name is gone before such a worker could map it")
 def test_a_worker_that_is_still_starting_is_kept(tmp_path: Path) -> None:
-    """Another finishes the epoch alone. The next loader gets both, each when it has finished what it is at."""
+    """Another worker finishes the epoch alone. The next loader gets both, each when it is ready."""
     IDLE_WORKERS.clear()
     spawned: dict[str, Any] = {"num_workers": 1, "start_method": "spawn", "timeout": 30}
     dataset = Hesitant(tmp_path)
@@ -128,7 +128,7 @@ def test_a_worker_that_is_still_starting_is_kept(tmp_path: Path) -> None:
     wait_until(lambda: len(dataset.journal.lines()) == 2, "the second worker")
     (starting,) = {int(line) for line in dataset.journal.lines()} - first
     for pid in first:
-        with suppress(OSError):  # it was not kept: it took too long to drop the dataset
+        with suppress(OSError):  # It was not kept because it took too long to drop the dataset.
             kill_process(pid)
     (tmp_path / "go").touch()
     second, others = pids_and_values(times(10), **spawned)
@@ -155,7 +155,7 @@ def test_an_idle_worker_that_was_killed_is_replaced(spawned: dict[str, Any]) -> 
 
 
 def test_another_worker_init_fn_gets_another_process(spawned: dict[str, Any]) -> None:
-    """What the one has done to a process, the other must not find."""
+    """The changes of one worker_init_fn to a process must not affect another."""
 
     def init(worker: int) -> None:
         os.environ["INFEED_TEST_INIT"] = str(worker)
@@ -169,7 +169,7 @@ def test_another_worker_init_fn_gets_another_process(spawned: dict[str, Any]) ->
 
 
 def test_another_environment_gets_another_process(spawned: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries read it when they are loaded."""
+    """Libraries read the environment when they are loaded."""
     first, _ = pids_and_values(times(1), **spawned)
     monkeypatch.setenv("INFEED_TEST_SETTING", "1")
     other, _ = pids_and_values(times(1), **spawned)
@@ -177,7 +177,7 @@ def test_another_environment_gets_another_process(spawned: dict[str, Any], monke
     assert first.isdisjoint(other)
 
 
-def test_a_worker_in_which_a_thread_was_started_is_not_reused(spawned: dict[str, Any]) -> None:
+def test_a_worker_that_started_a_thread_is_not_reused(spawned: dict[str, Any]) -> None:
     def load(index: int) -> tuple[int, int]:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         return os.getpid(), index
@@ -188,8 +188,8 @@ def test_a_worker_in_which_a_thread_was_started_is_not_reused(spawned: dict[str,
     assert first.isdisjoint(other)
 
 
-def test_a_module_that_was_edited_is_imported_again(spawned: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    """As in a notebook: a worker that has the old code in memory is not used again."""
+def test_an_edited_module_is_imported_again(spawned: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    """As in a notebook: a worker with the old code is not reused."""
     module = tmp_path / "edited_module.py"
     module.write_text("factor = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -208,8 +208,8 @@ def test_a_module_that_was_edited_is_imported_again(spawned: dict[str, Any], tmp
     assert (values[1], others[1]) == (1, 1000)
 
 
-def test_nothing_is_left_when_the_program_ends(tmp_path: Path) -> None:
-    """Idle workers end with it, in silence."""
+def test_idle_workers_end_with_the_program(tmp_path: Path) -> None:
+    """They end without output."""
     journal = Journal(tmp_path / "journal")
     code = """
     import os, sys

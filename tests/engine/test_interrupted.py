@@ -1,4 +1,4 @@
-"""Ctrl+C and errors at awkward moments: what the loop did not get does not count, and nothing goes on behind it."""
+"""Ctrl+C and errors at awkward moments: undelivered batches do not count, and nothing continues in the background."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.helpers import Squares, Tree, close_fork_server, collected, flat, pla
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_batch_that_the_loop_did_not_get_does_not_count(
+def test_an_undelivered_batch_does_not_count(
     engine: dict[str, Any], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was ready, and the way out of ``next`` was cut off: a resume begins with it."""
+    """It was ready, but ``next`` was interrupted before it returned: a resumed run begins with it."""
     real = EngineMetrics.delivered
 
     def delivered(self: EngineMetrics, asked_ns: int, left_ns: int) -> bool:
@@ -49,18 +49,16 @@ def test_a_batch_that_the_loop_did_not_get_does_not_count(
         assert flat(collected(loader)) == list(range(4, 20))
 
 
-def test_an_error_in_the_middle_of_what_workers_say_ends_the_epoch(
-    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their other messages are lost with it, so nothing may wait for those."""
+def test_an_error_while_messages_are_handled_ends_the_epoch(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remaining messages are lost, so nothing may wait for them."""
     real = Scheduler.handle
-    heard: list[object] = []
+    received: list[object] = []
 
     def handle(self: Scheduler, event: Any) -> list[Action]:
         if isinstance(event, TaskLoaded):
-            heard.append(event)
-        if len(heard) == 8:
-            heard.append(None)
+            received.append(event)
+        if len(received) == 8:
+            received.append(None)
             raise ValueError("in the middle")
         return real(self, event)
 
@@ -75,7 +73,7 @@ def test_an_error_in_the_middle_of_what_workers_say_ends_the_epoch(
 
 
 class Unmeasured:
-    """A sampler that refuses to tell its length, in its own way."""
+    """A sampler whose length raises an exception."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(20))
@@ -84,14 +82,14 @@ class Unmeasured:
         raise NotImplementedError("no length")
 
 
-def test_a_sampler_that_refuses_to_tell_its_length_has_none(engine: dict[str, Any]) -> None:
+def test_a_sampler_whose_length_raises_has_no_length(engine: dict[str, Any]) -> None:
     with infeed.DataLoader(range(20), 2, sampler=Unmeasured(), on_error="skip", **{**engine, "timeout": 30}) as loader:
         assert flat(collected(loader)) == list(range(20))
 
 
 @pytest.mark.linux("is about the fork server")
-def test_ctrl_c_while_a_worker_is_forked_is_ctrl_c(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's late answer is not taken for that to another question. Other loaders go on."""
+def test_ctrl_c_while_a_worker_is_forked_is_raised(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's late reply is not taken for the reply to another request. Other loaders continue."""
     from infeed.workers import forkserver as module
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -136,8 +134,8 @@ def test_ctrl_c_while_a_thread_is_started_leaves_no_thread(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ctrl_c_on_the_way_to_a_device_ends_the_epoch(workers: int) -> None:
-    """The batch is gone, and what follows it must not come as if nothing had happened."""
+def test_ctrl_c_during_the_transfer_to_a_device_ends_the_epoch(workers: int) -> None:
+    """The batch is lost, so later ones must not be delivered as if nothing had happened."""
     pytest.importorskip("torch")
     calls: list[object] = []
 
@@ -159,8 +157,8 @@ def test_ctrl_c_on_the_way_to_a_device_ends_the_epoch(workers: int) -> None:
         assert loader.state_dict()["position"] == len(got)
 
 
-def test_an_iteration_that_is_asked_by_what_it_runs_says_so() -> None:
-    """As a generator does; it would wait for itself."""
+def test_a_reentrant_next_raises() -> None:
+    """As in a generator; it would wait for itself."""
     iterators: list[Iterator[Any]] = []
     with infeed.DataLoader(Tree(4, lambda _: next(iterators[0])), 1) as loader:
         iterators.append(iter(loader))
@@ -171,7 +169,7 @@ def test_an_iteration_that_is_asked_by_what_it_runs_says_so() -> None:
         assert len(list(loader)) == 4
 
 
-# Where a start may be interrupted: behind these calls, before who called has what they return.
+# Points where a start may be interrupted: after these calls, before the caller has their result.
 STARTS = {
     "forkserver": [
         "subprocess.Popen.__init__", "workers.forkserver.ForkServer.start", "workers.forkserver.ForkServer.preload",
@@ -204,12 +202,12 @@ def marks_of(engine: str) -> list[pytest.MarkDecorator]:
 def test_ctrl_c_while_a_worker_starts_leaves_no_process_and_no_descriptor(
     process_engine: dict[str, Any], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes: somebody owns the worker before it is there. (The guard against leaks looks at descriptors.)"""
+    """Wherever the interrupt arrives, the worker already has an owner. (The leak guard checks descriptors.)"""
     path = point if point.startswith("subprocess") else f"infeed.{point}"
     real = pkgutil.resolve_name(path)
     options = {**process_engine, "num_workers": 1}
     if "Idle" in point:
-        collected(infeed.DataLoader(range(20), 2, **options))  # its worker waits for the next loader
+        collected(infeed.DataLoader(range(20), 2, **options))  # Its worker stays idle for the next loader.
     calls: list[object] = []
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -231,8 +229,8 @@ def test_ctrl_c_while_a_worker_starts_leaves_no_process_and_no_descriptor(
 
 @pytest.mark.process
 @pytest.mark.linux("is about the fork server")
-def test_ctrl_c_while_a_loader_is_made_is_ctrl_c(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork server that it starts is no other's: nothing of it is left."""
+def test_ctrl_c_while_a_loader_is_created_is_raised(forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of the fork server that it starts."""
     close_fork_server()
     real = subprocess.Popen.__init__
 
@@ -251,7 +249,7 @@ def test_ctrl_c_while_a_loader_is_made_is_ctrl_c(forkserver: dict[str, Any], mon
 @pytest.mark.process
 @pytest.mark.linux("is about the fork server")
 def test_ctrl_c_while_the_fork_server_is_locked_leaves_it_unlocked() -> None:
-    """The interrupted server may have an unread answer, so it is not used again."""
+    """The interrupted server may have an unread reply, so it is not used again."""
     from infeed.workers.forkserver import ForkServer
 
     class Lock:

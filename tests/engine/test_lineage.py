@@ -1,4 +1,4 @@
-"""Where a batch came from, and the very same batch again."""
+"""Lineage: `explain` shows where a batch came from, and `replay` loads it again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SOURCES: list[RandomSource] = ["python", "numpy", "infeed"]
 
 
 class Fetching(RandomDataset):
-    """Is asked for several at once."""
+    """Has `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, float]]:
         return [self[index] for index in indices]
 
 
 def collate_with_noise(samples: list[dict[str, float]]) -> dict[str, Any]:
-    """A collate_fn that draws as well."""
+    """A collate_fn that draws random numbers."""
     noise = (random.random(), float(np.random.random()), float(infeed.get_rng().random()))
     return {"samples": samples, "noise": noise, "index": [sample["index"] for sample in samples]}
 
@@ -60,7 +60,7 @@ def made(dataset: Any = None, **options: Any) -> infeed.DataLoader:
 
 
 def assert_replayed(loader: infeed.DataLoader, *, in_order: bool = True) -> None:
-    """Every batch of an epoch can be loaded again, bit for bit."""
+    """Checks that every batch of an epoch can be loaded again, bit-identical."""
     batches = list(loader)
     again = [loader.replay(step) for step in range(len(batches))]
     if in_order:
@@ -75,7 +75,7 @@ def assert_replayed(loader: infeed.DataLoader, *, in_order: bool = True) -> None
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_batch_can_be_loaded_again(options: dict[str, Any]) -> None:
-    """Bit for bit, with random numbers in the dataset and in collate_fn; in every epoch."""
+    """With random numbers in the dataset and in collate_fn, in every epoch."""
     with made(**options) as loader:
         for _ in range(2):
             assert_replayed(loader, in_order=options.get("in_order", True))
@@ -83,13 +83,13 @@ def test_every_batch_can_be_loaded_again(options: dict[str, Any]) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["shuffled", "collated", "single", "batch_sampler", "rank", "out of order"])
-def test_what_processes_loaded_can_be_loaded_again_here(name: str, forkserver: dict[str, Any]) -> None:
+def test_a_batch_of_processes_can_be_replayed_here(name: str, forkserver: dict[str, Any]) -> None:
     """The same batch, in this process."""
     with made(**OPTIONS[name], **forkserver) as loader:
         assert_replayed(loader, in_order=name != "out of order")
 
 
-def test_what_threads_loaded_can_be_loaded_again_here() -> None:
+def test_a_batch_of_threads_can_be_replayed_here() -> None:
     """With the generator of the sample."""
     dataset = RandomDataset(50, ["infeed"])
     with made(dataset, batch_size=8, shuffle=True, num_workers=2, worker="thread", timeout=30) as loader:
@@ -99,14 +99,14 @@ def test_what_threads_loaded_can_be_loaded_again_here() -> None:
 @pytest.mark.parametrize(
     "options", [{"batch_size": 8}, {"batch_size": 8, "grain_size": 2}, {"batch_size": 8, "collate_fn": list}]
 )
-def test_what_was_fetched_together_can_be_loaded_again(options: dict[str, Any]) -> None:
-    """``__getitems__`` is asked for the same indices under the same seed."""
+def test_a_batch_of_getitems_can_be_replayed(options: dict[str, Any]) -> None:
+    """``__getitems__`` receives the same indices under the same seed."""
     with made(Fetching(50, SOURCES), shuffle=True, **options) as loader:
         assert_replayed(loader)
 
 
 class LargeTogether:
-    """Large samples; each tells how many were asked for together, and what was drawn for them."""
+    """Large samples; each contains the number of indices of its call, and a number drawn for them."""
 
     def __len__(self) -> int:
         return 16
@@ -119,8 +119,8 @@ class LargeTogether:
         return [(np.zeros(200_000), len(indices), drawn) for _ in indices]
 
 
-def test_large_samples_are_fetched_together_every_time() -> None:
-    """How many are asked for at once, and the generator of the call, may not depend on what is known of the layout."""
+def test_large_samples_are_fetched_in_the_same_groups() -> None:
+    """The size of a call, and its generator, must not depend on what is known of the layout."""
     with made(LargeTogether(), batch_size=8) as loader:
         assert [plain(batch[1]) for batch in loader] == [[8] * 8] * 2
         loader.set_epoch(0)
@@ -136,7 +136,7 @@ TABLES: dict[str, Any] = {
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_batches_of_arrays_can_be_loaded_again(table: Any) -> None:
-    """Gathered as before."""
+    """They are gathered as before."""
     for options in ({"shuffle": True}, {"sampler": [5, 4, 3, 2, 1]}, {"sampler": RandomSampler(np.ones(50))}):
         with made(table, batch_size=4, **options) as loader:
             assert_replayed(loader)
@@ -145,8 +145,8 @@ def test_batches_of_arrays_can_be_loaded_again(table: Any) -> None:
             assert len(indices) == 4
 
 
-def test_batches_to_come_and_of_other_epochs_can_be_loaded_now() -> None:
-    """Without iterating; what comes later is the same."""
+def test_future_batches_and_other_epochs_can_be_replayed() -> None:
+    """Without iterating; a later iteration delivers the same."""
     with made(batch_size=8, shuffle=True) as loader:
         early = [loader.replay(step, epoch=epoch) for epoch in range(2) for step in range(7)]
         assert loader.state_dict()["step"] == 0
@@ -170,8 +170,8 @@ def test_after_a_resume_with_another_batch_size_batches_can_be_loaded_again() ->
             assert loader.explain(number).indices == plain(batch["index"])
 
 
-def test_after_a_resume_the_first_batch_can_be_explained_before_it_comes() -> None:
-    """The one that is planned, not one that would begin elsewhere."""
+def test_after_a_resume_the_first_batch_can_be_explained_in_advance() -> None:
+    """`explain` uses the resumed plan."""
     with made(batch_size=5, shuffle=True) as first, made(batch_size=8, shuffle=True) as loader:
         iterator = iter(first)
         for _ in range(4):
@@ -183,8 +183,8 @@ def test_after_a_resume_the_first_batch_can_be_explained_before_it_comes() -> No
 
 
 @pytest.mark.process
-def test_replay_is_in_this_process_and_thread(forkserver: dict[str, Any]) -> None:
-    """So that a debugger can follow."""
+def test_replay_runs_in_this_process_and_thread(forkserver: dict[str, Any]) -> None:
+    """So that a debugger works."""
     with made(Pids(8), batch_size=4, **forkserver) as loader:
         assert os.getpid() not in set(plain(next(iter(loader))))
         assert set(plain(loader.replay(0))) == {os.getpid()}
@@ -193,8 +193,8 @@ def test_replay_is_in_this_process_and_thread(forkserver: dict[str, Any]) -> Non
         assert set(plain(loader.replay(0))) == {threading.get_ident()}
 
 
-def test_replay_of_a_bad_sample_raises_what_it_raises(light_engine: dict[str, Any]) -> None:
-    """The user's own exception, from their own code."""
+def test_replay_of_a_bad_sample_raises_its_exception(light_engine: dict[str, Any]) -> None:
+    """The user's own exception, from the user's code."""
     with made(FaultyDataset(16, [5]), batch_size=4, **light_engine) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -206,8 +206,8 @@ def test_replay_of_a_bad_sample_raises_what_it_raises(light_engine: dict[str, An
         assert plain(next(iterator)) == [8, 9, 10, 11]
 
 
-def test_replay_does_not_disturb_an_iteration_under_way(light_engine: dict[str, Any]) -> None:
-    """Neither its batches nor its state, in the middle of it."""
+def test_replay_does_not_disturb_an_active_iteration(light_engine: dict[str, Any]) -> None:
+    """It changes neither its batches nor its state."""
     dataset = RandomDataset(50, ["infeed"])
     with made(dataset, batch_size=8, shuffle=True) as untouched:
         expected = collected(untouched) + collected(untouched)
@@ -241,8 +241,8 @@ class Epochs:
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "worker": "thread", "prefetch": 1, "timeout": 30}], ids=["inline", "thread"]
 )
-def test_replay_of_another_epoch_leaves_the_dataset_in_this_one(options: dict[str, Any]) -> None:
-    """A dataset whose epoch was set stays in it."""
+def test_replay_of_another_epoch_keeps_the_epoch_of_the_dataset(options: dict[str, Any]) -> None:
+    """`replay` restores the epoch."""
     with made(Epochs(), batch_size=4, **options) as loader:
         collected(loader)
         iterator = iter(loader)
@@ -251,7 +251,7 @@ def test_replay_of_another_epoch_leaves_the_dataset_in_this_one(options: dict[st
         assert {value for batch in iterator for value in plain(batch)} == {1}
 
 
-def test_replay_leaves_the_users_generators_alone() -> None:
+def test_replay_does_not_change_the_users_generators() -> None:
     """Also if a sample raises (P8)."""
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     with made(batch_size=8, shuffle=True) as loader:
@@ -261,14 +261,14 @@ def test_replay_leaves_the_users_generators_alone() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
-def test_a_debugger_may_take_its_time() -> None:
-    """``timeout`` is for workers that hang, not for whoever looks at a sample step by step."""
+def test_replay_has_no_timeout() -> None:
+    """``timeout`` is for hung workers, not for a debugger."""
     with made(Squares(8), batch_size=4, timeout=1e-9) as loader:
         assert plain(loader.replay(0))[1] == [0, 1, 4, 9]
 
 
 class Drawing:
-    """A stream that draws a number for each element, and shares itself out among workers if it is to."""
+    """An iterable dataset that draws a number for each element, and optionally shards itself."""
 
     def __init__(self, *, shares: bool) -> None:
         self.shares = shares
@@ -281,8 +281,8 @@ class Drawing:
 
 
 @pytest.mark.process
-def test_a_stream_is_read_again_to_be_replayed(forkserver: dict[str, Any]) -> None:
-    """From its beginning, in this process, under the same seeds; the iteration under way does not notice."""
+def test_an_iterable_dataset_is_read_again_for_replay(forkserver: dict[str, Any]) -> None:
+    """From its beginning, in this process, under the same seeds; an active iteration is not affected."""
     with made(Drawing(shares=False), batch_size=4, **forkserver) as loader:
         iterator = iter(loader)
         batches = [plain(next(iterator)) for _ in range(3)]
@@ -291,8 +291,8 @@ def test_a_stream_is_read_again_to_be_replayed(forkserver: dict[str, Any]) -> No
 
 
 @pytest.mark.process
-def test_a_stream_that_shares_itself_out_cannot_be_replayed(forkserver: dict[str, Any]) -> None:
-    """It says why, and what to do."""
+def test_an_iterable_dataset_that_shards_itself_cannot_be_replayed(forkserver: dict[str, Any]) -> None:
+    """The error gives the reason and the fix."""
     with made(Drawing(shares=True), batch_size=4, **forkserver) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -304,7 +304,7 @@ def test_a_stream_that_shares_itself_out_cannot_be_replayed(forkserver: dict[str
 
 
 def drawn_under(seeds: list[int], grain_size: int, count: int) -> list[float]:
-    """What a dataset draws from ``random`` that is seeded with these."""
+    """Returns what a dataset draws from ``random`` after seeding with these seeds."""
     state = random.getstate()
     drawn = []
     for row in range(count):
@@ -316,8 +316,8 @@ def drawn_under(seeds: list[int], grain_size: int, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [name for name in SEEDED if name != "out of order"])
-def test_the_seeds_are_what_the_dataset_draws_from(name: str) -> None:
-    """Seeding ``random`` with them gives the very numbers that the dataset drew, grain by grain."""
+def test_the_seeds_reproduce_the_draws_of_the_dataset(name: str) -> None:
+    """Seeding ``random`` with them gives the numbers that the dataset drew, grain by grain."""
     with made(RandomDataset(50, ["python"]), **SEEDED[name]) as loader:
         for step, batch in enumerate(loader):
             lineage = loader.explain(step)
@@ -333,7 +333,7 @@ def test_the_seeds_are_what_the_dataset_draws_from(name: str) -> None:
 
 
 @pytest.mark.process
-def test_the_seeds_are_what_processes_draw_from(forkserver: dict[str, Any]) -> None:
+def test_the_seeds_reproduce_the_draws_of_processes(forkserver: dict[str, Any]) -> None:
     """The same for workers."""
     with made(RandomDataset(50, ["python"]), batch_size=8, shuffle=True, **forkserver) as loader:
         for step, batch in enumerate(loader):
@@ -343,8 +343,8 @@ def test_the_seeds_are_what_processes_draw_from(forkserver: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("out of order",)])
-def test_the_indices_are_what_the_dataset_was_asked_for(name: str) -> None:
-    """Also those that a rank repeats."""
+def test_the_indices_are_those_passed_to_the_dataset(name: str) -> None:
+    """Including those that a rank repeats."""
     with made(RandomDataset(50, ["python"]), **OPTIONS[name]) as loader:
         for step, batch in enumerate(loader):
             lineage = loader.explain(step)
@@ -355,15 +355,15 @@ def test_the_indices_are_what_the_dataset_was_asked_for(name: str) -> None:
 
 
 def test_positions_are_those_of_all_ranks() -> None:
-    """Where the first sample of a batch stands in the order that the ranks share."""
+    """The position of a batch's first sample in the order that the ranks share."""
     for rank in range(3):
         with made(batch_size=4, shuffle=True, shard=(rank, 3)) as loader:
             assert [loader.explain(step).first_position for step in range(4)] == [12 * step + 4 * rank for step in range(4)]
             assert loader.explain(4).first_position == 48 + (0, 0, 1)[rank]
 
 
-def test_who_loaded_a_batch_and_how_long(light_engine: dict[str, Any]) -> None:
-    """All rows have a worker and a time; nothing is known of batches that are still to come."""
+def test_a_lineage_has_workers_and_times(light_engine: dict[str, Any]) -> None:
+    """All rows have a worker and a time; nothing is known about future batches."""
     with made(Squares(48), batch_size=8, shuffle=True, **light_engine) as loader:
         for step, _ in enumerate(loader):
             lineage = loader.explain(step)
@@ -379,7 +379,7 @@ def test_who_loaded_a_batch_and_how_long(light_engine: dict[str, Any]) -> None:
 
 @pytest.mark.process
 def test_attempts_are_counted(tmp_path: Path, forkserver: dict[str, Any]) -> None:
-    """A worker that died is an attempt more; the batches around it have one."""
+    """The death of a worker adds an attempt; neighboring batches have one attempt."""
     dataset = CrashingDataset(24, [13], tmp_path / "count", times=2)
     with made(dataset, batch_size=4, prefetch=1, **{**forkserver, "num_workers": 1}) as loader:
         assert len(collected(loader)) == 6
@@ -390,7 +390,7 @@ def test_attempts_are_counted(tmp_path: Path, forkserver: dict[str, Any]) -> Non
 
 
 class Mixed:
-    """Samples of two layouts, which stack only if they are looked at together."""
+    """Samples of two layouts, which can be stacked only together."""
 
     def __len__(self) -> int:
         return 64
@@ -401,14 +401,14 @@ class Mixed:
 
 @pytest.mark.process
 def test_rows_that_were_loaded_twice_count_once(forkserver: dict[str, Any]) -> None:
-    """A batch that had to be given to one worker as a whole is that worker's."""
+    """A batch that one worker had to collate as a whole belongs to that worker."""
     with made(Mixed(), batch_size=16, **forkserver) as loader:
         for step, _ in enumerate(loader):
             assert sum(loading.row_count for loading in loader.explain(step).loadings) == 16
 
 
-def test_a_lineage_is_readable() -> None:
-    """In a few lines, whatever the size of the batch."""
+def test_a_lineage_has_a_short_repr() -> None:
+    """A few lines, whatever the size of the batch."""
     with made(Squares(10_000), batch_size=1000, shuffle=True) as loader:
         planned = str(loader.explain(1))
         next(iter(loader))
@@ -427,7 +427,7 @@ def test_a_lineage_is_readable() -> None:
 
 
 def test_past_epochs_are_known_from_the_plan() -> None:
-    """Their indices and seeds; who loaded them is forgotten."""
+    """Their indices and seeds are known, but not which workers loaded them."""
     with made(batch_size=8, shuffle=True) as loader:
         first = collected(loader)
         known = loader.explain(3)
@@ -438,8 +438,8 @@ def test_past_epochs_are_known_from_the_plan() -> None:
     assert (known.attempts, again.attempts) == (1, 0)
 
 
-def test_without_an_epoch_the_one_that_was_begun_last_is_meant() -> None:
-    """Before the first, the first."""
+def test_the_default_epoch_is_the_one_started_last() -> None:
+    """Before the first epoch, it is the first."""
     with made(batch_size=8, shuffle=True) as loader:
         assert loader.explain(0).epoch == 0
         next(iter(loader))
@@ -451,8 +451,8 @@ def test_without_an_epoch_the_one_that_was_begun_last_is_meant() -> None:
 
 
 @pytest.mark.parametrize("options", [{"sampler": list(range(40))}, {"batch_sampler": [[number] for number in range(40)]}])
-def test_of_a_sampler_the_latest_batches_are_remembered(options: dict[str, Any]) -> None:
-    """Nobody but the sampler knows the others."""
+def test_the_latest_batches_of_a_sampler_are_remembered(options: dict[str, Any]) -> None:
+    """Only the sampler knows the others."""
     with made(Squares(40), **options) as loader:
         iterator = iter(loader)
         for step in range(3):
@@ -467,7 +467,7 @@ def test_of_a_sampler_the_latest_batches_are_remembered(options: dict[str, Any])
         assert loader.explain(0).indices == [0]
 
 
-def test_of_a_long_sampler_the_oldest_batches_are_forgotten() -> None:
+def test_the_oldest_batches_of_a_long_sampler_are_dropped() -> None:
     """Memory does not grow with the epoch."""
     with made(Squares(10), sampler=[1] * 1000) as loader:
         collected(loader)
@@ -477,8 +477,8 @@ def test_of_a_long_sampler_the_oldest_batches_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 7, 10**30])
-def test_a_batch_that_the_epoch_does_not_have_is_an_index_error(step: int) -> None:
-    """It says how many there are."""
+def test_a_batch_outside_of_the_epoch_is_an_index_error(step: int) -> None:
+    """The error shows how many batches there are."""
     with made(batch_size=8) as loader:
         for ask in (loader.explain, loader.replay):
             with pytest.raises(IndexError, match=rf"epoch 0 has no batch {step}; it has 7 batches"):
@@ -493,8 +493,8 @@ class DrawingStream:
             yield random.random()
 
 
-def test_a_batch_of_a_stream_has_seeds_and_a_worker() -> None:
-    """And no indices; seeding with them gives what it drew."""
+def test_a_batch_of_an_iterable_dataset_has_seeds_and_a_worker() -> None:
+    """It has no indices; its seeds reproduce its draws."""
     with made(DrawingStream(), batch_size=8) as loader:
         for step, batch in enumerate(loader):
             lineage = loader.explain(step)
@@ -508,8 +508,8 @@ def test_a_batch_of_a_stream_has_seeds_and_a_worker() -> None:
 
 
 @pytest.mark.process
-def test_shares_of_a_stream_have_each_their_own_seeds(forkserver: dict[str, Any]) -> None:
-    """Two workers at the same position draw other numbers."""
+def test_shards_of_an_iterable_dataset_have_their_own_seeds(forkserver: dict[str, Any]) -> None:
+    """Two workers at the same position draw different numbers."""
 
     class Shared:
         def __iter__(self) -> Iterator[float]:
@@ -525,8 +525,8 @@ def test_shares_of_a_stream_have_each_their_own_seeds(forkserver: dict[str, Any]
         assert loader.explain(0).seeds != loader.explain(1).seeds
 
 
-def test_a_closed_loader_can_still_be_explained() -> None:
-    """And replayed: that starts nothing that would have to be closed."""
+def test_a_closed_loader_can_be_explained_and_replayed() -> None:
+    """`replay` starts nothing that would have to be closed."""
     with made(batch_size=8, shuffle=True) as loader:
         batch = next(iter(loader))
     assert loader.explain(0).indices == plain(batch["index"])

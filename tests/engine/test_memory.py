@@ -1,4 +1,4 @@
-"""Whose memory a batch is, how much there may be of it, and that it does not grow."""
+"""Ownership and limits of batch memory, and that it does not grow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def megabytes(count: int, length: int = 64) -> Tree:
 
 @pytest.mark.slow
 def test_kept_batches_never_change(every_engine: dict[str, Any]) -> None:
-    """Of 2000 batches some are kept, whole or only as a view of a row; at the end they are what they were (P3)."""
+    """Some of 2000 batches are kept, whole or as a view of a row; at the end they are unchanged (P3)."""
     kept = []
     with infeed.DataLoader(Tree(8000, lambda i: (np.full(8, i), i)), batch_size=4, **every_engine) as loader:
         for number, (rows, labels) in enumerate(loader):
@@ -46,7 +46,7 @@ def test_kept_batches_never_change(every_engine: dict[str, Any]) -> None:
 
 
 def test_kept_collated_batches_never_change(engine: dict[str, Any]) -> None:
-    """The same for what the user's collate_fn made (P3)."""
+    """The same for results of the user's collate_fn (P3)."""
     kept = []
     with infeed.DataLoader(
         range(800), batch_size=4, collate_fn=lambda s: {"x": np.array(s), "t": str(s[0])}, **engine
@@ -60,7 +60,7 @@ def test_kept_collated_batches_never_change(engine: dict[str, Any]) -> None:
 
 
 @pytest.mark.torch
-def test_a_kept_tensor_holds_its_batch(forkserver: dict[str, Any]) -> None:
+def test_a_kept_tensor_keeps_its_batch(forkserver: dict[str, Any]) -> None:
     """Views, slices and NumPy views of a tensor keep its memory as the tensor itself does (P3)."""
     torch = pytest.importorskip("torch")
     kept = []
@@ -74,7 +74,7 @@ def test_a_kept_tensor_holds_its_batch(forkserver: dict[str, Any]) -> None:
 
 
 def test_kept_batches_are_valid_after_close(engine: dict[str, Any]) -> None:
-    """close() takes nothing from under the user."""
+    """close() does not free memory that the user holds."""
     loader = infeed.DataLoader(Tree(20, lambda i: np.full(1000, i)), batch_size=2, **engine)
     kept = list(loader)
     loader.close()
@@ -86,27 +86,27 @@ def test_kept_batches_are_valid_after_close(engine: dict[str, Any]) -> None:
         batch += 1
 
 
-def test_memory_is_used_again_when_nothing_is_kept(engine: dict[str, Any]) -> None:
-    """An epoch of many times the memory limit goes through it: slots are reused, none is added (P6)."""
+def test_memory_is_reused_when_nothing_is_kept(engine: dict[str, Any]) -> None:
+    """An epoch loads many times the memory limit: slots are reused, none is added (P6)."""
     with infeed.DataLoader(megabytes(1, 120), batch_size=2, memory_limit=24 * MIB, **engine) as loader:
         for number, batch in enumerate(loader):
             assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
 
 
-def test_a_batch_larger_than_the_limit_is_refused_with_numbers(engine: dict[str, Any]) -> None:
-    """MemoryLimitError says what the limit is, what a batch takes and what to change; it is a MemoryError."""
+def test_a_batch_larger_than_the_limit_is_rejected_with_numbers(engine: dict[str, Any]) -> None:
+    """MemoryLimitError, a MemoryError, shows the limit, the size of a batch and the fix."""
     with infeed.DataLoader(megabytes(1), batch_size=4, memory_limit="2MiB", **engine) as loader:
         with pytest.raises(infeed.MemoryLimitError, match=r"memory_limit=2\.0 MiB .* 4\.0 MiB; raise memory_limit") as caught:
             next(iter(loader))
         assert isinstance(caught.value, MemoryError)
-        assert "your code holds" not in str(caught.value)  # nobody has any
+        assert "your code holds" not in str(caught.value)  # No slot is in use.
 
 
 @pytest.mark.parametrize("collate_fn", [None, np.stack], ids=["rows", "collated"])
 def test_holding_all_batches_raises_and_releasing_them_recovers(engine: dict[str, Any], collate_fn: Any) -> None:
-    """Keeping all batches ends in a clear error, not in wrong data; after letting go the rest comes, none twice."""
+    """Keeping all batches raises an error instead of corrupting data; after release the rest is delivered, none twice."""
     kept, seen = [], []
-    told: set[bool] = set()
+    explained: set[bool] = set()
     with infeed.DataLoader(megabytes(1, 40), batch_size=2, memory_limit=16 * MIB, collate_fn=collate_fn, **engine) as loader:
         batches = iter(loader)
         errors = 0
@@ -118,18 +118,18 @@ def test_holding_all_batches_raises_and_releasing_them_recovers(engine: dict[str
                 break
             except infeed.MemoryLimitError as error:
                 errors += 1
-                told.add("release batches that you keep" in str(error) and "your code holds" in str(error))
+                explained.add("release batches that you keep" in str(error) and "your code holds" in str(error))
                 assert [int(batch[0, 0]) for batch in kept] == seen[-len(kept) :]
                 assert all((batch[1] == batch[0, 0] + 1).all() for batch in kept)
                 kept.clear()
             assert errors < 20
     assert errors >= 2
-    assert told == {True}
+    assert explained == {True}
     assert seen == list(range(0, 40, 2))
 
 
-def test_growing_batches_meet_the_limit_and_go_on_after_letting_go(engine: dict[str, Any]) -> None:
-    """A batch that outgrows its slot at the limit is refused or placed, never put where another one lies (P3, P6)."""
+def test_growing_batches_reach_the_limit_and_continue_after_release(engine: dict[str, Any]) -> None:
+    """A batch that outgrows its slot at the limit is rejected or placed, never over another one (P3, P6)."""
     sizes = [(i % 10 + 1) << 17 for i in range(30)]
     kept: list[Any] = []
     seen, errors = [], 0
@@ -155,16 +155,16 @@ def test_growing_batches_meet_the_limit_and_go_on_after_letting_go(engine: dict[
     assert errors > 0
 
 
-def test_a_memory_limit_in_text_is_understood() -> None:
-    """Units are of 1024, as operating systems count."""
+def test_a_memory_limit_can_be_text() -> None:
+    """Units are multiples of 1024."""
     with infeed.DataLoader(megabytes(1, 4), batch_size=1, memory_limit="2.5 MiB") as loader:
         assert [batch[0, 0] for batch in loader] == [0, 1, 2, 3]
     with pytest.raises(infeed.ConfigError, match="'lots' is not a size"):
         infeed.DataLoader(range(3), memory_limit="lots")
 
 
-def test_a_dataset_whose_batches_are_garbage_cycles_does_not_run_out(forkserver: dict[str, Any]) -> None:
-    """Batches that only the garbage collector can free are freed before an error about memory is raised."""
+def test_batches_in_garbage_cycles_do_not_exhaust_memory(forkserver: dict[str, Any]) -> None:
+    """Batches that only the garbage collector can free are freed before a memory error is raised."""
     with infeed.DataLoader(megabytes(1, 60), batch_size=2, memory_limit=12 * MIB, **forkserver) as loader:
         for batch in loader:
             cycle: list[Any] = [batch]
@@ -173,8 +173,8 @@ def test_a_dataset_whose_batches_are_garbage_cycles_does_not_run_out(forkserver:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_hundred_thousand_batches_leave_nothing_more() -> None:
-    """After 10**5 batches there is no descriptor, thread, process or name more than after 10**3; kept ones are unchanged."""
+def test_a_hundred_thousand_batches_leak_nothing() -> None:
+    """After 10**5 batches there is no more descriptor, thread, process or name than after 10**3; kept ones are unchanged."""
     import threading
 
     def count() -> tuple[int, int, int, set[str]]:
@@ -197,7 +197,7 @@ def test_a_hundred_thousand_batches_leave_nothing_more() -> None:
 @pytest.mark.linux("reads /proc/self/smaps")
 @pytest.mark.process
 def test_arrays_of_the_dataset_are_shared_by_workers() -> None:
-    """A large array is mapped by all workers, not copied into each: its pages are shared until one writes."""
+    """Workers map a large array instead of copying it: its pages are shared until one writes."""
     if not Path("/proc/self/smaps").exists():
         pytest.skip("needs /proc")
     size = 64 * MIB
@@ -214,7 +214,7 @@ def test_arrays_of_the_dataset_are_shared_by_workers() -> None:
             return total, copied_bytes(self.array.ctypes.data + size // 2)
 
     def copied_bytes(address: int) -> int:
-        """How much of the mapping that an address lies in is this process's own copy."""
+        """Returns how many bytes of the mapping at an address are private to this process."""
         is_inside = False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -231,8 +231,8 @@ def test_arrays_of_the_dataset_are_shared_by_workers() -> None:
 
 
 @pytest.mark.process
-def test_what_one_worker_writes_into_the_dataset_no_other_sees(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """Each worker's dataset is its own, as with a copy, although the arrays are shared: so is the user's."""
+def test_writes_of_a_worker_to_the_dataset_are_private(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """Each worker has its own dataset, as with a copy, although the arrays are shared; so has the user."""
     journal = Journal(tmp_path / "present")
 
     class Writing:
@@ -261,8 +261,8 @@ def test_what_one_worker_writes_into_the_dataset_no_other_sees(process_engine: d
 
 
 @pytest.mark.process
-def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where segments have names, they are there while the loader runs and gone when it is closed."""
+def test_named_memory_of_the_portable_pool_is_gone_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named segments exist while the loader runs, and are gone when it is closed."""
     from tests.conftest import make_portable
 
     make_portable(monkeypatch)
@@ -277,8 +277,8 @@ def test_the_named_memory_of_the_portable_way_is_gone_after_close(monkeypatch: p
 
 
 @pytest.mark.parametrize("limit", [9, 13])
-def test_what_is_on_its_way_to_a_device_is_no_reason_to_run_out_of_memory(limit: int) -> None:
-    """Fewer are in flight then: the loop does not wait for the next one yet, and releases its batch with the next step."""
+def test_a_transfer_to_a_device_does_not_exhaust_memory(limit: int) -> None:
+    """Fewer batches are in flight instead: the loop is not waiting yet, and releases its batch after the step."""
     pytest.importorskip("torch")
     loader = infeed.DataLoader(megabytes(1, 80), 4, num_workers=2, worker="thread", device="cpu", memory_limit=limit * MIB)
     with loader:
@@ -286,5 +286,5 @@ def test_what_is_on_its_way_to_a_device_is_no_reason_to_run_out_of_memory(limit:
         for batch in loader:
             assert int(batch[0, 0]) == 4 * count
             count += 1
-            time.sleep(0.02)  # a step, in which all that may be is loaded
+            time.sleep(0.02)  # A step, in which everything allowed is loaded.
         assert count == 20

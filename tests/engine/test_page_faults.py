@@ -1,4 +1,4 @@
-"""Memory that samples free stays with the worker, instead of being faulted in again for every sample."""
+"""Memory that samples free stays with the worker, so that later samples cause no page faults."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = [
 
 
 def decoded(_index: int) -> Any:
-    """As a decoder does: a large buffer that is freed, and a smaller one that is returned."""
-    import resource  # not on Windows
+    """Like a decoder: frees a large buffer and returns a smaller one."""
+    import resource  # Not on Windows.
 
     pixels = np.full((375, 500, 3), 7, np.uint8)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -35,7 +35,7 @@ def faults_per_sample(**options: Any) -> float:
     with infeed.DataLoader(Tree(1600, decoded), batch_size=16, num_workers=2, **options) as loader:
         for number, (_, faults, pids) in enumerate(loader):
             if number < 40:
-                continue  # the workers touch their memory for the first time
+                continue  # The workers touch their memory for the first time.
             for total, pid in zip(faults.tolist(), pids.tolist(), strict=True):
                 first.setdefault(pid, total)
                 last[pid] = total
@@ -45,11 +45,11 @@ def faults_per_sample(**options: Any) -> float:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_worker_keeps_the_memory_that_samples_free(start_method: str) -> None:
-    """Each sample would cost 137 faults for its large buffer otherwise."""
+    """Otherwise each sample would cause 137 page faults for its large buffer."""
     assert faults_per_sample(start_method=start_method) <= 10
 
 
-def test_a_user_who_has_configured_malloc_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers over 64 KiB are mapped for each sample, as the variable says."""
+def test_the_users_malloc_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers over 64 KiB are mapped for each sample, as the variable requests."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert faults_per_sample(start_method="spawn") > 100

@@ -1,4 +1,4 @@
-"""Saved run + resumed run = uninterrupted run: datasets and samplers with states, in ``infeed.DataLoader``."""
+"""A resumed run equals the uninterrupted run: stateful datasets and samplers in ``infeed.DataLoader``."""
 
 from __future__ import annotations
 
@@ -89,23 +89,23 @@ def assert_resumes(case: str, options: dict[str, Any], *, every: int = 1) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {})
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "dataset"])
-def test_a_run_with_a_thread_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+def test_a_run_with_a_thread_resumed_at_any_step_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {"num_workers": 1, "worker": "thread"}, every=3)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("case", ["sampler", "stream", "iterator of a stream"])
-def test_a_run_with_processes_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
+def test_a_run_with_processes_resumed_at_some_steps_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {"num_workers": 2, "timeout": DEADLINE_S}, every=4)
 
 
-def test_a_state_with_workers_has_the_dataset_only_before_the_first_epoch() -> None:
-    """Later, kept workers may have loaded ahead."""
+def test_a_state_with_workers_contains_the_dataset_only_before_the_first_epoch() -> None:
+    """Later, persistent workers may have loaded ahead."""
     options = {"num_workers": 1, "worker": "thread"}
     with made("dataset", options) as loader:
         before = loader.state_dict()

@@ -1,4 +1,4 @@
-"""``infeed.get_rng()``: a generator for each sample, the same whoever loads it."""
+"""``infeed.get_rng()`` returns a generator for each sample, the same in every worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAWING = Tree(30, drawn)
 
 
 def by_index(dataset: Any = DRAWING, epoch: int = 0, **options: Any) -> dict[int, float]:
-    """What each sample drew in one epoch."""
+    """Returns what each sample drew in one epoch."""
     with infeed.DataLoader(dataset, **{"batch_size": 4, "shuffle": True, "seed": 3, **options}) as loader:
         loader.set_epoch(epoch)
         pairs = []
@@ -45,14 +45,14 @@ def alone() -> dict[int, float]:
 
 
 def test_draws_are_the_same_in_every_kind_of_worker(alone: dict[int, float], every_engine: dict[str, Any]) -> None:
-    """Inline, in threads and in processes, however those are started (P2)."""
+    """In the main process, in threads and in processes with each start method (P2)."""
     assert by_index(**every_engine) == alone
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 5}, {"num_workers": 5, "worker": "thread"}], ids=str)
 def test_draws_do_not_depend_on_the_number_of_workers(alone: dict[int, float], options: dict[str, Any]) -> None:
-    """One or five (P2)."""
+    """One or five workers (P2)."""
     assert by_index(timeout=30, **options) == alone
 
 
@@ -64,21 +64,21 @@ def test_draws_do_not_depend_on_the_batch_size(alone: dict[int, float], size: in
 
 @pytest.mark.parametrize("grain_size", [1, 2, 5, 100])
 def test_draws_do_not_depend_on_the_grains(alone: dict[int, float], grain_size: int) -> None:
-    """What seeds the global generators has no influence."""
+    """The seeding of the global generators has no influence."""
     assert by_index(grain_size=grain_size) == alone
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_draws_do_not_depend_on_the_ranks(alone: dict[int, float], world: int) -> None:
-    """Together they draw what one draws."""
+    """Several ranks draw what one rank draws."""
     together: dict[int, float] = {}
     for rank in range(world):
         together |= by_index(shard=(rank, world), pad=False)
     assert together == alone
 
 
-def test_draws_do_not_depend_on_who_makes_the_batch(alone: dict[int, float]) -> None:
-    """A collate_fn, large samples, samples of different layouts."""
+def test_draws_do_not_depend_on_how_a_batch_is_collated(alone: dict[int, float]) -> None:
+    """With a collate_fn, large samples, samples of different layouts."""
 
     def collate(samples: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
         infeed.get_rng().random(100)
@@ -102,7 +102,7 @@ def test_draws_do_not_depend_on_who_makes_the_batch(alone: dict[int, float]) -> 
 
 
 def test_draws_do_not_depend_on_the_users_generators(alone: dict[int, float]) -> None:
-    """Whatever they were seeded with; and theirs are left alone."""
+    """The user's global generators have no influence, and are not changed."""
     random.seed(99)
     np.random.seed(99)
     before = random.getstate()
@@ -111,7 +111,7 @@ def test_draws_do_not_depend_on_the_users_generators(alone: dict[int, float]) ->
 
 
 @pytest.mark.process
-def test_a_sample_that_is_loaded_again_draws_the_same(tmp_path: Path, forkserver: dict[str, Any]) -> None:
+def test_a_sample_that_is_loaded_again_draws_the_same_numbers(tmp_path: Path, forkserver: dict[str, Any]) -> None:
     """After its worker has died."""
 
     class Dying(CrashingDataset):
@@ -127,7 +127,7 @@ def test_a_sample_that_is_loaded_again_draws_the_same(tmp_path: Path, forkserver
 
 
 def test_samples_epochs_and_seeds_draw_differently(alone: dict[int, float]) -> None:
-    """No two are the same."""
+    """No two are equal."""
     others = [by_index(epoch=1), by_index(epoch=2), by_index(seed=4), by_index(seed=-3)]
     values = [value for draws in (alone, *others) for value in draws.values()]
     assert len(set(values)) == 5 * 30
@@ -135,15 +135,15 @@ def test_samples_epochs_and_seeds_draw_differently(alone: dict[int, float]) -> N
 
 
 def test_draws_of_all_samples_are_uniform() -> None:
-    """First draws of neighbouring positions are unrelated: chi-squared over 20 parts stays in its usual range."""
+    """First draws at neighboring positions are unrelated: chi-squared over 20 bins is in its usual range."""
     values = np.array(list(by_index(Tree(4000, drawn), batch_size=1000).values()))
     counts, _ = np.histogram(values, bins=20, range=(0, 1))
-    assert np.sum((counts - 200) ** 2 / 200) < 65  # 19 expected
+    assert np.sum((counts - 200) ** 2 / 200) < 65  # 19 expected.
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.08
 
 
-def test_a_sample_that_comes_twice_draws_twice() -> None:
-    """The place in the epoch counts, not the index."""
+def test_a_repeated_sample_draws_different_numbers() -> None:
+    """The position in the epoch counts, not the index."""
     with infeed.DataLoader(DRAWING, batch_size=4, sampler=[5] * 12, seed=3) as loader:
         values = flat([batch[1] for batch in collected(loader)])
     assert len(set(values)) == 12
@@ -152,8 +152,8 @@ def test_a_sample_that_comes_twice_draws_twice() -> None:
 # --- the generator itself
 
 
-def test_within_a_sample_it_is_the_same_object(light_engine: dict[str, Any]) -> None:
-    """Further calls go on where it stands; the next sample has another."""
+def test_get_rng_returns_the_same_object_within_a_sample(light_engine: dict[str, Any]) -> None:
+    """Further calls continue it; the next sample has another generator."""
 
     def draw(index: int) -> tuple[bool, float, float]:
         first, second = infeed.get_rng(), infeed.get_rng()
@@ -166,15 +166,15 @@ def test_within_a_sample_it_is_the_same_object(light_engine: dict[str, Any]) -> 
     assert len(set(values)) == 24
 
 
-def test_it_is_numpys_own_generator() -> None:
-    """With all that this can."""
+def test_it_is_a_numpy_generator() -> None:
+    """With its full API."""
     with infeed.DataLoader(Tree(2, lambda _: infeed.get_rng().normal(size=3)), batch_size=2) as loader:
         assert next(iter(loader)).shape == (2, 3)
     assert isinstance(infeed.get_rng(), np.random.Generator)
 
 
 def test_outside_of_a_loader_it_is_unseeded() -> None:
-    """Also after one was iterated in this thread, and while one is under way."""
+    """Also after an iteration in this thread, and while one is active."""
     np.random.seed(1)
     first = infeed.get_rng().random()
     np.random.seed(1)
@@ -191,7 +191,7 @@ def test_outside_of_a_loader_it_is_unseeded() -> None:
 
 
 def test_after_a_sample_that_raised_it_is_unseeded_again() -> None:
-    """The place is left whatever happens."""
+    """The sample's context is left in any case."""
 
     def fail(index: int) -> float:
         infeed.get_rng()
@@ -209,7 +209,7 @@ def test_after_a_sample_that_raised_it_is_unseeded_again() -> None:
 
 
 class Together:
-    """Is asked for several at once; each call draws once."""
+    """Has `__getitems__`; each call draws once."""
 
     def __len__(self) -> int:
         return 24
@@ -224,7 +224,7 @@ class Together:
         return [(index, number) for index in indices]
 
 
-def test_in_getitems_it_belongs_to_the_call(light_engine: dict[str, Any]) -> None:
+def test_in_getitems_each_call_has_a_generator(light_engine: dict[str, Any]) -> None:
     """One for each batch, the same in every kind of worker."""
     values = by_index(Together(), **light_engine)
     assert len(set(values.values())) == 6
@@ -237,8 +237,8 @@ def collate(samples: list[Any]) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("size", [4, None])
-def test_in_collate_fn_it_belongs_to_the_batch(size: int | None, light_engine: dict[str, Any]) -> None:
-    """Another than those of its samples; the same in every kind of worker, and others in the next epoch."""
+def test_in_collate_fn_each_batch_has_a_generator(size: int | None, light_engine: dict[str, Any]) -> None:
+    """It differs from those of its samples, is the same in every kind of worker, and changes with the epoch."""
 
     def collated(samples: Any) -> Any:
         return collate(samples if size else [samples])
@@ -256,7 +256,7 @@ def test_in_collate_fn_it_belongs_to_the_batch(size: int | None, light_engine: d
 
 
 class DrawingStream:
-    """Draws for each element, twice."""
+    """Draws twice for each element."""
 
     def __init__(self, count: int, *, shares: bool = False) -> None:
         self.count, self.shares = count, shares
@@ -280,7 +280,7 @@ def stream_draws(**options: Any) -> dict[int, float]:
     return {number: value for number, value, _ in rows}
 
 
-def test_in_a_stream_it_belongs_to_the_element(light_engine: dict[str, Any]) -> None:
+def test_each_element_of_an_iterable_dataset_has_a_generator(light_engine: dict[str, Any]) -> None:
     """The same in every kind of worker, for any batch size."""
     expected = stream_draws()
     assert len(set(expected.values())) == 20
@@ -290,8 +290,8 @@ def test_in_a_stream_it_belongs_to_the_element(light_engine: dict[str, Any]) -> 
 
 
 @pytest.mark.process
-def test_shares_of_a_stream_draw_differently(forkserver: dict[str, Any]) -> None:
-    """Two workers at the same place of their shares have other generators; each time the same ones."""
+def test_shards_of_an_iterable_dataset_draw_differently(forkserver: dict[str, Any]) -> None:
+    """Two workers at the same position of their shards have different generators, the same in every run."""
 
     def draws() -> list[Any]:
         with infeed.DataLoader(DrawingStream(20, shares=True), batch_size=4, seed=3, **forkserver) as loader:
@@ -302,8 +302,8 @@ def test_shares_of_a_stream_draw_differently(forkserver: dict[str, Any]) -> None
     assert draws() == first
 
 
-def test_ranks_that_share_a_stream_draw_differently() -> None:
-    """Each rank reads all of it; its own elements have numbers of their own."""
+def test_ranks_that_share_an_iterable_dataset_draw_differently() -> None:
+    """Each rank reads all of it; its own elements have their own numbers."""
     values = []
     for rank in range(2):
         values += list(stream_draws(shard=(rank, 2), pad=False).values())
@@ -313,8 +313,8 @@ def test_ranks_that_share_a_stream_draw_differently() -> None:
 # --- loaders in datasets
 
 
-def test_a_loader_inside_of_a_dataset_keeps_its_generators_apart() -> None:
-    """The sample goes on with its own, the inner samples have theirs; the global generators likewise."""
+def test_a_loader_inside_a_dataset_has_separate_generators() -> None:
+    """The outer sample continues with its generator, inner samples have theirs; so do the global generators."""
 
     def outer(index: int) -> tuple[float, float, float, float]:
         rng = infeed.get_rng()
@@ -351,10 +351,10 @@ def logged(caplog: pytest.LogCaptureFixture, dataset: Any, **options: Any) -> li
 
 
 @pytest.mark.parametrize(("source", "name"), [("python", "random"), ("numpy", "numpy.random")])
-def test_threads_that_draw_from_the_global_generators_are_warned_of(
+def test_threads_that_draw_from_the_global_generators_get_a_warning(
     caplog: pytest.LogCaptureFixture, source: RandomSource, name: str
 ) -> None:
-    """Once, by name, with two cures."""
+    """Once, with the names of the generators and two fixes."""
     [message] = logged(caplog, RandomDataset(40, [source]))
     assert f"draws from {name}, " in message
     assert "infeed.get_rng()" in message
@@ -362,8 +362,8 @@ def test_threads_that_draw_from_the_global_generators_are_warned_of(
 
 
 @pytest.mark.torch
-def test_threads_that_draw_from_torch_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """The same for torch's default generator; several are named together."""
+def test_threads_that_draw_from_torch_get_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The same for torch's default generator; several generators are named together."""
     pytest.importorskip("torch")
     [message] = logged(caplog, RandomDataset(40, ["torch"]))
     assert "draws from torch, " in message
@@ -376,28 +376,28 @@ def test_threads_that_draw_from_torch_are_warned_of(caplog: pytest.LogCaptureFix
     [RandomDataset(40, ["infeed"]), Squares(40), Stream(40), DrawingStream(40), np.arange(40)],
     ids=lambda d: type(d).__name__,
 )
-def test_threads_that_do_not_are_not(caplog: pytest.LogCaptureFixture, dataset: Any) -> None:
+def test_threads_that_do_not_draw_from_global_generators_get_no_warning(caplog: pytest.LogCaptureFixture, dataset: Any) -> None:
     """Drawing from ``get_rng``, or not at all."""
     assert logged(caplog, dataset) == []
 
 
 class GlobalStream:
-    """A stream that draws from a global generator."""
+    """An iterable dataset that draws from a global generator."""
 
     def __iter__(self) -> Iterator[float]:
         for _ in range(20):
             yield random.random()
 
 
-def test_streams_and_collate_functions_in_threads_are_warned_of_too(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever part of the user's code draws."""
+def test_iterable_datasets_and_collate_functions_in_threads_get_a_warning_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Draws in any user code count."""
     assert len(logged(caplog, GlobalStream())) == 1
     assert len(logged(caplog, Squares(40), collate_fn=lambda samples: random.random())) == 1
 
 
 @pytest.mark.process
-def test_other_loaders_are_not_warned(caplog: pytest.LogCaptureFixture, forkserver: dict[str, Any]) -> None:
-    """Inline and in processes the global generators are seeded."""
+def test_other_loaders_get_no_warning(caplog: pytest.LogCaptureFixture, forkserver: dict[str, Any]) -> None:
+    """In the main process and in worker processes the global generators are seeded."""
     assert logged(caplog, RandomDataset(40), num_workers=0, worker="process") == []
     assert logged(caplog, RandomDataset(40), **{**forkserver, "worker": "process"}) == []
 
@@ -413,16 +413,16 @@ def drawn_unless_bad(index: int) -> tuple[int, float]:
 
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("indices", [None, [str(number) for number in range(30)]], ids=["numbers", "objects"])
-def test_draws_do_not_depend_on_samples_that_are_left_out(
+def test_draws_do_not_depend_on_skipped_samples(
     alone: dict[int, float], light_engine: dict[str, Any], size: int, indices: list[str] | None
 ) -> None:
-    """A sample draws what its position in the epoch gives it, wherever it stands in a batch without the bad ones."""
+    """A sample draws by its position in the epoch, whatever its row in a batch without bad samples."""
     options: dict[str, Any] = {"batch_size": size, "on_error": "skip", **light_engine}
     if indices is None:
         got = by_index(Tree(30, drawn_unless_bad), **options)
         assert got == {index: value for index, value in alone.items() if index % 5 != 1}
         return
-    # Indices that are no integers take another way to a worker.
+    # Indices that are not integers are sent to a worker differently.
     dataset = Tree(30, lambda index: drawn_unless_bad(int(index)))
     got = by_index(dataset, shuffle=False, sampler=indices, **options)
     assert got == {index: value for index, value in by_index(shuffle=False).items() if index % 5 != 1}

@@ -1,4 +1,4 @@
-"""Which samples an epoch has, and which of several processes gets them."""
+"""Which samples an epoch has, and which rank gets them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LAUNCHERS = {
 
 
 def epoch(dataset: Any = NUMBERS, **options: Any) -> list[int]:
-    """The samples of one epoch."""
+    """Returns the samples of one epoch."""
     with infeed.DataLoader(dataset, **{"batch_size": 8, "seed": 3, **options}) as loader:
         return flat(collected(loader))
 
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As on a machine without a launcher."""
+    """Simulates a machine without a launcher."""
     for names in LAUNCHERS.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
@@ -44,7 +44,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 # --- which samples
 
 
-def test_with_replacement_samples_come_again(light_engine: dict[str, Any]) -> None:
+def test_samples_repeat_with_replacement(light_engine: dict[str, Any]) -> None:
     """As many as the dataset has, some several times and some never; all kinds of workers agree."""
     drawn = epoch(sampler=RandomSampler(replacement=True), **light_engine)
 
@@ -54,14 +54,14 @@ def test_with_replacement_samples_come_again(light_engine: dict[str, Any]) -> No
 
 
 def test_weights_decide_how_often_a_sample_comes() -> None:
-    """A weight of zero never, a double weight twice as often; over several epochs."""
+    """Weight 0 never, twice the weight twice as often; over several epochs."""
     weights = [0.0] * 10 + [1.0] * 20 + [2.0] * 20
     with infeed.DataLoader(NUMBERS, batch_size=100, sampler=RandomSampler(weights, num_samples=3000), seed=3) as loader:
         counts = Counter(number for _ in range(2) for number in flat(collected(loader)))
 
     assert set(counts) == set(range(10, 50))
     light = sum(counts[index] for index in range(10, 30))
-    assert 1800 < light < 2200  # 2000 expected of 6000, standard deviation 37
+    assert 1800 < light < 2200  # 2000 of 6000 expected, standard deviation 37.
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_weights_decide_how_often_a_sample_comes() -> None:
     ],
 )
 def test_num_samples_is_the_length_of_an_epoch(options: dict[str, Any], distinct: int | None) -> None:
-    """More than the dataset has only if samples may come again; ``len`` knows."""
+    """It may exceed the dataset only with replacement; ``len`` is right."""
     with infeed.DataLoader(NUMBERS, batch_size=8, seed=3, sampler=RandomSampler(**options)) as loader:
         batches = collected(loader)
         assert len(batches) == len(loader) == -(-options["num_samples"] // 8)
@@ -91,7 +91,7 @@ SAMPLERS = [RandomSampler(replacement=True), RandomSampler(np.arange(50)), Rando
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["replacement", "weights", "num_samples"])
-def test_epochs_and_seeds_draw_other_samples(sampler: RandomSampler) -> None:
+def test_epochs_and_seeds_draw_different_samples(sampler: RandomSampler) -> None:
     """The same seed and epoch give the same samples again."""
     with infeed.DataLoader(NUMBERS, batch_size=8, seed=3, sampler=sampler) as loader:
         first, second = flat(collected(loader)), flat(collected(loader))
@@ -106,7 +106,7 @@ def test_shuffle_is_short_for_a_random_sampler() -> None:
     assert epoch(shuffle=True) == epoch(sampler=RandomSampler())
 
 
-def test_a_single_sample_can_be_drawn_for_ever() -> None:
+def test_a_single_sample_can_be_drawn_repeatedly() -> None:
     """Also from a dataset of one."""
     assert epoch(Tree(1, int), sampler=RandomSampler(replacement=True, num_samples=9)) == [0] * 9
     assert epoch(Tree(1, int), sampler=RandomSampler([0.5], num_samples=9)) == [0] * 9
@@ -118,23 +118,23 @@ def test_an_empty_dataset_has_an_empty_epoch() -> None:
     assert epoch(Tree(0, int), shuffle=True) == []
 
 
-def test_nothing_can_be_drawn_from_an_empty_dataset() -> None:
-    """It is said at the door."""
+def test_drawing_from_an_empty_dataset_is_an_error() -> None:
+    """The constructor raises."""
     with pytest.raises(infeed.ConfigError, match="num_samples=4"):
         infeed.DataLoader(Tree(0, int), sampler=RandomSampler(replacement=True, num_samples=4))
 
 
 @pytest.mark.torch
 def test_weights_may_be_a_tensor_or_any_sequence() -> None:
-    """Whatever NumPy makes an array of."""
+    """Anything that NumPy converts to an array."""
     torch = pytest.importorskip("torch")
     expected = epoch(sampler=RandomSampler(np.arange(50)))
     for weights in (list(range(50)), tuple(range(50)), range(50), torch.arange(50), np.arange(50, dtype=np.float16)):
         assert epoch(sampler=RandomSampler(weights)) == expected
 
 
-def test_weights_that_are_changed_later_have_no_influence() -> None:
-    """The loader was given what they were."""
+def test_later_changes_of_weights_have_no_effect() -> None:
+    """The loader copies them."""
     weights = np.ones(50)
     expected = epoch(sampler=RandomSampler(weights.copy()))
     with infeed.DataLoader(NUMBERS, batch_size=8, seed=3, sampler=RandomSampler(weights)) as loader:
@@ -170,8 +170,8 @@ def test_weights_that_are_changed_later_have_no_influence() -> None:
         ({"weights": [1e308] * 50}, r"weights must be finite"),
     ],
 )
-def test_a_wrong_random_sampler_is_refused_with_name_value_rule_and_cure(options: dict[str, Any], words: str) -> None:
-    """When it is made, or when the loader knows the length of the dataset."""
+def test_an_invalid_random_sampler_is_rejected_with_problem_and_fix(options: dict[str, Any], words: str) -> None:
+    """By its constructor, or when the loader knows the length of the dataset."""
     with pytest.raises(infeed.ConfigError, match=words):
         infeed.DataLoader(NUMBERS, sampler=RandomSampler(**options))
 
@@ -199,21 +199,21 @@ def test_a_wrong_random_sampler_is_refused_with_name_value_rule_and_cure(options
         ({"shard": {0, 2}}, r"shard=\{0, 2\} must be"),
     ],
 )
-def test_a_wrong_use_is_refused_with_name_value_rule_and_cure(options: dict[str, Any], words: str) -> None:
-    """At the door, in one message."""
+def test_an_invalid_use_is_rejected_with_problem_and_fix(options: dict[str, Any], words: str) -> None:
+    """By the constructor, in one message."""
     with pytest.raises(infeed.ConfigError, match=words):
         infeed.DataLoader(NUMBERS, **options)
 
 
-def test_a_stream_decides_its_own_samples() -> None:
-    """It cannot be asked for others."""
+def test_an_iterable_dataset_has_no_sampler() -> None:
+    """It decides its own samples."""
     with pytest.raises(infeed.ConfigError, match="sampler is not supported for iterable datasets"):
         infeed.DataLoader(Stream(9), sampler=RandomSampler(num_samples=3))
 
 
 @pytest.mark.parametrize("options", [{"batch_size": -(10**5000)}, {"shard": (10**5000, 2)}])
-def test_an_endless_number_is_refused_like_any_other(options: dict[str, Any]) -> None:
-    """With a ConfigError, whatever its length."""
+def test_a_huge_number_is_rejected(options: dict[str, Any]) -> None:
+    """Raises ConfigError, however many digits the number has."""
     with pytest.raises(infeed.ConfigError):
         infeed.DataLoader(NUMBERS, **options)
     with pytest.raises(infeed.ConfigError):
@@ -226,7 +226,7 @@ def test_an_endless_number_is_refused_like_any_other(options: dict[str, Any]) ->
 @pytest.mark.parametrize("pad", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_ranks_have_as_many_batches_and_see_every_sample(world: int, pad: bool) -> None:
-    """With padding also as many rows, and at most one repetition each; without, each sample exactly once."""
+    """With padding they have equal sizes, and at most one repetition each; without, each sample is used exactly once."""
     for length in (0, 1, 5, 6, 24, 25, 50):
         assert_shared_out(length, world, pad=pad)
 
@@ -252,7 +252,7 @@ def assert_shared_out(length: int, world: int, *, pad: bool) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_with_drop_last_ranks_have_full_batches_only(world: int) -> None:
-    """What does not fill a step of all ranks is left out for all."""
+    """What does not fill a step of all ranks is omitted on all ranks."""
     for rank in range(world):
         with infeed.DataLoader(NUMBERS, batch_size=4, shard=(rank, world), drop_last=True) as loader:
             batches = collected(loader)
@@ -261,8 +261,8 @@ def test_with_drop_last_ranks_have_full_batches_only(world: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"replacement": True}, {"weights": np.arange(50)}, {"num_samples": 24}])
-def test_ranks_share_what_is_drawn(options: dict[str, Any]) -> None:
-    """Together they have what one alone would have."""
+def test_ranks_share_the_drawn_samples(options: dict[str, Any]) -> None:
+    """Together they have what a single rank would have."""
     options = {"sampler": RandomSampler(**{"num_samples": 48, **options}), "batch_size": 4}
     alone = epoch(**options)
     ranks = [epoch(shard=(rank, 3), **options) for rank in range(3)]
@@ -270,7 +270,7 @@ def test_ranks_share_what_is_drawn(options: dict[str, Any]) -> None:
 
 
 def test_ranks_share_the_batches_of_a_batch_sampler() -> None:
-    """In turn; who would have none at the end gets a first one again."""
+    """In turn; a rank without a batch in the last round repeats a first one."""
     batches = [[number, number + 20] for number in range(7)]
     ranks = []
     for rank in range(3):
@@ -285,7 +285,7 @@ def test_ranks_share_the_batches_of_a_batch_sampler() -> None:
 
 
 def test_ranks_share_single_samples() -> None:
-    """``batch_size=None``: each rank has every third."""
+    """``batch_size=None``: each rank has every third sample."""
     ranks = []
     for rank in range(3):
         with infeed.DataLoader(Tree(9, int), batch_size=None, shard=(rank, 3)) as loader:
@@ -293,16 +293,16 @@ def test_ranks_share_single_samples() -> None:
     assert ranks == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 
-def test_numpy_integers_and_lists_are_a_shard() -> None:
-    """As they come from other libraries."""
+def test_shards_may_be_numpy_integers_and_lists() -> None:
+    """As returned by other libraries."""
     given: list[Any] = [(np.int64(1), np.int32(2)), [1, 2]]
     for shard in given:
         loader = infeed.DataLoader(NUMBERS, shard=shard)
         assert "shard=(1, 2)" in repr(loader)
 
 
-def test_without_a_seed_ranks_have_the_same_one() -> None:
-    """They do not talk to each other, so it is 0, and repr says so; alone it is drawn."""
+def test_ranks_without_a_seed_share_one() -> None:
+    """They do not communicate, so it is 0, and repr shows it; a single rank draws one."""
     for rank in range(2):
         loader = infeed.DataLoader(NUMBERS, shuffle=True, shard=(rank, 2))
         assert loader.seed == 0
@@ -316,8 +316,8 @@ def test_without_a_seed_ranks_have_the_same_one() -> None:
 
 
 @pytest.mark.parametrize("names", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_the_launchers_environment_sets_the_rank(names: tuple[str, str], no_launcher: pytest.MonkeyPatch) -> None:
-    """Of torchrun, MPI and Slurm."""
+def test_the_environment_of_the_launcher_sets_the_rank(names: tuple[str, str], no_launcher: pytest.MonkeyPatch) -> None:
+    """That of torchrun, MPI and Slurm."""
     no_launcher.setenv(names[0], "2")
     no_launcher.setenv(names[1], "5")
     loader = infeed.DataLoader(NUMBERS, batch_size=2, shuffle=True, shard="auto")
@@ -327,7 +327,7 @@ def test_the_launchers_environment_sets_the_rank(names: tuple[str, str], no_laun
 
 
 def test_ranks_are_looked_up_only_on_request(no_launcher: pytest.MonkeyPatch) -> None:
-    """An environment variable alone changes nothing."""
+    """An environment variable alone has no effect."""
     no_launcher.setenv("RANK", "1")
     no_launcher.setenv("WORLD_SIZE", "2")
     assert "shard" not in repr(infeed.DataLoader(NUMBERS))
@@ -335,24 +335,24 @@ def test_ranks_are_looked_up_only_on_request(no_launcher: pytest.MonkeyPatch) ->
     assert "shard=(0, 3)" in repr(infeed.DataLoader(NUMBERS, shard=(0, 3)))
 
 
-def test_without_a_launcher_this_process_is_alone(no_launcher: pytest.MonkeyPatch) -> None:
-    """Also if only one of the two variables is there."""
+def test_without_a_launcher_there_is_one_rank(no_launcher: pytest.MonkeyPatch) -> None:
+    """Also if only one of the two variables is set."""
     assert "shard" not in repr(infeed.DataLoader(NUMBERS, shard="auto"))
     no_launcher.setenv("RANK", "1")
     assert "shard" not in repr(infeed.DataLoader(NUMBERS, shard="auto"))
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", ""), ("0", "0"), ("1.0", "2")])
-def test_an_environment_that_cannot_be_is_shown(rank: str, size: str, no_launcher: pytest.MonkeyPatch) -> None:
-    """With both variables and a cure."""
+def test_a_contradictory_environment_is_reported(rank: str, size: str, no_launcher: pytest.MonkeyPatch) -> None:
+    """With both variables and a fix."""
     no_launcher.setenv("RANK", rank)
     no_launcher.setenv("WORLD_SIZE", size)
     with pytest.raises(infeed.ConfigError, match=rf"RANK='{rank}' and WORLD_SIZE='{size}' .*shard=\(rank, world_size\)"):
         infeed.DataLoader(NUMBERS, shard="auto")
 
 
-def test_torch_distributed_comes_before_the_environment(no_launcher: pytest.MonkeyPatch) -> None:
-    """If it is in use; else the environment is asked."""
+def test_torch_distributed_has_precedence_over_the_environment(no_launcher: pytest.MonkeyPatch) -> None:
+    """If it is initialized; otherwise the environment counts."""
     no_launcher.setenv("RANK", "0")
     no_launcher.setenv("WORLD_SIZE", "2")
     fake = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: 3, get_world_size=lambda: 4)
@@ -387,7 +387,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def column(batch: Any) -> list[int]:
-    """The numbers of a batch of a table."""
+    """Returns the numbers in a batch of a table."""
     first = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple | list) else batch
     numbers: list[int] = plain(first)
     return numbers
@@ -395,8 +395,8 @@ def column(batch: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("table", tables().values(), ids=tables())
-def test_tables_have_the_samples_that_any_dataset_has(table: Any, options: dict[str, Any]) -> None:
-    """Arrays that are gathered give the same epoch as a dataset that is asked, and are resumable."""
+def test_tables_yield_the_same_samples_as_other_datasets(table: Any, options: dict[str, Any]) -> None:
+    """Gathered arrays give the same epoch as `__getitem__`, and can be resumed."""
     with infeed.DataLoader(table, batch_size=8, seed=3, **options) as loader:
         batches = list(loader)
         assert len(loader) == len(batches)
@@ -407,8 +407,8 @@ def test_tables_have_the_samples_that_any_dataset_has(table: Any, options: dict[
 
 @pytest.mark.torch
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_tensor_dataset_has_the_samples_that_any_dataset_has(options: dict[str, Any]) -> None:
-    """The same for torch's own."""
+def test_a_tensor_dataset_yields_the_same_samples_as_other_datasets(options: dict[str, Any]) -> None:
+    """The same for torch's TensorDataset."""
     torch = pytest.importorskip("torch")
     dataset = torch.utils.data.TensorDataset(torch.arange(50), torch.zeros(50, 2))
     with infeed.DataLoader(dataset, batch_size=8, seed=3, **options) as loader:
@@ -417,14 +417,14 @@ def test_a_tensor_dataset_has_the_samples_that_any_dataset_has(options: dict[str
         assert_resumable(loader)
 
 
-def test_a_table_of_the_wrong_length_for_its_weights_is_refused() -> None:
+def test_a_table_whose_length_differs_from_its_weights_is_rejected() -> None:
     """Rows count, not columns."""
     with pytest.raises(infeed.ConfigError, match="weights has 2 numbers for 50 samples"):
         infeed.DataLoader((np.arange(50), np.arange(50)), sampler=RandomSampler([1, 1]))
 
 
-def test_a_state_of_a_table_is_good_for_a_dataset_of_the_same_rows() -> None:
-    """What is loaded does not depend on how."""
+def test_a_state_of_a_table_fits_a_dataset_of_the_same_rows() -> None:
+    """The samples do not depend on how they are loaded."""
     with infeed.DataLoader(np.arange(50), batch_size=8, shuffle=True, seed=3) as table:
         iterator = iter(table)
         begun = [plain(next(iterator)) for _ in range(2)]
@@ -437,8 +437,8 @@ def test_a_state_of_a_table_is_good_for_a_dataset_of_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("options", [{"sampler": list(range(10)) * 3, "batch_size": 4}, {"batch_sampler": [[1, 2, 3, 4]] * 9}])
-def test_a_sampler_that_yields_more_than_the_dataset_has_is_resumable(options: dict[str, Any]) -> None:
-    """As a sampler with replacement does."""
+def test_a_sampler_longer_than_the_dataset_can_be_resumed(options: dict[str, Any]) -> None:
+    """For example a sampler with replacement."""
     with infeed.DataLoader(Squares(10), seed=3, **options) as loader:
         assert_resumable(loader)
 
@@ -452,8 +452,8 @@ def test_a_sampler_that_yields_more_than_the_dataset_has_is_resumable(options: d
         pytest.param(2, 2, 3),
     ],
 )
-def test_ranks_that_share_a_stream_may_change_or_are_refused(world: int, then: int, size: int) -> None:
-    """Another number of ranks, or another batch size: each element once over both runs, or an error that says why not."""
+def test_changing_ranks_of_an_iterable_dataset_resumes_or_raises(world: int, then: int, size: int) -> None:
+    """With another number of ranks or batch size, both runs read each element once, or the error gives the reason."""
     seen: list[int] = []
     state: dict[str, Any] = {}
     for rank in range(world):
@@ -470,8 +470,8 @@ def test_ranks_that_share_a_stream_may_change_or_are_refused(world: int, then: i
     assert sorted(seen) == list(range(48))
 
 
-def test_without_workers_a_sampler_is_asked_when_the_loop_asks() -> None:
-    """One that depends on what the loop has done sees all of it, and nothing is lost if the loop is left."""
+def test_without_workers_a_sampler_is_read_on_demand() -> None:
+    """A sampler that depends on the loop's actions sees all of them, and nothing is lost if the loop is left."""
     done: list[int] = []
     adaptive = infeed.DataLoader(range(9), sampler=Adaptive(done))
     for batch in adaptive:
@@ -483,7 +483,7 @@ def test_without_workers_a_sampler_is_asked_when_the_loop_asks() -> None:
 
 
 class Adaptive:
-    """Yields how many samples the loop has had."""
+    """Yields how many samples the loop has received."""
 
     def __init__(self, done: list[int]) -> None:
         self.done = done
@@ -493,8 +493,8 @@ class Adaptive:
             yield len(self.done)
 
 
-def test_a_batch_sampler_that_yields_something_else_raises_once(light_engine: dict[str, Any]) -> None:
-    """In its turn; the batches behind it follow."""
+def test_an_invalid_batch_of_a_batch_sampler_raises_once(light_engine: dict[str, Any]) -> None:
+    """In order; the following batches are delivered."""
     with infeed.DataLoader(range(9), batch_sampler=[[0], 5, [1, 2]], **light_engine) as loader:
         batches = iter(loader)
         assert next(batches).tolist() == [0]

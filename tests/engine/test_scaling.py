@@ -1,4 +1,4 @@
-"""A crew that grows and shrinks while it loads: the batches are the same, and who left leaves nothing behind (P1, P2, P5)."""
+"""Scaling during an epoch: batches do not change, and stopped workers leave nothing behind (P1, P2, P5)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.helpers import Stream, Tree, collected, engine_of, kill_process, plai
 MOST = 4
 LENGTH = 240
 # Two kills per epoch, none at its end, where the next epoch is already loading: on a busy machine both can hit a worker that
-# has the same batch, and a batch whose workers die too often is given up.
+# loads the same batch, and a batch whose workers die too often fails.
 KILL_STEPS = (15, 39)
 
 
 class Draws:
-    """Sample ``i`` is ``i`` and what is drawn for it, from a generator that all kinds of workers have."""
+    """Sample ``i`` is ``i`` and a number from a generator that all kinds of workers have."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -49,7 +49,7 @@ def pool(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: bool = False) -> Iterator[Any]:
-    """One epoch, with another number of workers before every few batches, and now and then a worker killed."""
+    """Loads one epoch, with another number of workers every few batches, and sometimes kills a worker."""
     for step, batch in enumerate(loader):
         yield plain(batch)
         if rng.random() < 0.5:
@@ -61,8 +61,8 @@ def epoch_with_changes(loader: infeed.DataLoader, rng: random.Random, *, kills: 
 
 
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["rows", "collated"])
-def test_batches_do_not_depend_on_how_many_workers_come_and_go(pool: dict[str, Any], collate_fn: Any) -> None:
-    """Bit for bit those of a loader without workers: every sample once, in order, with the same random numbers."""
+def test_batches_do_not_depend_on_added_and_removed_workers(pool: dict[str, Any], collate_fn: Any) -> None:
+    """Bit-identical to a loader without workers: every sample once, in order, with the same random numbers."""
     options: dict[str, Any] = {"batch_size": 5, "shuffle": True, "seed": 3, "collate_fn": collate_fn}
     alone = infeed.DataLoader(Draws(), **options)
     rng = random.Random(5)
@@ -72,8 +72,8 @@ def test_batches_do_not_depend_on_how_many_workers_come_and_go(pool: dict[str, A
 
 
 @pytest.mark.process
-def test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave() -> None:
-    """A death among those that leave, that come and that stay is as any other."""
+def test_batches_do_not_depend_on_workers_killed_during_scaling() -> None:
+    """The death of a starting, running or stopping worker is handled like any other."""
     options: dict[str, Any] = {"batch_size": 5, "shuffle": True, "seed": 3}
     alone = infeed.DataLoader(Draws(), **options)
     rng = random.Random(6)
@@ -82,8 +82,8 @@ def test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave() -
             assert list(epoch_with_changes(loader, rng, kills=True)) == collected(alone)
 
 
-def test_who_leaves_is_gone_and_who_comes_works(process_engine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """A smaller pool has fewer processes, and their end is not taken for a death; a larger one has more."""
+def test_removed_workers_exit_and_added_workers_load(process_engine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A smaller pool has fewer processes, and their exit does not count as a death; a larger pool has more."""
     with (
         caplog.at_level(logging.DEBUG, "infeed"),
         closing(infeed.DataLoader(Tree(10_000, lambda i: i), batch_size=2, **process_engine)) as loader,
@@ -103,8 +103,8 @@ def test_who_leaves_is_gone_and_who_comes_works(process_engine: dict[str, Any], 
     assert "died" not in caplog.text
 
 
-def test_there_is_always_a_worker_and_never_more_than_there_may_be(forkserver: dict[str, Any]) -> None:
-    """What is asked for beyond is held to that."""
+def test_the_number_of_workers_stays_within_its_limits(forkserver: dict[str, Any]) -> None:
+    """Requests beyond the limits are clamped."""
     with closing(infeed.DataLoader(Tree(10_000, lambda i: i), batch_size=2, **forkserver)) as loader:
         batches = iter(loader)
         next(batches)
@@ -113,8 +113,8 @@ def test_there_is_always_a_worker_and_never_more_than_there_may_be(forkserver: d
             wait_until(lambda had=had: next(batches) is not None and len(pids_of(loader)) == had, f"{had} workers")
 
 
-def test_a_stream_keeps_its_workers(forkserver: dict[str, Any]) -> None:
-    """Its order depends on how many read it."""
+def test_an_iterable_dataset_keeps_its_workers(forkserver: dict[str, Any]) -> None:
+    """Its order depends on the number of workers."""
     with closing(infeed.DataLoader(Stream(200), batch_size=2, **forkserver)) as loader:
         batches = iter(loader)
         first = plain(next(batches))
@@ -126,12 +126,12 @@ def test_a_stream_keeps_its_workers(forkserver: dict[str, Any]) -> None:
 
 
 def skip(batches: Iterator[Any]) -> bool:
-    """Many at a time: the engine reads messages only when no batch is ready, and looking at processes is slow."""
+    """Skips many batches at a time: the engine reads messages only when no batch is ready, and listing processes is slow."""
     return all(next(batches) is not None for _ in range(300))
 
 
 class StartsSlowly:
-    """A ``worker_init_fn`` that does not return in the second worker, if that is started after a file appeared."""
+    """A ``worker_init_fn`` that blocks in the second worker, if it starts after a file exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -143,8 +143,8 @@ class StartsSlowly:
 
 
 @pytest.mark.parametrize("ends_by", ["looking", "closing"])
-def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, Any], tmp_path: Path, ends_by: str) -> None:
-    """It is killed after a moment, when the loop asks for a batch or at close, without a wait."""
+def test_a_worker_that_never_starts_can_be_removed(process_engine: dict[str, Any], tmp_path: Path, ends_by: str) -> None:
+    """It is killed after a moment, when the loop requests a batch or at close, without a wait."""
     options: dict[str, Any] = {"batch_size": 2, "worker_init_fn": StartsSlowly(tmp_path), **process_engine}
     with closing(infeed.DataLoader(Tree(100_000, lambda i: i), **options)) as loader:
         batches = iter(loader)
@@ -162,10 +162,10 @@ def test_a_worker_that_never_starts_can_be_let_go_of(process_engine: dict[str, A
     assert not worker_processes()
 
 
-def test_a_pool_that_cannot_grow_goes_on_as_it_is(
+def test_a_pool_that_cannot_grow_keeps_its_workers(
     forkserver: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit of the system is no reason to lose what works: the log says why there are no more."""
+    """If the system's limit prevents more workers, the existing ones continue and the log gives the reason."""
 
     def refuse(pool: ProcessPool, worker: WorkerId) -> None:
         raise WorkerStartError("no processes left")
@@ -184,8 +184,8 @@ def test_a_pool_that_cannot_grow_goes_on_as_it_is(
         assert "staying at 1 worker: " in caplog.text
 
 
-def test_threads_that_left_are_gone() -> None:
-    """Their number may be used again while the old one is still about to end."""
+def test_removed_threads_end() -> None:
+    """Their number may be used again while the old thread is still ending."""
     with closing(infeed.DataLoader(Tree(10_000, lambda i: i), batch_size=2, num_workers=MOST, worker="thread")) as loader:
         batches = iter(loader)
         next(batches)
@@ -201,7 +201,7 @@ def test_threads_that_left_are_gone() -> None:
 
 
 class SlowStart:
-    """A runner whose start takes until it is let."""
+    """A runner whose start blocks until it is released."""
 
     def __init__(self, may_start: threading.Event) -> None:
         self._may_start = may_start
@@ -217,7 +217,7 @@ class SlowStart:
 
 
 def test_messages_of_a_stopped_thread_are_dropped() -> None:
-    """Another has its number by then, and would be taken for ready."""
+    """The number belongs to another thread by then, which would look ready."""
     first, second = threading.Event(), threading.Event()
     gates = [first, second]
     pool = ThreadPool(lambda worker, recalls: SlowStart(gates.pop(0)))  # type: ignore[arg-type, return-value]

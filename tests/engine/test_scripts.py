@@ -1,4 +1,4 @@
-"""Real scripts in fresh interpreters: no main guard, no importable module, strange places to start workers from."""
+"""Real scripts in new interpreters: no main guard, no importable module, unusual places to start workers from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable"))
 
-# Everything in it lives in `__main__`: dataset, sample class, exception, closure, lambda. There is no guard.
+# All of it is defined in `__main__`: dataset, sample class, exception, closure, lambda. There is no guard.
 EVERYTHING_IN_MAIN = """
 import sys
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ caught Bad 7 it is bad
 
 
 def prepared(method: str, code: str) -> tuple[str, str]:
-    """The script for a way of starting workers, and the start method to pass to it."""
+    """Returns the script for a start method, and the method to pass to it."""
     return (WINDOWS + code, "auto") if method == "portable" else (code, method)
 
 
@@ -105,8 +105,8 @@ def test_a_script_without_guard_runs_once(tmp_path: Path, method: str) -> None:
 
 
 @METHODS
-def test_code_given_on_the_command_line_runs_once(tmp_path: Path, method: str) -> None:
-    """``python -c``: there is not even a file that could be imported."""
+def test_code_on_the_command_line_runs_once(tmp_path: Path, method: str) -> None:
+    """``python -c``: there is no file that could be imported."""
     journal = Journal(tmp_path / "journal")
     code, start_method = prepared(method, EVERYTHING_IN_MAIN)
     result = start_python(["-c", code, str(journal.path), start_method], cwd=tmp_path).finish()
@@ -115,8 +115,8 @@ def test_code_given_on_the_command_line_runs_once(tmp_path: Path, method: str) -
     assert journal.lines() == ["top level"]
 
 
-def test_code_from_the_standard_input_runs_once(tmp_path: Path) -> None:
-    """``python - < script``: the same, and workers do not read what is left of the input."""
+def test_code_from_standard_input_runs_once(tmp_path: Path) -> None:
+    """``python - < script``: workers do not read the rest of the input either."""
     journal = Journal(tmp_path / "journal")
     result = start_python(["-", str(journal.path), "auto"], cwd=tmp_path, stdin=EVERYTHING_IN_MAIN).finish()
     assert_clean(result)
@@ -125,7 +125,7 @@ def test_code_from_the_standard_input_runs_once(tmp_path: Path) -> None:
 
 
 def test_a_package_run_as_a_module_runs_once(tmp_path: Path) -> None:
-    """``python -m package``: classes of its __main__ and of its other modules both arrive."""
+    """``python -m package``: classes of its __main__ and of its other modules can be pickled."""
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -140,8 +140,8 @@ def test_a_package_run_as_a_module_runs_once(tmp_path: Path) -> None:
     assert journal.lines() == ["top level"]
 
 
-def test_cells_of_a_notebook_can_redefine_the_dataset(tmp_path: Path) -> None:
-    """Code that is executed in the namespace of __main__ without a file, cell by cell, as IPython does it."""
+def test_notebook_cells_can_redefine_the_dataset(tmp_path: Path) -> None:
+    """Code runs in the namespace of __main__ without a file, cell by cell, as in IPython."""
     code = """
     import sys, types
     main = types.ModuleType("__main__")
@@ -168,7 +168,7 @@ def test_cells_of_a_notebook_can_redefine_the_dataset(tmp_path: Path) -> None:
     assert result.out == "[[0, 1, 2]]\n[0, 10, 20]\n"
 
 
-# A loader that is used in a process of somebody else's pool. `load` is what runs there.
+# Uses a loader in a process of another library's pool. `load` runs there.
 IN_A_POOL = """
 import multiprocessing, sys
 import concurrent.futures
@@ -214,7 +214,7 @@ if __name__ == "__main__":
     ],
 )
 def test_a_loader_works_in_a_process_of_another_pool(tmp_path: Path, how: str, method: str) -> None:
-    """Daemonic processes may not have children of multiprocessing; ours are none, and end with them."""
+    """Daemonic processes may not have children of multiprocessing; infeed's are none, and end with them."""
     result = run_script(tmp_path, IN_A_POOL, how, method)
     assert result.code == 0, result.err
     assert "Traceback" not in result.err
@@ -224,7 +224,7 @@ def test_a_loader_works_in_a_process_of_another_pool(tmp_path: Path, how: str, m
 @METHODS
 @pytest.mark.torch
 def test_a_worker_does_not_import_torch_unless_the_dataset_does(tmp_path: Path, method: str) -> None:
-    """torch in the user's process costs workers nothing: neither its second nor its memory."""
+    """Importing torch in the user's process costs workers neither time nor memory."""
     code = """
     import sys
     import torch
@@ -237,13 +237,13 @@ def test_a_worker_does_not_import_torch_unless_the_dataset_does(tmp_path: Path, 
     """
     pytest.importorskip("torch")
     code, start_method = prepared(method, dedent(code))
-    result = run_script(tmp_path, code, start_method, seconds=120)  # importing torch may take 20 s on Windows
+    result = run_script(tmp_path, code, start_method, seconds=120)  # Importing torch may take 20 s on Windows.
     assert_clean(result)
     assert result.out == "[[False, False], [False, False]]\n"
 
 
 def test_importing_infeed_does_not_import_torch(tmp_path: Path) -> None:
-    """Neither does loading arrays with it."""
+    """Nor does loading arrays with it."""
     result = run_script(tmp_path, dedent("""
         import sys, infeed, numpy as np
         list(infeed.DataLoader(np.arange(10), batch_size=2, num_workers=2))
@@ -255,8 +255,8 @@ def test_importing_infeed_does_not_import_torch(tmp_path: Path) -> None:
 
 
 @METHODS
-def test_what_workers_print_appears(tmp_path: Path, method: str) -> None:
-    """print in a dataset is seen, each line whole, also if it is the last thing before the end."""
+def test_output_of_workers_appears(tmp_path: Path, method: str) -> None:
+    """Each printed line is complete, also if it is printed just before the end."""
     code = """
     import sys
     import infeed
@@ -280,8 +280,8 @@ def test_what_workers_print_appears(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-W", "error"], ["-X", "dev"], ["-OO"]], ids=" ".join)
-def test_flags_of_the_interpreter_are_no_trouble(tmp_path: Path, flags: list[str]) -> None:
-    """Isolated, with warnings as errors, in development mode, optimised: workers start and say nothing."""
+def test_interpreter_flags_work(tmp_path: Path, flags: list[str]) -> None:
+    """Isolated mode, warnings as errors, development mode, optimization: workers start without output."""
     code = f"import sys; sys.path[:] = {[path for path in sys.path if path]!r}\n" + dedent("""
         import infeed
         class Data:
@@ -297,8 +297,8 @@ def test_flags_of_the_interpreter_are_no_trouble(tmp_path: Path, flags: list[str
     assert result.out == "[[0, 1], [2, 3]]\n" * 2
 
 
-def test_a_module_beside_the_script_is_found_by_workers(tmp_path: Path) -> None:
-    """What the script imports from its own folder, and from folders that it adds to sys.path, workers import too."""
+def test_workers_find_modules_beside_the_script(tmp_path: Path) -> None:
+    """Workers import from the script's folder, and from folders that it adds to sys.path."""
     (tmp_path / "beside.py").write_text(dedent("""
         class Data:
             def __len__(self): return 2
@@ -321,12 +321,10 @@ def test_a_module_beside_the_script_is_found_by_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_installed", [False, True], ids=["beside", "installed"])
-def test_modules_that_read_the_command_line_when_they_are_imported_find_it_in_workers(
-    tmp_path: Path, is_installed: bool
-) -> None:
-    """As with torch's workers: options of a program in a module of its own, which the dataset's imports.
+def test_modules_that_read_sys_argv_on_import_find_it_in_workers(tmp_path: Path, is_installed: bool) -> None:
+    """As with torch's workers: a module that parses the program's options, imported by the module of the dataset.
 
-    Those that are installed are imported by the fork server, before there is a worker.
+    The fork server imports installed modules before any worker starts.
     """
     installed = Path(sysconfig.get_path("purelib", f"{os.name}_user", vars={"userbase": str(tmp_path / "base")}))
     folder = installed if is_installed else tmp_path
@@ -387,8 +385,8 @@ with infeed.DataLoader(data, 2, num_workers=2, start_method=sys.argv[1], timeout
 
 
 @pytest.mark.parametrize("method", ["auto", "spawn"])
-def test_what_user_code_has_put_into_a_queue_arrives_although_workers_end(tmp_path: Path, method: str) -> None:
-    """As with torch's, which end with every epoch: they do so as processes of multiprocessing do."""
+def test_items_in_a_queue_arrive_although_workers_end(tmp_path: Path, method: str) -> None:
+    """As with torch's workers, which end with every epoch: they flush queues as processes of multiprocessing do."""
     arrived = dedent("""
         missing = {0, 1, 2, 3}
         while missing:  # some come twice: the next epoch was begun
@@ -400,16 +398,16 @@ def test_what_user_code_has_put_into_a_queue_arrives_although_workers_end(tmp_pa
 
 @pytest.mark.parametrize("method", ["auto", "spawn"])
 def test_an_unread_queue_does_not_delay_the_end_of_workers(tmp_path: Path, method: str) -> None:
-    """A pipe takes 64 KiB, and the thread that writes into it waits for ever."""
+    """A pipe holds 64 KiB, and the thread that writes to it blocks forever."""
     result = run_script(tmp_path, QUEUEING, method, "large")
     assert_clean(result)
     for text in ("[[0, 1], [2, 3]]", *(f"printed {index}" for index in range(4))):
-        assert text in result.out  # what was printed is seen all the same
+        assert text in result.out  # Printed text is still seen.
 
 
 @pytest.mark.parametrize("method", ["auto", "spawn"])
-def test_a_module_that_iterates_a_loader_when_it_is_imported_starts_no_workers_without_end(tmp_path: Path, method: str) -> None:
-    """Workers import it, and load by themselves what it asks for there; the log says so."""
+def test_a_module_that_iterates_a_loader_on_import_does_not_start_workers_recursively(tmp_path: Path, method: str) -> None:
+    """Workers import the module, and load in the same process there; the log says so."""
     (tmp_path / "data.py").write_text(dedent(f"""
         import infeed
         class Data:
@@ -420,13 +418,13 @@ def test_a_module_that_iterates_a_loader_when_it_is_imported_starts_no_workers_w
     """))  # fmt: skip
     result = run_script(tmp_path, "import data; print(data.total)")
     assert (result.code, result.out) == (0, "6\n")
-    (told,) = set(result.err.splitlines())
-    assert told.startswith("a loader runs without workers, because a module that workers import iterates it")
+    (warning,) = set(result.err.splitlines())
+    assert warning.startswith("a loader runs without workers, because a module that workers import iterates it")
 
 
 @pytest.mark.linux("needs os.fork")
-def test_two_ends_of_a_worker_do_not_race(tmp_path: Path) -> None:
-    """Its pipe ends and its parent is gone: who comes second lets the first send what is queued."""
+def test_two_shutdown_paths_of_a_worker_do_not_race(tmp_path: Path) -> None:
+    """Its pipe closes and its parent is gone: the second path lets the first flush the queues."""
     result = run_script(tmp_path, dedent("""
         import multiprocessing, os, threading, time
         from infeed.workers.main import leave

@@ -1,4 +1,4 @@
-"""Random numbers in the dataset: decided by the seed, whoever loads; and the user's own are left alone."""
+"""Random numbers in the dataset depend only on the seed; the user's own generators are not changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import Journal, Tree, collected, wait_until
 
 
 def loaded(dataset: Any, **options: Any) -> list[Any]:
-    """Two epochs."""
+    """Returns two epochs."""
     with infeed.DataLoader(dataset, **{"batch_size": 8, "shuffle": True, "seed": 42, **options}) as loader:
         return [collected(loader) for _ in range(2)]
 
@@ -42,7 +42,7 @@ def test_draws_do_not_depend_on_the_workers(inline: list[Any], start_method: Any
 @pytest.mark.torch
 @pytest.mark.parametrize(("workers", "start_method"), [(1, "forkserver"), (3, "forkserver"), (1, "spawn")])
 def test_draws_from_torch_do_not_depend_on_the_workers(workers: int, start_method: Any) -> None:
-    """The same for torch's default generator (P2); in a spawned worker it is imported in the middle of the first grain."""
+    """The same for torch's default generator (P2); a spawned worker imports torch in the middle of the first grain."""
     pytest.importorskip("torch")
     dataset = RandomDataset(50, ["python", "numpy", "torch"])
     assert loaded(dataset, num_workers=workers, start_method=start_method, timeout=30) == loaded(dataset)
@@ -61,14 +61,14 @@ def test_draws_from_torch_do_not_depend_on_the_workers(workers: int, start_metho
         pytest.param({"shuffle": False, "batch_size": 1, "batch_sampler": [[1, 2, 3]] * 9}, id="the same batch again"),
     ],
 )
-def test_draws_do_not_depend_on_how_batches_are_made(options: dict[str, Any]) -> None:
-    """Inline and processes agree for every way of making batches (P2)."""
+def test_draws_do_not_depend_on_how_batches_are_collated(options: dict[str, Any]) -> None:
+    """Main process and workers agree for every way of making batches (P2)."""
     assert loaded(RandomDataset(50), num_workers=3, timeout=30, **options) == loaded(RandomDataset(50), **options)
 
 
 @pytest.mark.process
 def test_draws_do_not_depend_on_how_a_batch_is_split(tmp_path: Any) -> None:
-    """Samples of uneven speed are dealt out differently each time, and draw the same numbers each time (P2)."""
+    """Samples of uneven speed are distributed differently each time, and draw the same numbers (P2)."""
     import time
 
     class Jittery(RandomDataset):
@@ -81,8 +81,8 @@ def test_draws_do_not_depend_on_how_a_batch_is_split(tmp_path: Any) -> None:
 
 
 @pytest.mark.process
-def test_draws_in_a_stream_do_not_depend_on_the_workers() -> None:
-    """A stream's elements draw the same numbers inline and in a process (P2)."""
+def test_draws_in_an_iterable_dataset_do_not_depend_on_the_workers() -> None:
+    """Its elements draw the same numbers in the main process and in a worker (P2)."""
 
     class Drawing:
         def __iter__(self) -> Iterator[dict[str, float]]:
@@ -119,14 +119,14 @@ def test_samples_epochs_and_seeds_draw_differently(every_engine: dict[str, Any])
     ],
 )
 def test_every_way_of_drawing_is_seeded(draw: Any) -> None:
-    """Whichever function a dataset uses, workers draw what inline loading draws."""
+    """Whichever function a dataset uses, workers draw what the main process draws."""
     dataset = Tree(12, lambda index: str(draw()))
     assert loaded(dataset, num_workers=2, timeout=30) == loaded(dataset)
 
 
 @pytest.mark.process
 def test_names_imported_from_random_are_seeded_too() -> None:
-    """``from random import random`` before the loader exists: the worker's own generator is drawn from."""
+    """With ``from random import random`` before the loader exists, the worker's own generator is used."""
     from random import random as drawn
 
     dataset = Tree(12, lambda index: (drawn(), index))
@@ -136,8 +136,8 @@ def test_names_imported_from_random_are_seeded_too() -> None:
 
 
 @pytest.mark.torch
-def test_the_users_generators_are_as_they_were(engine: dict[str, Any]) -> None:
-    """Whatever the dataset draws or seeds, the user's own random numbers go on as if nothing had happened (P8)."""
+def test_the_users_generators_are_unchanged(engine: dict[str, Any]) -> None:
+    """Whatever the dataset draws or seeds, the user's own random numbers continue undisturbed (P8)."""
     torch = pytest.importorskip("torch")
     if engine.get("worker") == "thread":
         pytest.skip("thread workers share the user's global generators")
@@ -159,8 +159,8 @@ def test_the_users_generators_are_as_they_were(engine: dict[str, Any]) -> None:
     assert state() == before
 
 
-def test_the_users_generators_are_given_back_after_an_error() -> None:
-    """Also if a sample raises in the middle (P8)."""
+def test_the_users_generators_are_restored_after_an_error() -> None:
+    """A sample raises in the middle (P8)."""
 
     def fail(index: int) -> float:
         random.random()
@@ -172,8 +172,8 @@ def test_the_users_generators_are_given_back_after_an_error() -> None:
     assert random.getstate() == before
 
 
-def test_the_users_process_stays_theirs(engine: dict[str, Any]) -> None:
-    """Environment, signal handlers, start method, folder and warnings are untouched by a loader (P8)."""
+def test_the_users_process_is_unchanged(engine: dict[str, Any]) -> None:
+    """A loader changes no environment variable, signal handler, start method, working directory or warning filter (P8)."""
     import sys
     import warnings
 
@@ -197,7 +197,7 @@ def test_the_users_process_stays_theirs(engine: dict[str, Any]) -> None:
 
 
 def test_worker_init_fn_runs_once_in_each_worker_with_its_number(engine: dict[str, Any], tmp_path: Any) -> None:
-    """It runs before the first sample, in the worker, once however many epochs; with no workers it does not run."""
+    """Before the first sample, in the worker, once for all epochs; without workers it does not run."""
     journal = Journal(tmp_path / "journal")
     with infeed.DataLoader(range(8), batch_size=2, worker_init_fn=journal.write, **engine) as loader:
         for _ in range(2):
@@ -207,8 +207,8 @@ def test_worker_init_fn_runs_once_in_each_worker_with_its_number(engine: dict[st
 
 
 @pytest.mark.process
-def test_what_worker_init_fn_sets_the_dataset_sees(process_engine: dict[str, Any]) -> None:
-    """It can open what the dataset needs: get_worker_info().dataset is the very object that is asked."""
+def test_changes_of_worker_init_fn_are_visible_in_the_dataset(process_engine: dict[str, Any]) -> None:
+    """It can open what the dataset needs: get_worker_info().dataset is the object that loads."""
 
     class Opened:
         handle: str | None = None
@@ -229,8 +229,8 @@ def test_what_worker_init_fn_sets_the_dataset_sees(process_engine: dict[str, Any
         assert list(loader) == [["open"] * 3] * 2
 
 
-def test_worker_info_names_the_worker_from_inside(engine: dict[str, Any]) -> None:
-    """Inside a worker: its number, how many there are, its seed; outside, and inline, None."""
+def test_worker_info_is_available_only_in_workers(engine: dict[str, Any]) -> None:
+    """In a worker: its number, the number of workers and its seed; elsewhere None."""
 
     def who(index: int) -> Any:
         info = infeed.get_worker_info()
@@ -247,8 +247,8 @@ def test_worker_info_names_the_worker_from_inside(engine: dict[str, Any]) -> Non
 
 
 @pytest.mark.process
-def test_workers_have_different_seeds_that_follow_the_loaders() -> None:
-    """get_worker_info().seed differs between workers and is the same again for the same loader seed."""
+def test_workers_have_different_seeds_derived_from_the_loader_seed() -> None:
+    """get_worker_info().seed differs between workers and is the same for the same loader seed."""
 
     def seeds() -> set[str]:
         found: set[str] = set()
@@ -271,21 +271,21 @@ def test_workers_have_different_seeds_that_follow_the_loaders() -> None:
 
 
 @pytest.mark.process
-def test_workers_see_the_environment_and_folder_of_the_user(
+def test_workers_have_the_environment_and_folder_of_the_user(
     process_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """As they are when the workers start, also what was set after infeed's first use."""
+    """As at the start of the workers, including changes after infeed's first use."""
     with infeed.DataLoader(Tree(2, lambda i: i), **process_engine) as loader:
         collected(loader)
     monkeypatch.setenv("INFEED_TEST", "later")
     monkeypatch.chdir(tmp_path)
 
-    class Text(str): ...  # a class that workers do not know
+    class Text(str): ...  # A class that workers do not know.
 
-    monkeypatch.setattr("sys.argv", ["train.py", Text("--later"), None])  # what is no argument is left out
+    monkeypatch.setattr("sys.argv", ["train.py", Text("--later"), None])  # Other text is removed.
     dataset = Tree(1, lambda i: (os.environ.get("INFEED_TEST"), os.path.realpath(os.getcwd()), sys.argv))
     with infeed.DataLoader(dataset, batch_size=None, **process_engine) as loader:
         assert list(loader) == [("later", os.path.realpath(tmp_path), ["train.py", "--later"])]
-    monkeypatch.delattr("sys.argv")  # as where Python is embedded in another program
+    monkeypatch.delattr("sys.argv")  # As in a program that embeds Python.
     with infeed.DataLoader(Tree(1, lambda i: len(sys.argv)), batch_size=None, **process_engine) as loader:
         assert list(loader) == [0]

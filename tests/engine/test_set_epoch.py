@@ -1,4 +1,4 @@
-"""Epochs: set by the user or advancing by themselves, and passed to all objects with ``set_epoch``, in live workers too."""
+"""Epochs: set by the user or advanced by the loader, and passed to all objects with ``set_epoch``, also in live workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Transform:
 
 
 class Compose:
-    """A list of transforms, one after another."""
+    """Applies a list of transforms in order."""
 
     def __init__(self, *transforms: Any) -> None:
         self.transforms = list(transforms)
@@ -60,7 +60,7 @@ class Compose:
 
 
 class Transformed:
-    """Numbers, each put through a transform."""
+    """Numbers with a transform."""
 
     def __init__(self, transform: Any, length: int = 12) -> None:
         self.transform, self.length = transform, length
@@ -86,7 +86,7 @@ class Subset:
 
 
 class Slotted:
-    """Has no ``__dict__``."""
+    """A class without ``__dict__``."""
 
     __slots__ = ("transform",)
 
@@ -101,7 +101,7 @@ class Slotted:
 
 
 class EpochStream:
-    """An iterable dataset of the epoch that was set last."""
+    """An iterable dataset whose elements are the epoch that was set last."""
 
     epoch = -1
 
@@ -114,19 +114,19 @@ class EpochStream:
 
 
 class Fetching(Epochs):
-    """Is asked for several at once."""
+    """Has `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [self.epoch for _ in indices]
 
 
-def told(dataset: Any, epochs: int = 3, **options: Any) -> list[list[Any]]:
-    """What the samples of some epochs say, without repetitions."""
+def epochs_seen(dataset: Any, epochs: int = 3, **options: Any) -> list[list[Any]]:
+    """Returns the distinct samples of each of some epochs."""
     with infeed.DataLoader(dataset, **{"batch_size": 2, "seed": 3, **options}) as loader:
         return [sorted(set(flat(collected(loader)))) for _ in range(epochs)]
 
 
-HEARERS: dict[str, Any] = {
+DATASETS_WITH_EPOCHS: dict[str, Any] = {
     "dataset": Epochs,
     "transform": lambda: Transformed(Transform()),
     "list of transforms": lambda: Transformed(Compose(abs, Compose(abs, Transform()))),
@@ -138,16 +138,16 @@ HEARERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", HEARERS.values(), ids=HEARERS)
+@pytest.mark.parametrize("make", DATASETS_WITH_EPOCHS.values(), ids=DATASETS_WITH_EPOCHS)
 def test_the_epoch_is_set_before_its_first_sample(make: Any, light_engine: dict[str, Any]) -> None:
-    """Without any call of the user's, in persistent workers, at any depth of nesting."""
-    assert told(make(), **light_engine) == [[0], [1], [2]]
+    """The user calls nothing; persistent workers and any depth of nesting work."""
+    assert epochs_seen(make(), **light_engine) == [[0], [1], [2]]
 
 
 @pytest.mark.process
 def test_the_epoch_is_set_in_every_kind_of_process(process_engine: dict[str, Any]) -> None:
-    """However it was started."""
-    assert told(Epochs(), **process_engine) == [[0], [1], [2]]
+    """With each start method."""
+    assert epochs_seen(Epochs(), **process_engine) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_the_epoch_is_set_in_every_kind_of_process(process_engine: dict[str, Any
     ],
 )
 def test_the_epoch_is_set_in_a_transform_in_a_slot_or_a_partial(hidden: Any) -> None:
-    """``@dataclass(slots=True)`` and ``partial`` are usual ways to hold one."""
-    assert told(hidden()) == [[0], [1], [2]]
+    """``@dataclass(slots=True)`` and ``partial`` are common ways to hold a transform."""
+    assert epochs_seen(hidden()) == [[0], [1], [2]]
 
 
 class Collate:
@@ -180,12 +180,12 @@ class Collate:
 
 @pytest.mark.parametrize("make", [Collate, lambda: Collate().collate], ids=["object", "method"])
 def test_the_epoch_is_set_in_collate_fn(make: Any, light_engine: dict[str, Any]) -> None:
-    """An object, or the method of one."""
-    assert told(Squares(12), collate_fn=make(), **light_engine) == [[0], [1], [2]]
+    """collate_fn is an object, or the method of one."""
+    assert epochs_seen(Squares(12), collate_fn=make(), **light_engine) == [[0], [1], [2]]
 
 
-def test_arrays_have_no_set_epoch(light_engine: dict[str, Any]) -> None:
-    """And works."""
+def test_arrays_need_no_set_epoch(light_engine: dict[str, Any]) -> None:
+    """Arrays have no such method and still load."""
     with infeed.DataLoader((np.arange(8), np.arange(8)), batch_size=4, **light_engine) as loader:
         loader.set_epoch(3)
         assert len(collected(loader)) == 2
@@ -195,7 +195,7 @@ def test_arrays_have_no_set_epoch(light_engine: dict[str, Any]) -> None:
 
 
 def test_set_epoch_gives_the_order_of_that_epoch(light_engine: dict[str, Any]) -> None:
-    """Later ones follow by themselves; workers hear of it."""
+    """Later epochs follow; workers receive them."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
     with infeed.DataLoader(Squares(24), **options) as inline:
         expected = [collected(inline) for _ in range(5)]
@@ -212,7 +212,7 @@ def test_set_epoch_gives_the_order_of_that_epoch(light_engine: dict[str, Any]) -
 
 
 def test_set_epoch_reaches_live_workers(light_engine: dict[str, Any]) -> None:
-    """Forwards, backwards, and the same again."""
+    """Forwards, backwards, and the same epoch again."""
     with infeed.DataLoader(Epochs(), batch_size=2, **light_engine) as loader:
         for number in (5, 6, 2, 2, 0, 1 << 40):
             loader.set_epoch(number)
@@ -230,8 +230,8 @@ def test_an_abandoned_epoch_is_not_set_again(light_engine: dict[str, Any]) -> No
         assert set(flat(collected(loader))) == {9}
 
 
-def test_an_iteration_under_way_goes_on_in_its_epoch() -> None:
-    """``set_epoch`` is for the next one."""
+def test_an_active_iteration_keeps_its_epoch() -> None:
+    """``set_epoch`` affects the next one."""
     with infeed.DataLoader(Squares(16), batch_size=4, shuffle=True, seed=3) as loader:
         expected = [collected(loader) for _ in range(6)]
         loader.set_epoch(0)
@@ -242,8 +242,8 @@ def test_an_iteration_under_way_goes_on_in_its_epoch() -> None:
         assert collected(loader) == expected[5]
 
 
-def test_after_a_state_of_the_same_epoch_the_position_is_kept() -> None:
-    """Frameworks call ``set_epoch`` at the beginning of every epoch, also of one that is resumed."""
+def test_set_epoch_after_loading_a_state_of_that_epoch_keeps_the_position() -> None:
+    """Frameworks call ``set_epoch`` at the beginning of every epoch, also of a resumed one."""
     with infeed.DataLoader(Squares(16), batch_size=4, shuffle=True, seed=3) as loader:
         loader.set_epoch(2)
         iterator = iter(loader)
@@ -261,8 +261,8 @@ def test_after_a_state_of_the_same_epoch_the_position_is_kept() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 62, 1.0, "1", None, [1], float("nan")])
-def test_a_wrong_epoch_is_refused_and_nothing_has_changed(wrong: Any) -> None:
-    """With name, value, rule and cure."""
+def test_an_invalid_epoch_is_rejected_and_changes_nothing(wrong: Any) -> None:
+    """The error has name, value, problem and fix."""
     with infeed.DataLoader(Squares(16), batch_size=4, seed=3) as loader:
         loader.set_epoch(4)
         with pytest.raises(infeed.ConfigError, match=r"epoch=.* must be (from 0 to|an int).*; pass the number"):
@@ -271,14 +271,14 @@ def test_a_wrong_epoch_is_refused_and_nothing_has_changed(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [10**5000, -(10**5000)], ids=["above", "below"])
-def test_an_endless_epoch_is_refused_like_any_other(wrong: int) -> None:
-    """With a ConfigError."""
+def test_a_huge_epoch_is_rejected(wrong: int) -> None:
+    """Raises ConfigError."""
     with pytest.raises(infeed.ConfigError):
         infeed.DataLoader(Squares(16)).set_epoch(wrong)
 
 
-def test_a_switch_is_no_epoch_or_a_whole_one() -> None:
-    """The number that it stands for: the state can be loaded again."""
+def test_a_bool_is_rejected_or_has_a_loadable_state() -> None:
+    """If it is accepted, the state can be loaded again."""
     loader = infeed.DataLoader(Squares(16), seed=3)
     try:
         loader.set_epoch(True)
@@ -288,7 +288,7 @@ def test_a_switch_is_no_epoch_or_a_whole_one() -> None:
 
 
 def test_numpy_integers_are_epochs() -> None:
-    """As they come from a schedule, and are plain in the state."""
+    """NumPy integers come from schedules, and are plain in the state."""
     loader = infeed.DataLoader(Squares(16))
     number: Any = np.int64(3)
     loader.set_epoch(number)
@@ -296,23 +296,23 @@ def test_numpy_integers_are_epochs() -> None:
 
 
 class EpochSampler:
-    """Yields in another direction in odd epochs; knows the epoch only from ``set_epoch``."""
+    """Reverses its order in odd epochs; knows the epoch only from ``set_epoch``."""
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.epochs: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(4)) if not self.heard or self.heard[-1] % 2 == 0 else iter(range(3, -1, -1))
+        return iter(range(4)) if not self.epochs or self.epochs[-1] % 2 == 0 else iter(range(3, -1, -1))
 
     def __len__(self) -> int:
         return 4
 
     def set_epoch(self, epoch: int) -> None:
-        self.heard.append(epoch)
+        self.epochs.append(epoch)
 
 
 class BatchSampler:
-    """Batches of a sampler, as torch's ``BatchSampler`` holds one."""
+    """Batches of a sampler, held like in torch's ``BatchSampler``."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -327,21 +327,21 @@ def test_set_epoch_reaches_the_sampler() -> None:
     with infeed.DataLoader(Tree(4, int), batch_size=4, sampler=sampler) as loader:
         assert collected(loader) == [[0, 1, 2, 3]]
         loader.set_epoch(1)
-        assert sampler.heard == [1]
+        assert sampler.epochs == [1]
         assert collected(loader) == [[3, 2, 1, 0]]
 
 
 def test_set_epoch_reaches_a_batch_sampler_and_the_sampler_in_it() -> None:
-    """Whichever of them listens."""
+    """`set_epoch` of either object is called."""
     inner = EpochSampler()
     with infeed.DataLoader(Tree(4, int), batch_sampler=BatchSampler(inner)) as loader:
         loader.set_epoch(1)
         assert collected(loader) == [[3, 2, 1, 0]]
-    assert inner.heard == [1]
+    assert inner.epochs == [1]
 
 
-def test_what_a_samplers_set_epoch_raises_reaches_the_user() -> None:
-    """And the loader is as it was."""
+def test_an_exception_of_a_samplers_set_epoch_reaches_the_user() -> None:
+    """The loader is unchanged."""
 
     class Refusing(EpochSampler):
         def set_epoch(self, epoch: int) -> None:
@@ -355,7 +355,7 @@ def test_what_a_samplers_set_epoch_raises_reaches_the_user() -> None:
 
 
 class Unmeasurable(Squares):
-    """Its length cannot be had for a while, as when a disk is away."""
+    """Its length raises for a while, as when a disk is unavailable."""
 
     is_away = False
 
@@ -365,8 +365,8 @@ class Unmeasurable(Squares):
         return super().__len__()
 
 
-def test_an_epoch_that_could_not_begin_is_not_counted() -> None:
-    """What the dataset raises reaches the user, and ends the iteration; when it is well again, the epoch begins."""
+def test_an_epoch_that_could_not_start_is_not_counted() -> None:
+    """The exception of the dataset reaches the user and ends the iteration; later, the same epoch starts."""
     dataset = Unmeasurable(8)
     with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3) as loader:
         expected = collected(loader)
@@ -386,7 +386,7 @@ def test_an_epoch_that_could_not_begin_is_not_counted() -> None:
 
 
 class Mortal(Epochs):
-    """Ends its process at one sample of epoch 1, once; records the epochs that are set."""
+    """Kills its process at one sample of epoch 1, once; records the epochs that are set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(24)
@@ -394,7 +394,7 @@ class Mortal(Epochs):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self.journal.write(f"{os.getpid()} told {epoch}")
+        self.journal.write(f"{os.getpid()} set {epoch}")
 
     def __getitem__(self, index: int) -> int:
         self.journal.write(f"{os.getpid()} loads {self.epoch}")
@@ -407,21 +407,21 @@ class Mortal(Epochs):
 
 @pytest.mark.process
 def test_a_replacement_worker_gets_the_epoch_before_it_loads(tmp_path: Path, forkserver: dict[str, Any]) -> None:
-    """It was not there when the epoch began."""
+    """The worker started after the epoch began."""
     dataset = Mortal(tmp_path)
-    assert told(dataset, batch_size=4, **{**forkserver, "num_workers": 1}) == [[0], [1], [2]]
+    assert epochs_seen(dataset, batch_size=4, **{**forkserver, "num_workers": 1}) == [[0], [1], [2]]
     assert (tmp_path / "died").exists()
     epoch_of: dict[str, str] = {}
     for line in dataset.journal.lines():
         pid, what, epoch = line.split()
-        if what == "told":
+        if what == "set":
             epoch_of[pid] = epoch
         assert epoch_of.get(pid) == epoch
     assert len(epoch_of) == 2
 
 
 class RefusingEpoch(Epochs):
-    """Does not want to hear of epoch 1."""
+    """Raises in `set_epoch` for epoch 1."""
 
     def set_epoch(self, epoch: int) -> None:
         if epoch == 1:
@@ -429,8 +429,8 @@ class RefusingEpoch(Epochs):
         super().set_epoch(epoch)
 
 
-def test_what_set_epoch_raises_reaches_the_user(light_engine: dict[str, Any]) -> None:
-    """As their own exception, with a note of where it was raised; the next epoch is loaded as ever."""
+def test_an_exception_of_set_epoch_reaches_the_user(light_engine: dict[str, Any]) -> None:
+    """It keeps its type and has a note that says where it was raised; the next epoch loads normally."""
     with infeed.DataLoader(RefusingEpoch(), batch_size=4, **light_engine) as loader:
         assert set(flat(collected(loader))) == {0}
         iterator = iter(loader)
@@ -446,7 +446,7 @@ def test_what_set_epoch_raises_reaches_the_user(light_engine: dict[str, Any]) ->
 
 
 class Odd(Squares):
-    """Properties that raise, and attributes that are not what they seem."""
+    """Properties that raise, and attributes with misleading names."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -463,7 +463,7 @@ class Odd(Squares):
 
 
 class Answering:
-    """Has an answer for every name."""
+    """Returns a value for every attribute name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
@@ -472,7 +472,7 @@ class Answering:
 
 
 class KeyedNames:
-    """Looks names up in a dict, and says KeyError where AttributeError is meant, as many do."""
+    """Looks attributes up in a dict, and raises KeyError instead of AttributeError, as many classes do."""
 
     def __init__(self) -> None:
         self.__dict__["data"] = {}
@@ -482,22 +482,22 @@ class KeyedNames:
 
 
 class Plain:
-    """Only something that can have attributes."""
+    """An object that can have attributes."""
 
 
 class NotCallable:
     set_epoch = 3
 
 
-def test_odd_attributes_do_no_harm() -> None:
-    """Cycles, classes, properties that raise, names that mean something else."""
+def test_unusual_attributes_are_harmless() -> None:
+    """Cycles, classes, properties that raise, misleading names."""
     dataset: Any = Odd()
     dataset.more = [Answering(), NotCallable(), object(), lambda: None, iter([1]), Ellipsis, {1, 2}, b"bytes", open]
     with infeed.DataLoader(dataset, batch_size=2) as loader:
         assert len(collected(loader)) == 2
 
 
-def test_an_attribute_that_raises_key_error_for_unknown_names_does_no_harm() -> None:
+def test_an_attribute_that_raises_key_error_for_unknown_names_is_harmless() -> None:
     """It is only referenced; its names are not needed."""
     dataset: Any = Squares(4)
     dataset.names = KeyedNames()
@@ -505,7 +505,7 @@ def test_an_attribute_that_raises_key_error_for_unknown_names_does_no_harm() -> 
         assert len(collected(loader)) == 2
 
 
-def test_a_weak_proxy_whose_object_is_gone_does_no_harm() -> None:
+def test_a_dead_weak_proxy_is_harmless() -> None:
     """A cache may hold one."""
     dataset: Any = Squares(4)
     dataset.proxy = weakref.proxy(Plain())
@@ -514,7 +514,7 @@ def test_a_weak_proxy_whose_object_is_gone_does_no_harm() -> None:
 
 
 class CountingList(list[Any]):
-    """Counts what is read of all such lists."""
+    """Counts the items that are read from all such lists."""
 
     read = 0
 
@@ -524,8 +524,8 @@ class CountingList(list[Any]):
             yield item
 
 
-def test_huge_lists_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has many items is data."""
+def test_huge_lists_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long list is data."""
     monkeypatch.setattr(CountingList, "read", 0)
     dataset: Any = Squares(4)
     dataset.paths = CountingList(range(10_000))
@@ -535,8 +535,8 @@ def test_huge_lists_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> N
     assert CountingList.read == 0
 
 
-def test_a_tree_of_small_lists_is_not_looked_through_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Annotations of annotations: none of the lists is long, all together are."""
+def test_a_tree_of_small_lists_is_searched_only_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested annotations: none of the lists is long, but together they are."""
     monkeypatch.setattr(CountingList, "read", 0)
 
     def tree(depth: int) -> Any:
@@ -549,8 +549,8 @@ def test_a_tree_of_small_lists_is_not_looked_through_for_ever(monkeypatch: pytes
     assert 0 < CountingList.read <= 30 * 5_000
 
 
-def test_a_dataset_that_holds_its_loader_does_not_set_it_back() -> None:
-    """As data modules do, which are dataset and owner of the loader."""
+def test_a_dataset_that_holds_its_loader_does_not_reset_it() -> None:
+    """As with data modules, which are a dataset and own the loader."""
     dataset: Any = Squares(8)
     loader = dataset.loader = infeed.DataLoader(dataset, batch_size=2, seed=3)
     try:
@@ -567,7 +567,7 @@ def test_a_dataset_that_holds_its_loader_does_not_set_it_back() -> None:
 
 
 class Redrawing(Epochs):
-    """Draws its samples in ``set_epoch``, as datasets do that shuffle their files."""
+    """Draws its samples in ``set_epoch``, like datasets that shuffle their files."""
 
     def set_epoch(self, epoch: int) -> None:
         self.number = random.random()
@@ -577,18 +577,18 @@ class Redrawing(Epochs):
 
 
 @pytest.mark.process
-def test_what_set_epoch_draws_does_not_depend_on_the_workers(forkserver: dict[str, Any]) -> None:
-    """A function of seed and epoch, as everything else (P2)."""
+def test_draws_in_set_epoch_do_not_depend_on_the_workers(forkserver: dict[str, Any]) -> None:
+    """They are a function of seed and epoch, like everything else (P2)."""
     random.seed(1)
-    inline = told(Redrawing())
+    inline = epochs_seen(Redrawing())
     random.seed(2)
-    assert told(Redrawing()) == inline
-    processes = told(Redrawing(), **forkserver)
+    assert epochs_seen(Redrawing()) == inline
+    processes = epochs_seen(Redrawing(), **forkserver)
     assert processes == inline
 
 
-def test_two_iterations_at_once_have_their_own_epochs() -> None:
-    """With processes each has its own copy of the dataset; inline they take turns with one."""
+def test_two_concurrent_iterations_have_their_own_epochs() -> None:
+    """Each worker process has its own copy of the dataset; without workers, iterations take turns with one."""
     with infeed.DataLoader(Epochs(8), batch_size=2, seed=3) as loader:
         pairs = [(set(plain(one)), set(plain(other))) for one, other in zip(loader, loader, strict=True)]
     assert pairs == [({0}, {1})] * 4
@@ -605,8 +605,8 @@ def test_resumed_iterable_datasets_get_the_epoch(light_engine: dict[str, Any]) -
         assert set(flat(collected(loader))) == {3}
 
 
-def test_streams_without_ears_have_epochs_too() -> None:
-    """They count."""
+def test_iterable_datasets_without_set_epoch_have_epochs_too() -> None:
+    """The loader counts them."""
     with infeed.DataLoader(Stream(4), batch_size=2) as loader:
         collected(loader)
         assert loader.epoch == 1
@@ -615,12 +615,12 @@ def test_streams_without_ears_have_epochs_too() -> None:
         assert loader.epoch == 8
 
 
-class Telling:
-    """Records the epochs that were set; one sample waits in the first epoch."""
+class Recording:
+    """Records the epochs that were set; one sample blocks in the first epoch."""
 
     def __init__(self, length: int, at: int) -> None:
         self.length, self.at = length, at
-        self.told: list[int] = []
+        self.epochs: list[int] = []
         self.is_waiting, self.may_go = threading.Event(), threading.Event()
 
     def __len__(self) -> int:
@@ -633,12 +633,12 @@ class Telling:
         return index
 
     def set_epoch(self, epoch: int) -> None:
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
 
-def test_threads_do_not_tell_of_an_epoch_that_was_left() -> None:
-    """One is stuck with more tasks of the first epoch behind, while the other loads the next one already."""
-    dataset = Telling(400, 200)
+def test_threads_do_not_set_an_abandoned_epoch() -> None:
+    """One thread is blocked with more tasks of the first epoch queued, while the other loads the next epoch."""
+    dataset = Recording(400, 200)
     with infeed.DataLoader(dataset, num_workers=2, worker="thread", prefetch=300, timeout=60) as loader:
         batches = iter(loader)
         for _ in range(100):
@@ -649,4 +649,4 @@ def test_threads_do_not_tell_of_an_epoch_that_was_left() -> None:
         first = plain(next(rest))
         dataset.may_go.set()
         assert flat([first, *collected(rest)]) == list(range(400))
-        assert dataset.told == [0, 1]
+        assert dataset.epochs == [0, 1]

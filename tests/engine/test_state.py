@@ -1,4 +1,4 @@
-"""State: what was given to the loop, in a few numbers, good for any other workers, batch size and number of ranks."""
+"""State: the progress of an epoch in a few numbers, valid for any number of workers, batch size and number of ranks."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def made(dataset: Any = RANDOM, **options: Any) -> infeed.DataLoader:
 
 
 def after(loader: infeed.DataLoader, steps: int) -> tuple[list[Any], dict[str, Any]]:
-    """Some batches of an epoch, and the state behind them, as JSON leaves it."""
+    """Returns some batches of an epoch, and the state after them, through JSON."""
     iterator = iter(loader)
     batches = [plain(next(iterator)) for _ in range(steps)]
     return batches, json.loads(json.dumps(loader.state_dict()))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_resumed_after_every_step_the_rest_is_the_same(options: dict[str, Any]) -> None:
-    """Bit for bit, with random numbers in the dataset (P2)."""
+def test_a_run_resumed_after_any_step_delivers_the_same_rest(options: dict[str, Any]) -> None:
+    """Bit-identical, with random numbers in the dataset (P2)."""
     with made(**options) as loader:
         assert_resumable(loader)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_state_of_one_kind_of_worker_is_good_for_another(options: dict[str, Any]) -> None:
-    """From inline to processes and back, with batches in flight when the state is taken (P2)."""
+def test_a_state_can_be_loaded_with_another_kind_of_worker(options: dict[str, Any]) -> None:
+    """From no workers to processes and back, with batches in flight when the state is taken (P2)."""
     with made(**options) as inline, made(num_workers=2, timeout=30, **options) as processes:
         expected = collected(inline)
         inline.set_epoch(0)
@@ -69,21 +69,21 @@ def test_a_state_of_one_kind_of_worker_is_good_for_another(options: dict[str, An
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_processes_are_resumable(workers: int) -> None:
-    """What is in flight when the state is taken does not count as given."""
+def test_processes_can_be_resumed(workers: int) -> None:
+    """Batches in flight when the state is taken do not count as delivered."""
     with made(batch_size=8, shuffle=True, num_workers=workers, timeout=30) as loader:
         assert_resumable(loader)
 
 
-def test_threads_are_resumable_with_the_generator_of_the_sample() -> None:
-    """The global generators are shared there; the one that infeed offers is not."""
+def test_threads_can_be_resumed_with_the_generator_of_the_sample() -> None:
+    """Threads share the global generators, but not the one that `get_rng` returns."""
     with made(OWN_RANDOM, batch_size=8, shuffle=True, num_workers=3, worker="thread", timeout=30) as loader:
         assert_resumable(loader)
 
 
 @pytest.mark.process
 def test_out_of_order_each_batch_comes_exactly_once_over_both_runs() -> None:
-    """Which batches came early is part of the state."""
+    """The state contains which batches were delivered early."""
     with made(Squares(80), batch_size=4, num_workers=3, in_order=False, timeout=30) as loader:
         for steps in (1, 3, 7):
             loader.set_epoch(0)
@@ -93,8 +93,8 @@ def test_out_of_order_each_batch_comes_exactly_once_over_both_runs() -> None:
             assert Counter(flat([batch[1] for batch in begun + rest])) == Counter(i * i for i in range(80))
 
 
-def test_batches_that_came_early_are_not_given_again() -> None:
-    """Steps 0 and 2 were given, 1 was not."""
+def test_batches_that_were_delivered_early_are_not_repeated() -> None:
+    """Steps 0 and 2 were delivered, 1 was not."""
     with made(Squares(16), batch_size=4) as loader:
         state = {**loader.state_dict(), "step": 1, "position": 4, "ahead": [2]}
         loader.load_state_dict(state)
@@ -107,8 +107,8 @@ def test_batches_that_came_early_are_not_given_again() -> None:
 
 
 @pytest.mark.parametrize(("size", "then"), [(8, 3), (3, 8), (8, None), (None, 8)])
-def test_another_batch_size_goes_on_at_the_same_sample(size: int | None, then: int | None) -> None:
-    """With the generator of the sample, also the random numbers are the same."""
+def test_another_batch_size_continues_at_the_same_sample(size: int | None, then: int | None) -> None:
+    """With the generator of the sample, random numbers are the same too."""
     with made(OWN_RANDOM, batch_size=1, shuffle=True) as single, made(OWN_RANDOM, batch_size=size, shuffle=True) as first:
         expected = [sample["infeed"][0] for sample in collected(single)]
         begun, state = after(first, 3)
@@ -119,7 +119,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(size: int | None, then: i
 
 
 def test_two_ranks_become_three_in_mid_epoch() -> None:
-    """Every sample is seen exactly once over both runs, under the random numbers that it would have had alone."""
+    """Every sample is used exactly once over both runs, with the random numbers of a single rank."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "pad": False}
     with made(OWN_RANDOM, batch_size=1, shuffle=True) as alone:
         expected = sorted((b["index"][0], b["infeed"][0]) for b in collected(alone))
@@ -139,8 +139,8 @@ def test_two_ranks_become_three_in_mid_epoch() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_together_give_the_batches_of_one(world: int) -> None:
-    """Batch s of rank r is batch s * world + r of a loader that is alone, bit for bit, with the global generators too."""
+def test_ranks_together_deliver_the_batches_of_one(world: int) -> None:
+    """Batch s of rank r is batch s * world + r of a single-rank loader, bit-identical, with the global generators too."""
     dataset = RandomDataset(48, ["python", "numpy", "infeed"])
     with made(dataset, batch_size=4, shuffle=True) as alone:
         expected = collected(alone)
@@ -156,7 +156,7 @@ def test_ranks_together_give_the_batches_of_one(world: int) -> None:
 
 
 def test_an_empty_state_changes_nothing() -> None:
-    """As torchdata has it."""
+    """As in torchdata."""
     with made(batch_size=8) as loader:
         begun, _ = after(loader, 2)
         loader.load_state_dict({})
@@ -165,7 +165,7 @@ def test_an_empty_state_changes_nothing() -> None:
 
 
 def test_a_state_applies_to_the_next_iteration() -> None:
-    """One that is under way goes on as it was."""
+    """An active iteration continues unchanged."""
     with made(Squares(16), batch_size=4) as loader:
         _, state = after(loader, 3)
         loader.set_epoch(0)
@@ -176,8 +176,8 @@ def test_a_state_applies_to_the_next_iteration() -> None:
         assert [batch[1] for batch in collected(loader)] == [[144, 169, 196, 225]]
 
 
-def test_an_iteration_that_was_made_before_a_state_was_loaded_is_not_of_it() -> None:
-    """It was asked for before."""
+def test_an_iterator_created_before_a_state_was_loaded_ignores_it() -> None:
+    """It belongs to an earlier iteration."""
     with made(Squares(16), batch_size=4) as loader:
         _, state = after(loader, 3)
         loader.set_epoch(0)
@@ -187,8 +187,8 @@ def test_an_iteration_that_was_made_before_a_state_was_loaded_is_not_of_it() -> 
         assert len(list(loader)) == 1
 
 
-def test_looking_at_an_iterator_does_not_use_the_state_up() -> None:
-    """Frameworks call iter() and throw it away."""
+def test_creating_an_iterator_does_not_consume_the_state() -> None:
+    """Frameworks call iter() and discard the result."""
     with made(Squares(16), batch_size=4) as loader:
         _, state = after(loader, 3)
         loader.load_state_dict(state)
@@ -198,8 +198,8 @@ def test_looking_at_an_iterator_does_not_use_the_state_up() -> None:
         assert len(list(loader)) == 4
 
 
-def test_a_state_of_the_end_of_an_epoch_begins_the_next() -> None:
-    """After the loop has ended."""
+def test_a_state_after_an_epoch_starts_the_next() -> None:
+    """The state is taken after the loop has ended."""
     with made(batch_size=8, shuffle=True) as loader, made(batch_size=8, shuffle=True) as other:
         collected(loader)
         state = loader.state_dict()
@@ -209,7 +209,7 @@ def test_a_state_of_the_end_of_an_epoch_begins_the_next() -> None:
 
 
 def test_a_state_of_the_last_step_has_an_empty_rest() -> None:
-    """Within the loop of the last batch: the epoch is not over, and nothing of it is left."""
+    """It is taken in the loop at the last batch: the epoch is not over, and nothing of it is left."""
     with made(batch_size=8, shuffle=True) as loader:
         _, state = after(loader, len(loader))
         loader.load_state_dict(state)
@@ -217,8 +217,8 @@ def test_a_state_of_the_last_step_has_an_empty_rest() -> None:
         assert loader.epoch == 1
 
 
-def test_a_state_before_anything_is_the_beginning() -> None:
-    """Loaded into another loader, it gives its seed too."""
+def test_a_state_before_any_iteration_is_the_beginning() -> None:
+    """In another loader, it sets the seed too."""
     loader, other = (infeed.DataLoader(RANDOM, batch_size=8, shuffle=True) for _ in range(2))
     other.load_state_dict(loader.state_dict())
     assert other.seed == loader.seed
@@ -226,8 +226,8 @@ def test_a_state_before_anything_is_the_beginning() -> None:
 
 
 @pytest.mark.process
-def test_a_drawn_seed_is_taken_over_by_workers_that_live_already() -> None:
-    """They were born with another."""
+def test_a_loaded_seed_reaches_live_workers() -> None:
+    """They started with another."""
     loader = infeed.DataLoader(RANDOM, batch_size=8, shuffle=True)
     with infeed.DataLoader(RANDOM, batch_size=8, shuffle=True, num_workers=2, timeout=30) as other:
         collected(other)
@@ -235,16 +235,16 @@ def test_a_drawn_seed_is_taken_over_by_workers_that_live_already() -> None:
         assert collected(other) == collected(loader)
 
 
-def test_what_was_loaded_is_what_is_saved_until_the_next_batch() -> None:
-    """A checkpoint right after a resume is the same checkpoint."""
+def test_a_loaded_state_is_saved_unchanged_before_the_next_batch() -> None:
+    """A checkpoint right after a resume equals the one that was loaded."""
     with made(batch_size=8, shuffle=True) as loader:
         _, state = after(loader, 3)
         loader.load_state_dict(state)
         assert loader.state_dict() == state
 
 
-def test_a_batch_that_failed_is_still_to_come() -> None:
-    """If the run ends with its exception, the next run tries it again; if the loop went on behind it, so does the next run."""
+def test_a_batch_that_failed_is_loaded_again_after_resume() -> None:
+    """If the run ends with its exception, the next run tries it again; if the loop continued after it, so does the next run."""
     from infeed.testing import FaultyDataset
 
     with made(FaultyDataset(16, [5]), batch_size=4) as loader:
@@ -261,7 +261,7 @@ def test_a_batch_that_failed_is_still_to_come() -> None:
 
 
 def test_a_state_is_small_plain_and_readable() -> None:
-    """Every field can be understood by looking at it."""
+    """Every field is human-readable."""
     with made(batch_size=8, shuffle=True) as loader:
         _, state = after(loader, 3)
     assert state == {
@@ -280,7 +280,7 @@ def test_a_state_is_small_plain_and_readable() -> None:
 
 @pytest.mark.process
 def test_a_state_is_under_1500_bytes_also_out_of_order() -> None:
-    """With as many batches ahead as can be."""
+    """With the maximum number of batches delivered early."""
     with made(Squares(10**6), batch_size=4, num_workers=5, in_order=False, timeout=30) as loader:
         iterator = iter(loader)
         for _ in range(300):
@@ -298,8 +298,8 @@ def test_a_state_is_under_1500_bytes_also_out_of_order() -> None:
         ({"shuffle": False, "sampler": RandomSampler(np.ones(50))}, "order='shuffled', this loader has order='weighted"),
     ],
 )
-def test_a_state_of_another_loader_is_refused_with_both_sides(change: dict[str, Any], words: str) -> None:
-    """And the loader works on."""
+def test_an_incompatible_state_is_rejected_with_both_sides(change: dict[str, Any], words: str) -> None:
+    """The loader stays usable."""
     with made(batch_size=8, shuffle=True) as loader:
         _, state = after(loader, 3)
     with made(**{"dataset": RANDOM, "batch_size": 8, "shuffle": True, **change}) as other:
@@ -311,7 +311,7 @@ def test_a_state_of_another_loader_is_refused_with_both_sides(change: dict[str, 
 
 
 def test_other_weights_are_another_order() -> None:
-    """A state of one would go on among other samples."""
+    """A state of one would continue among other samples."""
     loader, other = (made(batch_size=8, sampler=RandomSampler(weights)) for weights in (np.ones(50), np.arange(50)))
     with pytest.raises(infeed.StateError, match=r"order='weighted .*order='weighted "):
         other.load_state_dict(loader.state_dict())
@@ -321,7 +321,7 @@ def test_other_weights_are_another_order() -> None:
 
 
 class Counting:
-    """A stream that knows where it is."""
+    """An iterable dataset with a state."""
 
     def __init__(self, count: int, opened: list[int] | None = None) -> None:
         self.count, self.next = count, 0
@@ -341,7 +341,7 @@ class Counting:
 
 
 class CountingIterator:
-    """The iterator of a stream, which knows where it is."""
+    """The stateful iterator of an iterable dataset."""
 
     def __init__(self, count: int) -> None:
         self.count, self.next, self.first = count, 0, 0
@@ -371,7 +371,7 @@ class WithIterator:
 
 
 class RandomStream:
-    """Draws a number for each element, and shares itself out among workers if it is to."""
+    """An iterable dataset that draws a number for each element, and optionally shards itself."""
 
     def __init__(self, count: int, *, shares: bool) -> None:
         self.count, self.shares = count, shares
@@ -393,8 +393,8 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("dataset", STREAMS.values(), ids=STREAMS)
-def test_streams_are_resumable(dataset: Any, light_engine: dict[str, Any]) -> None:
-    """By their own state where they have one, else by reading and forgetting."""
+def test_iterable_datasets_can_be_resumed(dataset: Any, light_engine: dict[str, Any]) -> None:
+    """By their own state if they have one, otherwise by skipping elements."""
     if light_engine.get("worker") == "thread" and isinstance(dataset, RandomStream):
         pytest.skip("draws from the global generators")
     with made(dataset, batch_size=4, **light_engine) as loader:
@@ -402,12 +402,12 @@ def test_streams_are_resumable(dataset: Any, light_engine: dict[str, Any]) -> No
 
 
 @pytest.mark.process
-def test_a_stream_that_knows_where_it_is_is_not_read_again(forkserver: dict[str, Any]) -> None:
-    """Its own state is in ours, and nothing before it is asked for."""
+def test_a_stateful_iterable_dataset_is_not_read_again(forkserver: dict[str, Any]) -> None:
+    """The loader's state contains its own, and no earlier element is requested."""
 
     class Jumping(Counting):
         def load_state_dict(self, state: dict[str, int]) -> None:
-            self.next = 1000  # so that it can be told apart from reading again
+            self.next = 1000  # So that it differs from reading again.
 
     with made(Jumping(1010), batch_size=4, **forkserver) as loader:
         _, state = after(loader, 3)
@@ -417,8 +417,8 @@ def test_a_stream_that_knows_where_it_is_is_not_read_again(forkserver: dict[str,
 
 
 @pytest.mark.process
-def test_a_stream_read_by_one_goes_on_with_any_number_of_workers() -> None:
-    """Also one that would share itself out: the epoch is read to its end as it was begun."""
+def test_an_iterable_dataset_read_by_one_worker_continues_with_any_number() -> None:
+    """Also one that shards itself: the epoch is finished the way it started."""
     for dataset in (Stream(23), RandomStream(23, shares=True)):
         with made(dataset, batch_size=4) as inline, made(dataset, batch_size=4, num_workers=3, timeout=30) as processes:
             expected = collected(inline)
@@ -426,12 +426,12 @@ def test_a_stream_read_by_one_goes_on_with_any_number_of_workers() -> None:
             begun, state = after(inline, 2)
             processes.load_state_dict(state)
             assert begun + collected(processes) == expected
-            collected(processes)  # and the next epoch is shared out, if it shares itself
+            collected(processes)  # The next epoch is sharded if the dataset shards itself.
 
 
 @pytest.mark.process
-def test_shares_of_a_stream_need_as_many_workers() -> None:
-    """Nobody else knows how the dataset would cut itself."""
+def test_shards_of_an_iterable_dataset_need_the_same_number_of_workers() -> None:
+    """Only the dataset knows how it shards itself."""
     dataset = RandomStream(23, shares=True)
     with made(dataset, batch_size=4, num_workers=2, timeout=30) as two, made(dataset, batch_size=4) as inline:
         _, state = after(two, 3)
@@ -439,8 +439,8 @@ def test_shares_of_a_stream_need_as_many_workers() -> None:
             inline.load_state_dict(state)
 
 
-def test_ranks_share_a_stream(light_engine: dict[str, Any]) -> None:
-    """Each element comes once, and with pad all have as many."""
+def test_ranks_share_an_iterable_dataset(light_engine: dict[str, Any]) -> None:
+    """Each element is delivered once, and with pad all ranks have equally many."""
     seen: list[int] = []
     for rank in range(3):
         with made(Stream(24), batch_size=4, shard=(rank, 3), **light_engine) as loader:
@@ -449,8 +449,8 @@ def test_ranks_share_a_stream(light_engine: dict[str, Any]) -> None:
     assert sorted(seen) == list(range(24))
 
 
-def test_ranks_that_share_a_stream_have_as_many_elements() -> None:
-    """One repeats an element where it would have one less."""
+def test_ranks_that_share_an_iterable_dataset_have_equally_many_elements() -> None:
+    """A rank repeats an element where it would have one fewer."""
     ranks = []
     for rank in range(3):
         with made(Stream(25), batch_size=4, shard=(rank, 3)) as loader:
@@ -459,7 +459,7 @@ def test_ranks_that_share_a_stream_have_as_many_elements() -> None:
     assert set(flat(ranks)) == set(range(25))
 
 
-def test_ranks_that_share_a_stream_without_padding_see_each_element_once() -> None:
+def test_ranks_that_share_an_iterable_dataset_without_padding_see_each_element_once() -> None:
     """For evaluation."""
     seen: list[int] = []
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""Datasets without an index: every element once, however many workers read."""
+"""Iterable datasets: every element is delivered once, however many workers read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKERS = pytest.mark.parametrize("workers", [0, 1, 3])
 
 
 class Sharded:
-    """Chooses its share by the worker that it is read in."""
+    """Shards itself by the number of its worker."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -26,7 +26,7 @@ class Sharded:
 
 
 class AsksLate(Sharded):
-    """Yields something before it asks which worker it is in."""
+    """Yields an element before it calls get_worker_info."""
 
     def __iter__(self) -> Iterator[int]:
         yield from (-1, -2)
@@ -42,8 +42,8 @@ KINDS = pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks
 
 @KINDS
 @WORKERS
-def test_every_element_comes_once_from_a_stream_that_does_not_shard(workers: int, kind: str) -> None:
-    """A stream that never asks for its worker is read by one, so nothing comes twice, and in its own order."""
+def test_an_iterable_dataset_that_does_not_shard_is_delivered_once(workers: int, kind: str) -> None:
+    """A dataset that never calls get_worker_info is read by one worker, so nothing is repeated, and its order is kept."""
     with infeed.DataLoader(Stream(50), batch_size=4, **kinds(workers, kind)) as loader:
         for _ in range(2):
             assert flat(collected(loader)) == list(range(50))
@@ -51,8 +51,8 @@ def test_every_element_comes_once_from_a_stream_that_does_not_shard(workers: int
 
 @KINDS
 @WORKERS
-def test_every_element_comes_once_from_a_stream_that_shards_itself(workers: int, kind: str) -> None:
-    """A stream that chooses its share by get_worker_info() is read by all workers, each its own share."""
+def test_an_iterable_dataset_that_shards_itself_is_delivered_once(workers: int, kind: str) -> None:
+    """A dataset that calls get_worker_info() is read by all workers, one shard each."""
     with infeed.DataLoader(Sharded(50), batch_size=4, **kinds(workers, kind)) as loader:
         for _ in range(2):
             assert sorted(flat(collected(loader))) == list(range(50))
@@ -60,15 +60,15 @@ def test_every_element_comes_once_from_a_stream_that_shards_itself(workers: int,
 
 @KINDS
 @WORKERS
-def test_a_stream_that_asks_for_its_worker_late_loses_nothing(workers: int, kind: str) -> None:
-    """Whenever it asks, the answer fits how it is read."""
+def test_an_iterable_dataset_that_calls_get_worker_info_late_loses_nothing(workers: int, kind: str) -> None:
+    """Whenever it calls, the result fits how it is read."""
     with infeed.DataLoader(AsksLate(40), batch_size=2, **kinds(workers, kind)) as loader:
         assert sorted(set(flat(collected(loader)))) == [-2, -1, *range(40)]
 
 
 @pytest.mark.process
-def test_shares_are_read_by_different_workers() -> None:
-    """With a stream that shards itself all workers work, and their batches come in turn."""
+def test_shards_are_read_by_different_workers() -> None:
+    """All workers of a dataset that shards itself load, and their batches alternate."""
 
     class Shares(Sharded):
         def __iter__(self) -> Iterator[int]:
@@ -96,32 +96,32 @@ def test_shares_are_read_by_different_workers() -> None:
         pytest.param(3, {"batch_size": 1}, [[0], [1], [2]], id="one by one"),
     ],
 )
-def test_a_stream_is_cut_into_batches(
+def test_an_iterable_dataset_is_batched(
     light_engine: dict[str, Any], count: int, options: dict[str, Any], expected: list[Any]
 ) -> None:
-    """Batch size, drop_last and collate_fn mean the same for a stream as for an indexed dataset."""
+    """Batch size, drop_last and collate_fn mean the same as for a map-style dataset."""
     with infeed.DataLoader(Stream(count), **options, **light_engine) as loader:
         assert collected(loader) == expected
         assert collected(loader) == expected
 
 
 @pytest.mark.process
-def test_an_empty_share_is_no_trouble() -> None:
-    """More workers than elements: shares with nothing in them are passed over."""
+def test_an_empty_shard_is_skipped() -> None:
+    """More workers than elements: empty shards are skipped."""
     with infeed.DataLoader(Sharded(2), batch_size=1, num_workers=4, timeout=30) as loader:
         for _ in range(2):
             assert sorted(flat(collected(loader))) == [0, 1]
 
 
 def test_an_iterable_dataset_is_read_again_each_epoch(every_engine: dict[str, Any]) -> None:
-    """Each epoch calls __iter__ again, also after one that was left in the middle."""
+    """Each epoch calls __iter__ again, also after an abandoned one."""
     with infeed.DataLoader(Stream(9), batch_size=2, **every_engine) as loader:
         assert plain(next(iter(loader))) == [0, 1]
         assert flat(collected(loader)) == list(range(9))
 
 
-def test_an_endless_stream_can_be_left(engine: dict[str, Any]) -> None:
-    """A stream may go on for ever: it is read ahead by no more than fits in flight."""
+def test_an_endless_iterable_dataset_can_be_abandoned(engine: dict[str, Any]) -> None:
+    """It is read ahead only as far as batches may be in flight."""
 
     class Endless:
         def __iter__(self) -> Iterator[int]:
@@ -135,8 +135,8 @@ def test_an_endless_stream_can_be_left(engine: dict[str, Any]) -> None:
         assert [plain(next(batches)) for _ in range(30)] == [[2 * i, 2 * i + 1] for i in range(30)]
 
 
-def test_streams_of_samples_with_arrays_are_stacked(every_engine: dict[str, Any]) -> None:
-    """Elements of a stream are samples like any others."""
+def test_elements_with_arrays_are_stacked(every_engine: dict[str, Any]) -> None:
+    """Elements of an iterable dataset are collated like other samples."""
 
     class Arrays:
         def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -150,8 +150,8 @@ def test_streams_of_samples_with_arrays_are_stacked(every_engine: dict[str, Any]
         ]
 
 
-def test_a_stream_that_raises_gives_what_came_before_and_then_its_error(engine: dict[str, Any]) -> None:
-    """Whole batches before the bad element arrive; its own exception follows, and then the stream is at its end."""
+def test_an_exception_of_an_iterable_dataset_is_raised_after_earlier_batches(engine: dict[str, Any]) -> None:
+    """Full batches before the bad element are delivered; the exception follows, and then the dataset is at its end."""
 
     class Failing:
         def __iter__(self) -> Iterator[int]:
@@ -166,8 +166,8 @@ def test_a_stream_that_raises_gives_what_came_before_and_then_its_error(engine: 
         assert list(batches) == []
 
 
-def test_a_batch_that_cannot_be_collated_does_not_end_the_stream(engine: dict[str, Any]) -> None:
-    """The elements after a bad batch still come: what failed was collate_fn, not the stream."""
+def test_a_batch_that_cannot_be_collated_does_not_end_the_iteration(engine: dict[str, Any]) -> None:
+    """Later elements are delivered: collate_fn failed, not the dataset."""
 
     def collate(samples: list[int]) -> list[int]:
         if 5 in samples:
@@ -187,24 +187,24 @@ def test_a_batch_that_cannot_be_collated_does_not_end_the_stream(engine: dict[st
     assert got == [[i, i + 1] if i != 4 else "error" for i in range(0, 60, 2)]
 
 
-def test_an_iterator_is_a_stream_for_one_epoch() -> None:
-    """A generator can be given as it is where nothing has to be sent: it ends with its first epoch."""
+def test_an_iterator_is_a_dataset_for_one_epoch() -> None:
+    """A generator works where nothing has to be pickled: it ends with its first epoch."""
     loader = infeed.DataLoader((i * i for i in range(5)), batch_size=2)
     assert collected(loader) == [[0, 1], [4, 9], [16]]
     assert collected(loader) == []
 
 
 @pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_sampler"])
-def test_an_iterable_dataset_rejects_options_of_order(option: str) -> None:
-    """Options about the order are refused for a dataset that has none but its own."""
+def test_an_iterable_dataset_rejects_options_for_the_order(option: str) -> None:
+    """Only the dataset decides its order."""
     value: Any = {"shuffle": True, "sampler": [1], "batch_sampler": [[1]]}[option]
     with pytest.raises(infeed.ConfigError, match=f"{option}.* is not supported for iterable datasets"):
         infeed.DataLoader(Stream(4), **{option: value})
 
 
 @pytest.mark.process
-def test_a_stream_goes_on_where_a_killed_worker_was(tmp_path: Any) -> None:
-    """The worker is replaced, passes over what was delivered, and every element comes once, in order (P1)."""
+def test_an_iterable_dataset_continues_after_its_worker_was_killed(tmp_path: Any) -> None:
+    """The new worker skips what was delivered, and every element is delivered once, in order (P1)."""
     import os
 
     journal = Journal(tmp_path / "deaths")
@@ -223,8 +223,8 @@ def test_a_stream_goes_on_where_a_killed_worker_was(tmp_path: Any) -> None:
 
 
 @pytest.mark.process
-def test_a_stream_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> None:
-    """What a stream carries over from element to element and drew at random is the same when it is read again (P2)."""
+def test_an_iterable_dataset_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> None:
+    """State that it keeps between elements, and its random numbers, are reproduced by reading again (P2)."""
     import os
     import random
 
@@ -252,7 +252,7 @@ def test_a_stream_with_random_state_is_the_same_after_a_death(tmp_path: Any) -> 
 
 
 class Resetting:
-    """Its ``__iter__`` starts from the beginning and returns itself, and it restarts by itself at its end."""
+    """Its ``__iter__`` resets it and returns it, and it resets itself at its end."""
 
     def __iter__(self) -> Resetting:
         self.at = 0
@@ -266,15 +266,15 @@ class Resetting:
         return self.at
 
 
-def test_a_stream_that_resets_itself_is_read_once(engine: dict[str, Any]) -> None:
-    """``iter`` is asked of it once an epoch, and nothing after its end."""
+def test_a_dataset_that_resets_itself_is_read_once(engine: dict[str, Any]) -> None:
+    """``iter`` is called once per epoch, and nothing is requested after the end."""
     with infeed.DataLoader(Resetting(), batch_size=2, **engine) as loader:
         for _ in range(2):
             assert collected(loader) == [[1, 2], [3, 4], [5]]
 
 
 class FailingAt:
-    """Raises for one element, and goes on."""
+    """Raises for one element, and continues."""
 
     def __init__(self, length: int, failing: int) -> None:
         self.length, self.failing = length, failing
@@ -289,7 +289,7 @@ class FailingAt:
 
 
 class FailingShares(FailingAt):
-    """Each worker reads a part of it."""
+    """Each worker reads a shard."""
 
     def __iter__(self) -> Iterator[int]:
         info = infeed.get_worker_info()
@@ -298,7 +298,7 @@ class FailingShares(FailingAt):
 
 
 def outcomes(batches: Iterator[Any]) -> list[Any]:
-    """Batches, or the exceptions in their places."""
+    """Returns batches, with exceptions in their places."""
     seen: list[Any] = []
     while True:
         try:
@@ -309,22 +309,22 @@ def outcomes(batches: Iterator[Any]) -> list[Any]:
             seen.append("error")
 
 
-def test_a_stream_that_goes_on_after_it_raised_is_read_to_its_end(engine: dict[str, Any]) -> None:
-    """Its batch is lost, with what was read of it; all others come."""
+def test_an_iterable_dataset_that_continues_after_raising_is_read_to_its_end(engine: dict[str, Any]) -> None:
+    """Its batch is lost, with the elements read for it; all others are delivered."""
     with infeed.DataLoader(FailingAt(9, 3), batch_size=2, **engine) as loader:
         assert outcomes(iter(loader)) == [[0, 1], "error", [4, 5], [6, 7], [8]]
 
 
-def test_a_stream_that_raises_in_its_first_batch_is_shared_out_all_the_same(engine: dict[str, Any]) -> None:
-    """Whether it asks for its worker is known by then."""
+def test_an_iterable_dataset_that_raises_in_its_first_batch_is_still_sharded(engine: dict[str, Any]) -> None:
+    """Whether it calls get_worker_info is known by then."""
     with infeed.DataLoader(FailingShares(12, 0), batch_size=2, **engine) as loader:
         seen = outcomes(iter(loader))
     assert seen.count("error") == 1
     assert sorted(flat([batch for batch in seen if batch != "error"])) == list(range(1, 12))
 
 
-def test_a_state_behind_an_exception_goes_on_behind_it() -> None:
-    """What raised then raises again while what was had is read and forgotten."""
+def test_a_state_after_an_exception_continues_after_it() -> None:
+    """The dataset raises again while the elements before the state are skipped."""
     loader = infeed.DataLoader(FailingAt(9, 3), batch_size=2)
     batches = iter(loader)
     first = [plain(next(batches))]
@@ -337,8 +337,8 @@ def test_a_state_behind_an_exception_goes_on_behind_it() -> None:
     assert [*first, *collected(resumed)] == [[0, 1], [4, 5], [6, 7], [8]]
 
 
-def test_a_stream_that_fails_while_it_is_resumed_does_not_end_in_silence() -> None:
-    """A generator that raises before it has come to where it was gives nothing more."""
+def test_an_iterable_dataset_that_fails_during_resume_raises() -> None:
+    """A generator that raises before it has reached its position yields nothing more."""
 
     def failing() -> Iterator[int]:
         yield from range(3)

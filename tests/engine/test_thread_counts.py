@@ -1,4 +1,4 @@
-"""Thread pools of libraries in workers: as many threads as the user says, one unless they do, and the user's own left alone."""
+"""Thread pools of libraries in workers: `threads_per_worker` threads, one by default; the main process is not changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import Tree
 
 pytestmark = pytest.mark.process
 
-# How each library says how many threads it would use.
+# How to read the number of threads of each library.
 ASK: dict[str, Callable[[ModuleType], Any]] = {
     "numpy": lambda numpy: {info["num_threads"] for info in threadpoolctl.threadpool_info() if "numpy" in info["filepath"]},
     "cv2": lambda cv2: (cv2.getNumThreads(), cv2.ocl.useOpenCL()),
@@ -27,7 +27,7 @@ ASK: dict[str, Callable[[ModuleType], Any]] = {
     "polars": lambda polars: polars.thread_pool_size(),
     "torch": lambda torch: (torch.get_num_threads(), torch.get_num_interop_threads()),
 }
-# What it says where it may use so many. Arrow deadlocks with a single thread for reading.
+# The number with this limit. Arrow deadlocks with a single thread for reading.
 EXPECTED: dict[str, Callable[[int], Any]] = {
     "numpy": lambda n: {n},
     "cv2": lambda n: (n, False),
@@ -44,7 +44,7 @@ def late(names: list[str]) -> Callable[[int], dict[str, Any]]:
 
 
 def early(names: list[str]) -> Callable[[int], dict[str, Any]]:
-    """Holds the libraries, so that a fork server has imported them before it forks a worker."""
+    """References the libraries, so that a fork server imports them before it forks a worker."""
     modules = {name: importlib.import_module(name) for name in names}
     return lambda _: {name: ASK[name](module) for name, module in modules.items()}
 
@@ -60,28 +60,30 @@ def in_a_worker(make: Callable[[int], Any], options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_libraries_use_as_many_threads_as_a_worker_may(process_engine: dict[str, Any], threads: int) -> None:
-    """Those that listen to the environment and those that do not, imported by the fork server or only with the first sample."""
+def test_libraries_use_the_configured_number_of_threads(process_engine: dict[str, Any], threads: int) -> None:
+    """Libraries that read the environment and others, imported by the fork server or with the first sample."""
     options = {**process_engine, **({} if threads == 1 else {"threads_per_worker": threads})}
     names = installed("numpy", "cv2", "numexpr")
 
     assert in_a_worker(early(names), options) == {name: EXPECTED[name](threads) for name in names}
-    # Polars starts threads when it is imported, so only workers import it.
+    # Polars starts threads on import, so only workers import it.
     names = installed("numpy", "cv2", "numexpr", "pyarrow", "polars")
     assert in_a_worker(late(names), options) == {name: EXPECTED[name](threads) for name in names}
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("when", "threads"), [(early, 3), (late, 1)], ids=["early", "late"])
-def test_torch_uses_as_many_threads_as_a_worker_may(forkserver: dict[str, Any], when: Callable[..., Any], threads: int) -> None:
-    """For one operation, and for operations side by side."""
+def test_torch_uses_the_configured_number_of_threads(
+    forkserver: dict[str, Any], when: Callable[..., Any], threads: int
+) -> None:
+    """Within an operation, and for operations in parallel."""
     pytest.importorskip("torch")
     assert in_a_worker(when(["torch"]), {**forkserver, "threads_per_worker": threads}) == {"torch": (threads, threads)}
 
 
 @pytest.mark.torch
-def test_torch_s_class_has_the_option_too() -> None:
-    """And a program that sets torch's second pool in its workers itself, which torch allows once, still runs."""
+def test_the_torch_loader_has_the_option_too() -> None:
+    """A program that sets torch's second pool in its workers, which torch allows once, still runs."""
     torch = pytest.importorskip("torch")
     from infeed.torch import DataLoader
 
@@ -94,10 +96,10 @@ def test_torch_s_class_has_the_option_too() -> None:
     assert list(loader) == [[2, 2]]
 
 
-def test_the_user_s_environment_is_for_the_user_s_process(
+def test_environment_variables_for_threads_affect_only_the_main_process(
     process_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OMP_NUM_THREADS=8 with 16 workers would be 128 threads: the option decides in workers, and the variables say so there."""
+    """OMP_NUM_THREADS=8 with 16 workers would be 128 threads: workers get the option's number in these variables."""
     names = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "RAYON_NUM_THREADS"]
     for name in names:
         monkeypatch.setenv(name, "8")
@@ -109,7 +111,7 @@ def test_the_user_s_environment_is_for_the_user_s_process(
 
 @pytest.mark.parametrize("options", [{"worker": "thread"}, {"start_method": "auto"}], ids=["thread", "process"])
 def test_the_user_s_process_keeps_its_thread_counts(options: dict[str, Any]) -> None:
-    """Whatever is set in workers; thread workers use the process's pools as they are (P8)."""
+    """Whatever is set in workers; thread workers use the pools of the process unchanged (P8)."""
     names = installed("numpy", "cv2", "numexpr")
     ask = early(names)
     environ, counts = dict(os.environ), ask(0)
@@ -120,7 +122,7 @@ def test_the_user_s_process_keeps_its_thread_counts(options: dict[str, Any]) -> 
     assert dict(os.environ) == environ
 
 
-def test_a_module_of_the_same_name_is_imported_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_with_the_name_of_a_library_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cv2 module without setNumThreads is no error."""
     (tmp_path / "cv2.py").write_text("ANSWER = 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -133,8 +135,8 @@ def test_a_module_of_the_same_name_is_imported_all_the_same(tmp_path: Path, monk
     assert in_a_worker(answer, {"start_method": "spawn", "timeout": 30}) == 42
 
 
-def test_arrow_reads_and_writes_at_once_in_a_worker(forkserver: dict[str, Any], tmp_path: Path) -> None:
-    """With a single thread for reading it would wait for itself for ever."""
+def test_arrow_reads_and_writes_concurrently_in_a_worker(forkserver: dict[str, Any], tmp_path: Path) -> None:
+    """With a single thread for reading it would deadlock."""
     if not installed("pyarrow"):
         pytest.skip("pyarrow is not installed")
 

@@ -1,4 +1,4 @@
-"""Datasets and samplers of torch, given to a loader that does not know torch."""
+"""Datasets and samplers of torch in `infeed.DataLoader`, which does not import torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_a_dataset_of_torch_gives_tensors(every_engine: dict[str, Any]) -> None:
     assert [tensor[:, 0].tolist() for tensor, _ in batches] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
 
-def test_an_iterable_dataset_of_torch_is_a_stream(light_engine: dict[str, Any]) -> None:
-    """It inherits a __getitem__ that is not meant: it is read by __iter__, every element once."""
+def test_an_iterable_dataset_of_torch_is_iterated(light_engine: dict[str, Any]) -> None:
+    """It inherits an unusable __getitem__: it is read with __iter__, every element once."""
     with infeed.DataLoader(Streamed(), batch_size=3, **light_engine) as loader:
         for _ in range(2):
             assert collected(loader) == [[0, 1, 2], [3, 4, 5], [6]]
@@ -48,7 +48,7 @@ def test_an_iterable_dataset_of_torch_is_a_stream(light_engine: dict[str, Any]) 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_tensor_dataset_is_gathered(shuffle: bool) -> None:
-    """Its rows are the batches that one by one loading gives, without a worker."""
+    """Its rows form the same batches as loading samples one by one, without a worker."""
     tensors = torch.arange(20).view(10, 2), torch.arange(10, dtype=torch.bfloat16)
     dataset = data.TensorDataset(*tensors)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": shuffle, "seed": 2}
@@ -62,7 +62,7 @@ def test_a_tensor_dataset_is_gathered(shuffle: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Subset", "ConcatDataset"])
-def test_datasets_made_of_others_work(light_engine: dict[str, Any], kind: str) -> None:
+def test_wrapped_datasets_work(light_engine: dict[str, Any], kind: str) -> None:
     """Subset (which has __getitems__) and ConcatDataset are datasets like any other."""
     made = data.Subset(Indexed(), [5, 3, 1]) if kind == "Subset" else data.ConcatDataset([Indexed(), Indexed()])
     expected = [5, 3, 1] if kind == "Subset" else [*range(7), *range(7)]
@@ -83,14 +83,14 @@ def test_datasets_made_of_others_work(light_engine: dict[str, Any], kind: str) -
     ],
 )  # fmt: skip
 def test_samplers_of_torch_decide_the_order(light_engine: dict[str, Any], make: Any, expected: list[int]) -> None:
-    """They are iterables of indices, and that is all that is asked."""
+    """They are iterables of indices, and nothing else is required."""
     options = {"batch_size": 2} if "sampler" in make() else {}
     with infeed.DataLoader(range(7), **options, **make(), **light_engine) as loader:
         assert flat(collected(loader)) == expected
 
 
 def test_a_random_sampler_of_torch_follows_torchs_seed(light_engine: dict[str, Any]) -> None:
-    """It draws in this process from torch's generator, as it does with torch's loader."""
+    """It draws in this process from torch's generator, as with torch's loader."""
     loader = infeed.DataLoader(range(20), batch_size=20, sampler=data.RandomSampler(range(20)), **light_engine)
     with loader, torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -100,8 +100,8 @@ def test_a_random_sampler_of_torch_follows_torchs_seed(light_engine: dict[str, A
     assert got == expected
 
 
-def test_torchs_default_collate_can_be_given(light_engine: dict[str, Any]) -> None:
-    """Whoever wants torch's own batches passes torch's function."""
+def test_default_collate_of_torch_can_be_passed(light_engine: dict[str, Any]) -> None:
+    """It makes torch's own batches."""
     with infeed.DataLoader(range(4), batch_size=2, collate_fn=data.default_collate, **light_engine) as loader:
         batches = list(loader)
     assert all(torch.is_tensor(batch) for batch in batches)

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 
 # Workers on a cluster have the environment of their node, and memory of their own.
 _LOCAL_ONLY = {
-    "test_workers_see_the_environment_and_folder_of_the_user",
-    "test_a_worker_that_cannot_start_takes_no_memory_from_others",
+    "test_workers_have_the_environment_and_folder_of_the_user",
+    "test_a_worker_that_cannot_start_does_not_break_others",
 }
 
 for _suite in (
