@@ -1,6 +1,6 @@
-"""What several tests need: datasets, comparisons, waits with a deadline, scripts in fresh interpreters.
+"""Shared test helpers: datasets, comparisons, waits with a deadline, scripts in new interpreters.
 
-Imported in workers too, which load datasets from here: so nothing but the standard library and NumPy at the top.
+Workers import this module for its datasets, so only the standard library and NumPy are imported at the top.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-# Nothing here takes a tenth of it on an idle machine: whoever waits this long has found a hang.
+# On an idle machine everything takes less than a tenth of this; a longer wait is a hang.
 DEADLINE_S = 30.0
 
 
@@ -28,7 +28,7 @@ DEADLINE_S = 30.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> Any:
-    """Return the condition's value as soon as it is true; fail if it is not within the time."""
+    """Returns the condition's value as soon as it is true; fails after the timeout."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLIN
 
 
 def patient_next(batches: Iterator[Any]) -> Any:
-    """The next batch of a loader with a short ``timeout``: a busy machine may need longer, and time-outs end no epoch."""
+    """Returns the next batch of a loader with a short ``timeout``; retries, because a busy machine may need longer."""
     from infeed import LoadTimeoutError
 
     deadline = time.monotonic() + DEADLINE_S
@@ -52,7 +52,7 @@ def patient_next(batches: Iterator[Any]) -> Any:
 
 @contextmanager
 def assert_faster_than(seconds: float) -> Iterator[None]:
-    """Fail if the block takes longer. For deadlines, not for measuring."""
+    """Fails if the block takes longer. For deadlines, not for measurements."""
     start = time.monotonic()
     yield
     elapsed = time.monotonic() - start
@@ -63,7 +63,7 @@ def assert_faster_than(seconds: float) -> Iterator[None]:
 
 
 class Squares:
-    """Sample ``i`` is a tuple of an array that tells ``i``, and ``i`` squared."""
+    """Sample ``i`` is a tuple of an array that contains ``i``, and ``i`` squared."""
 
     def __init__(self, length: int, width: int = 3) -> None:
         self.length, self.width = length, width
@@ -78,7 +78,7 @@ class Squares:
 
 
 class Tree:
-    """Sample ``i`` is what a function makes of ``i``."""
+    """Sample ``i`` is the result of a function of ``i``."""
 
     def __init__(self, length: int, make: Callable[[int], Any]) -> None:
         self.length, self.make = length, make
@@ -91,7 +91,7 @@ class Tree:
 
 
 class Pids:
-    """Sample ``i`` is the number of the process that loads it."""
+    """Sample ``i`` is the id of the process that loads it."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -104,7 +104,7 @@ class Pids:
 
 
 class Stream:
-    """Yields ``0`` to ``count``; has neither length nor index."""
+    """Yields ``0`` to ``count - 1``; has neither length nor index."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -114,7 +114,7 @@ class Stream:
 
 
 class Blocking:
-    """Sample ``at`` does not return before a file appears; another file tells that it is being loaded."""
+    """Sample ``at`` blocks until a file exists; another file shows that it is being loaded."""
 
     def __init__(self, length: int, at: int, folder: Path) -> None:
         self.length, self.at, self.folder = length, at, folder
@@ -144,7 +144,7 @@ class Blocking:
 
 
 class Journal:
-    """A file to which processes append lines; each line arrives whole."""
+    """A file to which processes append lines; each line is written atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,7 +162,7 @@ class Journal:
 
 
 def plain(value: Any) -> Any:
-    """A batch as plain Python values, arrays and tensors as nested lists."""
+    """Returns a batch as plain Python values, arrays and tensors as nested lists."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -173,17 +173,17 @@ def plain(value: Any) -> Any:
 
 
 def collected(loader: Any) -> list[Any]:
-    """One epoch as plain values; no batch is kept."""
+    """Returns one epoch as plain values; keeps no batch."""
     return [plain(batch) for batch in loader]
 
 
 def flat(batches: list[Any]) -> list[Any]:
-    """All elements of batches that are lists of numbers."""
+    """Returns all elements of batches that are lists of numbers."""
     return [element for batch in batches for element in batch]
 
 
 def assert_same(left: Any, right: Any, path: str = "batch") -> None:
-    """Fail unless both have the same types all the way down, dtypes and shapes, and the same values."""
+    """Fails unless both have the same types at all levels, dtypes and shapes, and the same values."""
     assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
     if isinstance(left, np.ndarray):
         assert left.dtype == right.dtype, f"{path}: {left.dtype} and {right.dtype}"
@@ -213,7 +213,7 @@ def assert_same(left: Any, right: Any, path: str = "batch") -> None:
 
 
 def descendants() -> list[Any]:
-    """All processes below this one.
+    """Returns all descendants of this process.
 
     psutil reads the parent of every process of the machine, which takes milliseconds, twice per test. Linux lists children.
     """
@@ -225,7 +225,7 @@ def descendants() -> list[Any]:
     parents = [os.getpid()]
     while parents:
         for file in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
-            with suppress(OSError):  # the thread or the process has ended
+            with suppress(OSError):  # The thread or the process has ended.
                 pids = [int(pid) for pid in file.read_text().split()]
                 parents += pids
                 for pid in pids:
@@ -238,7 +238,7 @@ _LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def worker_processes() -> list[Any]:
-    """All live processes below this one except servers that outlive loaders: the workers, and whatever else there is."""
+    """Returns all live descendants except servers that outlive loaders: the workers, and anything else there is."""
     import psutil
 
     found = []
@@ -252,9 +252,9 @@ def worker_processes() -> list[Any]:
 
 
 def is_of_tests(process: Any) -> bool:
-    """Whether a process belongs to the S3 server of tests/shards or the cluster of tests/ray, if they still run."""
+    """Returns whether a process belongs to the S3 server of tests/shards or the cluster of tests/ray."""
     if sys.platform == "win32":
-        return False  # both need Linux; and Wine cannot name a process
+        return False  # Both need Linux; and Wine cannot name a process.
     words = process.cmdline()
     is_script = any(word.endswith(".py") and "/ray/" in word for word in words)
     is_server = process.name() in ("node", "raylet", "gcs_server")
@@ -262,7 +262,7 @@ def is_of_tests(process: Any) -> bool:
 
 
 def has_ended(process: Any) -> bool:
-    """Whether a process of `psutil` has ended, though it is still listed: not yet waited for, or with an open handle."""
+    """Returns whether a process of `psutil` has ended, though it is still listed: a zombie, or with an open handle."""
     import psutil
 
     if sys.platform != "win32":
@@ -275,18 +275,18 @@ def has_ended(process: Any) -> bool:
 
 
 def session_of(loader: Any) -> Any:
-    """The session of a loader of either kind, for tests of what no public name shows: spans, tuning, the engine."""
+    """Returns the session of a loader of either class, for what has no public name: spans, tuning, the engine."""
     return vars(loader).get("_infeed_session") or loader._session
 
 
 def engine_of(loader: Any) -> Any:
-    """The engine of the epoch in progress."""
+    """Returns the engine of the active epoch."""
     (engine,) = session_of(loader).engine_cache.engines_out
     return engine
 
 
 def fork_server() -> Any:
-    """The fork server of this process that lives; one that has ended may not have been waited for yet."""
+    """Returns the live fork server of this process; one that has ended may still be a zombie."""
     import psutil
 
     living = [process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE]
@@ -295,36 +295,36 @@ def fork_server() -> Any:
 
 
 def close_fork_server() -> None:
-    """Close the fork server of this process, which the test has killed, so that the next test finds none."""
-    from infeed.workers.forkserver import FORK_SERVER  # on Linux only
+    """Closes the fork server of this process, which the test has killed, so that the next test finds none."""
+    from infeed.workers.forkserver import FORK_SERVER  # On Linux only.
 
     FORK_SERVER.close()
 
 
 def is_fork_server(process: Any) -> bool:
-    """Whether this is the fork server of this very process."""
+    """Returns whether this is the fork server of this process."""
     return process.ppid() == os.getpid() and any("infeed.workers.server" in word for word in process.cmdline())
 
 
 def is_resource_tracker(process: Any) -> bool:
-    """Whether this is the process that multiprocessing starts beside the first named semaphore, and keeps."""
+    """Returns whether this is the process that multiprocessing starts beside the first named semaphore, and keeps."""
     return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def shm_names(owner: int | None = None) -> set[str]:
-    """Names of ours in the system's shared memory: those of one process, or all there are, whoever's they are."""
+    """Returns infeed's names in the system's shared memory: of one process, or of all processes."""
     folder = Path("/dev/shm")
     names = {path.name for path in folder.glob("infeed*")} if folder.is_dir() else set()
     return names if owner is None else {name for name in names if owner_of(name) == owner}
 
 
 def owner_of(name: str) -> int:
-    """The process that made a name."""
+    """Returns the process that created a name."""
     return int(name.split(".")[1])
 
 
 def is_foreign(name: str) -> bool:
-    """Whether it belongs to a process that lives and is not below this one: of another test that runs at the same time."""
+    """Returns whether it belongs to a live process that is no descendant: to another test run."""
     import psutil
 
     owner = owner_of(name)
@@ -343,7 +343,7 @@ class ScriptResult(NamedTuple):
 
 @dataclass
 class Script:
-    """A script in a fresh interpreter. Its processes are found by session id, on Windows by a marker in their environment."""
+    """A script in a new interpreter. Its processes are found by session id, on Windows by a marker in their environment."""
 
     process: subprocess.Popen[str]
     marker: str
@@ -353,7 +353,7 @@ class Script:
         return self.process.pid
 
     def wait_line(self, journal: Journal, line: str) -> None:
-        """Wait until the script has noted this line."""
+        """Waits until the script has written this line."""
 
         def arrived() -> bool:
             assert self.process.poll() is None or line in journal.lines(), f"the script ended: {self.process.communicate()}"
@@ -362,7 +362,7 @@ class Script:
         wait_until(arrived, f"{line!r} from the script")
 
     def finish(self, seconds: float = DEADLINE_S) -> ScriptResult:
-        """Wait for its end; fail if it does not come, or if a process of its lives on."""
+        """Waits for its end; fails if it does not end, or if one of its processes is still alive."""
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -372,17 +372,17 @@ class Script:
         return ScriptResult(self.process.returncode, out, err)
 
     def survivors(self) -> list[str]:
-        """Its processes that are still there, wherever they were moved in the tree."""
+        """Returns its processes that are still alive, wherever they are in the process tree."""
         import psutil
 
         found = []
         for process in self._processes():
-            with suppress(psutil.NoSuchProcess):  # it has just ended
+            with suppress(psutil.NoSuchProcess):  # It has just ended.
                 found.append(f"{process.cmdline()} {process.pid}")
         return found
 
     def kill_all(self) -> str:
-        """End everything; what it had printed."""
+        """Kills all processes; returns what the script had printed."""
         import psutil
 
         for process in self._processes():
@@ -405,7 +405,7 @@ class Script:
 
     def _owns(self, process: Any) -> bool:
         if sys.platform == "win32":
-            # Only Python: the host of a console, and Wine's desktop, are no processes of the script's.
+            # Only Python: a console host and Wine's desktop are not processes of the script.
             return process.environ().get(_MARKER) == self.marker and "python" in process.cmdline()[0]
         return os.getsid(process.pid) == self.pid
 
@@ -418,7 +418,7 @@ def start_python(
     env: dict[str, str] | None = None,
     has_console: bool = False,
 ) -> Script:
-    """Start a fresh interpreter that can import infeed and the tests' helpers; `has_console` if it is to be interrupted."""
+    """Starts a new interpreter that can import infeed and the test helpers; `has_console` allows interrupting it."""
     marker = uuid.uuid4().hex
     paths = [str(ROOT / "src"), str(ROOT)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {}), _MARKER: marker}
@@ -441,7 +441,7 @@ def start_python(
     return Script(process, marker)
 
 
-# In the environment of a script and of all processes that it starts.
+# In the environment of a script and of all its processes.
 _MARKER = "INFEED_TEST_SCRIPT"
 
 
@@ -458,25 +458,25 @@ def _of_its_own(*, has_console: bool) -> dict[str, Any]:
 def start_script(
     folder: Path, code: str, *arguments: str, env: dict[str, str] | None = None, has_console: bool = False
 ) -> Script:
-    """Write a script into a folder and start it."""
+    """Writes a script into a folder and starts it."""
     path = folder / "script.py"
     path.write_text(code)
     return start_python([str(path), *arguments], cwd=folder, env=env, has_console=has_console)
 
 
 def run_script(folder: Path, code: str, *arguments: str, seconds: float = DEADLINE_S) -> ScriptResult:
-    """Run a script to its end; fail if it hangs or leaves a process behind."""
+    """Runs a script to its end; fails if it hangs or leaves a process behind."""
     return start_script(folder, code, *arguments).finish(seconds)
 
 
 def assert_clean(result: ScriptResult) -> None:
-    """Fail unless the script ended well and had nothing to complain about."""
+    """Fails unless the script exited with 0 and printed nothing to standard error."""
     assert result.code == 0, result.err
     assert result.err == "", result.err
 
 
 def press_ctrl_c(script: Script) -> None:
-    """Do what a terminal does: interrupt the foreground process group, or on Windows every process of the console."""
+    """Interrupts as a terminal does: the foreground process group, or on Windows every process of the console."""
     if sys.platform == "win32":
         press = (
             "import ctypes, sys; kernel = ctypes.windll.kernel32; kernel.FreeConsole();"
@@ -489,16 +489,16 @@ def press_ctrl_c(script: Script) -> None:
 
 
 def kill_process(pid: int) -> None:
-    """End a process at once, without its consent: SIGKILL, or TerminateProcess on Windows."""
+    """Kills a process at once: SIGKILL, or TerminateProcess on Windows."""
     os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
-# How a killed process ends, as `Popen.returncode`, and as messages name it: there is no SIGKILL on Windows and its stand-in.
+# `Popen.returncode` of a killed process, and its name in messages: Windows and its stand-in have no SIGKILL.
 KILLED_CODE = 15 if sys.platform == "win32" else -9
 KILLED_TEXT = r"(SIGKILL|SIGTERM|code 15)"
 
 
-# For scripts: the calls that only Linux has are gone, so that the portable ways are taken, as on macOS.
+# For scripts: removes calls that only Linux has, so that the portable code runs, as on macOS.
 PORTABLE = """
 import os, select, socket
 del os.memfd_create, socket.send_fds, socket.recv_fds, select.poll
@@ -514,7 +514,7 @@ install()
 
 
 def always_threads(monkeypatch: Any) -> None:
-    """Let ``worker="auto"`` decide for threads after an epoch of processes, whatever is measured, and stay with them."""
+    """Makes ``worker="auto"`` choose threads after one epoch of processes, whatever is measured, and stay with them."""
     from infeed.autotune.tuner import KindAdvice
     from infeed.engine.scaling import WorkerTuning
 

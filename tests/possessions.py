@@ -1,6 +1,6 @@
-"""What a process has that can be left behind: threads, processes, descriptors, shared memory.
+"""Resources of a process that can leak: threads, processes, descriptors, shared memory.
 
-For the guard against leaks around every test, and for the programs of tests/stopping, which look at themselves.
+Used by the leak guard around every test, and by the programs of tests/stopping, which inspect themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.helpers import descendants, has_ended, is_foreign, is_fork_server, sh
 
 
 class Possessions(NamedTuple):
-    """What a process has that can be left behind."""
+    """Resources of a process that can leak."""
 
     threads: dict[int, str]
     processes: dict[int, str]
@@ -24,13 +24,13 @@ class Possessions(NamedTuple):
     names: set[str]
 
     def beyond(self, before: Possessions) -> list[str]:
-        """What is here and was not before, one line each."""
+        """Returns what is new compared with before, one line each."""
         lines = [f"thread {name}" for ident, name in self.threads.items() if ident not in before.threads]
         lines += [f"process {pid}: {text}" for pid, text in self.processes.items() if pid not in before.processes]
         if len(self.descriptors) > len(before.descriptors):
             old = set(before.descriptors.items())
             lines += [f"descriptor {fd}: {target}" for fd, target in self.descriptors.items() if (fd, target) not in old]
-        # What was there before is not looked at: the process of another test run that it belongs to may have ended since.
+        # Earlier resources are not inspected: their process may belong to another test run and may have ended.
         lines += [f"/dev/shm/{name}" for name in sorted(self.names - before.names) if not is_foreign(name)]
         return lines
 
@@ -47,11 +47,11 @@ def possessions() -> Possessions:
             elif sys.platform != "win32" or not has_ended(process):
                 processes[process.pid] = f"{process.cmdline()} ({process.status()})"
         except psutil.ZombieProcess:
-            server_sockets += 1  # a fork server that ended by itself, because nobody needed it; its socket goes with the next
+            server_sockets += 1  # A fork server that ended by itself; its socket goes with the next one.
         except psutil.NoSuchProcess:
             continue
     descriptors = _descriptors()
-    # One end of a socket is this process's way to its fork server, which may stay.
+    # One end of a socket connects this process to its fork server, which may stay.
     for fd in [fd for fd, target in descriptors.items() if target.startswith("socket:")][:server_sockets]:
         del descriptors[fd]
     threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
@@ -64,15 +64,15 @@ def _descriptors() -> dict[int, str]:
     for name in os.listdir(folder) if folder.is_dir() else []:
         try:
             found[int(name)] = os.readlink(folder / name)
-        except OSError:  # the one that listed the folder
+        except OSError:  # The descriptor that listed the folder.
             continue
     return {fd: target for fd, target in found.items() if not (target.startswith("socket:") and _is_tcp(fd))}
 
 
 def _is_tcp(fd: int) -> bool:
-    """Whether a socket is one of TCP. infeed opens none; obstore and Ray open and close theirs in threads of their own."""
+    """Returns whether a socket is TCP. infeed opens none; obstore and Ray open and close theirs in their own threads."""
     try:
         with socket.socket(fileno=os.dup(fd)) as copy:
             return copy.family in (socket.AF_INET, socket.AF_INET6)
-    except OSError:  # closed meanwhile
+    except OSError:  # Closed meanwhile.
         return True

@@ -1,4 +1,4 @@
-"""Datasets and samplers that have a state, in all the ways in which they can; each is well defined at every moment."""
+"""Stateful datasets and samplers of all kinds; each is well defined at every step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Counting:
 
 
 class Turning:
-    """Goes on from epoch to epoch: its state, which is a live dict, is what the next epoch begins with."""
+    """Continues from epoch to epoch: its state, a live dict, is where the next epoch begins."""
 
     def __init__(self) -> None:
         self.live = {"epoch": 0, "at": 0}
@@ -62,7 +62,7 @@ class TurningBatches(Turning):
 
 
 class TurningInside:
-    """Batches without a state, of a sampler with one."""
+    """Batches without a state, of a stateful sampler."""
 
     def __init__(self) -> None:
         self.sampler = Turning()
@@ -78,7 +78,7 @@ class TurningInside:
 
 
 class Pending:
-    """As torchdata's ``StatefulDistributedSampler``: a loaded state is of the next iteration, which may have nothing left."""
+    """Like torchdata's ``StatefulDistributedSampler``: a loaded state is for the next iteration, which may be empty."""
 
     at = 0
     pending: int | None = None
@@ -100,7 +100,7 @@ class Pending:
 
 
 class PendingAtOnce(Pending):
-    """``iter`` takes what was loaded, and not the first ``next``."""
+    """``iter`` uses the loaded state, not the first ``next``."""
 
     def __iter__(self) -> Iterator[int]:
         self.at, self.pending = self.pending or 0, None
@@ -113,7 +113,7 @@ class PendingAtOnce(Pending):
 
 
 class PermutedIterator:
-    """The state is the iterator's, and cannot be found again from the sampler."""
+    """The state belongs to the iterator, and cannot be derived from the sampler."""
 
     def __init__(self, sampler: Permuted) -> None:
         self.sampler = sampler
@@ -137,7 +137,7 @@ class PermutedIterator:
 
 
 class Permuted:
-    """A sampler with a state, whose iterator has one too."""
+    """A stateful sampler with a stateful iterator."""
 
     count = 0
 
@@ -155,7 +155,7 @@ class Permuted:
 
 
 class Shuffled:
-    """Without a state; that of its iterator says what the next iterator begins with."""
+    """Stateless; the state of its iterator says what the next iterator begins with."""
 
     seed = 3
 
@@ -196,7 +196,7 @@ class ShuffledIterator:
 
 
 class Log:
-    """A cursor that goes on: an epoch is the next seven records."""
+    """A cursor that advances: an epoch is the next seven records."""
 
     at = 0
     is_open = False
@@ -249,7 +249,7 @@ class LogIterator:
 
 
 class Both(Log):
-    """The dataset has a state, and its iterator too."""
+    """The dataset has a state, and so has its iterator."""
 
     def __iter__(self) -> Iterator[Any]:
         return LogIterator(self)
@@ -263,7 +263,7 @@ class IteratorOnly:
 
 
 class OnItsOwn:
-    """The dataset is its iterator, and can be read on when it has ended."""
+    """The dataset is its own iterator, and can be continued after its end."""
 
     at = 0
 

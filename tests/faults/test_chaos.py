@@ -1,6 +1,6 @@
-"""Chaos: while an epoch is loaded, its workers and their fork server are killed at random; every bit is as without it (P1, P2).
+"""Chaos: workers and their fork server are killed at random during an epoch; every bit is the same as without kills (P1, P2).
 
-What is killed, and when, is random; how often is not: each case goes on for as many epochs as the kills take.
+Which process is killed, and when, is random; the number of kills is fixed, and each case runs as many epochs as they take.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tests.helpers import close_fork_server, is_fork_server, plain, worker_proce
 
 pytestmark = [pytest.mark.process, pytest.mark.linux("SIGSTOP, SIGKILL and the fork server"), pytest.mark.stress]
 
-KILLS: Final = 30  # in one case
-LONG_KILLS: Final = 200  # and no more: some more within a minute, and a loader takes the machine for broken
+KILLS: Final = 30  # In one case.
+LONG_KILLS: Final = 200  # Not more: with some more within a minute, a loader reports that workers keep dying.
 _LONG_SEEDS: Final = 8
-# Batches that come between two strikes, at least. A batch that is met by four of them is given up, and rightly so.
+# Minimum number of batches between two kills. A batch that is hit by four of them rightly fails.
 _APART: Final = 6
 _PREFETCH: Final = 2
 _STOPPED_S: Final = 0.02
 
 
 class Draws:
-    """Sample ``i`` is ``i`` and random numbers. In a worker it takes long enough to be killed in."""
+    """Sample ``i`` is ``i`` and random numbers. In a worker it takes long enough to be killed."""
 
     def __init__(self, length: int = 600) -> None:
         self.length, self.owner_pid = length, os.getpid()
@@ -48,7 +48,7 @@ class Draws:
 
 
 class Flow:
-    """The same as a stream. A worker that takes over reads it from the beginning, so it is short."""
+    """The same as an iterable dataset. A replacement worker reads it from the beginning, so it is short."""
 
     def __init__(self) -> None:
         self.samples = Draws(200)
@@ -58,7 +58,7 @@ class Flow:
 
 
 class Shares(Flow):
-    """Each worker reads a part of it."""
+    """Each worker reads a shard."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = infeed.get_worker_info()
@@ -71,7 +71,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Killer:
-    """Strikes from a thread of its own, while the loop runs."""
+    """Kills from its own thread while the training loop runs."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -79,7 +79,7 @@ class Killer:
         self._came = 0
         self._next = _APART
         self._condition = threading.Condition()
-        self.truce = threading.Lock()  # who holds it is spared
+        self.truce = threading.Lock()  # The process that holds it is spared.
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="killer")
 
@@ -110,8 +110,8 @@ class Killer:
                 if self._is_stopped:
                     return
                 self._next = self._came + self._rng.randint(_APART, 2 * _APART)
-            time.sleep(self._rng.random() * 0.005)  # anywhere in what the loop does then
-            with self.truce, suppress(psutil.NoSuchProcess):  # it went with its server, or was replaced by now
+            time.sleep(self._rng.random() * 0.005)  # Anywhere in what the loop does then.
+            with self.truce, suppress(psutil.NoSuchProcess):  # It died with its server, or has been replaced.
                 self._strike()
 
     def _strike(self) -> None:
@@ -157,10 +157,10 @@ CASES: Final[dict[str, Callable[..., Any]]] = {
 
 
 def check_case(case: str, seed: int, kills: int) -> None:
-    """Two loaders of the same, one of them left alone: epoch by epoch they give the same."""
+    """Compares two loaders epoch by epoch, one of them without kills."""
     options: dict[str, Any] = {"batch_size": 4, "seed": 5, "timeout": 60}
-    workers = {"num_workers": 2 if case == "torch" else 4}  # torch warns of more than there are cores
-    # What a share of a stream draws depends on whose it is; all else would be the same without workers.
+    workers = {"num_workers": 2 if case == "torch" else 4}  # torch warns about more workers than cores.
+    # The draws of a shard depend on its worker; everything else would be the same without workers.
     calm = CASES[case](**options, **(workers if case == "shares" else {"num_workers": 0}))
     disturbed = CASES[case](**options, **workers)
     with closing(calm), closing(disturbed), Killer(seed) as killer:
@@ -173,12 +173,12 @@ def check_case(case: str, seed: int, kills: int) -> None:
                 got.append(plain(batch))
                 killer.batch_came()
             assert got == expected
-    close_fork_server()  # it may have been the last to be killed
+    close_fork_server()  # It may have been killed last.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_kills_change_no_bit(case: str) -> None:
+def test_kills_do_not_change_batches(case: str) -> None:
     if case == "torch":
         pytest.importorskip("torch")
     check_case(case, seed=0, kills=KILLS)
@@ -187,5 +187,5 @@ def test_kills_change_no_bit(case: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1, _LONG_SEEDS + 1))
 @pytest.mark.parametrize("case", CASES)
-def test_thousands_of_kills_change_no_bit(case: str, seed: int) -> None:
+def test_thousands_of_kills_do_not_change_batches(case: str, seed: int) -> None:
     check_case(case, seed, kills=LONG_KILLS)

@@ -1,7 +1,7 @@
-"""The crash matrix: what goes wrong in a worker, times where it is when it does, with one outcome for each.
+"""The crash matrix: each fault at each place in a worker, with the expected outcome.
 
-Each fault strikes once, in one worker. What follows is told from the user's side: which batches come, with which random
-numbers, what is raised and how soon; the leak guard sees to what is left behind.
+Each fault happens once, in one worker. The outcome is what the user sees: which batches arrive, with which random numbers,
+what is raised and how soon. The leak guard checks for leftovers.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ pytestmark = [pytest.mark.process, pytest.mark.linux("SIGSTOP, SIGKILL and the f
 
 FAULTS: Final = ("exception", "SystemExit", "os._exit", "SIGKILL", "SIGSEGV", "hang", "memory")
 PLACES: Final = (
-    "start",  # of the process, before it has read anything
-    "unpickle",  # the dataset
+    "start",  # Of the process, before it has read anything.
+    "unpickle",  # Unpickling the dataset.
     "worker_init_fn",
     "load",
     "collate",
-    "write",  # rows into the slot, as they are loaded
-    "place",  # rows into the slot, held until there was one
+    "write",  # Rows into the slot as they are loaded.
+    "place",  # Rows into the slot, held until there was one.
     "report",
     "between epochs",
     "close",
 )
 LENGTH, BATCH = 48, 4
-HANG_S = 1.5  # of `timeout`, where nothing else ends a hang
-SAMPLE_S = 0.3  # of `sample_timeout`, where that ends it
+HANG_S = 1.5  # `timeout`, where nothing else ends a hang.
+SAMPLE_S = 0.3  # `sample_timeout`, where it ends the hang.
 
 
 @dataclass(frozen=True)
 class Same:
-    """All batches come as without the fault."""
+    """All batches are delivered as without the fault."""
 
 
 @dataclass(frozen=True)
 class Raises:
-    """In place of one batch; all others come as without the fault."""
+    """Raises in place of one batch; all others are delivered as without the fault."""
 
     error: type[BaseException]
     text: str = ""
@@ -57,7 +57,7 @@ class Raises:
 
 @dataclass(frozen=True)
 class Fails:
-    """The epoch ends with it; iterating again gives all batches."""
+    """Ends the epoch; iterating again delivers all batches."""
 
     error: type[BaseException]
     text: str = ""
@@ -65,7 +65,7 @@ class Fails:
 
 @dataclass(frozen=True)
 class Cannot:
-    """There is no such cell."""
+    """This combination does not exist."""
 
     why: str
 
@@ -74,14 +74,14 @@ Outcome = Same | Raises | Fails | Cannot
 
 
 class Struck(Exception):
-    """What a fault of the kind ``exception`` raises."""
+    """Raised by faults of the kind ``exception``."""
 
 
-DIES = Same()  # and another does its work
+DIES = Same()  # Another worker does its work.
 NO_CODE = Cannot("no code but infeed's and Python's own runs before the dataset is built")
-THREAD = Same()  # it is in a thread of the user's, which ends of it; the worker goes on
-OTHERS = Same()  # do all the work, and the one that hangs is killed in the end
-EXITS = Fails(SystemExit)  # as it would end a loop without workers
+THREAD = Same()  # It happens in a thread of the user's, which ends; the worker continues.
+OTHERS = Same()  # They do all the work, and the hanging one is killed in the end.
+EXITS = Fails(SystemExit)  # As it would end a loop without workers.
 OVERDUE = Raises(infeed.LoadTimeoutError, "sample_timeout")
 LATE = Fails(infeed.LoadTimeoutError, f"timeout={HANG_S}")
 START = infeed.WorkerStartError
@@ -99,7 +99,7 @@ TABLE: Final[dict[str, tuple[Outcome, ...]]] = {
     "close": (Same(), Same(), Same(), Same(), Same(), Same(), Same()),
 }
 CELLS: Final = {(place, fault): TABLE[place][column] for place in PLACES for column, fault in enumerate(FAULTS)}
-# Cells that are run with each other way of starting workers too: one of each kind of outcome.
+# Cells that run with every other start method too: one of each kind of outcome.
 CHOSEN: Final = [
     ("start", "SIGKILL"),
     ("unpickle", "exception"),
@@ -111,7 +111,7 @@ CHOSEN: Final = [
 
 
 class Fault:
-    """Strikes the first worker that meets it. The user's own process is spared."""
+    """Occurs in the first worker that reaches it. The main process is spared."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder, self.owner_pid = kind, folder, os.getpid()
@@ -154,8 +154,8 @@ class Fault:
 
 
 def hoard() -> None:
-    """Take memory without end, under a limit of this process that comes before the machine's."""
-    import resource  # not on Windows
+    """Allocates memory without end, under a limit for this process below that of the machine."""
+    import resource  # Not on Windows.
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
@@ -190,7 +190,7 @@ class Draws:
 
 
 class Collate:
-    """Makes a batch of samples; strikes at the third."""
+    """Makes a batch of samples; injects the fault at the third."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -202,7 +202,7 @@ class Collate:
 
 
 class Init:
-    """A worker_init_fn that arranges for the fault in this worker, where the user's code does not get otherwise."""
+    """A worker_init_fn that arranges the fault at places that no other user code reaches."""
 
     def __init__(self, fault: Fault, place: str) -> None:
         self.fault, self.place = fault, place
@@ -249,13 +249,13 @@ class Init:
         threading.excepthook = lambda _: None
         wait_until((self.fault.folder / "now").exists, "the end of an epoch", 2 * DEADLINE_S)
         if self.fault.is_first():
-            if self.fault.kind == "hang":  # a thread that hangs is nobody's trouble; one that stops all is
+            if self.fault.kind == "hang":  # A hanging thread harms nothing; stopping the process stops all.
                 os.kill(os.getpid(), signal.SIGSTOP)
             self.fault.do()
 
 
 class _Stream:
-    """In the place of standard output, which a worker puts on the screen when it ends."""
+    """Replaces standard output, which a worker flushes when it ends."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -268,7 +268,7 @@ class _Stream:
 
 
 def strike_at_start(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first process meet its fate as soon as it is there."""
+    """Injects the fault into the first process that starts."""
     from infeed.workers.launcher import Launch, Starter
 
     real = Starter.start
@@ -285,7 +285,7 @@ def strike_at_start(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Got:
-    """What an epoch gave: batches, and what was raised in place of some."""
+    """Batches of an epoch, and exceptions in place of some."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -322,7 +322,7 @@ def check_cell(place: str, fault_kind: str, engine: dict[str, Any], folder: Path
     elif outcome == OVERDUE:
         options["sample_timeout"] = SAMPLE_S
     if isinstance(outcome, Fails) and place in ("unpickle", "worker_init_fn"):
-        engine = {**engine, "num_workers": 1}  # others might have done all before it is heard of
+        engine = {**engine, "num_workers": 1}  # Other workers might finish everything before the fault is noticed.
     if place == "start":
         strike_at_start(fault, monkeypatch)
     loader = infeed.DataLoader(Draws(fault, place), worker_init_fn=Init(fault, place), **options, **engine)
@@ -333,7 +333,7 @@ def check_cell(place: str, fault_kind: str, engine: dict[str, Any], folder: Path
             wait_until(lambda: fault.has_struck, "the fault")
         got = iterate(loader, is_to_end=not isinstance(outcome, Fails))
         if isinstance(outcome, Fails) and outcome != LATE:
-            assert [plain(batch) for batch in loader] in expected  # it may be the next epoch by now
+            assert [plain(batch) for batch in loader] in expected  # It may be the next epoch by now.
     assert fault.has_struck, "the fault did not strike"
     check_outcome(outcome, got, expected[0])
 
@@ -362,17 +362,17 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("place", "fault"), cells())
-def test_what_goes_wrong_in_a_worker_ends_as_the_table_says(
+def test_every_fault_has_the_outcome_of_the_table(
     place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check_cell(place, fault, {"num_workers": 2, "timeout": DEADLINE_S}, tmp_path, monkeypatch)
     if place == "close":
-        assert capfd.readouterr().err == ""  # there is nobody left whom it concerns
+        assert capfd.readouterr().err == ""  # No process is left that it concerns.
 
 
 @pytest.mark.parametrize(("place", "fault"), [pytest.param(*cell, id="-".join(cell)) for cell in CHOSEN])
 @pytest.mark.parametrize("start_method", ["spawn", "portable"])
-def test_it_does_not_matter_how_workers_are_started(
+def test_the_outcome_does_not_depend_on_the_start_method(
     start_method: str, place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if start_method == "portable":
@@ -381,7 +381,7 @@ def test_it_does_not_matter_how_workers_are_started(
     check_cell(place, fault, engine, tmp_path, monkeypatch)
 
 
-def test_the_table_has_a_cell_for_every_fault_at_every_place() -> None:
+def test_the_table_has_a_cell_for_every_fault_and_place() -> None:
     assert list(TABLE) == list(PLACES)
     assert all(len(row) == len(FAULTS) for row in TABLE.values())
     assert all(outcome.why for outcome in CELLS.values() if isinstance(outcome, Cannot))

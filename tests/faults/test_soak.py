@@ -1,4 +1,4 @@
-"""Soak: many batches through one loader, after which neither it nor its workers have more than after the first of them (P5)."""
+"""Soak: after many batches, neither a loader nor its workers hold more resources than after the first ones (P5)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.helpers import worker_processes
 
 pytestmark = [pytest.mark.process, pytest.mark.linux("reads /proc")]
 
-BATCHES: Final = 20_000  # in each case
-LONG_BATCHES: Final = 1_000_000  # in all cases together
-_LENGTH: Final = 2000  # batches of an epoch: the end of one is part of the soak
-_WARM_SHARE: Final = 4  # of all batches, before the first look
-# Room for noise: what the allocator and the page cache do by themselves. A leak of 100 bytes for each batch is more.
+BATCHES: Final = 20_000  # In each case.
+LONG_BATCHES: Final = 1_000_000  # In all cases together.
+_LENGTH: Final = 2000  # Batches of an epoch: the end of an epoch is part of the soak.
+_WARM_SHARE: Final = 4  # Of all batches, before the first measurement.
+# Noise of the allocator and the page cache. A leak of 100 bytes per batch is more.
 _NOISE_BYTES: Final = 512 << 10
 
 
 class Burden(NamedTuple):
-    """What a process has that may grow."""
+    """Resources of a process that may grow."""
 
     rss: int
     descriptors: int
@@ -37,7 +37,7 @@ class Burden(NamedTuple):
 
 
 class Samples:
-    """An array and a text; some raise where that is asked for."""
+    """An array and a text; some samples raise if requested."""
 
     def __init__(self, bad_every: int = 0) -> None:
         self.bad_every = bad_every
@@ -52,7 +52,7 @@ class Samples:
 
 
 class Elements:
-    """The same as a stream."""
+    """The same as an iterable dataset."""
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, str]]:
         return map(Samples().__getitem__, range(2 * _LENGTH))
@@ -67,13 +67,13 @@ CASES: Final[dict[str, Callable[..., Any]]] = {
 
 
 def batches_of(loader: Any) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Yields the batches of one epoch after another."""
     while True:
         yield from loader
 
 
 def burdens() -> dict[str, Burden]:
-    """Of this process and of its workers, by what they are."""
+    """Returns the resources of this process and of its workers, by kind."""
     gc.collect()
     workers = sorted(worker_processes(), key=lambda process: process.pid)
     named = {f"worker {number}": process for number, process in enumerate(workers)}
@@ -81,7 +81,7 @@ def burdens() -> dict[str, Burden]:
 
 
 def check_soak(case: str, count: int) -> None:
-    # Without a timeline: what is kept for it grows to a size of its own, by how much there is to tell.
+    # Without a timeline, whose memory grows to a fixed size with the number of events.
     with CASES[case](batch_size=2, num_workers=2, seed=0, timeout=60, observe="counters") as loader:
         batches = batches_of(loader)
         for _ in range(count // _WARM_SHARE):
@@ -99,11 +99,11 @@ def check_soak(case: str, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_twenty_thousand_batches_leave_nothing_behind(case: str) -> None:
+def test_twenty_thousand_batches_leak_nothing(case: str) -> None:
     check_soak(case, BATCHES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_a_million_batches_leave_nothing_behind(case: str) -> None:
+def test_a_million_batches_leak_nothing(case: str) -> None:
     check_soak(case, LONG_BATCHES // len(CASES))

@@ -1,4 +1,4 @@
-"""Small real programs, unchanged, under ``infeed run``; and infeed's own loader through the frameworks."""
+"""Small real programs, unchanged, under ``infeed run``; and infeed's loader in the frameworks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NEEDS = {
     "own_lightning": ["lightning"],
     "own_accelerate": ["accelerate", "torchdata"],
 }
-# torch aborts a rank now and then while Python ends ("terminate called without an active exception"; seen without infeed): so
-# ranks leave when the program has ended.
+# torch sometimes aborts a rank while Python ends ("terminate called without an active exception"; seen without infeed), so
+# ranks exit when the program has ended.
 LEAVING = """
 import os, runpy, sys
 sys.argv = sys.argv[1:]
@@ -50,14 +50,14 @@ def ran(arguments: list[str], tmp_path: Path) -> ScriptResult:
 
 
 def ran_ranks(arguments: list[str], tmp_path: Path) -> ScriptResult:
-    """Two ranks of a program, or of ``infeed`` with arguments."""
+    """Runs two ranks of a program, or of ``infeed`` with arguments."""
     leaving = tmp_path / "leaving.py"
     leaving.write_text(LEAVING)
     return ran(["-m", "torch.distributed.run", "--nproc-per-node", "2", str(leaving), *arguments], tmp_path)
 
 
 def said(result: ScriptResult) -> list[Any]:
-    """The JSON lines that a program printed, in a fixed order."""
+    """Returns the JSON lines that a program printed, in a fixed order."""
     return sorted((json.loads(line) for line in result.out.splitlines() if line.startswith('{"')), key=repr)
 
 
@@ -67,7 +67,7 @@ def skip_without(program: str) -> None:
             pytest.skip(f"{name} is not installed; the extra `frameworks` has it")
 
 
-# What differs between the ways to run a program: workers, and how infeed comes in.
+# The ways to run a program: number of workers, and how infeed is used.
 RUN = ["-m", "infeed", "run"]
 INSTALLED = (
     "import infeed.torch, runpy, sys; from infeed.torch.summary import TALLY; infeed.torch.install(); "
@@ -80,8 +80,8 @@ INSTALLED = (
     # Trainer, below, prepares its loaders with Accelerate too.
     ["with_lightning", pytest.param("with_accelerate", marks=pytest.mark.long)],
 )
-def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: str, tmp_path: Path) -> None:
-    """Its loaders are served by infeed's workers, with the same numbers."""
+def test_a_program_has_the_same_losses_under_infeed_run(program: str, tmp_path: Path) -> None:
+    """infeed's workers serve its loaders, with the same numbers."""
     skip_without(program)
     path = str(PROGRAMS / f"{program}.py")
 
@@ -91,8 +91,8 @@ def test_a_program_under_infeed_run_has_the_losses_that_it_has_without(program: 
     assert_all_on_infeed(result)
 
 
-def test_a_plain_loop_has_the_same_losses_with_workers_and_inline(tmp_path: Path) -> None:
-    """With num_workers=0 the generators of the process are the dataset's own."""
+def test_a_plain_loop_has_the_same_losses_with_and_without_workers(tmp_path: Path) -> None:
+    """With num_workers=0 the dataset uses the generators of the process."""
     path = str(PROGRAMS / "plain_torch.py")
     expected = said(ran([path, "0"], tmp_path))
 
@@ -104,7 +104,7 @@ def test_a_plain_loop_has_the_same_losses_with_workers_and_inline(tmp_path: Path
 
 
 def test_the_trainer_has_the_same_losses_after_install(tmp_path: Path) -> None:
-    """It makes its loaders itself and prepares them with Accelerate; `infeed run`, as of the others, calls install() too."""
+    """The Trainer creates its loaders and prepares them with Accelerate; `infeed run` calls install() too."""
     skip_without("trainer")
     path = str(PROGRAMS / "trainer.py")
     expected = said(ran([path, "0"], tmp_path))
@@ -116,13 +116,13 @@ def test_the_trainer_has_the_same_losses_after_install(tmp_path: Path) -> None:
 
 
 def assert_all_on_infeed(result: ScriptResult) -> None:
-    """Fail unless ``infeed run`` says that it served all loaders."""
+    """Fails unless ``infeed run`` reports that infeed served all loaders."""
     assert "on infeed's engine" in result.err.splitlines()[-1]
     assert "torch's own" not in result.err
 
 
-def test_ranks_under_torchrun_have_the_losses_that_they_have_without(tmp_path: Path) -> None:
-    """Each rank is run by infeed."""
+def test_ranks_under_torchrun_have_the_same_losses(tmp_path: Path) -> None:
+    """infeed runs each rank."""
     path = str(PROGRAMS / "torchrun.py")
     expected = said(ran_ranks([path, "0"], tmp_path))
 
@@ -145,8 +145,8 @@ def test_a_framework_keeps_infeeds_loader(program: str, tmp_path: Path) -> None:
     assert said(ran([str(PROGRAMS / f"{program}.py")], tmp_path))
 
 
-def test_accelerate_shares_infeeds_loader_out_once(tmp_path: Path) -> None:
-    """Over two ranks every sample is seen once, and the remainder is right."""
+def test_accelerate_shards_infeeds_loader_once(tmp_path: Path) -> None:
+    """Two ranks deliver every sample once, and the remainder is right."""
     skip_without("own_accelerate")
 
     ranks = said(ran_ranks([str(PROGRAMS / "own_accelerate.py")], tmp_path))
@@ -155,8 +155,8 @@ def test_accelerate_shares_infeeds_loader_out_once(tmp_path: Path) -> None:
     assert {rank["steps"] for rank in ranks} == {6}
 
 
-def test_torchdatas_loader_is_infeeds_under_infeed_run(tmp_path: Path) -> None:
-    """Its arguments and its contract for states are kept."""
+def test_torchdatas_loader_uses_infeed_under_infeed_run(tmp_path: Path) -> None:
+    """Its arguments and its states keep working."""
     skip_without("own_accelerate")
     path = tmp_path / "program.py"
     path.write_text(
@@ -175,8 +175,8 @@ def test_torchdatas_loader_is_infeeds_under_infeed_run(tmp_path: Path) -> None:
     assert "2 loaders on infeed's engine" in result.err
 
 
-def test_the_programs_are_found() -> None:
-    """So that a moved folder is not a green run."""
+def test_all_programs_are_found() -> None:
+    """A moved folder must not look like success."""
     assert {path.stem for path in PROGRAMS.glob("*.py")} == {*NEEDS, "torchrun"}
     assert sys.executable
     assert ROOT.is_dir()

@@ -1,4 +1,4 @@
-"""Names the tested versions at the head of the run."""
+"""Lists the tested versions in the header of the run."""
 
 from __future__ import annotations
 

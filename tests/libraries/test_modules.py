@@ -1,4 +1,4 @@
-"""Modules that datasets import: whatever they do when they are imported, workers are forked."""
+"""Modules that datasets import: workers are forked, whatever the modules do on import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("module", MODULES)
 def test_workers_of_a_dataset_that_uses_a_module_are_forked(module: str) -> None:
-    """Of the first loader of a process and of the second: by then the fork server knows what workers import."""
+    """For the first loader of a process and the second, when the fork server knows what workers import."""
     skip_without(DISTRIBUTIONS.get(module, module))
 
     assert [start.is_spawned for start in measure(module)] == [False, False]

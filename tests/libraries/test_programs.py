@@ -1,6 +1,6 @@
 """A small program for each library, as users write it: with torch's loader, and unchanged under ``infeed run``.
 
-Programs that read a storage format also run with the import of ``infeed.torch.DataLoader``.
+Programs that read a storage format also run with ``infeed.torch.DataLoader``.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def ran(arguments: list[str], folder: Path) -> ScriptResult:
 
 
 def seen(result: ScriptResult) -> list[Any]:
-    """What the loops of a program saw: the lines of JSON that it printed."""
+    """Returns what the loops of a program received: the lines of JSON that it printed."""
     return [json.loads(line) for line in result.out.splitlines() if line.startswith('{"')]
 
 
 @pytest.fixture(scope="session")
 def seen_with_torch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """What a program sees with torch's loader."""
+    """Returns the output of a program with torch's loader."""
     folder = tmp_path_factory.mktemp("torch")
     return functools.cache(lambda program: seen(ran([str(PROGRAMS / f"{program}.py")], folder / program)))
 
@@ -96,7 +96,7 @@ def seen_with_torch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def test_a_program_sees_the_same_batches_under_infeed_run(
     program: str, seen_with_torch: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
-    """In the same order; two ranks each in theirs. The summary says on which workers its loaders ran."""
+    """In the same order; each of two ranks in its own. The summary says which workers served its loaders."""
     case = CASES[program]
     skip_without(case.library)
 
@@ -117,10 +117,10 @@ def test_a_program_sees_the_same_batches_under_infeed_run(
 
 
 @pytest.mark.parametrize("program", [program for program, case in CASES.items() if case.is_storage])
-def test_a_program_sees_the_same_batches_with_the_loader_of_infeed(
+def test_a_program_sees_the_same_batches_with_infeeds_loader(
     program: str, seen_with_torch: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
-    """The import is the only change, as the guide says."""
+    """The import is the only change, as in the guide."""
     skip_without(CASES[program].library)
     path = tmp_path / f"{program}.py"
     code = (PROGRAMS / path.name).read_text(encoding="utf-8")
@@ -134,7 +134,7 @@ def test_a_program_sees_the_same_batches_with_the_loader_of_infeed(
     assert "torch's own workers" not in result.err
 
 
-def test_each_library_has_a_program() -> None:
-    """And each program a library."""
+def test_each_library_has_a_program_and_vice_versa() -> None:
+    """No program or library is missing."""
     assert {path.stem for path in PROGRAMS.glob("*.py")} == set(CASES)
     assert {case.library for case in CASES.values()} == {library.name for library in LIBRARIES}

@@ -27,7 +27,7 @@ ranks = accelerator.num_processes
 given = DataLoader(Points(), batch_size=4, num_workers=2, seed=5, grain_size=1, timeout=60)
 loader = accelerator.prepare(given)
 
-# It is still infeed's, with the options that torch does not know, and shared out once.
+# It is still infeed's loader, with the options that torch does not know, and sharded once.
 assert isinstance(loader, DataLoader)
 assert type(loader.base_dataloader) is DataLoader
 assert (loader.base_dataloader.seed, loader.base_dataloader.grain_size) == (5, 1)
@@ -48,7 +48,7 @@ assert type(skipping.base_dataloader) is DataLoader
 assert len([1 for _ in skipping]) == len(ends) - 2
 
 
-# Accelerate takes a state of each loader that it prepares, also if workers load ahead of a dataset with a state.
+# Accelerate saves the state of each loader that it prepares, also if workers load ahead from a stateful dataset.
 class Counting(Points):
     def state_dict(self):
         return {}

@@ -50,7 +50,7 @@ def loader(**options):
     return DataLoader(Points(), batch_size=4, num_workers=2, seed=5, grain_size=1, timeout=60, **options)
 
 
-# Trained with; predicted with, for which Lightning makes it anew with a batch sampler of its own.
+# For training; and for prediction, where Lightning re-creates it with its own batch sampler.
 module = Module()
 trainer = L.Trainer(max_epochs=1, enable_checkpointing=False, devices=1, **QUIET)
 trainer.fit(module, loader(shuffle=True))
@@ -59,7 +59,7 @@ predicted = trainer.predict(module, loader())
 assert torch.cat(predicted).tolist() == list(range(24))
 assert type(trainer.predict_dataloaders) is DataLoader
 
-# Made anew for ranks: a DistributedSampler in the place of the shuffle, and our own options are kept.
+# Re-created for ranks: a DistributedSampler replaces the shuffle, and infeed's options are kept.
 from lightning.fabric.utilities.data import _update_dataloader  # noqa: E402
 
 given = loader(shuffle=True)
@@ -69,7 +69,7 @@ assert (made.seed, made.grain_size, made.num_workers, made.timeout) == (5, 1, 2,
 assert len(made) == 3
 assert len([1 for _ in made]) == 3
 
-# Fabric wraps it, and iterates it anew each epoch.
+# Fabric wraps it, and iterates it again in each epoch.
 fabric = Fabric(accelerator="cpu", devices=1)
 wrapped = fabric.setup_dataloaders(loader())
 for _ in range(2):
@@ -97,7 +97,7 @@ with tempfile.TemporaryDirectory() as folder:
 assert second.seen == first.seen[3:], (first.seen, second.seen)
 
 
-# A dataset with a state, which workers load ahead of: resumed from the checkpoint that Lightning takes at the end of an epoch.
+# A stateful dataset from which workers load ahead: resumed from the checkpoint at the end of an epoch.
 class Counting(Points):
     def state_dict(self):
         return {}

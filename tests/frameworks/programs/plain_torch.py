@@ -48,7 +48,7 @@ class CenterCrop:
 
 
 class Images(Dataset):
-    """Images made from their index, so that workers draw no random numbers."""
+    """Images computed from their index, so that workers draw no random numbers."""
 
     def __init__(self, count, transform):
         self.count = count

@@ -65,7 +65,7 @@ print_out = {
     "seen": sorted(seen) == list(range(45)),
     "skipped": skipped,
 }
-# write(), not print(): one piece, so that the lines of two ranks do not mix
+# write(), not print(): in one piece, so that the lines of two ranks do not mix.
 sys.stdout.write(json.dumps(print_out) + "\n")
 sys.stdout.flush()
 accelerator.end_training()

@@ -32,7 +32,7 @@ def write():
 
 
 def main():
-    # In a process of its own, because the writer starts threads. torch forks its workers, and these then crash.
+    # In its own process, because the writer starts threads. torch forks its workers, and these then crash.
     subprocess.run([sys.executable, __file__, "prepare"], check=True)
     torch.manual_seed(0)
     # With a range, the source does not open the file to count its records: readers start threads too.

@@ -12,13 +12,13 @@ def make_sample(number):
 
 
 def main():
-    # In a process of its own, because optimize() sets the start method of multiprocessing to spawn.
+    # In its own process, because optimize() sets the start method of multiprocessing to spawn.
     subprocess.run([sys.executable, __file__, "prepare"], check=True)
     for kind in (DataLoader, litdata.StreamingDataLoader):
         loader = kind(litdata.StreamingDataset("optimized", shuffle=True, seed=3), batch_size=8, num_workers=2)
         for epoch in range(2):
             if kind is DataLoader:
-                loader.dataset.set_epoch(epoch + 1)  # litdata's loader does this
+                loader.dataset.set_epoch(epoch + 1)  # litdata's loader does this.
             for batch in loader:
                 print(json.dumps({kind.__name__: [epoch, batch["i"].tolist(), batch["x"].sum(1).tolist()]}))
     # A state taken after three batches, resumed by another loader.

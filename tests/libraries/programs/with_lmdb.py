@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Records(Dataset):
-    """Holds an open environment, as many datasets of images do."""
+    """Holds an open environment, as many image datasets do."""
 
     def __init__(self, path, **options):
         self.environment = lmdb.open(path, readonly=True, lock=False, **options)

@@ -19,7 +19,7 @@ def main():
     loaders = {
         "cached": DataLoader(CacheDataset(volumes, Compose(fixed), progress=False), batch_size=4, shuffle=True, num_workers=2),
         "threaded": ThreadDataLoader(Dataset(volumes, Compose(fixed)), batch_size=4, num_workers=2),
-        # Cubes of one value: whether they are flipped cannot be seen, and the transform draws random numbers in workers.
+        # Cubes of one value: a flip has no effect on them, and the transform draws random numbers in workers.
         "random": DataLoader(Dataset(volumes, Compose([*fixed, RandFlipd("image", prob=0.5)])), batch_size=4, num_workers=2),
     }
     for name, loader in loaders.items():

@@ -6,7 +6,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 
 class Sentences(Dataset):
-    """Sentences of several lengths."""
+    """Sentences of different lengths."""
 
     def __init__(self, count):
         self.count = count

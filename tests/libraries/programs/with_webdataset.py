@@ -26,7 +26,7 @@ def main():
         for epoch in range(2):
             for arrays, classes, records in loader:
                 print(json.dumps({name: [epoch, arrays.tolist(), np.asarray(classes).tolist(), records]}))
-    # Without a seed its order is another one in every run.
+    # Without a seed its order differs in every run.
     unseeded = wds.WebDataset(shards, shardshuffle=4).shuffle(8).decode().to_tuple("json").batched(4)
     loader = DataLoader(unseeded, batch_size=None, num_workers=2)
     print(json.dumps({"unseeded": sorted(record["n"] for (records,) in loader for record in records)}))
