@@ -1,4 +1,4 @@
-"""A real browser without a window: opens a page, tells what it complained of, and lets itself be asked.
+"""A real headless browser: opens a page, reports its errors, and evaluates expressions.
 
 Chromium is driven through the two pipes of ``--remote-debugging-pipe``: messages are JSON that ends in a zero byte.
 """
@@ -22,9 +22,9 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PHONE_PX = 390
 DESK_PX = 1180
-LONGEST_S = 90  # only so that a browser that hangs does not hang the tests
+LONGEST_S = 90  # Only so that a hung browser does not hang the tests.
 
-# The browser wants its pipes at these two numbers.
+# The browser expects its pipes at these two descriptors.
 _EXEC = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
 _OPTIONS = (
     "--headless",
@@ -40,12 +40,12 @@ _OPTIONS = (
 
 
 def find_browser() -> str | None:
-    """The path of a browser that can be driven, if there is one."""
+    """Returns the path of a browser that can be controlled, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """One browser with one page open in it."""
+    """One browser with one open page."""
 
     def __init__(self) -> None:
         program = find_browser()
@@ -87,7 +87,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def _pipe(self) -> tuple[int, int]:
-        """A pipe whose numbers cannot be those that the browser's have to get."""
+        """Creates a pipe whose descriptors differ from those that the browser needs."""
         ends = os.pipe()
         high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
         for end in ends:
@@ -103,7 +103,7 @@ class Browser:
     def close(self) -> None:
         os.close(self._out)
         os.close(self._in)
-        # It ends when its pipe does; a profile can be removed only after that.
+        # The browser ends when its pipe closes; a profile can be removed only afterwards.
         try:
             self._process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -112,7 +112,7 @@ class Browser:
         self._closing.close()
 
     def open(self, path: Path, *, is_dark: bool = False, is_phone: bool = False) -> None:
-        """Open a file as a page, and wait until it is loaded and its charts are drawn."""
+        """Opens a file as a page, and waits until it is loaded and its charts are drawn."""
         self.requests.clear()
         self.complaints.clear()
         width, height = (PHONE_PX, 844) if is_phone else (DESK_PX, 900)
@@ -122,7 +122,7 @@ class Browser:
         self._events.clear()
         self.ask("Page.navigate", url=path.as_uri())
         while "Page.loadEventFired" not in self._events:
-            self._hear()
+            self._read()
         drawn = """new Promise(done => {
             const root = document.documentElement;
             const look = () => document.querySelector("figure.chart") && !root.dataset.charts
@@ -132,18 +132,18 @@ class Browser:
         self.ask("Runtime.evaluate", expression=drawn, awaitPromise=True)
 
     def turn(self, *, is_dark: bool) -> None:
-        """Make the page dark or light."""
+        """Switches the page to dark or light."""
         scheme = "dark" if is_dark else "light"
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, waited for if it is a promise."""
+        """Returns the value of a JavaScript expression; awaits a promise."""
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def screenshot(self, *, is_whole: bool = True) -> bytes:
-        """The page as a PNG picture: all of it, or what is on the screen."""
+        """Returns a PNG screenshot of the whole page, or of the visible part."""
         answer = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
         return base64.b64decode(answer["data"])
 
@@ -157,14 +157,14 @@ class Browser:
         while sent:
             sent = sent[os.write(self._out, sent) :]
         while number not in self._answers:
-            self._hear()
+            self._read()
         answer = self._answers.pop(number)
         assert "error" not in answer, (method, answer["error"])
         result: dict[str, Any] = answer["result"]
         return result
 
-    def _hear(self) -> None:
-        """Read on, and note what was said."""
+    def _read(self) -> None:
+        """Reads on, and records the messages."""
         until = time.monotonic() + LONGEST_S
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))

@@ -1,4 +1,4 @@
-"""How often an engine's workers are looked at, by a clock that the test moves."""
+"""How often the workers of an engine are measured, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MS = 1_000_000
 
 
 @pytest.mark.parametrize(("pause_ms", "epoch_count"), [(0, 50), (50, 50), (5000, 50)])
-def test_looks_are_due_by_the_loops_own_time(pause_ms: int, epoch_count: int) -> None:
-    """Epochs of ten milliseconds: loaders that take turns do not pay for each other."""
+def test_measurements_are_due_by_the_loops_own_time(pause_ms: int, epoch_count: int) -> None:
+    """Epochs of 10 ms: loaders that take turns do not delay each other's measurements."""
     now = 10**12
     clock = Clock(lambda: now)
     workers = (WorkerId(0),)
@@ -55,7 +55,7 @@ def test_a_measurement_reads_each_worker_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_infeeds_work_before_the_first_batch_counts_as_start_up() -> None:
-    """So the time for delivery is a part of the wait for data."""
+    """The time for delivery is then a part of the wait for data."""
     now = 10**12
     workers = (WorkerId(0),)
     metrics = EngineMetrics(
@@ -81,8 +81,8 @@ def counting(method: Callable[..., Any], calls: Counter[str]) -> Callable[..., A
     return counted
 
 
-def test_what_goes_on_is_counted_up_to_now() -> None:
-    """The first start, a step, then a wait of which 4 ms are noted as blocked already; nothing between epochs."""
+def test_unfinished_intervals_count_up_to_now() -> None:
+    """Worker start-up, a step, then a wait of which 4 ms are already recorded as blocked; nothing between epochs."""
     now = 10**12
     clock = Clock(lambda: now)
     workers = (WorkerId(0),)
@@ -94,7 +94,7 @@ def test_what_goes_on_is_counted_up_to_now() -> None:
     metrics.begin_epoch(0)
     metrics.asked(now)
     now += 5 * MS
-    assert times() == [0, 0, 0, 0]  # the very first start
+    assert times() == [0, 0, 0, 0]  # The first start of workers.
     metrics.delivered(now - 5 * MS, now)
     now += 20 * MS
     assert times() == [0, 20, 5, 0]
@@ -119,7 +119,7 @@ def test_what_goes_on_is_counted_up_to_now() -> None:
 
 
 def test_only_one_loop_is_in_a_step() -> None:
-    """An iterator that was left lying, or the loop around this one, is not working meanwhile."""
+    """An abandoned iterator, or an outer loop, is not in a step meanwhile."""
     now = 10**12
     clock = Clock(lambda: now)
     workers, all_metrics = (WorkerId(0),), AllMetrics()
@@ -133,13 +133,13 @@ def test_only_one_loop_is_in_a_step() -> None:
     assert (first.loop_times().away_ns, second.loop_times().away_ns) == (0, 30 * MS)
     first.delivered(now, now)
     now += MS
-    assert (first.loop_times().away_ns, second.loop_times().away_ns) == (31 * MS, 30 * MS)  # as far as it was told
+    assert (first.loop_times().away_ns, second.loop_times().away_ns) == (31 * MS, 30 * MS)  # As far as it was recorded.
     second.asked(now)
     now += 2 * MS
-    assert second.loop_times().waiting_ns == 2 * MS  # who waits does, whoever was last
+    assert second.loop_times().waiting_ns == 2 * MS  # The waiting loop, whichever was in a step before.
 
 
-def test_closing_counts_what_goes_on_once() -> None:
+def test_closing_counts_unfinished_intervals_once() -> None:
     """A wait up to now, and a step as far as it was recorded, whatever is recorded later."""
     now = 10**12
     clock = Clock(lambda: now)

@@ -35,7 +35,7 @@ def worker(number: int, **changes: Any) -> WorkerStatistics:
 
 
 def amounts_of(statistics: Statistics) -> Amounts:
-    """Return the amounts of the whole run."""
+    """Returns the amounts of the whole run."""
 
     def of_workers(name: str) -> int:
         seconds: float = sum(getattr(one, name) for one in statistics.workers)
@@ -61,7 +61,7 @@ def amounts_of(statistics: Statistics) -> Amounts:
 
 
 def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) -> Statistics:
-    """Ten seconds in which the loop waits for six. They are the recent part, unless ``recent`` is another."""
+    """Ten seconds in which the loop waits for six. They are also the recent part, unless ``recent`` is set."""
     base = Statistics(
         epoch=0,
         batch_count=200,
@@ -93,7 +93,7 @@ def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) ->
 
 
 def lately(**changes: int) -> Amounts:
-    """Ten seconds of two workers that compute, in which the loop waits for six."""
+    """Ten seconds of two CPU-bound workers, in which the loop waits for six."""
     base = Amounts(
         batch_count=200, waited_ns=6 * S, away_ns=4 * S, blocked_ns=6 * S, load_ns=19 * S, alive_ns=20 * S, cpu_ns=19 * S
     )  # fmt: skip
@@ -101,7 +101,7 @@ def lately(**changes: int) -> Amounts:
 
 
 def lately_diagnosed(changes: dict[str, int], **others: Any) -> Diagnosis:
-    """Return the diagnosis of ten such seconds, after others."""
+    """Returns the diagnosis of ten such seconds, after others."""
     return diagnose(run(recent=Recent(lately(**changes), 0, is_all=False), **others))
 
 
@@ -123,7 +123,7 @@ def test_the_state_follows_from_the_wait_share(wait_share: float, state: str) ->
     assert state_of(wait_share) == state
 
 
-def test_busy_workers_on_free_cores_get_more_workers() -> None:
+def test_busy_workers_on_free_cores_should_be_more() -> None:
     found = diagnose(run())
     assert (found.state, *codes(found)) == ("data-bound", "work", "add-workers")
     assert found.wait_share == 0.6
@@ -201,7 +201,7 @@ def test_a_run_without_measurements_of_workers_has_a_diagnosis() -> None:
     assert (found.action, found.numbers["workers"], found.numbers["free_cores"]) == ("add-workers", 4, 6)
 
 
-def test_waiting_for_a_core_is_not_waiting_for_a_disk() -> None:
+def test_waiting_for_a_core_is_not_io_bound() -> None:
     assert diagnose(run(core_count=2.0, each={"cpu_s": 4.0, "queued_s": 5.4})).bottleneck == "cores"
 
 
@@ -227,7 +227,7 @@ def test_the_largest_part_of_the_wait_is_named(changes: dict[str, Any], part: st
     assert (codes(found) == ("delivery", "larger-batches")) is (part == "delivery")
 
 
-def test_delivery_is_compared_with_the_wait_without_the_first_start() -> None:
+def test_delivery_is_compared_with_the_wait_without_worker_start_up() -> None:
     """In a short run, worker start-up takes longer than all later waits together."""
     found = diagnose(run(each={"load_s": 0.1}, waited_s=0.2, started_s=2.0, away_s=0.3, deliver_s=0.18))
     assert codes(found) == ("delivery", "larger-batches")
@@ -246,8 +246,8 @@ def test_one_slow_sample_that_keeps_workers_idle_is_named() -> None:
 @pytest.mark.parametrize(
     ("slow_s", "changes"),
     [
-        (0.0003, {"sample_times": {"median": 0.0000061}}),  # a fraction of a millisecond
-        (0.4, {}),  # once, in a wait of six seconds
+        (0.0003, {"sample_times": {"median": 0.0000061}}),  # A fraction of a millisecond.
+        (0.4, {}),  # Once, in a wait of six seconds.
     ],
 )
 def test_a_sample_that_did_not_delay_the_loop_is_not_named(slow_s: float, changes: dict[str, Any]) -> None:
@@ -256,8 +256,8 @@ def test_a_sample_that_did_not_delay_the_loop_is_not_named(slow_s: float, change
 
 
 @pytest.mark.parametrize(("recent_s", "is_named"), [(0.0, False), (0.05, False), (3.5, True)])
-def test_a_sample_is_not_named_for_waits_long_after_it(recent_s: float, is_named: bool) -> None:
-    """It caused most of all waiting, and the loop waited for six of the last ten seconds."""
+def test_a_sample_is_not_reported_for_waits_long_after_it(recent_s: float, is_named: bool) -> None:
+    """It caused most of the total wait, but the loop waited for six of the last ten seconds."""
     others: dict[str, Any] = {"slowest": (SlowSample(0, 5, 5, 30.0, recent_s),), "histogram": ((0.01, 1999), (30.0, 1))}
     for busy in ({}, {"load_ns": 3 * S, "manned_ns": 12 * S, "idled_ns": 9 * S}):
         assert (lately_diagnosed(busy, **others, waited_s=40.0).bottleneck == "slow-samples") is is_named
@@ -285,7 +285,7 @@ def test_too_many_workers_are_reported() -> None:
 
 
 @pytest.mark.parametrize(("peak", "workers"), [(20, 2), (60, 6), (100, None)])
-def test_workers_that_are_needed_between_long_steps_are_not_too_many(peak: int, workers: int | None) -> None:
+def test_workers_needed_between_long_steps_are_not_too_many(peak: int, workers: int | None) -> None:
     idle = lately(waited_ns=S // 10, away_ns=10 * S, load_ns=16 * S, alive_ns=80 * S)
     found = diagnose(run(workers=8, recent=Recent(idle, 0, is_all=False, peak_rate=peak / S)))
     assert found.numbers.get("workers") == workers
@@ -294,14 +294,14 @@ def test_workers_that_are_needed_between_long_steps_are_not_too_many(peak: int, 
 
 def test_the_peak_rate_is_that_of_the_fastest_slice() -> None:
     past = Slices()
-    for count, ms in ((4, 100), (10, 100), (4, 100), (9, 10)):  # ten milliseconds are too short
+    for count, ms in ((4, 100), (10, 100), (4, 100), (9, 10)):  # Ten milliseconds are too short.
         past.add(Slice("process", 0, Amounts(batch_count=count, away_ns=ms * S // 1000)))
     recent = past.recent([])
     assert recent is not None
     assert recent.peak_rate * S == pytest.approx(100)
 
 
-def test_samples_loaded_ahead_need_no_workers() -> None:
+def test_samples_loaded_ahead_are_not_counted() -> None:
     """Twice as much was loaded as the loop received: the rest is for the next epoch."""
     found = diagnose(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 2.0, "sample_count": 500}))
     assert (found.action, found.numbers["workers"]) == ("fewer-workers", 2)
@@ -343,8 +343,11 @@ def test_workers_that_are_idle_because_others_died_do_not_need_a_larger_prefetch
 IN_BURSTS = {"load_ns": 10 * S, "cpu_ns": 10 * S, "manned_ns": 12 * S}
 
 
-def test_workers_that_are_idle_only_during_steps_may_still_be_too_few() -> None:
-    """After long steps the loop asks faster than they load. They are idle half of the time, but not while it waits."""
+def test_workers_that_are_idle_only_during_steps_may_be_too_few() -> None:
+    """After long steps the loop requests batches faster than they load.
+
+    They are idle half of the time, but not during waits.
+    """
     for others, changes, action in (
         ({}, {}, "add-workers"),
         ({}, {"cpu_ns": S}, "add-workers-beyond-cores"),
@@ -360,24 +363,24 @@ def test_workers_that_are_idle_only_during_steps_may_still_be_too_few() -> None:
 def test_workers_that_are_idle_while_the_loop_waits_are_enough() -> None:
     found = lately_diagnosed({**IN_BURSTS, "idled_ns": 6 * S})
     assert (found.action, found.numbers["is_enough"]) == ("see-timeline", True)
-    # They have tiny tasks all the time, and are idle for longer than the loop was away.
+    # They always have tiny tasks, and are idle for longer than the steps took.
     found = lately_diagnosed({**IN_BURSTS, "load_ns": 4 * S})
     assert (found.numbers["busy_share"], found.numbers["is_enough"]) == (0.2, True)
-    assert not lately_diagnosed({**IN_BURSTS, "manned_ns": 0}).numbers["is_enough"]  # unknown when they are idle
+    assert not lately_diagnosed({**IN_BURSTS, "manned_ns": 0}).numbers["is_enough"]  # It is unknown when they are idle.
 
 
-def test_one_sample_that_the_loop_waits_for_is_named_however_busy_workers_are() -> None:
+def test_a_single_sample_that_the_loop_waits_for_is_reported_however_busy_workers_are() -> None:
     slow = {"slowest": (SlowSample(0, 5, 300, 3.5),), "histogram": ((0.01, 1999), (4.0, 1))}
     found = diagnose(run(**slow))
     assert (found.bottleneck, found.numbers["sample"]) == ("slow-samples", "index 300")
     assert diagnose(run(**{**slow, "slowest": (SlowSample(0, 5, 300, 2.5),)})).bottleneck != "slow-samples"
-    # Many that together take as long are work, which more workers share.
+    # Many samples that take as long together are work, which more workers share.
     many = {"slowest": tuple(SlowSample(0, at, at, 0.5) for at in range(16)), "histogram": ((0.01, 1984), (0.5, 16))}
     assert diagnose(run(**many)).action == "add-workers"
 
 
-def test_partly_cpu_bound_workers_are_as_many_as_keep_the_cores_busy() -> None:
-    """Two cores, and samples that compute two fifths of their time: there is work for five."""
+def test_enough_partly_cpu_bound_workers_keep_the_cores_busy() -> None:
+    """Two cores, and samples that compute 40% of their time: there is work for five workers."""
     mixed = {"each": {"cpu_s": 3.8}, "core_count": 2.0, "away_s": 0.5}
     found = diagnose(run(**mixed))
     assert (found.action, found.numbers["workers"]) == ("add-workers-beyond-cores", 3)
@@ -402,7 +405,7 @@ def test_with_auto_workers_are_never_too_many() -> None:
     assert diagnose(run(**idle, is_auto=True)).action == "none"
 
 
-def test_loading_in_the_main_process_gets_a_number_of_workers() -> None:
+def test_loading_in_the_main_process_gets_an_advised_number_of_workers() -> None:
     inline: dict[str, Any] = {"workers": 0, "kind": "inline", "each": {"load_s": 5.9}}
     found = diagnose(run(**inline))
     assert (found.wait_share, *codes(found), found.numbers["num_workers"]) == (0.6, "inline", "set-num-workers", 2)
@@ -421,7 +424,7 @@ def test_a_run_that_has_just_begun_is_warming_up() -> None:
         assert str(found).startswith("Warming up: ")
 
 
-def test_it_covers_the_recent_past_and_says_so() -> None:
+def test_the_diagnosis_covers_the_recent_past_and_says_so() -> None:
     found = lately_diagnosed({"waited_ns": S // 10, "away_ns": 10 * S})
     assert (found.state, found.covered_s) == ("compute-bound", pytest.approx(10.1))
     found = lately_diagnosed({}, waited_s=0.1, away_s=99.9)
@@ -430,8 +433,8 @@ def test_it_covers_the_recent_past_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 4, 20])
-def test_threads_that_use_one_core_together_should_be_processes(threads: int) -> None:
-    """Whether they are idle or queue for a core: neither more threads nor more cores help."""
+def test_threads_that_use_one_core_together_should_be_processes_however_idle(threads: int) -> None:
+    """Whether they are idle or wait for a core: neither more threads nor more cores help."""
     for queued_s in (0, 9):
         amounts = {"load_ns": threads * 8 * S, "alive_ns": threads * 10 * S, "cpu_ns": 9 * S, "queued_ns": queued_s * S}
         found = lately_diagnosed(amounts | {"own_cpu_ns": 10 * S}, workers=threads, kind="thread", core_count=2.0)
@@ -445,7 +448,7 @@ def test_without_the_gil_it_is_not_the_bottleneck() -> None:
     assert [diagnose(statistics, has_gil=has_gil).bottleneck for has_gil in (True, False)] == ["gil", "work"]
 
 
-def test_threads_that_may_be_io_bound_get_both_pieces_of_advice() -> None:
+def test_threads_that_may_be_io_bound_get_both_actions() -> None:
     amounts = {"cpu_ns": 9 * S, "own_cpu_ns": 10 * S}
     for load_s, alive_s, workers, is_io_possible in ((32, 40, 4, True), (14, 20, 2, False)):
         found = lately_diagnosed(amounts | {"load_ns": load_s * S, "alive_ns": alive_s * S}, workers=workers, kind="thread")
@@ -453,7 +456,7 @@ def test_threads_that_may_be_io_bound_get_both_pieces_of_advice() -> None:
 
 
 def test_threads_that_release_the_gil_get_more_threads() -> None:
-    for own_s in (19, 0):  # unknown, except for what its threads used
+    for own_s in (19, 0):  # Unknown, except for what its threads used.
         found = lately_diagnosed({"own_cpu_ns": own_s * S}, kind="thread")
         assert (found.action, found.numbers["workers"], found.numbers["is_gil_possible"]) == ("add-workers", 4, False)
 
@@ -464,10 +467,10 @@ def test_whether_one_thread_holds_the_gil_is_unknown() -> None:
     assert (found.action, found.numbers["is_gil_possible"]) == ("add-workers", True)
 
 
-def test_io_bound_threads_become_no_more_than_the_gil_serves() -> None:
+def test_io_bound_threads_are_limited_by_the_gil() -> None:
     amounts = {"cpu_ns": 4 * S, "own_cpu_ns": 5 * S, "waited_ns": 19 * S // 2, "away_ns": S // 2}
     assert lately_diagnosed(amounts, kind="thread").numbers["workers"] == 2
-    assert lately_diagnosed(amounts).numbers["workers"] == 36  # a fifth of eight cores each, and two exist
+    assert lately_diagnosed(amounts).numbers["workers"] == 36  # Two threads exist, each using a fifth of eight cores.
 
 
 def test_an_iterable_dataset_with_one_reader_gets_no_more_workers() -> None:
@@ -477,7 +480,7 @@ def test_an_iterable_dataset_with_one_reader_gets_no_more_workers() -> None:
     assert diagnose(run(workers=0, kind="inline", loads_by="__iter__")).action == "iterable-worker"
 
 
-def test_an_iterable_dataset_that_shares_itself_gets_more_workers() -> None:
+def test_an_iterable_dataset_that_shards_itself_gets_more_workers() -> None:
     found = diagnose(run(loads_by="__iter__", most_workers=2))
     assert (found.action, found.numbers["workers"]) == ("add-workers", 4)
 
@@ -504,7 +507,7 @@ def test_the_limit_that_prevents_more_workers_is_named(limit: dict[str, Any], bo
         assert found.numbers["workers"] == 2
 
 
-def test_a_core_that_the_loop_uses_is_not_free() -> None:
+def test_a_core_used_by_the_loop_is_not_free() -> None:
     amounts = {"load_ns": 9 * S, "alive_ns": 10 * S, "cpu_ns": 9 * S}
     assert lately_diagnosed(amounts, workers=1, core_count=2.0).numbers["free_cores"] == 1
     found = lately_diagnosed(amounts | {"own_cpu_ns": 8 * S}, workers=1, core_count=2.0)
@@ -512,16 +515,16 @@ def test_a_core_that_the_loop_uses_is_not_free() -> None:
     assert lately_diagnosed(amounts | {"loop_queued_ns": 8 * S}, workers=1, core_count=2.0).bottleneck == "cores"
 
 
-def test_a_core_that_others_use_is_not_free() -> None:
+def test_a_core_used_by_other_programs_is_not_free() -> None:
     assert lately_diagnosed({"cpu_ns": 9 * S, "queued_ns": 9 * S}).bottleneck == "cores"
 
 
-def test_many_workers_that_compute_a_little_use_all_cores() -> None:
+def test_many_partly_cpu_bound_workers_use_all_cores() -> None:
     amounts = {"load_ns": 640 * S, "alive_ns": 640 * S, "cpu_ns": 60 * S, "queued_ns": 30 * S}
     assert lately_diagnosed(amounts, workers=64).bottleneck == "cores"
 
 
-def test_workers_of_a_loop_that_computes_have_fewer_cores() -> None:
+def test_workers_of_a_cpu_bound_loop_have_fewer_cores() -> None:
     found = lately_diagnosed({"load_ns": 6 * S, "own_cpu_ns": 10 * S}, workers=0, kind="inline", core_count=2.0)
     assert (found.action, found.numbers["num_workers"]) == ("worker-per-core", 1)
     assert found.numbers["loop_cores"] >= 0.5
@@ -531,8 +534,8 @@ INLINE: dict[str, Any] = {"workers": 0, "kind": "inline", "core_count": 2.0}
 NO_STEP = {"waited_ns": 10 * S, "away_ns": S // 100, "load_ns": 99 * S // 10}
 
 
-def test_a_loop_that_loads_in_the_main_process_and_sleeps_leaves_all_cores_free() -> None:
-    """It computes, or queues for a core, while it loads; its steps use no core."""
+def test_a_loop_without_workers_whose_steps_sleep_leaves_all_cores_free() -> None:
+    """It computes, or waits for a core, while it loads; its steps use no core."""
     for own in ({"own_cpu_ns": 6 * S}, {"own_cpu_ns": 3 * S, "loop_queued_ns": 3 * S}, {}):
         found = lately_diagnosed({"load_ns": 59 * S // 10, **own}, **INLINE)
         assert (found.action, found.numbers["num_workers"]) == ("set-num-workers", 2)
@@ -540,11 +543,11 @@ def test_a_loop_that_loads_in_the_main_process_and_sleeps_leaves_all_cores_free(
     assert (half.action, half.numbers["num_workers"]) == ("worker-per-core", 1)
 
 
-def test_nothing_hides_the_loading_of_a_loop_without_a_step() -> None:
+def test_loading_is_not_hidden_by_a_loop_without_a_step() -> None:
     for own in ({}, {"own_cpu_ns": 101 * S // 10, "loop_queued_ns": S}):
         found = lately_diagnosed({**NO_STEP, **own}, **INLINE)
         assert (found.action, found.numbers["num_workers"]) == ("worker-per-core", 2)
-        # One worker would do what the loop does.
+        # One worker would do the work of the loop.
         alone = lately_diagnosed({**NO_STEP, **own}, **{**INLINE, "core_count": 1.0})
         assert (alone.action, alone.numbers["num_workers"]) == ("workers-if-io-bound", 2)
     assert lately_diagnosed(NO_STEP, **INLINE, loads_by="__iter__").action == "iterable-workers"
@@ -563,7 +566,7 @@ def test_the_recent_past_is_the_last_third() -> None:
     assert (recent.amounts.waited_ns, recent.amounts.away_ns, recent.since_ns, recent.is_all) == (0, 3 * S, 6 * S, False)
 
 
-def test_what_is_not_in_the_past_yet_counts() -> None:
+def test_what_is_not_yet_in_the_past_counts() -> None:
     assert Slices().recent([]) is None
     recent = Slices().recent([part("process", 0, 0.5, 0.5)])
     assert recent is not None
@@ -579,7 +582,7 @@ def test_a_long_run_is_judged_by_its_last_minute() -> None:
     assert recent.amounts.elapsed_ns == 60 * S
 
 
-def test_what_other_workers_did_is_not_recent() -> None:
+def test_work_of_other_workers_is_not_recent() -> None:
     past = Slices()
     for kind in ("process", "process", "process", "thread"):
         past.add(part(kind, 0, 0.5, 0.0))

@@ -1,4 +1,4 @@
-"""What a picture of a run shows."""
+"""What a timeline shows of a run."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +13,7 @@ from tests.metrics.traces import MS, empty_trace, faulty_trace, make_trace, with
 
 
 def run_of(lengths: list[tuple[int, int]]) -> list[Span]:
-    """Spans of one lane, from how long each was and how long the pause before it."""
+    """Returns the spans of one lane, from the length of each and of the pause before it."""
     spans, at = [], 0
     for position, (pause, length) in enumerate(lengths):
         spans.append(Span(0, "load", at + pause, at + pause + length, 0, position, position, 1))
@@ -25,8 +25,8 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**6)), min_
 
 
 @given(LENGTHS, st.integers(1, 100))
-def test_no_time_and_no_sample_is_lost_in_pieces(lengths: list[tuple[int, int]], most: int) -> None:
-    """However coarse they are: they are in order, do not cross, and hold all work."""
+def test_aggregated_spans_keep_all_time_and_samples(lengths: list[tuple[int, int]], most: int) -> None:
+    """At any resolution they are in order, do not overlap, and contain all work."""
     spans = run_of(lengths)
     window = Window(0, spans[-1].end_ns, "")
     found = pieces(spans, window, most=most)
@@ -37,8 +37,8 @@ def test_no_time_and_no_sample_is_lost_in_pieces(lengths: list[tuple[int, int]],
     assert len(found) <= max(most, 4)
 
 
-def test_what_can_be_seen_is_not_put_together() -> None:
-    """Spans that are wide enough stay as they are, also when they touch."""
+def test_visible_spans_are_not_aggregated() -> None:
+    """Spans that are wide enough stay unchanged, also if they touch."""
     spans = run_of([(0, 5)] * 600)
 
     assert [(piece.begin_ns, piece.end_ns) for piece in pieces(spans, Window(0, 3000, ""))] == [
@@ -46,7 +46,7 @@ def test_what_can_be_seen_is_not_put_together() -> None:
     ]
 
 
-def test_a_piece_with_gaps_is_less_dense() -> None:
+def test_an_aggregated_span_with_gaps_is_less_dense() -> None:
     """A worker that works half of the time does not look busy."""
     found = pieces(run_of([(1, 1)] * 100_000), Window(0, 200_000, ""))
 
@@ -54,30 +54,30 @@ def test_a_piece_with_gaps_is_less_dense() -> None:
     assert all(0.45 < piece.density < 0.55 for piece in found if piece.span_count > 20)
 
 
-def test_one_sees_when_a_worker_becomes_slower() -> None:
-    """Short spans are not all put into one piece, though they all lie close together."""
+def test_a_worker_that_becomes_slower_is_visible() -> None:
+    """Short spans that lie close together are not all aggregated into one."""
     found = pieces(run_of([(1, 9)] * 10_000 + [(9, 1)] * 10_000), Window(0, 200_000, ""))
 
     assert {round(piece.density, 1) for piece in found[: len(found) // 3]} == {0.9}
     assert {round(piece.density, 1) for piece in found[-len(found) // 3 :]} == {0.1}
 
 
-def test_spans_are_cut_at_the_ends_of_a_window() -> None:
-    """What began before is shown from the window's beginning on."""
+def test_spans_are_clipped_to_the_window() -> None:
+    """An earlier span is shown from the start of the window."""
     (piece,) = pieces(run_of([(0, 100)]), Window(30, 60, ""))
 
     assert piece == DrawnSpan(0, "load", 30, 60, 30, 0, 0, 0, 1, 1)
 
 
-def test_a_short_run_is_shown_whole() -> None:
-    """There is room for all of it."""
+def test_a_short_run_is_shown_completely() -> None:
+    """There is space for all of it."""
     trace = make_trace(batches=24)
 
     assert windows(trace) == (whole(trace),)
 
 
-def test_of_a_long_run_the_beginning_and_a_later_part_are_shown() -> None:
-    """They do not overlap, and both are small parts."""
+def test_the_beginning_and_a_later_part_of_a_long_run_are_shown() -> None:
+    """The two parts do not overlap, and both are small."""
     trace = make_trace(batches=500)
     everything = whole(trace)
     assert everything is not None
@@ -88,28 +88,28 @@ def test_of_a_long_run_the_beginning_and_a_later_part_are_shown() -> None:
     assert beginning.seconds + later.seconds < everything.seconds / 5
 
 
-def test_the_later_part_is_where_something_went_wrong() -> None:
-    """That is what one looks for."""
+def test_the_later_part_contains_a_fault() -> None:
+    """Users look for faults."""
     trace = faulty_trace()
 
     assert windows(trace)[-1].has(trace.marks[0].at_ns)
 
 
-def test_a_beginning_that_was_not_kept_is_not_shown() -> None:
-    """Only what is there can be drawn."""
+def test_a_dropped_beginning_is_not_shown() -> None:
+    """Only recorded spans can be drawn."""
     trace = replace(make_trace(batches=500), lost_span_count=3)
 
     assert [window.title for window in windows(trace)] == ["the end"]
 
 
 def cut(trace: Trace, since: dict[int, int]) -> Trace:
-    """What is left when spans of lanes that began before a time were not kept."""
+    """Returns the spans that are left if those that began before a time are dropped."""
     kept = tuple(span for span in trace.spans if span.begin_ns >= since.get(span.lane, 0))
     return replace(trace, spans=kept, lost_span_count=len(trace.spans) - len(kept))
 
 
-def test_a_part_is_shown_of_which_everything_was_kept() -> None:
-    """Of workers less time is kept than of the loop, and not the same of each; none of their lanes is blank."""
+def test_only_complete_parts_are_shown() -> None:
+    """Less time is kept of workers than of the loop, and a different amount of each; no lane is empty."""
     trace = make_trace(batches=500)
     end_ns = trace.spans[-1].end_ns
     since = {0: end_ns * 7 // 10, 1: end_ns * 8 // 10, 2: end_ns * 75 // 100, 3: end_ns * 8 // 10, LOOP: end_ns // 3}
@@ -121,8 +121,8 @@ def test_a_part_is_shown_of_which_everything_was_kept() -> None:
     assert serial(kept, window) == serial(trace, window)
 
 
-def test_a_part_that_was_kept_of_a_few_long_batches_is_shown() -> None:
-    """Also where all batches would have found room."""
+def test_a_kept_part_with_a_few_long_batches_is_shown() -> None:
+    """Also where all batches would fit."""
     trace = make_trace(batches=40)
     half_ns = trace.spans[-1].end_ns // 2
     (window,) = windows(cut(trace, dict.fromkeys(range(4), half_ns)))
@@ -131,8 +131,8 @@ def test_a_part_that_was_kept_of_a_few_long_batches_is_shown() -> None:
     assert window.title == "the end"
 
 
-def test_a_worker_that_came_late_has_lost_nothing() -> None:
-    """Its spans begin with its start, however late; the window is not put there for that."""
+def test_a_worker_that_started_late_has_lost_nothing() -> None:
+    """Its spans begin with its start, however late; the window is not moved there."""
     trace = make_trace(batches=500)
     end_ns = trace.spans[-1].end_ns
     since = {0: end_ns // 5, 1: end_ns // 5, 2: end_ns // 5}
@@ -143,7 +143,7 @@ def test_a_worker_that_came_late_has_lost_nothing() -> None:
     assert [window[:2] for window in windows(late)] == [window[:2] for window in windows(before)]
 
 
-def test_a_worker_that_had_nothing_to_do_does_not_empty_the_picture() -> None:
+def test_an_idle_worker_does_not_empty_the_timeline() -> None:
     """Its only span is the last of all; the latest batches are shown then."""
     trace = make_trace(batches=500)
     (window,) = windows(cut(trace, {0: trace.spans[-1].begin_ns - 20 * MS}))
@@ -152,7 +152,7 @@ def test_a_worker_that_had_nothing_to_do_does_not_empty_the_picture() -> None:
     assert window.seconds > 0.1
 
 
-def test_a_fault_is_not_looked_for_if_spans_were_not_kept() -> None:
+def test_the_end_is_shown_instead_of_a_fault_if_spans_were_dropped() -> None:
     """Only the end of the run is complete."""
     trace = faulty_trace()
     (window,) = windows(cut(trace, {0: trace.marks[1].at_ns + 300 * MS}))
@@ -160,8 +160,8 @@ def test_a_fault_is_not_looked_for_if_spans_were_not_kept() -> None:
     assert window.title == "the end"
 
 
-def test_a_loop_that_does_nothing_is_shown_in_parts_too() -> None:
-    """It only waits, and nothing is known of its own work."""
+def test_a_loop_without_a_step_is_shown_in_parts_too() -> None:
+    """It only waits, and its own work is unknown."""
     trace = make_trace(batches=500)
     idle = replace(trace, spans=tuple(span for span in trace.spans if span.kind != "away"))
 
@@ -169,14 +169,14 @@ def test_a_loop_that_does_nothing_is_shown_in_parts_too() -> None:
     assert all(serial(idle, window) for window in windows(idle))
 
 
-def test_nothing_is_shown_of_nothing() -> None:
+def test_an_empty_run_has_no_window() -> None:
     """No spans, no window."""
     assert windows(empty_trace()) == ()
     assert whole(empty_trace()) is None
 
 
-def test_one_after_another_takes_as_long_as_all_loading_and_all_of_the_loops_work() -> None:
-    """Writing into shared memory is not counted: a loader without workers does not do it."""
+def test_sequential_time_is_all_loading_plus_all_steps() -> None:
+    """Writing to shared memory does not count: a loader without workers does not do it."""
     trace = make_trace(batches=20)
     (window,) = windows(trace)
     in_a_row = serial(trace, window)
@@ -190,8 +190,8 @@ def test_one_after_another_takes_as_long_as_all_loading_and_all_of_the_loops_wor
     assert all(before[2] == after[1] for before, after in pairwise(in_a_row.steps))
 
 
-def test_the_work_in_a_row_is_loaded_before_it_is_worked_on() -> None:
-    """Also where the loop's work is known as what it did before it asked for the next batch."""
+def test_sequential_work_loads_before_each_step() -> None:
+    """Also where the step is known only as the time before the next request."""
     trace = make_trace(batches=20)
     spans = tuple(span._replace(position=span.position + 1) if span.kind == "away" else span for span in trace.spans)
     for one in (trace, replace(trace, spans=spans)):
@@ -200,8 +200,8 @@ def test_the_work_in_a_row_is_loaded_before_it_is_worked_on() -> None:
         assert [kind for kind, _, _ in in_a_row.steps[:39]] == ["load", "away"] * 19 + ["load"]
 
 
-def test_what_workers_load_after_the_loop_is_not_compared() -> None:
-    """The next epoch's batches, loaded ahead: the same is shown and said however late somebody asks."""
+def test_work_loaded_ahead_is_not_compared() -> None:
+    """Batches of the next epoch: the timeline is the same however late it is drawn."""
     trace = make_trace(batches=20)
     end_ns = trace.spans[-1].end_ns
     ahead = [Span(0, "load", end_ns + at * MS, end_ns + (at + 90) * MS, 1, at, at, 2) for at in range(0, 900, 100)]
@@ -212,7 +212,7 @@ def test_what_workers_load_after_the_loop_is_not_compared() -> None:
 
 
 def test_time_between_epochs_is_not_compared() -> None:
-    """A long evaluation makes workers neither better nor worse; in the picture both pause."""
+    """A long evaluation makes workers neither better nor worse; both pause in the timeline."""
     trace = make_trace(batches=10)
     end_ns = trace.spans[-1].end_ns
 
@@ -232,8 +232,8 @@ def test_time_between_epochs_is_not_compared() -> None:
     assert other.steps[-1][2] - one.steps[-1][2] == pytest.approx(5_000 * MS, abs=2)
 
 
-def test_samples_of_streams_are_not_counted_several_times() -> None:
-    """Each stream counts its positions from 0 on, so that several samples have the same."""
+def test_samples_of_iterable_datasets_are_not_counted_twice() -> None:
+    """Each shard counts its positions from 0, so several samples have the same one."""
     trace = make_trace(batches=20, load_time=lambda _, mean_ms: int(mean_ms * MS))
     spans = tuple(span if span.lane == LOOP else span._replace(position=span.position // 4) for span in trace.spans)
     one, other = serial(trace, windows(trace)[0]), serial(replace(trace, spans=spans), windows(trace)[0])
@@ -243,8 +243,8 @@ def test_samples_of_streams_are_not_counted_several_times() -> None:
     assert other.seconds == pytest.approx(one.seconds, rel=0.05)
 
 
-def test_where_workers_gain_nothing_it_is_said_so() -> None:
-    """A start that takes longer than all the work is not hidden."""
+def test_no_gain_from_workers_is_reported() -> None:
+    """Start-up that takes longer than all the work is not hidden."""
     trace = make_trace(batches=2, start_ms=5_000)
     in_a_row = serial(trace, windows(trace)[0])
 
@@ -254,7 +254,7 @@ def test_where_workers_gain_nothing_it_is_said_so() -> None:
 
 
 def test_a_run_without_workers_is_not_compared_with_itself() -> None:
-    """It was one after another."""
+    """It was sequential."""
     trace = make_trace(workers=0, kind="inline")
 
     assert serial(trace, windows(trace)[0]) is None
@@ -262,7 +262,7 @@ def test_a_run_without_workers_is_not_compared_with_itself() -> None:
 
 
 def test_lanes_are_workers_by_number_then_the_loop() -> None:
-    """Also those of which only a mark is known; and they do not lie on each other."""
+    """Also workers with nothing but a mark; and lanes do not overlap."""
     trace = make_trace(workers=3, marks=(Mark(5, 7, "death", ""),))
     tops = list(lane_tops(trace, has_serial=True).values())
 
@@ -271,7 +271,7 @@ def test_lanes_are_workers_by_number_then_the_loop() -> None:
     assert list(lane_names(make_trace(workers=0, kind="inline"))) == [0, LOOP]
 
 
-def test_of_too_many_marks_the_faults_are_kept() -> None:
+def test_faults_are_kept_among_too_many_marks() -> None:
     """A thousand epochs do not hide one death."""
     marks = [Mark(at * MS, LOOP, "epoch", "") for at in range(1, 100)]
     trace = make_trace(marks=(*marks, Mark(300 * MS, 1, "death", "gone")))

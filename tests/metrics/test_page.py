@@ -1,4 +1,4 @@
-"""Pages in one file."""
+"""HTML pages in one file."""
 
 from html.parser import HTMLParser
 
@@ -13,7 +13,7 @@ FIGURE = {"data": [{"type": "bar", "x": [1], "y": [2], "name": STRANGE}], "layou
 
 
 class Reader(HTMLParser):
-    """The text of a page and the tags in it."""
+    """The text and the tags of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Reader(HTMLParser):
     ],
     ids=["paragraph", "hint", "code", "label", "diagnosis", "tiles", "facts", "table", "section", "row"],
 )
-def test_text_stays_text(block: pages.Html) -> None:
-    """Whatever a dataset or a setting is called, it is shown and is never markup."""
+def test_text_is_escaped(block: pages.Html) -> None:
+    """Names of datasets and values of options are shown and are never markup."""
     read = Reader(page(STRANGE, [block], subtitle=STRANGE))
 
     assert "b" not in read.tags
     assert "script" not in read.tags
-    assert sum("<b>&amp;" in text for text in read.texts) > 3  # title, heading, subtitle, and the block's
+    assert sum("<b>&amp;" in text for text in read.texts) > 3  # Title, heading, subtitle, and the heading of the block.
     assert read.open == []
 
 
@@ -71,15 +71,15 @@ def test_names_in_backticks_are_code(block: pages.Html) -> None:
 
 
 def test_a_chart_cannot_end_its_script() -> None:
-    """Names in a figure are in a script, where only its end counts."""
+    """Names in a figure are inside a script, where only the script's end tag matters."""
     block = chart(FIGURE)
 
     assert block.html.count("</script") == 1
     assert "<!--" not in block.html
 
 
-def test_a_page_has_the_library_once_and_only_if_there_is_a_chart() -> None:
-    """It is what makes a page large."""
+def test_a_page_embeds_the_library_once_and_only_for_charts() -> None:
+    """The library is what makes a page large."""
     pytest.importorskip("plotly")
     plain = page("Page", [section("Title", paragraph("text"))])
     charts = page("Page", [row(section("Title", chart(FIGURE))), chart(FIGURE)])
@@ -89,14 +89,14 @@ def test_a_page_has_the_library_once_and_only_if_there_is_a_chart() -> None:
     assert len(plain) < 20_000 < len(charts) < 2_500_000
 
 
-def test_a_page_refuses_the_network() -> None:
-    """Nothing in it may fetch, so that it can be sent to anyone."""
+def test_a_page_forbids_requests() -> None:
+    """Nothing in it may fetch, so it can be sent to anyone."""
     assert "default-src 'none'" in page("Page", [])
 
 
 @pytest.mark.process
 def test_only_charts_need_plotly() -> None:
-    """A page without them is made without it, and with them the error says what to install."""
+    """A page without charts is written without plotly; with charts the error says what to install."""
     said = run_fresh(
         """
         import sys

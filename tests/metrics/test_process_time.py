@@ -1,4 +1,4 @@
-"""What the user's own process used, by clocks that the test moves."""
+"""CPU time of the user's process, with clocks that the test controls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 
 
 class Clocks:
-    """Clocks that the test moves; a read of the CPU clock takes ``read_ns``."""
+    """Clocks that the test advances; reading the CPU clock takes ``read_ns``."""
 
     def __init__(self) -> None:
         self.now = self.cpu = self.queued = 1000 * MS
@@ -25,7 +25,7 @@ class Clocks:
         return self.cpu
 
     def go(self, ms: int, *, is_idle: bool = False) -> None:
-        """Time goes by; the process computes for half of it, and the loop waits for a core for a tenth."""
+        """Advances the clocks; the process computes for half of the time, and the loop waits for a core for a tenth."""
         self.now += ms * MS
         if is_idle:
             return
@@ -38,7 +38,7 @@ def clocks() -> Clocks:
     return Clocks()
 
 
-def test_what_is_used_between_epochs_does_not_count(clocks: Clocks) -> None:
+def test_time_between_epochs_does_not_count(clocks: Clocks) -> None:
     own = ProcessTime(clocks.clock)
     for _ in range(2):
         own.begin()
@@ -59,8 +59,8 @@ def test_epochs_in_progress_count_up_to_now(clocks: Clocks) -> None:
     assert own.cpu_ns == 100 * MS
 
 
-def test_short_epochs_are_counted_together_and_seldom(clocks: Clocks) -> None:
-    """Looking at the clocks would take longer than they do."""
+def test_short_epochs_are_measured_together_and_rarely(clocks: Clocks) -> None:
+    """Reading the clocks would take longer than the epochs."""
     own = ProcessTime(clocks.clock)
     for _ in range(1000):
         own.begin()
@@ -71,8 +71,8 @@ def test_short_epochs_are_counted_together_and_seldom(clocks: Clocks) -> None:
     assert clocks.reads < 15
 
 
-def test_short_pauses_leave_their_share(clocks: Clocks) -> None:
-    """Two loaders take turns: for neither do the clocks have to be read in each of its epochs."""
+def test_the_share_of_short_pauses_is_estimated(clocks: Clocks) -> None:
+    """Two loaders take turns: the clocks need not be read in each of their epochs."""
     own = ProcessTime(clocks.clock)
     for _ in range(100):
         own.begin()
@@ -100,7 +100,7 @@ def test_a_long_pause_after_a_short_epoch_does_not_count(clocks: Clocks) -> None
 
 
 @pytest.mark.parametrize(("epoch_ms", "pause_ms"), [(90, 1000), (50, 90), (30, 95), (20, 20), (500, 10)])
-def test_epochs_that_are_not_short_are_counted_exactly(clocks: Clocks, epoch_ms: int, pause_ms: int) -> None:
+def test_long_epochs_are_measured_exactly(clocks: Clocks, epoch_ms: int, pause_ms: int) -> None:
     """Whatever the process did in the pauses."""
     own = ProcessTime(clocks.clock)
     for number in range(50):
@@ -112,7 +112,7 @@ def test_epochs_that_are_not_short_are_counted_exactly(clocks: Clocks, epoch_ms:
     assert own.cpu_ns == (exact if pause_ms >= 20 else pytest.approx(exact, rel=0.03))
 
 
-def test_clocks_that_are_costly_are_read_seldom(clocks: Clocks) -> None:
+def test_expensive_clocks_are_read_rarely(clocks: Clocks) -> None:
     clocks.read_ns = MS // 10
     own = ProcessTime(clocks.clock)
     for _ in range(100):
@@ -124,7 +124,7 @@ def test_clocks_that_are_costly_are_read_seldom(clocks: Clocks) -> None:
     assert own.cpu_ns == pytest.approx(1500 * MS, rel=0.1)
 
 
-def test_another_thread_that_counts_does_not_take_the_loops_wait_for_its_own(clocks: Clocks) -> None:
+def test_measuring_from_another_thread_does_not_use_that_threads_wait(clocks: Clocks) -> None:
     own = ProcessTime(clocks.clock)
     own.begin()
     clocks.go(200)
@@ -136,9 +136,9 @@ def test_another_thread_that_counts_does_not_take_the_loops_wait_for_its_own(clo
     assert (own.cpu_ns, own.queued_ns) == (200 * MS, 40 * MS)
 
 
-def test_a_look_that_took_long_by_chance_does_not_end_the_counting(clocks: Clocks) -> None:
+def test_one_slow_read_of_a_clock_does_not_end_measuring(clocks: Clocks) -> None:
     own = ProcessTime(clocks.clock)
-    clocks.read_ns = 50 * MS  # other processes had the core
+    clocks.read_ns = 50 * MS  # Other processes used the core.
     own.begin()
     clocks.go(100)
     assert own.end()

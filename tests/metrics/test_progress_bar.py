@@ -1,4 +1,4 @@
-"""The progress bar, and statistics for whoever plots them."""
+"""The progress bar, and the statistics callback."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     return Bar.made
 
 
-def test_a_bar_counts_what_the_loop_is_done_with(bars: list[Bar]) -> None:
+def test_a_bar_counts_completed_steps(bars: list[Bar]) -> None:
     with infeed.DataLoader(Squares(40), 4, num_workers=2, progress=True) as loader:
         for number, _ in enumerate(loader):
             assert bars[0].count == number
@@ -55,11 +55,11 @@ def test_a_bar_counts_what_the_loop_is_done_with(bars: list[Bar]) -> None:
     assert (bar.count, bar.is_closed) == (10, True)
     assert bar.given["total"] == 10
     assert bar.given["desc"] == "epoch 0"
-    assert re.search(r", [12] workers?$", bar.texts[-1])  # on a busy machine the second may come too late
+    assert re.search(r", [12] workers?$", bar.texts[-1])  # On a busy machine the second may come too late.
     assert "samples/s, waiting " in bar.texts[-1]
 
 
-def test_a_bar_goes_on_where_the_epoch_does(bars: list[Bar]) -> None:
+def test_a_bar_starts_where_the_epoch_does(bars: list[Bar]) -> None:
     with infeed.DataLoader(Squares(40), 4, progress=True, seed=1) as loader:
         batches = iter(loader)
         for _ in range(3):
@@ -73,19 +73,19 @@ def test_a_bar_goes_on_where_the_epoch_does(bars: list[Bar]) -> None:
 
 
 def test_the_text_shows_the_statistics(bars: list[Bar]) -> None:
-    """Without the first start: beside it tqdm shows how fast it goes now."""
+    """Without worker start-up: tqdm shows the current rate beside it."""
     with infeed.DataLoader(Squares(4), 4) as loader:
         nothing = loader.statistics()
-    told = [nothing, replace(nothing, sample_count=100, waited_s=1.0, away_s=3.0, started_s=20.0)]
+    readings = [nothing, replace(nothing, sample_count=100, waited_s=1.0, away_s=3.0, started_s=20.0)]
     show = ProgressDisplay(
-        lambda: told.pop(0), epoch=0, first_step=0, batch_count=4, is_shown=True, on_statistics=None, every_s=1.0
+        lambda: readings.pop(0), epoch=0, first_step=0, batch_count=4, is_shown=True, on_statistics=None, every_s=1.0
     )
     show.step()
     assert bars[0].texts == ["25 samples/s, waiting 25%"]
 
 
-def test_a_loader_that_is_closed_closes_its_bar(bars: list[Bar]) -> None:
-    """So that an exception in the loop is not printed into it."""
+def test_closing_a_loader_closes_its_bar(bars: list[Bar]) -> None:
+    """So that a traceback is not printed into it."""
     with infeed.DataLoader(Squares(40), 4, num_workers=1, progress=True) as loader:
         batches = iter(loader)
         next(batches)
@@ -93,7 +93,7 @@ def test_a_loader_that_is_closed_closes_its_bar(bars: list[Bar]) -> None:
     del batches
 
 
-def test_a_loop_that_is_left_closes_its_bar(bars: list[Bar]) -> None:
+def test_leaving_a_loop_closes_its_bar(bars: list[Bar]) -> None:
     with infeed.DataLoader(Squares(40), 4, num_workers=1, progress=True) as loader:
         batches = iter(loader)
         next(batches)
@@ -101,28 +101,28 @@ def test_a_loop_that_is_left_closes_its_bar(bars: list[Bar]) -> None:
         assert bars[0].is_closed
 
 
-def test_a_stream_has_a_bar_without_an_end(bars: list[Bar]) -> None:
+def test_an_iterable_dataset_has_a_bar_without_a_total(bars: list[Bar]) -> None:
     with infeed.DataLoader((number for number in range(8)), 4, progress=True) as loader:
         list(loader)
     assert bars[0].given["total"] is None
     assert bars[0].count == 2
 
 
-def test_statistics_are_given_as_often_as_asked_and_at_the_end() -> None:
-    heard: list[int] = []
+def test_statistics_are_reported_at_the_interval_and_at_the_end() -> None:
+    counts: list[int] = []
     loader = infeed.DataLoader(
-        Squares(40), 4, on_statistics=infeed.StatisticsCallback(lambda known: heard.append(known.batch_count), interval=0)
+        Squares(40), 4, on_statistics=infeed.StatisticsCallback(lambda known: counts.append(known.batch_count), interval=0)
     )
     with loader:
         list(loader)
-        assert heard == [*range(1, 11), 10]
-    heard.clear()
-    with infeed.DataLoader(Squares(40), 4, on_statistics=lambda known: heard.append(known.batch_count)) as loader:
+        assert counts == [*range(1, 11), 10]
+    counts.clear()
+    with infeed.DataLoader(Squares(40), 4, on_statistics=lambda known: counts.append(known.batch_count)) as loader:
         list(loader)
-    assert heard == [10]
+    assert counts == [10]
 
 
-def test_what_a_listener_raises_is_raised_in_the_loop_and_no_batch_is_lost() -> None:
+def test_an_exception_of_a_callback_is_raised_in_the_loop_and_no_batch_is_lost() -> None:
     def refuse(known: infeed.Statistics) -> None:
         if known.batch_count == 2:
             raise RuntimeError("the disk of the log is full")
@@ -136,7 +136,7 @@ def test_what_a_listener_raises_is_raised_in_the_loop_and_no_batch_is_lost() -> 
         assert loader.state_dict()["step"] == 2
 
 
-def test_torchs_loader_has_it_too(bars: list[Bar]) -> None:
+def test_the_torch_loader_has_a_bar_too(bars: list[Bar]) -> None:
     torch_loaders = pytest.importorskip("infeed.torch")
     loader = torch_loaders.DataLoader(Squares(40), 4, num_workers=1, progress=True)
     list(loader)
@@ -146,7 +146,7 @@ def test_torchs_loader_has_it_too(bars: list[Bar]) -> None:
     assert loader.statistics().batch_count == 20
 
 
-def test_without_tqdm_the_cure_is_named() -> None:
+def test_without_tqdm_the_error_has_the_fix() -> None:
     code = """
 import sys
 sys.modules["tqdm"] = sys.modules["tqdm.auto"] = None
@@ -169,7 +169,7 @@ except infeed.ConfigError as error:
         ({"observe": "off", "progress": True}, "observe='off' is not supported with progress"),
     ],
 )
-def test_invalid_options_raise_at_once(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise_in_the_constructor(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(infeed.ConfigError, match=said):
         infeed.DataLoader(Squares(4), **wrong)
 

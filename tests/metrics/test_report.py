@@ -1,4 +1,4 @@
-"""The report: what is in it, for all kinds of runs."""
+"""The report and its contents, for all kinds of runs."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def figures_of(html: str) -> Iterator[dict[str, Any]]:
 
 
 def test_a_report_has_all_sections() -> None:
-    """In the order in which one asks: how fast, why, when, which samples, who, with what."""
+    """In this order: rate, cause, time, samples, workers, environment."""
     html = report_page(faulty_trace())
 
     assert headings_of(html) == HEADINGS
@@ -52,18 +52,18 @@ def test_a_report_has_all_sections() -> None:
 
 
 @ALL_CASES
-def test_every_chart_is_one_that_plotly_knows(make: Callable[[], Trace]) -> None:
-    """The charts are plain data here; plotly's own classes check each name and value in them."""
+def test_plotly_accepts_every_chart(make: Callable[[], Trace]) -> None:
+    """Charts are plain data here; plotly's own classes check each name and value in them."""
     graphs = pytest.importorskip("plotly.graph_objects")
     for html in (report_page(make()), timeline_page(make())):
         for figure in figures_of(html):
-            # Colours are names of the stylesheet until the page looks them up.
+            # Colors are names of the stylesheet until the page looks them up.
             plain = json.loads(re.sub(r"var\(--[a-z-]+\)", "#123456", json.dumps(figure)))
             assert graphs.Figure(plain).data
 
 
-def test_text_of_others_is_no_markup_in_charts() -> None:
-    """plotly interprets markup in text; a mark's text must not contain any."""
+def test_user_text_is_escaped_in_charts() -> None:
+    """plotly interprets markup in text; the text of a mark must not contain any."""
     for html in (report_page(strange_trace()), timeline_page(strange_trace())):
         texts = [text for figure in figures_of(html) for data in figure["data"] for text in data.get("text", [])]
         marks = [text for text in texts if "quoted" in text]
@@ -73,32 +73,32 @@ def test_text_of_others_is_no_markup_in_charts() -> None:
 
 
 @ALL_CASES
-def test_every_colour_is_one_of_the_stylesheet(make: Callable[[], Trace]) -> None:
-    """A name that is not there would be drawn as nothing, in light and in dark."""
+def test_every_color_is_in_the_stylesheet(make: Callable[[], Trace]) -> None:
+    """An unknown name would be invisible, in light and in dark."""
     sheet = set(re.findall(r"(--[a-z-]+):", page("", [])))
     used = {name for figure in figures_of(report_page(make())) for name in re.findall(r"var\((.*?)\)", json.dumps(figure))}
 
     assert used <= sheet
 
 
-def test_both_schemes_have_the_same_colours() -> None:
-    """One that is missing in dark would stay as it is in light."""
+def test_both_schemes_define_the_same_colors() -> None:
+    """A color that is missing in dark would keep its light value."""
     light, dark = re.findall(r":root \{(.*?)\}", page("", []), re.DOTALL)
 
     assert re.findall(r"(--[a-z-]+):", light) == re.findall(r"(--[a-z-]+):", dark)
 
 
 @ALL_CASES
-def test_the_data_of_a_page_is_small_beside_the_library(make: Callable[[], Trace]) -> None:
-    """A page is opened on a phone, too."""
+def test_the_data_of_a_page_is_small_compared_with_the_library(make: Callable[[], Trace]) -> None:
+    """A page may be opened on a phone."""
     library = len(re.search(r'id="library">(.*?)<', html)[1]) if 'id="library"' in (html := report_page(make())) else 0
 
     assert len(html) - library < 350_000
     assert library < len(plotly_source()) / 2
 
 
-def test_a_long_run_makes_no_larger_page() -> None:
-    """Ten times as many batches, as many points and pieces."""
+def test_a_long_run_has_a_page_of_the_same_size() -> None:
+    """Ten times as many batches, as many points and spans."""
     sizes = [
         len(report_page(make_trace(batches=batches, batch_size=32, grain=4, load_ms=0.05, away_ms=0.3)))
         for batches in (400, 4000)
@@ -107,8 +107,8 @@ def test_a_long_run_makes_no_larger_page() -> None:
     assert sizes[1] < sizes[0] * 1.1
 
 
-def test_a_report_of_nothing_says_so() -> None:
-    """What to do, and no empty sections."""
+def test_a_report_of_an_empty_run_says_so() -> None:
+    """It says what to do, and has no empty sections."""
     html = report_page(empty_trace())
 
     assert "No batch was delivered yet" in html
@@ -121,8 +121,8 @@ def test_the_hint_to_iterate_disappears_after_an_iteration() -> None:
     assert "iterate over the loader" not in html
 
 
-def test_what_was_not_recorded_is_said() -> None:
-    """One sees why a chart is not there."""
+def test_missing_recordings_are_mentioned() -> None:
+    """The user sees why a chart is missing."""
     html = report_page(CASES["untimed"]())
 
     assert "No timeline" in html
@@ -131,18 +131,18 @@ def test_what_was_not_recorded_is_said() -> None:
 
 
 def test_a_run_without_workers_says_so() -> None:
-    """Instead of a chart with a line at zero."""
+    """There is a sentence instead of a chart with a line at zero."""
     assert "None: loading runs in the main process" in report_page(make_trace(workers=0, kind="inline"))
 
 
 @pytest.mark.parametrize(("waited_s", "tone"), [(0.1, "good"), (1.0, "fair"), (5.0, "bad"), (0.0, "good")])
-def test_the_diagnosis_has_the_colour_of_the_wait(waited_s: float, tone: str) -> None:
-    """Of ten seconds, or a little more."""
+def test_the_diagnosis_has_the_color_of_the_wait(waited_s: float, tone: str) -> None:
+    """Of ten seconds, or slightly more."""
     assert f'class="diagnosis {tone}"' in report_page(with_statistics(make_trace(), waited_s=waited_s, away_s=10.0))
 
 
-def test_the_slowest_samples_are_named_by_index() -> None:
-    """That is how they are found again."""
+def test_the_slowest_samples_are_listed_by_index() -> None:
+    """So that users can find them."""
     trace = make_trace()
     html = report_page(trace)
 
@@ -163,8 +163,8 @@ def test_numbers_have_units() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 119, 5000])
-def test_thinned_points_keep_the_ends(count: int) -> None:
-    """And there are never more of them than can be seen."""
+def test_downsampled_points_keep_the_ends(count: int) -> None:
+    """There are never more points than can be seen."""
     points = make_trace(batches=count).points
     few = thinned(points)
 
@@ -174,7 +174,7 @@ def test_thinned_points_keep_the_ends(count: int) -> None:
 
 
 def test_points_at_one_time_are_counted_once() -> None:
-    """Nothing is divided by no time."""
+    """There is no division by zero."""
     trace = make_trace(batches=5)
     doubled = replace(trace, points=tuple(point for point in trace.points for _ in range(2)))
 
@@ -182,8 +182,8 @@ def test_points_at_one_time_are_counted_once() -> None:
     assert thinned([]) == []
 
 
-def test_a_report_is_a_web_page(tmp_path: Path) -> None:
-    """Another ending is refused, with what to write instead."""
+def test_a_report_is_an_html_file(tmp_path: Path) -> None:
+    """Another suffix is rejected, with the right one."""
     with pytest.raises(ConfigError, match=r"report\.pdf.*\.html"):
         write_report(make_trace(), tmp_path / "report.pdf")
     write_report(CASES["strange"](), tmp_path / "report.html")

@@ -1,4 +1,4 @@
-"""What a loader says of itself: counters that are right, for every kind of worker, through epochs, deaths and close."""
+"""Statistics of a loader: exact counters for every kind of worker, through epochs, deaths and close."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = ["inline", "thread", "process"]
 
 
 class Napping:
-    """Every sample takes at least two milliseconds, and one takes fifty."""
+    """Every sample takes at least 2 ms, and one takes 50 ms."""
 
     def __len__(self) -> int:
         return 60
@@ -44,13 +44,13 @@ def test_counts_are_exact(workers: dict[str, Any]) -> None:
                 pass
         known = loader.statistics()
     assert (known.batch_count, known.sample_count) == (16, 120)
-    # Every leaf begins on a boundary of its own, so a batch may take some bytes more than its arrays.
+    # Every leaf begins on an alignment boundary, so a batch may take a few bytes more than its arrays.
     assert 120 * 800 <= known.byte_count <= 120 * 800 + 16 * 64
-    # Workers have begun with the next epoch, and one may have been timing the samples of a task that it had not written yet.
+    # Workers have started the next epoch, and one may have timed samples of a task that it has not written yet.
     loaded_count, timed_count = sum(one.sample_count for one in known.workers), sum(count for _, count in known.histogram)
     assert 120 <= loaded_count <= timed_count <= loaded_count + 8 * max(1, len(known.workers))
     assert sum(one.load_s for one in known.workers) >= 2 * (59 * 0.002 + 0.05)
-    assert 17 in [one.index for one in known.slowest]  # on a busy machine others may be slow too
+    assert 17 in [one.index for one in known.slowest]  # On a busy machine others may be slow too.
     assert known.slowest[0].seconds >= 0.05
     assert known.sample_times["max"] == known.slowest[0].seconds
     assert 0.002 <= known.sample_times["median"] <= known.sample_times["p99"] <= known.sample_times["max"]
@@ -60,13 +60,13 @@ def test_counts_are_exact(workers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
-def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> None:
+def test_statistics_are_kept_after_close(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Napping(), 8, **workers) as loader:
         list(loader)
         before = loader.statistics()
     after = loader.statistics()
     assert after.batch_count == before.batch_count == 8
-    # Others may have come from the next epoch, which is begun already.
+    # Others may be from the next epoch, which has already started.
     assert after.slowest[0].seconds >= before.slowest[0].seconds > 0
     assert after.worker_count == before.worker_count == workers.get("num_workers", 0)
     assert sum(one.sample_count for one in after.workers) >= sum(one.sample_count for one in before.workers) >= 60
@@ -74,7 +74,7 @@ def test_they_are_kept_when_the_loader_is_closed(workers: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
-def test_epochs_without_a_batch_differ_from_no_epoch(workers: dict[str, Any]) -> None:
+def test_an_epoch_without_batches_differs_from_no_epoch(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Squares(0), 8, **workers) as loader:
         assert loader.statistics().finding.action == "not-started"
         assert [list(loader), list(loader)] == [[], []]
@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_is_counted_and_marked() -> None:
     with infeed.DataLoader(Napping(), 4, num_workers=2) as loader:
         batches = iter(loader)
         next(batches)
-        victim = loader.statistics().workers[0]  # whoever was there first
+        victim = loader.statistics().workers[0]  # Whichever was there first.
         pid = victim.pid
         assert pid is not None
         kill_process(pid)
@@ -124,7 +124,7 @@ def test_bad_samples_and_retries_are_counted(workers: dict[str, Any]) -> None:
 
 
 class Refusing:
-    """Every sample takes at least two milliseconds, and every second one raises then; one takes fifty."""
+    """Every sample takes at least 2 ms, and every second one raises then; one takes 50 ms."""
 
     def __len__(self) -> int:
         return 32
@@ -137,12 +137,12 @@ class Refusing:
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
-def test_what_samples_that_raise_took_is_counted_and_shown(workers: dict[str, Any]) -> None:
+def test_time_of_samples_that_raise_is_counted_and_shown(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Refusing(), 8, on_error="skip", **workers) as loader:
         assert [int(number) for batch in loader for number in batch] == list(range(0, 32, 2))
         trace = session_of(loader).trace()
     known = trace.statistics
-    # Each bad one was asked for once, and each good one for its batch, at least.
+    # Each bad sample was requested once, and each good one at least once for its batch.
     assert sum(one.load_s for one in known.workers) >= 0.05 + 31 * 0.002
     assert known.slowest[0].seconds >= 0.05
     assert 17 in [one.index for one in known.slowest]
@@ -150,7 +150,7 @@ def test_what_samples_that_raise_took_is_counted_and_shown(workers: dict[str, An
     assert any(span.first_index == 17 and span.seconds >= 0.05 for span in loads)
 
 
-def test_a_collate_fn_that_raises_took_its_time_too() -> None:
+def test_time_of_a_collate_fn_that_raises_is_counted() -> None:
     def refuse(_samples: list[int]) -> None:
         time.sleep(0.02)
         raise ValueError("no")
@@ -170,7 +170,7 @@ class Flow:
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
-def test_streams_are_counted(workers: dict[str, Any]) -> None:
+def test_iterable_datasets_are_counted(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Flow(), 8, **workers) as loader:
         list(loader)
         known = loader.statistics()
@@ -200,7 +200,7 @@ def test_arrays_are_counted_too() -> None:
 
 
 @pytest.mark.parametrize("observe", ["counters", "off"])
-def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
+def test_disabled_recordings_are_not_shown(observe: Any) -> None:
     with infeed.DataLoader(Napping(), 8, num_workers=1, observe=observe) as loader:
         list(loader)
         known = loader.statistics()
@@ -211,8 +211,8 @@ def test_what_is_not_kept_is_not_shown(observe: Any) -> None:
     assert (known.finding is None) == (observe == "off")
 
 
-def test_the_record_cannot_be_changed() -> None:
-    """Nothing in it; and it can be sent, compared and written."""
+def test_statistics_are_immutable() -> None:
+    """They can be pickled, compared and printed."""
     with infeed.DataLoader(Squares(4), 2) as loader:
         list(loader)
         known = loader.statistics()
@@ -238,7 +238,7 @@ def test_the_record_cannot_be_changed() -> None:
         assert type(copied.sample_times) is type(times)
 
 
-def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
+def test_the_first_line_is_the_diagnosis_and_the_rest_a_table() -> None:
     with infeed.DataLoader(Napping(), 4) as loader:
         list(loader)
         known = loader.statistics()
@@ -248,14 +248,14 @@ def test_the_first_line_is_the_verdict_and_the_rest_a_table() -> None:
     assert [row.split()[0] for row in rows] == ["delivered", "throughput", "training", "workers", "work", "per", "in"]
 
 
-def test_it_can_be_printed_wherever_it_goes() -> None:
-    """Not all outputs know more letters than ASCII."""
+def test_statistics_can_be_printed_in_ascii() -> None:
+    """Not all outputs support more than ASCII."""
     with infeed.DataLoader(Squares(1000), 8) as loader:
         list(loader)
         assert str(loader.statistics()).isascii()
 
 
-def test_batches_that_go_to_a_device_are_counted_when_the_loop_has_them() -> None:
+def test_batches_on_a_device_are_counted_when_they_are_delivered() -> None:
     pytest.importorskip("torch")
     with infeed.DataLoader(Squares(64), 4, num_workers=1, device=infeed.Device("cpu", prefetch=3)) as loader:
         batches = iter(loader)
@@ -264,7 +264,7 @@ def test_batches_that_go_to_a_device_are_counted_when_the_loop_has_them() -> Non
         assert loader.statistics().batch_count == 2
 
 
-def test_the_loops_own_time_is_not_counted_as_waiting() -> None:
+def test_training_steps_are_not_counted_as_waiting() -> None:
     with infeed.DataLoader(Squares(40), 4, num_workers=1) as loader:
         for _ in loader:
             time.sleep(0.02)
@@ -304,7 +304,7 @@ def test_a_trace_has_lanes_for_workers_and_for_the_loop() -> None:
 
 
 class Calming:
-    """Its samples take a while in epoch 0 and nothing later."""
+    """Its samples take a while in epoch 0 and no time later."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -321,7 +321,7 @@ class Calming:
         return index
 
 
-def test_the_verdict_is_about_how_it_goes_now() -> None:
+def test_the_diagnosis_is_about_the_recent_past() -> None:
     with infeed.DataLoader(Calming(), 1) as loader:
         for epoch in range(3):
             for _ in loader:
@@ -335,12 +335,12 @@ def test_the_verdict_is_about_how_it_goes_now() -> None:
     assert known.finding.covered_s is not None
 
 
-def test_who_had_nothing_to_do_while_the_loop_waited_is_counted() -> None:
-    for prefetch, idle_share in ((1, 0.5), (8, 0.0)):  # a batch that is collated goes to one of two workers
+def test_idle_workers_during_waits_are_counted() -> None:
+    for prefetch, idle_share in ((1, 0.5), (8, 0.0)):  # A batch that is collated goes to one of two workers.
         options: dict[str, Any] = {"num_workers": 2, "worker": "thread", "collate_fn": np.stack, "prefetch": prefetch}
         with infeed.DataLoader(Napping(), 2, **options) as loader:
             for number, _ in enumerate(loader):
-                if number == 20:  # before the last ones, for which one may have to wait alone
+                if number == 20:  # Before the last batches, for which the loop may wait alone.
                     break
             recent = loader.statistics().recent
         assert recent is not None
@@ -349,7 +349,7 @@ def test_who_had_nothing_to_do_while_the_loop_waited_is_counted() -> None:
 
 
 @pytest.mark.parametrize("workers", KINDS, ids=IDS)
-def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> None:
+def test_slices_of_the_past_sum_to_the_total(workers: dict[str, Any]) -> None:
     with infeed.DataLoader(Napping(), 8, **workers) as loader:
         for _ in range(2):
             for _batch in loader:
@@ -363,7 +363,7 @@ def test_slices_of_the_past_come_to_what_there_was(workers: dict[str, Any]) -> N
     assert past.own_cpu_ns > 0
 
 
-def test_one_is_not_several() -> None:
+def test_singular_and_plural_differ() -> None:
     with infeed.DataLoader(Squares(1), 1) as loader:
         list(loader)
         known = dataclasses.replace(loader.statistics(), batches_in_flight=1)

@@ -24,7 +24,7 @@ ALL_CASES = pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 
 @pytest.fixture(scope="module", autouse=True)
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the files of fonts open once it has used them; the guard against leaks is not about these."""
+    """matplotlib keeps font files open once it has used them; the leak guard must not report these."""
     for name in ("run.svg", "run.png"):
         write_timeline(strange_trace(), tmp_path_factory.mktemp("fonts") / name)
 
@@ -37,8 +37,8 @@ def events_of(trace: Trace, folder: Path) -> list[dict[str, Any]]:
 
 
 @ALL_CASES
-def test_every_event_has_what_the_format_asks_for(make: Callable[[], Trace], tmp_path: Path) -> None:
-    """Phase, time, process and thread; a length for spans, a scope for instants, numbers for counters."""
+def test_every_event_has_the_required_fields(make: Callable[[], Trace], tmp_path: Path) -> None:
+    """Phase, time, process and thread; a duration for spans, a scope for instants, numbers for counters."""
     for event in events_of(make(), tmp_path):
         assert event["ph"] in "MXiC"
         assert isinstance(event["name"], str)
@@ -52,8 +52,8 @@ def test_every_event_has_what_the_format_asks_for(make: Callable[[], Trace], tmp
 
 
 @ALL_CASES
-def test_spans_of_a_thread_lie_within_each_other_or_apart(make: Callable[[], Trace], tmp_path: Path) -> None:
-    """Viewers draw others wrongly or drop them; and they come in order of time."""
+def test_spans_of_a_thread_are_nested_or_disjoint(make: Callable[[], Trace], tmp_path: Path) -> None:
+    """Viewers draw others wrongly or drop them; events are in order of time."""
     assert_nested(events_of(make(), tmp_path))
 
 
@@ -72,8 +72,8 @@ def assert_nested(events: list[dict[str, Any]]) -> None:
             ends.append(end)
 
 
-def test_every_span_is_there_once_with_what_is_known_of_it(tmp_path: Path) -> None:
-    """Nothing is put together or left out in this form."""
+def test_every_span_is_written_once_with_its_details(tmp_path: Path) -> None:
+    """This format aggregates and omits nothing."""
     trace = make_trace()
     events = [event for event in events_of(trace, tmp_path) if event["ph"] == "X"]
     known = [(span.kind, span.begin_ns, span.end_ns) for span in trace.spans]
@@ -82,12 +82,12 @@ def test_every_span_is_there_once_with_what_is_known_of_it(tmp_path: Path) -> No
         known
     )
     load = next(span for span in trace.spans if span.kind == "load")
-    told = next(one["args"] for one in events if one["name"] == "load")
-    assert told == {"epoch": load.epoch, "position": load.position, "index": load.first_index, "samples": load.size}
+    arguments = next(one["args"] for one in events if one["name"] == "load")
+    assert arguments == {"epoch": load.epoch, "position": load.position, "index": load.first_index, "samples": load.size}
 
 
 def test_each_lane_has_a_name(tmp_path: Path) -> None:
-    """Workers by number, the loop, and delivery apart from the loop's own work."""
+    """Workers by number, the training loop, and delivery separate from the loop's own work."""
     events = events_of(make_trace(workers=2), tmp_path)
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     kinds = defaultdict(set)
@@ -105,8 +105,8 @@ def test_each_lane_has_a_name(tmp_path: Path) -> None:
     assert not set.intersection(*numbers), "a viewer takes such a row for the main thread of its process"
 
 
-def test_spans_that_cross_get_a_second_row(tmp_path: Path) -> None:
-    """Short ones are put together when they are recorded, and what is put together may cross."""
+def test_overlapping_spans_get_a_second_row(tmp_path: Path) -> None:
+    """Short spans are aggregated when they are recorded, and the result may overlap."""
     spans = (Span(0, "load", 0, 1000, 0, 0, 0, 4), Span(0, "write", 500, 1200, 0, 0, 0, 4))
     events = events_of(replace(make_trace(), spans=spans), tmp_path)
 
@@ -114,7 +114,7 @@ def test_spans_that_cross_get_a_second_row(tmp_path: Path) -> None:
     assert "worker 0 (2)" in [one["args"]["name"] for one in events if one["name"] == "thread_name"]
 
 
-def test_what_happened_is_marked_in_its_lane(tmp_path: Path) -> None:
+def test_events_are_marked_in_their_lane(tmp_path: Path) -> None:
     """A worker's death in the worker's lane, an epoch in the loop's."""
     marks = [one for one in events_of(faulty_trace(), tmp_path) if one["ph"] == "i"]
 
@@ -122,8 +122,8 @@ def test_what_happened_is_marked_in_its_lane(tmp_path: Path) -> None:
     assert "SIGKILL" in marks[0]["args"]["text"]
 
 
-def test_waiting_is_counted_in_percent(tmp_path: Path) -> None:
-    """Between each two points, so it is never more than all of the time."""
+def test_waiting_is_shown_in_percent(tmp_path: Path) -> None:
+    """Between two points, so it never exceeds 100%."""
     trace = make_trace()
     shares = [one["args"]["%"] for one in events_of(trace, tmp_path) if one["ph"] == "C" and "%" in one["args"]]
 
@@ -131,8 +131,8 @@ def test_waiting_is_counted_in_percent(tmp_path: Path) -> None:
     assert all(0 <= share <= 100 for share in shares)
 
 
-def test_strange_text_comes_through(tmp_path: Path) -> None:
-    """As it was, not as markup."""
+def test_unusual_text_is_preserved(tmp_path: Path) -> None:
+    """It is unchanged, and is not interpreted as markup."""
     path = tmp_path / "run.json"
     write_timeline(strange_trace(), path)
 
@@ -141,7 +141,7 @@ def test_strange_text_comes_through(tmp_path: Path) -> None:
 
 @ALL_CASES
 def test_a_picture_is_an_svg_file(make: Callable[[], Trace], tmp_path: Path) -> None:
-    """It can be read as XML, whatever text is in it, and is the same for the same run."""
+    """It is valid XML with any text in it, and identical for the same run."""
     once, twice = tmp_path / "run.svg", tmp_path / "again.svg"
     write_timeline(make(), once)
     write_timeline(make(), twice)
@@ -152,7 +152,7 @@ def test_a_picture_is_an_svg_file(make: Callable[[], Trace], tmp_path: Path) -> 
 
 @ALL_CASES
 def test_a_picture_is_a_png_file(make: Callable[[], Trace], tmp_path: Path) -> None:
-    """It can be read, is not blank, and is not beyond what can be shown."""
+    """It is readable, not blank, and not too large to display."""
     path = tmp_path / "run.PNG"
     write_timeline(make(), path)
     with Image.open(path) as picture:
@@ -161,8 +161,8 @@ def test_a_picture_is_a_png_file(make: Callable[[], Trace], tmp_path: Path) -> N
         assert picture.height < 3000
 
 
-def test_a_picture_has_the_whole_verdict_and_the_whole_of_what_went_wrong(tmp_path: Path) -> None:
-    """What to do about it stands at the end. It goes over several lines, none of which leaves the picture."""
+def test_a_picture_contains_the_complete_diagnosis_and_all_faults(tmp_path: Path) -> None:
+    """The action comes last. Text is wrapped, and no line leaves the picture."""
     svg, png = tmp_path / "run.svg", tmp_path / "run.png"
     diagnosis = " ".join(f"so {number} more workers would help" for number in range(100, 118))
     text = " ".join(f"index {number} could not be read" for number in range(12))
@@ -170,7 +170,7 @@ def test_a_picture_has_the_whole_verdict_and_the_whole_of_what_went_wrong(tmp_pa
     write_timeline(trace, svg)
     write_timeline(trace, png)
 
-    # Letters are drawn as shapes; what they are stands beside them in comments.
+    # Letters are drawn as shapes; their text is in comments.
     written = " ".join(" ".join(re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"))).split())
     assert diagnosis in written
     assert text in written
@@ -186,8 +186,8 @@ def test_a_picture_shows_names_without_backticks(tmp_path: Path) -> None:
     assert "Bottleneck: __getitem__, which is I/O-bound." in written
 
 
-def test_picture_page_and_report_say_the_same(tmp_path: Path) -> None:
-    """How many times as long it would take, of the same part, which the pages name: also when older spans were not kept."""
+def test_picture_page_and_report_agree(tmp_path: Path) -> None:
+    """The speed-up for the same part of the run, which the pages name: also when older spans were dropped."""
     trace = make_trace(batches=500)
     kept = tuple(span for span in trace.spans if span.lane == LOOP or span.begin_ns > trace.spans[-1].end_ns * 4 // 5)
     trace = replace(trace, spans=kept, lost_span_count=len(trace.spans) - len(kept))
@@ -202,8 +202,8 @@ def test_picture_page_and_report_say_the_same(tmp_path: Path) -> None:
     assert all("the end, " in text for text in texts)
 
 
-def test_a_picture_stays_small_however_many_spans_there_are(tmp_path: Path) -> None:
-    """The parts of a long run that are drawn have a few thousand pieces at most."""
+def test_the_size_of_a_picture_is_limited(tmp_path: Path) -> None:
+    """The parts of a long run that are drawn have at most a few thousand spans."""
     path = tmp_path / "run.svg"
     spans = tuple(Span(0, "load", at * 1000, at * 1000 + 400, 0, at, at, 1) for at in range(60_000))
     write_timeline(replace(make_trace(), spans=(*spans, Span(LOOP, "away", 0, 60_000_000, 0, 0, None, 1))), path)
@@ -212,8 +212,8 @@ def test_a_picture_stays_small_however_many_spans_there_are(tmp_path: Path) -> N
 
 
 @pytest.mark.process
-def test_a_picture_leaves_matplotlib_as_the_user_has_it(tmp_path: Path) -> None:
-    """Neither pyplot nor a back end is loaded, settings stay, and the user's style does not change the picture."""
+def test_a_picture_does_not_change_matplotlibs_settings(tmp_path: Path) -> None:
+    """Neither pyplot nor a back end is loaded, and the user's style does not affect the picture."""
     write_timeline(make_trace(), tmp_path / "plain.svg")
     said = run_fresh(
         f"""
@@ -238,7 +238,7 @@ def test_a_picture_leaves_matplotlib_as_the_user_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> None:
-    """And the form for Perfetto needs nothing."""
+    """The format for Perfetto needs nothing."""
     said = run_fresh(
         f"""
         import sys
@@ -259,8 +259,8 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["run", "run.pdf", "run.json.gz"])
-def test_an_ending_that_says_nothing_is_refused(name: str, tmp_path: Path) -> None:
-    """The error names those that do, and nothing is written."""
+def test_an_unknown_suffix_is_rejected(name: str, tmp_path: Path) -> None:
+    """The error lists the supported ones, and nothing is written."""
     with pytest.raises(ConfigError, match=r"use \.json, \.svg, \.png or \.html"):
         write_timeline(empty_trace(), tmp_path / name)
 

@@ -1,4 +1,4 @@
-"""Whose time it was: the loop's, the workers', or that of a changeover; and figures that stand still when nothing happens."""
+"""How time is attributed to loop, workers and start-up; figures do not change when nothing happens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NAP_S = 0.02
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "worker": "thread"}], ids=["inline", "thread"])
-def test_points_go_on_where_another_engine_stopped(workers: dict[str, Any]) -> None:
-    """Whoever subtracts one from the next never gets less than nothing."""
+def test_points_continue_after_a_change_of_engine(workers: dict[str, Any]) -> None:
+    """Differences between points are never negative."""
     with infeed.DataLoader(Squares(32), 4, **workers) as loader:
         for _ in range(4):
             list(loader)
@@ -40,7 +40,7 @@ def test_points_go_on_where_another_engine_stopped(workers: dict[str, Any]) -> N
         assert all(value >= 0 for line in figure["data"] for value in line["y"])
 
 
-def test_points_count_loops_that_run_at_a_time() -> None:
+def test_points_count_concurrent_loops() -> None:
     with infeed.DataLoader(Squares(32), 4) as loader:
         for _ in loader:
             list(loader)
@@ -48,8 +48,8 @@ def test_points_count_loops_that_run_at_a_time() -> None:
     assert [one.batch_count for one in points[:2]] == [1, 2]
 
 
-def test_starting_and_stopping_workers_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but the very first start, as whoever has a stopwatch finds."""
+def test_starting_and_stopping_workers_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for the first start, as a stopwatch would measure."""
     build, close = infeed.engine.session.build_engine, Engine.close
 
     def build_slowly(*given: Any, **options: Any) -> Engine:
@@ -90,7 +90,7 @@ def test_the_last_step_of_an_epoch_counts(options: dict[str, Any]) -> None:
     assert sum(span.seconds for span in spans if span.kind == "away") >= 3 * NAP_S
 
 
-def test_the_last_step_of_an_abandoned_loop_has_no_end() -> None:
+def test_the_last_step_of_an_abandoned_loop_is_not_counted() -> None:
     with infeed.DataLoader(Squares(8), 4) as loader:
         for _ in loader:
             time.sleep(NAP_S)
@@ -101,8 +101,8 @@ def test_the_last_step_of_an_abandoned_loop_has_no_end() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "worker": "thread"}, {"device": "cpu"}], ids=["inline", "thread", "device"]
 )
-def test_a_step_that_goes_on_counts_as_work_so_far(options: dict[str, Any]) -> None:
-    """Whoever asks in the middle of the step; and no figure becomes less when the loop is left then."""
+def test_an_unfinished_step_counts_as_work_so_far(options: dict[str, Any]) -> None:
+    """In the middle of the step; no figure decreases if the loop is left then."""
     if "device" in options:
         pytest.importorskip("torch")
     with infeed.DataLoader(Squares(64), 4, **options) as loader:
@@ -120,7 +120,7 @@ def test_a_step_that_goes_on_counts_as_work_so_far(options: dict[str, Any]) -> N
 
 
 class Stopping:
-    """Its sample 8 waits for somebody to let it, and may raise then."""
+    """Its sample 8 blocks until it is released, and may raise then."""
 
     def __init__(self, raises: bool = False) -> None:
         self.gate, self.raises = threading.Event(), raises
@@ -137,8 +137,8 @@ class Stopping:
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["host", "device"])
-def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
-    """As another thread or a signal handler reads it, with what each worker is doing."""
+def test_an_unfinished_wait_counts(options: dict[str, Any]) -> None:
+    """Another thread or a signal handler reads it, with what each worker is doing."""
     if options:
         pytest.importorskip("torch")
     dataset = Stopping()
@@ -150,7 +150,7 @@ def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
             known = loader.statistics()
             assert known.waited_s >= known.waiting_s > known.waited_s / 2
             assert known.workers[0].pending_s > known.waited_s / 2
-            assert known.deliver_s <= known.started_s + known.waited_s - known.waiting_s + 1e-6  # it is no work of infeed's
+            assert known.deliver_s <= known.started_s + known.waited_s - known.waiting_s + 1e-6  # It is no work of infeed.
         finally:
             dataset.gate.set()
             loop.join()
@@ -160,8 +160,8 @@ def test_a_wait_that_goes_on_counts(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ends", ["time-out", "error", "close"])
-def test_a_reported_wait_or_step_stays(ends: str) -> None:
-    """Though no batch comes of it."""
+def test_a_reported_wait_or_step_is_kept(ends: str) -> None:
+    """Although no batch follows."""
     dataset = Stopping(ends == "error")
     with infeed.DataLoader(dataset, 1, num_workers=1, worker="thread", timeout=0.2 if ends == "time-out" else 0) as loader:
         batches = iter(loader)
@@ -188,9 +188,9 @@ def test_a_reported_wait_or_step_stays(ends: str) -> None:
 
 @contextmanager
 def raised_in_threads() -> Iterator[list[BaseException | None]]:
-    """Collects what threads raise, instead of printing it."""
+    """Collects exceptions of threads instead of printing them."""
     errors: list[BaseException | None] = []
-    before, threading.excepthook = threading.excepthook, lambda told: errors.append(told.exc_value)
+    before, threading.excepthook = threading.excepthook, lambda failure: errors.append(failure.exc_value)
     try:
         yield errors
     finally:
@@ -198,7 +198,7 @@ def raised_in_threads() -> Iterator[list[BaseException | None]]:
 
 
 class Gated:
-    """Beyond its first epoch it gives nothing before somebody lets it."""
+    """Blocks after its first epoch until it is released."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -215,15 +215,15 @@ class Gated:
         return np.full(10, index)
 
 
-def test_figures_stand_still_while_workers_load_ahead() -> None:
-    """What they load for the next epoch is counted when that begins, and no worker is busy for longer than it exists."""
+def test_figures_do_not_change_while_workers_load_ahead() -> None:
+    """Work for the next epoch counts when that starts, and no worker is busy for longer than it exists."""
     data = Gated()
     with infeed.DataLoader(data, 4, num_workers=1, worker="thread") as loader:
         list(loader)
         before = loader.statistics()
         assert sum(one.sample_count for one in before.workers) == 24
         data.gate.set()
-        while data.count < 24 + 5:  # a task is done, and another is begun
+        while data.count < 24 + 5:  # A task is done, and another has started.
             time.sleep(0.001)
         after = loader.statistics()
         assert (before.workers, before.histogram, before.diagnosis) == (after.workers, after.histogram, after.diagnosis)
@@ -235,8 +235,8 @@ def test_figures_stand_still_while_workers_load_ahead() -> None:
 
 
 @pytest.mark.parametrize("observe", ["timeline", "off"])
-def test_the_memory_limit_is_the_one_that_holds(observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much memory others take meanwhile, and also when the loader is closed."""
+def test_the_memory_limit_is_the_effective_one(observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory others take meanwhile, and also after close."""
     free = iter(range(1 << 40, 1 << 41, 1 << 30))
     monkeypatch.setattr("infeed.engine.session.available_bytes", lambda: next(free))
     monkeypatch.setattr("infeed.engine.build.available_bytes", lambda: 1 << 30)
@@ -246,8 +246,8 @@ def test_the_memory_limit_is_the_one_that_holds(observe: Any, monkeypatch: pytes
     assert loader.statistics().memory_limit == 1 << 29
 
 
-def test_only_batches_that_are_there_are_in_flight() -> None:
-    """What is free again is not, whatever room is kept for the next."""
+def test_only_existing_batches_are_in_flight() -> None:
+    """Free slots do not count, whatever is reserved for the next batch."""
     with infeed.DataLoader(np.zeros((8, 1000)), 4) as loader:
         kept = list(loader)
         assert 2 * 32_000 <= loader.statistics().bytes_in_flight < 1 << 20
@@ -258,13 +258,13 @@ def test_only_batches_that_are_there_are_in_flight() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["replaced", "added"])
 def test_start_up_time_of_workers_is_counted_separately(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop waits while one is started in the place of another that died, or one more: that is no work on batches."""
+    """The loop waits while a replacement or an additional worker starts: that is no work on batches."""
     started: list[int] = []
     start = ProcessPool.start
 
     def slowly(self: ProcessPool, worker: WorkerId) -> None:
         start(self, worker)
-        time.sleep(NAP_S)  # what it takes
+        time.sleep(NAP_S)  # The duration of the start.
         started.append(worker)
 
     with infeed.DataLoader(range(1_000_000), 4, num_workers=2) as loader:
@@ -277,7 +277,7 @@ def test_start_up_time_of_workers_is_counted_separately(how: str, monkeypatch: p
         before = loader.statistics()
         monkeypatch.setattr(ProcessPool, "start", slowly)
         if how == "added":
-            engine.scaling.aim(2)  # as the tuner does, while the loop waits
+            engine.scaling.aim(2)  # Like the tuner, while the loop waits.
         else:
             kill_process(engine.worker_processes()[0].pid)
         wait_until(lambda: next(batches) is not None and started, "another worker")
@@ -292,8 +292,8 @@ LARGE = np.zeros(1 << 22)
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.process)])
-def test_what_is_written_when_there_is_a_place_for_it_is_not_taken_for_loading(kind: Any) -> None:
-    """Samples that are there already, of 32 MiB each; slots for them are made when they have come."""
+def test_writing_to_a_slot_is_not_counted_as_loading(kind: Any) -> None:
+    """Samples of 32 MiB each have been loaded; slots for them are allocated afterwards."""
     with infeed.DataLoader(Tree(8, lambda index: LARGE), 1, num_workers=1, worker=kind, prefetch=4) as loader:
         for _ in loader:
             pass

@@ -1,4 +1,4 @@
-"""Made traces: a small model of workers and a loop, so that pictures can be tested without a run."""
+"""Constructed traces: a small model of workers and a loop, so that pictures can be tested without a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_trace(
     diagnosis: str = "The loop waits for data 31 % of its time: more workers would help.",
     settings: dict[str, str] | None = None,
 ) -> Trace:
-    """A run as it could have been: workers take the next grain, the loop takes batches in order."""
+    """Returns a plausible run: workers take the next grain, the loop takes batches in order."""
     rng = random.Random(seed)
     lanes: dict[int, list[Span]] = {worker: [] for worker in (*range(max(1, workers)), LOOP)}
     points = [Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 0, 80_000_000, 0)]
@@ -45,7 +45,7 @@ def make_trace(
         for worker, at in enumerate(free):
             lanes[worker].append(Span(worker, "start", 0, at, 0, 0, None, 0))
     now = waited = away = busy = 0
-    taken: list[int] = []  # when each batch was taken by the loop
+    taken: list[int] = []  # When the loop took each batch.
     for batch in range(batches):
         ready = 0
         for position in range(batch * batch_size, (batch + 1) * batch_size, grain):
@@ -136,7 +136,7 @@ def empty_trace() -> Trace:
 
 
 def strange_trace() -> Trace:
-    """Text that would be markup, or cannot be written, wherever there is text."""
+    """Text that would be markup, or cannot be encoded, in all places."""
     marks = (
         Mark(50 * MS, 1, "bad sample", STRANGE * 4),
         Mark(100 * MS, LOOP, "failure", "$x^$ " + STRANGE),
