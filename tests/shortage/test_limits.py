@@ -1,4 +1,4 @@
-"""What the system has little of: descriptors, processes, address space, folders. It works, or one error says what to change."""
+"""System limits: descriptors, processes, address space, folders. Loading works, or one error says what to change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def limit(what, value):
 def files():
     return len(os.listdir("/proc/self/fd"))
 
-def told(act):
+def report(act):
     try:
         act()
     except Exception as error:
@@ -54,7 +54,7 @@ def lines(result: ScriptResult) -> list[str]:
 
 
 def test_64_descriptors_are_enough(tmp_path: Path) -> None:
-    """Eight workers, three epochs, hundreds of batches kept: none is opened for a batch."""
+    """Eight workers, three epochs, hundreds of batches kept: no batch takes a descriptor."""
     code = """
     limit(resource.RLIMIT_NOFILE, 64)
     for kind in ("forkserver", "spawn"):
@@ -68,7 +68,7 @@ def test_64_descriptors_are_enough(tmp_path: Path) -> None:
         assert all(batch[0, -1] == 2 * number % 251 for number, batch in kept)
         assert len(kept) == 600
         del kept, batch, loader
-        print(kind, files() - before <= 1)  # the way to the fork server stays
+        print(kind, files() - before <= 1)  # the connection to the fork server stays
     """
     result = run_script(tmp_path, HEAD + dedent(code))
     assert_clean(result)
@@ -76,15 +76,15 @@ def test_64_descriptors_are_enough(tmp_path: Path) -> None:
 
 
 def test_too_few_descriptors_raise_and_none_leaks(tmp_path: Path) -> None:
-    """WorkerStartError with the limit; with more of them the same loader works. Also if a worker is to be replaced."""
+    """WorkerStartError with the limit, also when a worker is replaced; with more descriptors the same loader works."""
     code = """
     limit(resource.RLIMIT_NOFILE, 64)
-    infeed.DataLoader(Data(8, 1), num_workers=1)  # all is imported
+    infeed.DataLoader(Data(8, 1), num_workers=1)  # imports everything
     for kind in ("forkserver", "spawn"):
         with infeed.DataLoader(Data(4000, 1), batch_size=2, num_workers=4, timeout=30, **KINDS[kind]) as loader:
             before = files()
             limit(resource.RLIMIT_NOFILE, before + 6)
-            told(lambda: next(iter(loader)))
+            report(lambda: next(iter(loader)))
             limit(resource.RLIMIT_NOFILE, 64)
             assert files() - before <= 1, (before, files())
             batches = iter(loader)
@@ -93,14 +93,14 @@ def test_too_few_descriptors_raise_and_none_leaks(tmp_path: Path) -> None:
             limit(resource.RLIMIT_NOFILE, files() - 8)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            told(lambda: list(batches))
+            report(lambda: list(batches))
             limit(resource.RLIMIT_NOFILE, 64)
-            told(lambda: next(iter(loader)))
+            report(lambda: next(iter(loader)))
     """
     first, replaced, after = range(3)
     result = run_script(tmp_path, HEAD + dedent(code))
-    told = lines(result)
-    for part in (told[:3], told[3:]):
+    reported = lines(result)
+    for part in (reported[:3], reported[3:]):
         for line in (part[first], part[replaced]):
             assert line.startswith("WorkerStartError | cannot start a worker: this process has reached its limit of ")
             assert line.endswith(
@@ -114,12 +114,12 @@ def test_a_limit_of_processes_or_threads_raises(tmp_path: Path) -> None:
     code = """
     import infeed.workers.forkserver
     for kind in ("spawn", "thread"):
-        list(infeed.DataLoader(Data(2, 1), num_workers=1, timeout=30, **KINDS[kind]))  # all is imported
+        list(infeed.DataLoader(Data(2, 1), num_workers=1, timeout=30, **KINDS[kind]))  # imports everything
     if os.getuid() == 0:
-        os.setuid(65534)  # the limit is not for root
+        os.setuid(65534)  # the limit does not apply to root
     limit(resource.RLIMIT_NPROC, 1)
     for kind in KINDS:
-        told(lambda: list(infeed.DataLoader(Data(8, 1), num_workers=2, timeout=30, **KINDS[kind])))
+        report(lambda: list(infeed.DataLoader(Data(8, 1), num_workers=2, timeout=30, **KINDS[kind])))
     """
     result = run_script(tmp_path, HEAD + dedent(code))
     for line in lines(result):
@@ -131,7 +131,7 @@ def test_a_limit_of_processes_or_threads_raises(tmp_path: Path) -> None:
 
 
 def test_a_fork_server_that_cannot_fork_is_replaced_by_spawning(tmp_path: Path) -> None:
-    """It does not die of it; the log says why workers are spawned."""
+    """It keeps running; the log says why workers are spawned."""
     (tmp_path / "sitecustomize.py").write_text(
         dedent("""
         import os
@@ -142,7 +142,7 @@ def test_a_fork_server_that_cannot_fork_is_replaced_by_spawning(tmp_path: Path) 
     )
     code = """
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
-    told(lambda: list(infeed.DataLoader(Data(8, 1), num_workers=2, timeout=30)))
+    report(lambda: list(infeed.DataLoader(Data(8, 1), num_workers=2, timeout=30)))
     """
     result = run_script(tmp_path, HEAD + dedent(code))
     assert lines(result) == ["works"]
@@ -152,8 +152,8 @@ def test_a_fork_server_that_cannot_fork_is_replaced_by_spawning(tmp_path: Path) 
     )
 
 
-def test_limits_of_memory_are_named(tmp_path: Path) -> None:
-    """Address space and file size: too small for a batch, for the dataset, or for what a worker makes of it."""
+def test_memory_limits_are_reported_by_name(tmp_path: Path) -> None:
+    """Address space and file size: too small for a batch, for the dataset, or for the result of a worker."""
     code = """
     MIB = 1 << 20
     TABLE = np.ones(300 * MIB, np.uint8)
@@ -172,16 +172,16 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
     for kind in ("forkserver", "spawn"):
         limit(resource.RLIMIT_AS, 700 * MIB)
         for name, make in loaders.items():
-            told(lambda: next(iter(make(KINDS[kind]))))
+            report(lambda: next(iter(make(KINDS[kind]))))
         limit(resource.RLIMIT_AS, None)
         limit(resource.RLIMIT_FSIZE, 2 * MIB)
-        told(lambda: next(iter(infeed.DataLoader(Data(8, 4 << 10), num_workers=1, timeout=30, **KINDS[kind]))))
+        report(lambda: next(iter(infeed.DataLoader(Data(8, 4 << 10), num_workers=1, timeout=30, **KINDS[kind]))))
         limit(resource.RLIMIT_FSIZE, None)
     """
     result = run_script(tmp_path, HEAD + dedent(code))
-    told = lines(result)
-    assert len(told) == 8
-    for batch, dataset, worker, file in (told[:4], told[4:]):
+    reported = lines(result)
+    assert len(reported) == 8
+    for batch, dataset, worker, file in (reported[:4], reported[4:]):
         assert "MemoryError" in batch or "MemoryLimitError" in batch, batch
         assert "MiB" in batch, batch
         assert dataset.startswith(
@@ -196,14 +196,14 @@ def test_limits_of_memory_are_named(tmp_path: Path) -> None:
         ), file
 
 
-def test_one_cpu_and_no_place_for_temporary_files_is_fine(tmp_path: Path) -> None:
-    """infeed writes nothing to a disk, and no process spins."""
+def test_one_cpu_and_no_folder_for_temporary_files_suffice(tmp_path: Path) -> None:
+    """infeed writes nothing to disk, and no process busy-waits."""
     code = """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for folder in ("/nonexistent", "/proc"):
         os.environ["TMPDIR"] = folder
         for kind in KINDS:
-            told(lambda: list(infeed.DataLoader(Data(400, 4), batch_size=4, num_workers=4, timeout=30, **KINDS[kind])))
+            report(lambda: list(infeed.DataLoader(Data(400, 4), batch_size=4, num_workers=4, timeout=30, **KINDS[kind])))
     """
     result = run_script(tmp_path, HEAD + dedent(code))
     assert_clean(result)
@@ -214,7 +214,7 @@ def test_one_cpu_and_no_place_for_temporary_files_is_fine(tmp_path: Path) -> Non
 
 
 def run_with_mounts(folder: Path, mounts: str, code: str) -> ScriptResult:
-    """Run a script where these mounts have been made, for it alone; skip if that is not allowed here."""
+    """Runs a script with these mounts, visible to it alone; skips if mounting is not allowed."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces cannot be made here")
@@ -232,23 +232,23 @@ def run_with_mounts(folder: Path, mounts: str, code: str) -> ScriptResult:
 
 
 def test_a_small_shared_memory_folder_does_not_matter_on_linux(tmp_path: Path) -> None:
-    """Docker gives 64 MB; anonymous memory is not counted there."""
+    """Docker gives 64 MB to /dev/shm; anonymous memory does not count there."""
     code = """
-    told(lambda: [None for batch in infeed.DataLoader(Data(8, 40 << 10), batch_size=2, num_workers=2, timeout=30)])
+    report(lambda: [None for batch in infeed.DataLoader(Data(8, 40 << 10), batch_size=2, num_workers=2, timeout=30)])
     """
     result = run_with_mounts(tmp_path, "mount -t tmpfs -o size=64m,ro none /dev/shm", HEAD + dedent(code))
     assert lines(result) == ["works"]
 
 
-def test_a_small_shared_memory_folder_raises_where_memory_has_names(tmp_path: Path) -> None:
-    """Batches that fit work, those that do not are refused with the folder's numbers; never SIGBUS, and no name is left."""
+def test_a_small_shared_memory_folder_raises_where_memory_is_named(tmp_path: Path) -> None:
+    """Batches that fit work, others are rejected with the size of the folder; never SIGBUS, and no name is left."""
     code = """
     for kib in (1 << 10, 40 << 10):
-        told(lambda: [None for batch in infeed.DataLoader(Data(20, kib), batch_size=2, num_workers=2, timeout=30)])
-    told(lambda: next(iter(infeed.DataLoader(np.ones(200, np.uint8), num_workers=2))))
+        report(lambda: [None for batch in infeed.DataLoader(Data(20, kib), batch_size=2, num_workers=2, timeout=30)])
+    report(lambda: next(iter(infeed.DataLoader(np.ones(200, np.uint8), num_workers=2))))
     data = Data(20, 1)
     data.table = np.ones(100 << 20, np.uint8)
-    told(lambda: next(iter(infeed.DataLoader(data, num_workers=2, timeout=30))))
+    report(lambda: next(iter(infeed.DataLoader(data, num_workers=2, timeout=30))))
     import gc
     gc.collect()
     print(os.listdir("/dev/shm"))
@@ -257,18 +257,18 @@ def test_a_small_shared_memory_folder_raises_where_memory_has_names(tmp_path: Pa
     result = run_with_mounts(tmp_path, mounts, f"import multiprocessing.connection\n{PORTABLE}{HEAD}{dedent(code)}")
     fits, batch, arrays, dataset, left = lines(result)
     assert fits == arrays == "works"
-    free = r"6[34]\.\d MiB of 64\.0 MiB is free in /dev/shm; "  # but for what workers note down for us
+    free = r"6[34]\.\d MiB of 64\.0 MiB is free in /dev/shm; "  # Except for the status boards and recorders of workers.
     assert re.match(rf"MemoryLimitError \| cannot allocate 80\.0 MiB of shared memory: {free}", batch), batch
     assert "enlarge it (docker run --shm-size), or lower batch_size or prefetch" in batch
     assert re.match(rf"MemoryLimitError \| cannot allocate 100\.0 MiB of shared memory: {free}", dataset), dataset
     assert left == "[]"
 
 
-def test_a_missing_shared_memory_folder_raises_where_memory_has_names(tmp_path: Path) -> None:
-    """It cannot be written to: an error that says so, and threads still work."""
+def test_a_missing_shared_memory_folder_raises_where_memory_is_named(tmp_path: Path) -> None:
+    """The error says that the folder cannot be written to; threads still work."""
     code = """
-    told(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30))))
-    told(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30, worker="thread"))))
+    report(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30))))
+    report(lambda: next(iter(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30, worker="thread"))))
     """
     mounts = "mount -t tmpfs -o ro none /dev/shm"
     result = run_with_mounts(tmp_path, mounts, f"import multiprocessing.connection\n{PORTABLE}{HEAD}{dedent(code)}")
@@ -282,10 +282,10 @@ def test_a_missing_shared_memory_folder_raises_where_memory_has_names(tmp_path: 
 
 
 def test_without_proc_workers_are_spawned(tmp_path: Path) -> None:
-    """Threads of the fork server cannot be counted without it, so it does not fork; the log says so."""
+    """Without /proc, threads of the fork server cannot be counted, so it does not fork; the log says so."""
     code = """
     for kind in KINDS:
-        told(lambda: list(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30, **KINDS[kind])))
+        report(lambda: list(infeed.DataLoader(Data(20, 1), num_workers=2, timeout=30, **KINDS[kind])))
     """
     result = run_with_mounts(tmp_path, "mount -t tmpfs none /proc", HEAD + dedent(code))
     assert lines(result) == ["works"] * 3

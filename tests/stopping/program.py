@@ -1,6 +1,6 @@
 """A training script that ends in one of many ways: ``python program.py KIND SAMPLES ENDING``.
 
-It notes what it does in the file ``journal`` of the working folder, and what was left behind in the file ``left``.
+It records its actions in the file ``journal`` of the working folder, and leaks in the file ``left``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 JOURNAL = Journal(Path("journal").absolute())
 ENDED = Journal(Path("ended").absolute())
-# Samples from here on may take a minute.
+# From this index, samples may take a minute.
 SLOW_FROM = 8
 
 
 class Data:
-    """Samples that are quick, or take a minute from the ninth on: asleep, or in native code."""
+    """Samples that are fast, or take a minute from the ninth on: in sleep or in native code."""
 
     def __len__(self) -> int:
         return 100_000
@@ -59,9 +59,9 @@ class Data:
             if SAMPLES == "slow":
                 time.sleep(60)
             elif KIND == "thread":
-                ctypes.CDLL(None).sleep(60)  # a library that waits for its own reasons, deaf to all
+                ctypes.CDLL(None).sleep(60)  # A library that waits and ignores all signals.
             else:
-                ctypes.PyDLL(None).sleep(60)  # and that keeps the GIL
+                ctypes.PyDLL(None).sleep(60)  # It also holds the GIL.
         return np.full(1000, index)
 
 
@@ -80,13 +80,13 @@ def make_loader(**options: Any) -> Any:
 
 
 def loop() -> None:
-    """Load for ever, or until a sample takes for ever."""
+    """Loads forever, or until a sample blocks forever."""
     for batch in make_loader():
         JOURNAL.write(f"batch {int(batch[0, 0])}")
 
 
-def in_the_middle() -> tuple[Any, Iterator[Any]]:
-    """A loader and an iterator in the middle of its epoch; if samples are slow, with workers in the middle of one."""
+def in_mid_epoch() -> tuple[Any, Iterator[Any]]:
+    """A loader and an iterator in mid-epoch; if samples are slow, workers are loading one."""
     loader = make_loader(timeout=0.2)
     batches = iter(loader)
     count = 0
@@ -100,19 +100,19 @@ def in_the_middle() -> tuple[Any, Iterator[Any]]:
 
 
 def leave_by_exit() -> None:
-    globals()["kept"] = in_the_middle()
+    globals()["kept"] = in_mid_epoch()
     JOURNAL.write("leaving")
     sys.exit(5)
 
 
 def leave_at_once() -> None:
-    in_the_middle()
+    in_mid_epoch()
     JOURNAL.write("leaving")
     os._exit(6)
 
 
 def raise_unhandled() -> None:
-    _, batches = in_the_middle()
+    _, batches = in_mid_epoch()
     JOURNAL.write("leaving")
     raise ArithmeticError(f"the user's own, with {type(batches).__name__} in its frames")
 
@@ -123,7 +123,7 @@ def raise_from_handler() -> None:
 
 
 def close_in_handler() -> None:
-    """As in scripts that save a checkpoint when the machine is taken away."""
+    """Like scripts that save a checkpoint on preemption."""
     loader = make_loader()
 
     def handle(*_: Any) -> None:
@@ -144,8 +144,8 @@ def start_slowly() -> None:
 
 
 def close_slowly() -> None:
-    """Ctrl+C arrives while close() waits for workers that do not come back."""
-    loader, batches = in_the_middle()
+    """Ctrl+C arrives while close() waits for workers that do not return."""
+    loader, batches = in_mid_epoch()
     JOURNAL.write("closing")
     if KIND.startswith("torch"):
         del batches, loader
@@ -156,7 +156,7 @@ def close_slowly() -> None:
 
 
 def go_on() -> None:
-    """As in a notebook: the cell is interrupted, and the next iterates the same loader."""
+    """Like a notebook: the cell is interrupted, and the next one iterates the same loader."""
     loader = make_loader()
     for _ in range(3):
         try:
@@ -172,7 +172,7 @@ def end_inside() -> None:
     from tests.possessions import possessions
 
     endings: list[Callable[[], None]] = [_break, _raise, _collect, _close_from_two_threads, _close_in_next, _drop_in_thread]
-    warm = make_loader()  # imports, and the fork server, are not what is looked for
+    warm = make_loader()  # Imports and the fork server do not count as leaks.
     next(iter(warm))
     del warm
     gc.collect()
@@ -182,7 +182,7 @@ def end_inside() -> None:
         start = time.monotonic()
         ending()
         gc.collect()
-        IDLE_WORKERS.clear()  # they would wait for the next loader for a minute
+        IDLE_WORKERS.clear()  # They would stay idle for a minute, for the next loader.
         took = time.monotonic() - start
         left = possessions().beyond(before)
         while left and time.monotonic() < start + 10:
@@ -206,17 +206,17 @@ def _raise() -> None:
 
 
 def _collect() -> None:
-    """The iterator in the middle is part of a cycle, as in a trainer that holds its state."""
+    """The iterator in mid-epoch is part of a cycle, as in a trainer that holds its state."""
 
     class Trainer:
         me: Any
 
     trainer = Trainer()
-    trainer.me = [trainer, *in_the_middle()]
+    trainer.me = [trainer, *in_mid_epoch()]
 
 
 def _close_from_two_threads() -> None:
-    loader, batches = in_the_middle()
+    loader, batches = in_mid_epoch()
     closers = [threading.Thread(target=_close, args=(loader, batches)) for _ in range(2)]
     for closer in closers:
         closer.start()
@@ -225,7 +225,7 @@ def _close_from_two_threads() -> None:
 
 
 def _close_in_next() -> None:
-    """Another thread closes while this one is in next(), anywhere in it."""
+    """Another thread closes the loader at any point while this one is in next()."""
     loader = make_loader()
     batches = iter(loader)
     next(batches)
@@ -240,8 +240,8 @@ def _close_in_next() -> None:
 
 
 def _drop_in_thread() -> None:
-    """The last reference goes in a thread that has nothing to do with it."""
-    held = list(in_the_middle())
+    """The last reference is dropped in an unrelated thread."""
+    held = list(in_mid_epoch())
     dropper = threading.Thread(target=held.clear)
     dropper.start()
     dropper.join()

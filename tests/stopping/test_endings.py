@@ -1,6 +1,6 @@
-"""Every way in which a program ends: soon, with the user's words only, and nothing of ours is left (P5).
+"""Every way in which a program can end: quickly, with only the user's output, and without leftovers (P5).
 
-What ``tests/engine/test_close.py``, ``test_interpreter_exit.py`` and ``test_deaths.py`` hold is not repeated here.
+See also ``tests/engine/test_close.py``, ``test_interpreter_exit.py`` and ``test_deaths.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL = (*PROCESSES, "thread")
 
 
 class Started:
-    """Programs of several kinds that run side by side."""
+    """Programs of several kinds that run in parallel."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,13 +48,13 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 def end_by(program: Program, line: str, send: Callable[[Program], object]) -> Ended:
-    """Wait until the program has come to a line, then do something to it."""
+    """Waits until the program has reached a line, then does something to it."""
     program.wait_line(line)
     return program.ended(lambda: send(program))
 
 
 def end_by_itself(program: Program) -> Ended:
-    """Wait until the program is about to end, then for its end; how long its imports take does not count."""
+    """Waits until the program is about to end, then for its end; the time of its imports does not count."""
     return end_by(program, "leaving", lambda program: None)
 
 
@@ -72,7 +72,7 @@ def assert_one_interrupt(ended: Ended) -> None:
     ("kinds", "samples"), [(("forkserver", "spawn"), "slow"), (("portable", "thread"), "quick")], ids=["slow", "quick"]
 )
 def test_endings_that_the_process_survives_leave_nothing(started: Started, kinds: tuple[str, ...], samples: str) -> None:
-    """``break``, an exception, garbage collection, close() from two threads and in the middle of next(): all is gone."""
+    """``break``, an exception, garbage collection, close() from two threads and in the middle of next()."""
     programs = started.start(kinds, samples, "inside")
     for program in programs:
         ended = end_by_itself(program)
@@ -92,8 +92,8 @@ def test_endings_that_the_process_survives_leave_nothing(started: Started, kinds
         ),
     ],
 )
-def test_the_end_does_not_wait_for_native_code(started: Started, ending: str, code: int, last: str) -> None:
-    """Workers are in a library that ignores signals for a minute; the exit code and the words are the user's."""
+def test_exit_does_not_wait_for_native_code(started: Started, ending: str, code: int, last: str) -> None:
+    """Workers run native code that ignores signals for a minute; the exit code and the output are the user's."""
     for program in started.start(ALL, "native", ending):
         ended = end_by_itself(program)
         assert ended.code == code, program.name
@@ -102,8 +102,8 @@ def test_the_end_does_not_wait_for_native_code(started: Started, ending: str, co
 
 
 @pytest.mark.torch
-def test_torch_s_class_ends_the_same_way(started: Started) -> None:
-    """Kept workers at exit, and Ctrl+C twice, through ``infeed.torch.DataLoader``."""
+def test_the_torch_loader_ends_the_same_way(started: Started) -> None:
+    """Persistent workers at exit, and Ctrl+C twice, through ``infeed.torch.DataLoader``."""
     (leaving,) = started.start(("torch kept",), "native", "exit")
     (looping,) = started.start(("torch",), "slow", "loop")
     (closing,) = started.start(("torch",), "slow", "handler closes")
@@ -115,7 +115,7 @@ def test_torch_s_class_ends_the_same_way(started: Started) -> None:
 
 
 def interrupt_twice(program: Program) -> None:
-    """The second comes while the first is being acted on."""
+    """The second signal arrives while the first is being handled."""
     press_ctrl_c(program.script)
     time.sleep(0.1)
     if program.script.process.poll() is None:
@@ -123,13 +123,13 @@ def interrupt_twice(program: Program) -> None:
 
 
 def test_ctrl_c_twice_is_one_traceback(started: Started) -> None:
-    """The second ends the wait for workers in user code, and is not printed."""
+    """The second signal ends the wait for workers in user code, and is not printed."""
     for program in started.start(ALL, "slow", "loop"):
         assert_one_interrupt(end_by(program, "blocked", interrupt_twice))
 
 
 def test_ctrl_c_while_workers_start(started: Started) -> None:
-    """In a worker_init_fn that takes a minute."""
+    """Workers are in a worker_init_fn that takes a minute."""
     for program in started.start(ALL, "slow", "starting"):
         assert_one_interrupt(end_by(program, "starting", lambda program: press_ctrl_c(program.script)))
 
@@ -143,11 +143,11 @@ def test_ctrl_c_while_close_runs(started: Started) -> None:
         return "closed" not in program.journal.lines()
 
     for kind in ("forkserver", "thread"):
-        assert any(is_cut_short(kind) for _ in range(3)), kind  # on a busy machine the signal may come too late
+        assert any(is_cut_short(kind) for _ in range(3)), kind  # On a busy machine the signal may arrive too late.
 
 
-def test_ctrl_c_that_is_caught_leaves_a_loader_that_works(started: Started) -> None:
-    """As in a notebook: each time the same loader starts again from the next epoch."""
+def test_a_loader_works_after_a_caught_ctrl_c(started: Started) -> None:
+    """As in a notebook: each time the same loader continues with the next epoch."""
 
     def interrupt_thrice(program: Program) -> None:
         for number in (1, 2, 3):
@@ -161,7 +161,7 @@ def test_ctrl_c_that_is_caught_leaves_a_loader_that_works(started: Started) -> N
 
 
 def batches_after(program: Program, interrupts: int) -> int:
-    """How many batches came since that many interrupts; none if there were not that many."""
+    """Returns the number of batches after this many interrupts; 0 if there were fewer."""
     lines = program.journal.lines()
     for _ in range(interrupts):
         if "interrupted" not in lines:
@@ -171,37 +171,37 @@ def batches_after(program: Program, interrupts: int) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_that_ends_the_process_ends_all_of_ours(started: Started, number: int) -> None:
-    """No handler of ours: the process ends at once as it does without infeed, also with workers deep in native code."""
+def test_a_fatal_signal_ends_all_processes(started: Started, number: int) -> None:
+    """infeed has no handler: the process ends at once as without infeed, also with workers in native code."""
     for program in started.start(("forkserver", "spawn", "thread"), "native", "loop"):
         ended = end_by(program, "blocked", signalled(number))
         assert (ended.code, ended.err) == (-number, ""), program.name
 
 
-def test_a_signal_that_ends_the_process_removes_named_memory(started: Started) -> None:
-    """Where memory has names, the workers remove them; the guard around this test looks for them."""
+def test_a_fatal_signal_removes_named_memory(started: Started) -> None:
+    """Where memory is named, the workers remove the names; the leak guard looks for them."""
     (program,) = started.start(("portable",), "slow", "loop")
     assert end_by(program, "blocked", signalled(signal.SIGTERM)).code == -signal.SIGTERM
 
 
-def test_a_handler_that_exits_is_obeyed(started: Started) -> None:
-    """SIGTERM with a handler of the user's that raises SystemExit, in the middle of a wait: their exit code, in silence."""
+def test_a_handler_that_exits_works(started: Started) -> None:
+    """The user's SIGTERM handler raises SystemExit during a wait: the exit code is the user's, without output."""
     for program in started.start(ALL, "slow", "handler exits"):
         ended = end_by(program, "blocked", signalled(signal.SIGTERM))
         assert (ended.code, ended.err) == (7, ""), program.name
 
 
 @pytest.mark.parametrize(("samples", "line"), [("slow", "blocked"), ("quick", "batch 20")])
-def test_a_handler_may_close_the_loader_that_is_being_waited_for(started: Started, samples: str, line: str) -> None:
-    """It runs inside next(), which then says that the loader was closed."""
+def test_a_handler_may_close_the_loader_during_a_wait(started: Started, samples: str, line: str) -> None:
+    """It runs inside next(), which then raises LoaderClosedError."""
     for program in started.start(ALL, samples, "handler closes"):
         ended = end_by(program, line, signalled(signal.SIGTERM))
         assert (ended.code, ended.err) == (0, ""), program.name
         assert "the loader was closed during iteration" in ended.out or "this loader is closed" in ended.out
 
 
-def test_a_terminal_that_is_closed_takes_all_along(tmp_path: Path) -> None:
-    """SIGHUP from the kernel to the session of a terminal; our processes are in groups of their own, and go as well."""
+def test_closing_a_terminal_ends_all_processes(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to the session of a terminal; worker processes in their own groups end as well."""
     import pty
 
     for kind in ("forkserver", "spawn"):
@@ -210,7 +210,7 @@ def test_a_terminal_that_is_closed_takes_all_along(tmp_path: Path) -> None:
         pid, terminal = pty.fork()
         if pid == 0:
             os.chdir(folder)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have started them with nohup
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may have been started with nohup.
             os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
             os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("program.py")), kind, "slow", "loop"])
         journal = folder / "journal"
@@ -238,8 +238,8 @@ def in_session(session: int) -> list[int]:
     return found
 
 
-def test_nothing_is_shut_down_by_a_del_method() -> None:
-    """``__del__`` runs at any time in any thread, half of its module gone: finalizers and owners do it instead."""
+def test_no_cleanup_depends_on_a_del_method() -> None:
+    """``__del__`` runs at any time in any thread, maybe with its module half torn down: finalizers and owners clean up."""
     sources = list((ROOT / "src" / "infeed").rglob("*.py"))
     assert len(sources) > 50
     methods = [
@@ -248,5 +248,5 @@ def test_nothing_is_shut_down_by_a_del_method() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name == "__del__"
     ]
-    # One that does nothing may stand in the way of a base class's.
+    # An empty one may disable that of a base class.
     assert [str(path) for path, node in methods if ast.get_docstring(node) is None or len(node.body) > 1] == []

@@ -1,4 +1,4 @@
-"""Signals to our own processes, from whoever sends them: stopped, continued, killed."""
+"""Signals to infeed's processes from any sender: stopped, continued, killed."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tests.stopping.watching import GONE_S, Program
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("signals of POSIX and the fork server")]
 
 
-def test_a_stopped_worker_is_logged_and_goes_on_when_continued(process_engine: dict[str, Any], tmp_path: Path) -> None:
-    """While it is stopped the time-out names it; afterwards each sample comes once, in order."""
+def test_a_stopped_worker_is_reported_and_continues(process_engine: dict[str, Any], tmp_path: Path) -> None:
+    """While it is stopped the time-out names it; afterwards each sample is delivered once, in order."""
     process_engine["timeout"] = 0.3
     starts = Journal(tmp_path / "starts")
 
     def load(index: int) -> tuple[int, int]:
-        if index == 0:  # one worker alone would be through before the other has started
+        if index == 0:  # A single worker would finish before the other has started.
             wait_until(lambda: len(starts.lines()) == 2, "both workers")
         return index, os.getpid()
 
-    seen: set[int] = set()  # workers that have loaded something
+    seen: set[int] = set()  # Workers that have loaded something.
     got: list[int] = []
     stopped = None
-    told = ""
+    message = ""
     with infeed.DataLoader(Tree(4000, load), batch_size=2, worker_init_fn=starts.write, **process_engine) as loader:
         batches = iter(loader)
         while len(got) < 4000:
@@ -51,7 +51,7 @@ def test_a_stopped_worker_is_logged_and_goes_on_when_continued(process_engine: d
                 indices, pids = plain(next(batches))
             except infeed.LoadTimeoutError as error:
                 if stopped is not None:
-                    told = str(error)
+                    message = str(error)
                     stopped.resume()
                 continue
             got += indices
@@ -59,13 +59,13 @@ def test_a_stopped_worker_is_logged_and_goes_on_when_continued(process_engine: d
             if len(seen) == 2 and stopped is None:
                 stopped = psutil.Process(seen.pop())
                 stopped.suspend()
-    assert "timeout=0.3 s exceeded without a batch" in told
-    assert re.search(r"worker \d has ", told)  # what each worker does
+    assert "timeout=0.3 s exceeded without a batch" in message
+    assert re.search(r"worker \d has ", message)  # What each worker does.
     assert got == list(range(4000))
 
 
 def test_close_does_not_wait_for_a_stopped_worker(process_engine: dict[str, Any]) -> None:
-    """It is killed like one that is in user code."""
+    """It is killed like a worker in user code."""
     loader = infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, **process_engine)
     next(iter(loader))
     for process in worker_processes():
@@ -76,7 +76,7 @@ def test_close_does_not_wait_for_a_stopped_worker(process_engine: dict[str, Any]
 
 
 def test_close_does_not_wait_for_a_stopped_fork_server() -> None:
-    """It is killed, and its workers with it; the next loader starts another."""
+    """It is killed with its workers; the next loader starts another."""
     loader = infeed.DataLoader(Tree(4000, lambda i: i), batch_size=2, num_workers=4, timeout=30)
     next(iter(loader))
     server = fork_server()
@@ -91,7 +91,7 @@ def test_close_does_not_wait_for_a_stopped_fork_server() -> None:
 
 @pytest.mark.parametrize("kind", ["forkserver", "spawn"])
 def test_stopped_workers_do_not_outlive_the_users_process(tmp_path: Path, kind: str) -> None:
-    """SIGKILL to the one while the others are stopped."""
+    """The process gets SIGKILL while its workers are stopped."""
     program = Program(tmp_path, kind, "slow", "loop")
     wait_until(lambda: program.journal.lines().count("blocked") == 2, "two workers in a sample")
     below = psutil.Process(program.pid).children(recursive=True)
@@ -104,8 +104,8 @@ def test_stopped_workers_do_not_outlive_the_users_process(tmp_path: Path, kind: 
     assert (ended.code, ended.err) == (-signal.SIGKILL, "")
 
 
-def test_everything_of_ours_killed_at_once_is_replaced(tmp_path: Path) -> None:
-    """Fork server and workers, in the middle of a sample: the epoch goes on, each sample once."""
+def test_all_processes_killed_at_once_are_replaced(tmp_path: Path) -> None:
+    """Fork server and workers, in the middle of a sample: the epoch continues, each sample once."""
     dataset = Blocking(40, 10, tmp_path)
     got = []
     with infeed.DataLoader(dataset, batch_size=2, num_workers=2, timeout=0.3) as loader:

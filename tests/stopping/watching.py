@@ -1,4 +1,4 @@
-"""Starts ``program.py`` and looks at what its end leaves behind."""
+"""Starts ``program.py`` and checks what its end leaves behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.helpers import Journal, Script, start_python, wait_until
 
 PROGRAM = Path(__file__).with_name("program.py")
-# What is seen takes a second or so; the rest is for a busy machine. Slow samples take a minute: nobody can have waited.
+# The usual duration is about a second; the rest is for a busy machine. Slow samples take a minute: waiting for one fails.
 GONE_S = 10.0
 
 
@@ -22,8 +22,8 @@ class Ended:
     code: int
     out: str
     err: str
-    exit_s: float  # from the cause to its own end
-    gone_s: float  # and to that of its last process
+    exit_s: float  # From the cause to its own end.
+    gone_s: float  # And to that of its last process.
 
     @property
     def tracebacks(self) -> int:
@@ -31,7 +31,7 @@ class Ended:
 
 
 class Program:
-    """A running program, in a folder of its own."""
+    """A running program in its own folder."""
 
     def __init__(self, folder: Path, kind: str, samples: str, ending: str) -> None:
         self.name = f"{kind}, {samples} samples, {ending}"
@@ -51,7 +51,7 @@ class Program:
         self.script.wait_line(self.journal, line)
 
     def ended(self, cause: Callable[[], object] = lambda: None) -> Ended:
-        """Let something happen and wait for the end of the program and of all its processes; nothing else may be left."""
+        """Triggers the end, and waits until the program and all its processes have ended; fails if anything else is left."""
         process, start = self.script.process, time.monotonic()
         try:
             cause()

@@ -1,4 +1,4 @@
-"""Odd interpreters: zip files, strange folders, paths that move, a venv, no site; and programs that are no Python at all."""
+"""Unusual interpreters: zip files, non-ASCII folders, changing paths, a venv, no site, and embedded Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers import assert_clean, run_script, start_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-# Where NumPy and the others are, for interpreters that do not find them by themselves.
+# The folder of NumPy and others, for interpreters that do not find them.
 PACKAGES = [path for path in sys.path if path.endswith("site-packages")]
 
 DATA = """
@@ -29,13 +29,13 @@ def load(dataset, **options):
     with infeed.DataLoader(dataset, batch_size=2, num_workers=2, timeout=30, **options) as loader:
         return [batch.tolist() for batch in loader]
 """
-# A locale that has no other letters, and a Python that does not mend that by itself.
+# An ASCII locale, and a Python that does not correct it.
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 LOADED = "[[0, 2], [4, 6]]\n"
 
 
 def test_a_zip_file_in_a_folder_with_a_strange_name_runs(tmp_path: Path) -> None:
-    """``python app.pyz``: classes of its modules are imported from the zip by workers, those of its __main__ travel."""
+    """``python app.pyz``: workers import classes of its modules from the zip; those of its __main__ are pickled by value."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "inside.py").write_text(DATA)
@@ -55,8 +55,8 @@ def test_a_zip_file_in_a_folder_with_a_strange_name_runs(tmp_path: Path) -> None
     assert result.out == LOADED * 4
 
 
-def test_a_script_in_a_folder_with_a_strange_name_finds_its_modules(tmp_path: Path) -> None:
-    """Spaces, quotes and letters of other scripts in the path of the program, under an ASCII locale."""
+def test_a_script_in_a_folder_with_an_unusual_name_finds_its_modules(tmp_path: Path) -> None:
+    """Spaces, quotes and non-ASCII letters in the path of the program, under an ASCII locale."""
     folder = tmp_path / 'it\'s "mine" Größe 数据'
     folder.mkdir()
     (folder / "inside.py").write_text(DATA)
@@ -71,8 +71,8 @@ def test_a_script_in_a_folder_with_a_strange_name_finds_its_modules(tmp_path: Pa
     assert result.out == LOADED * 2
 
 
-def test_modules_from_relative_paths_are_found_after_a_change_of_folder(tmp_path: Path) -> None:
-    """As in the user's process, where they stay imported: from "", from a relative entry; a Path, which Python ignores, too."""
+def test_modules_from_relative_paths_are_found_after_a_chdir(tmp_path: Path) -> None:
+    """They stay imported in the user's process: from "", from a relative entry; also with a Path, which Python ignores."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "first.py").write_text(DATA)
@@ -97,7 +97,7 @@ def test_modules_from_relative_paths_are_found_after_a_change_of_folder(tmp_path
 
 
 def test_without_site_and_in_a_virtual_environment(tmp_path: Path) -> None:
-    """Workers are of the same environment as the program that starts them: same prefix, same flags."""
+    """Workers use the environment of the program that starts them: same prefix, same flags."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=60)
     python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     path = tmp_path / "script.py"
@@ -116,7 +116,7 @@ def test_without_site_and_in_a_virtual_environment(tmp_path: Path) -> None:
         assert (done.stdout, done.stderr) == ("True\nTrue\n", "")
 
 
-def test_where_there_is_no_python_to_start_one_error_says_so(tmp_path: Path) -> None:
+def test_without_a_python_executable_one_error_says_so(tmp_path: Path) -> None:
     """Embedded and frozen programs. Threads work there, and so do processes once multiprocessing knows a Python."""
     result = run_script(tmp_path, DATA + LOAD + dedent("""
         import sys
@@ -150,14 +150,14 @@ def test_where_there_is_no_python_to_start_one_error_says_so(tmp_path: Path) -> 
         *[f"sys.executable={sys.executable!r} is a frozen program, not a Python interpreter that can run workers; {cure}"] * 2,
         *[LOADED.rstrip()] * 2,
     ]
-    script = str(tmp_path / "script.py")  # which may not be executed
+    script = str(tmp_path / "script.py")  # It may not be executed.
     assert lines[10:] == [f"{script!r} cannot be run as the Python interpreter of workers; {cure}"]
 
 
 @pytest.mark.linux("closes descriptors before exec")
 @pytest.mark.parametrize("closed", [[0, 1, 2], [1], [2]], ids=str)
 def test_a_program_whose_standard_streams_are_closed_loads(tmp_path: Path, closed: list[int]) -> None:
-    """A daemon's pipes get the numbers of its streams: what workers print must not go into them, by Python or by a library."""
+    """A daemon's pipes get the descriptors of its streams: output of workers must not go there, from Python or a library."""
     (tmp_path / "script.py").write_text(LOAD + dedent("""
         import os
         class Data:
@@ -182,7 +182,7 @@ def test_a_program_whose_standard_streams_are_closed_loads(tmp_path: Path, close
 @pytest.mark.linux("Windows does not remove a current directory")
 @pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="Python 3.13.0 itself fails there: fixed in 3.13.1")
 def test_a_program_whose_folder_was_removed_loads(tmp_path: Path) -> None:
-    """The working directory is gone: only what is looked for in it is missing."""
+    """The working directory is gone: only files that are looked up in it are missing."""
     result = run_script(tmp_path, DATA + LOAD + dedent("""
         import os
         os.mkdir("gone")
@@ -195,8 +195,8 @@ def test_a_program_whose_folder_was_removed_loads(tmp_path: Path) -> None:
     assert result.out == LOADED * 2
 
 
-def test_a_dataset_that_takes_the_standard_output_away_ends_in_silence(tmp_path: Path) -> None:
-    """``sys.stdout = None`` in a worker, as code does that wants some library to be quiet."""
+def test_a_dataset_that_removes_standard_output_ends_without_errors(tmp_path: Path) -> None:
+    """``sys.stdout = None`` in a worker, as in code that silences a library."""
     result = run_script(tmp_path, LOAD + dedent("""
         import sys
         class Data:

@@ -1,4 +1,4 @@
-"""A real Jupyter kernel: what cells define travels, a cell can be interrupted, and a restart leaves no worker behind."""
+"""A real Jupyter kernel: definitions of cells are pickled, a cell can be interrupted, and a restart leaves no worker behind."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers import run_script
 
-# Sockets with names instead of ports, so that a machine without a network will do.
+# Unix sockets instead of ports, so that the test needs no network.
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.linux("starts a kernel over Unix sockets")]
 
-# What a notebook's server does. It talks to the kernel in a process of its own, because its library leaves threads running.
+# Acts as a notebook server. It talks to the kernel from its own process, because its library leaves threads running.
 NOTEBOOK = """
 import os, sys, time
 import psutil
@@ -125,7 +125,7 @@ shut down
 
 
 def test_a_notebook_is_run_interrupted_and_restarted(tmp_path: Path) -> None:
-    """Classes and lambdas of cells, redefined and used again; Ctrl+C ends the cell alone; nothing outlives the kernel (P5)."""
+    """Classes and lambdas of cells, redefined and reused; Ctrl+C ends only the cell; nothing outlives the kernel (P5)."""
     pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     result = run_script(tmp_path, dedent(NOTEBOOK), seconds=120)

@@ -1,4 +1,4 @@
-"""Loaders in threads, in processes of others, in forked children: they work, end, and leave nothing behind (P5)."""
+"""Loaders in threads, in processes of other libraries, in forked children: they work, end, and leave nothing behind (P5)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def expected(n):
 """
 
 
-def test_many_threads_have_loaders_at_once(tmp_path: Path) -> None:
-    """Of their own, from a plain thread and from a pool; and several iterate one loader, each an epoch of its own."""
+def test_many_threads_use_loaders_at_once(tmp_path: Path) -> None:
+    """Their own, in plain threads and in a pool; and several threads iterate one loader, each with its own epoch."""
     result = run_script(tmp_path, LOAD + dedent("""
         import threading
         from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +54,8 @@ def test_many_threads_have_loaders_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.linux("a start method of POSIX"))])
-def test_a_process_of_multiprocessing_has_a_loader(tmp_path: Path, method: str) -> None:
-    """In an executor's process and in a daemon process, which must not have children of multiprocessing's own."""
+def test_a_process_of_multiprocessing_uses_a_loader(tmp_path: Path, method: str) -> None:
+    """In an executor's process and in a daemon process, which must not have children of multiprocessing."""
     result = run_script(tmp_path, LOAD + dedent("""
         import concurrent.futures, multiprocessing, sys
 
@@ -78,8 +78,8 @@ def test_a_process_of_multiprocessing_has_a_loader(tmp_path: Path, method: str) 
 
 
 @pytest.mark.linux("needs os.fork")
-def test_a_daemon_process_that_is_terminated_takes_its_workers_along(tmp_path: Path) -> None:
-    """multiprocessing ends daemon processes with SIGTERM when the program ends, in the middle of an epoch."""
+def test_a_terminated_daemon_process_ends_its_workers(tmp_path: Path) -> None:
+    """multiprocessing ends daemon processes with SIGTERM when the program ends, in mid-epoch."""
     result = run_script(tmp_path, LOAD + dedent("""
         import multiprocessing
 
@@ -100,8 +100,8 @@ def test_a_daemon_process_that_is_terminated_takes_its_workers_along(tmp_path: P
 
 @pytest.mark.linux("needs os.fork")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_forked_child_and_its_parent_load_side_by_side(tmp_path: Path, when: str) -> None:
-    """Forked before the parent has used a loader, or in the middle of one's epoch; the child ends as a script ends."""
+def test_a_forked_child_and_its_parent_load_in_parallel(tmp_path: Path, when: str) -> None:
+    """Forked before the parent has used a loader, or in mid-epoch; the child ends like a script."""
     result = run_script(tmp_path, LOAD + dedent("""
         import os, sys
         import psutil
@@ -132,7 +132,7 @@ def test_a_forked_child_and_its_parent_load_side_by_side(tmp_path: Path, when: s
 
 @pytest.mark.parametrize("method", ["auto", "spawn"])
 def test_shared_memory_outlives_the_workers_that_attach_to_it(tmp_path: Path, method: str) -> None:
-    """Whether the dataset holds it or opens it by name in a worker. The program removes it, and nothing warns."""
+    """Whether the dataset holds it or a worker opens it by name. The program removes it, and there is no warning."""
     result = run_script(tmp_path, dedent(f"""
         from multiprocessing.shared_memory import SharedMemory
         import infeed

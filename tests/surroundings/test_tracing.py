@@ -1,4 +1,4 @@
-"""Debuggers, profilers and coverage: whoever watches the user's process sees it work as always."""
+"""Debuggers, profilers and coverage do not change how a loader works."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.helpers import ROOT, assert_clean, run_script, start_python
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def test_a_program_that_is_traced_or_profiled_loads(tmp_path: Path) -> None:
-    """sys.settrace and sys.setprofile in all threads, and a debugger that steps; they stay set, and thread workers are seen."""
+def test_a_traced_or_profiled_program_loads(tmp_path: Path) -> None:
+    """sys.settrace and sys.setprofile in all threads, and a stepping debugger; they stay set, and thread workers are traced."""
     result = run_script(tmp_path, dedent("""
         import bdb, sys, threading
         import infeed
@@ -58,8 +58,8 @@ def test_a_program_that_is_traced_or_profiled_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.linux("is about the fork server")
-def test_where_python_itself_starts_with_threads_workers_are_spawned(tmp_path: Path) -> None:
-    """As under debuggers that follow every process a program starts; the log says that it was no module of the dataset's."""
+def test_workers_are_spawned_if_python_itself_starts_threads(tmp_path: Path) -> None:
+    """As under debuggers that follow every child process; the log says that no module of the dataset is the cause."""
     (tmp_path / "sitecustomize.py").write_text(dedent("""
         import threading
         threading.Thread(target=threading.Event().wait, daemon=True).start()

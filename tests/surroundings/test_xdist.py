@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_a_suite_that_uses_loaders_runs_in_parallel(tmp_path: Path) -> None:
-    """Datasets of test modules and of test functions, a loader of a fixture that is never closed; nothing is left behind."""
+    """Datasets of test modules and test functions, and a loader of a fixture that is never closed; nothing is left behind."""
     pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(dedent("""
         import infeed, pytest
