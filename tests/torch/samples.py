@@ -1,4 +1,4 @@
-"""Samples of every kind. Workers import this module, so it imports no more than it needs."""
+"""Samples of every kind. Workers import this module, so it imports as little as possible."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Pair(NamedTuple):
 
 @dataclass
 class Record:
-    """A dataclass, of which default_collate knows nothing."""
+    """A dataclass, which default_collate does not support."""
 
     value: int
 
 
 class Opaque:
-    """Nothing that anybody knows."""
+    """An unknown type."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Opaque)
@@ -36,7 +36,7 @@ class Opaque:
 
 
 class Box(collections.UserDict[str, Any]):
-    """A mapping of the user's own, with something beside its items."""
+    """A user-defined mapping with an extra attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,7 +44,7 @@ class Box(collections.UserDict[str, Any]):
 
 
 class Frozen(Mapping[str, Any]):
-    """A mapping that cannot be changed."""
+    """An immutable mapping."""
 
     def __init__(self, items: Any) -> None:
         self._items = dict(items)
@@ -60,18 +60,18 @@ class Frozen(Mapping[str, Any]):
 
 
 class Stubborn(Frozen):
-    """A mapping that cannot be made from items."""
+    """A mapping that cannot be created from items."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__({"a": a, "b": b})
 
 
 class Row(collections.UserList[Any]):
-    """A sequence of the user's own."""
+    """A user-defined sequence."""
 
 
 class Fixed(Sequence[Any]):
-    """A sequence that cannot be changed."""
+    """An immutable sequence."""
 
     def __init__(self, items: Any) -> None:
         self._items = tuple(items)
@@ -88,23 +88,23 @@ class DictChild(dict[str, Any]):
 
 
 class ListChild(list[Any]):
-    """A list, almost."""
+    """A subclass of list."""
 
 
 class TupleChild(tuple[Any, ...]):
-    """A tuple, almost."""
+    """A subclass of tuple."""
 
 
 class StrChild(str):
-    """A string, almost."""
+    """A subclass of str."""
 
 
 class IntChild(int):
-    """A number, almost."""
+    """A subclass of int."""
 
 
 class TensorChild(torch.Tensor):
-    """A tensor of the user's own class."""
+    """A tensor subclass."""
 
 
 def marked(number: int) -> DictChild:
@@ -130,7 +130,7 @@ DATES = ["M8[s]", "m8[s]"]
 
 
 def each(kind: str, names: list[str], make: Callable[[str, int], Any]) -> dict[str, Callable[[int], Any]]:
-    """A way to make samples for each of these dtypes."""
+    """Returns a function that makes samples for each of these dtypes."""
     return {f"{kind} {name}": partial(make, name) for name in names}
 
 

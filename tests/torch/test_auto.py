@@ -1,4 +1,4 @@
-"""torch's class with ``num_workers="auto"``: a number for torch and for frameworks, and the same batches."""
+"""torch's loader class with ``num_workers="auto"``: an int for torch and for frameworks, and the same batches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
-def test_it_is_a_number_for_those_who_compute_with_it() -> None:
-    """And torch has nothing to warn of: it is only the most that there may be."""
+def test_num_workers_behaves_as_an_int() -> None:
+    """torch has nothing to warn about: the number is only the maximum."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader = DataLoader(Numbers(), num_workers="auto")
@@ -40,7 +40,7 @@ def test_it_is_a_number_for_those_who_compute_with_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["from attributes", "copied"])
-def test_a_loader_that_is_made_from_another_is_auto_too(how: str) -> None:
+def test_a_loader_created_from_another_has_auto_too(how: str) -> None:
     """Frameworks re-create loaders with their own sampler."""
     loader = DataLoader(Numbers(), num_workers="auto", cpu_limit=2, worker="auto")
     if how == "copied":
@@ -54,7 +54,7 @@ def test_a_loader_that_is_made_from_another_is_auto_too(how: str) -> None:
 
 
 def test_batches_are_those_of_torch() -> None:
-    """The number of workers decides nothing."""
+    """The number of workers has no influence on them."""
     with closing(DataLoader(Numbers(), batch_size=4, num_workers="auto", timeout=30)) as loader:
         batches = [batch.tolist() for batch in loader]
 
@@ -69,14 +69,14 @@ def test_batches_are_those_of_torch() -> None:
         ({"num_workers": 2, "cpu_limit": 1}, "cpu_limit=1 is not supported with num_workers=2"),
     ],
 )
-def test_what_cannot_work_is_refused(options: dict[str, object], text: str) -> None:
-    """When the loader is made, as for torch's own arguments."""
+def test_invalid_arguments_are_rejected(options: dict[str, object], text: str) -> None:
+    """By the constructor, as for torch's own arguments."""
     with pytest.raises(ConfigError, match=text):
         DataLoader(Numbers(), **options)  # type: ignore[arg-type]
 
 
 class Naps(Numbers):
-    """Leaves the GIL."""
+    """Releases the GIL."""
 
     def __len__(self) -> int:
         return 400
@@ -88,7 +88,7 @@ class Naps(Numbers):
 
 @pytest.mark.parametrize("is_persistent", [False, True], ids=["started anew", "persistent"])
 def test_the_kind_of_worker_is_remembered_from_epoch_to_epoch(is_persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's order is drawn once for an epoch, so the change comes with the next, and stays."""
+    """torch draws an order once per epoch, so the change takes effect in the next epoch, and stays."""
 
     def load(dataset: Any, worker: Any) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(5)
@@ -103,8 +103,8 @@ def test_the_kind_of_worker_is_remembered_from_epoch_to_epoch(is_persistent: boo
     assert kinds == ["process", "thread", "thread"]
 
 
-def test_a_prefetch_factor_is_of_the_workers_that_there_are() -> None:
-    """The user's number stays what it is, for each worker."""
+def test_prefetch_factor_applies_to_the_current_workers() -> None:
+    """The user's number stays the same per worker."""
     with closing(DataLoader(Naps(), batch_size=4, num_workers="auto", prefetch_factor=3)) as loader:
         batches = iter(loader)
         next(batches)

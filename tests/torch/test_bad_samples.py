@@ -1,4 +1,4 @@
-"""Bad samples, dead and hung workers through ``infeed.torch.DataLoader``: options, attributes, what comes."""
+"""Bad samples, dead and hung workers through ``infeed.torch.DataLoader``: options, attributes, batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Patchy(Dataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skip_and_replace(workers: int) -> None:
-    """Batches are tensors as ever, of as many rows as are left."""
+    """Batches are tensors, with as many rows as are left."""
     loader = DataLoader(Patchy(8, {1, 6}), batch_size=4, num_workers=workers, on_error="skip")
     got = list(loader)
     assert [batch[1].tolist() for batch in got] == [[0, 2, 3], [4, 5, 7]]
@@ -40,7 +40,7 @@ def test_skip_and_replace(workers: int) -> None:
     assert [len(batch[1]) for batch in replacing] == [4, 4]
 
 
-def test_a_torch_sampler_draws_no_replacement_from_outside() -> None:
+def test_replacements_come_from_a_torch_sampler() -> None:
     """A split by sampler stays a split."""
     sampler = torch.utils.data.SubsetRandomSampler(range(0, 100, 2))
     loader = DataLoader(Patchy(100, {10, 20}), batch_size=10, sampler=sampler, on_error="replace")
@@ -49,7 +49,7 @@ def test_a_torch_sampler_draws_no_replacement_from_outside() -> None:
     assert set(seen.tolist()) == set(range(0, 100, 2)) - {10, 20}
 
 
-def test_a_sample_that_takes_too_long_is_left_out() -> None:
+def test_a_sample_that_exceeds_its_timeout_is_skipped() -> None:
     loader = DataLoader(Patchy(8, {1}, hangs=True), batch_size=4, num_workers=2, sample_timeout=0.5, on_error="skip")
     assert [batch[1].tolist() for batch in loader] == [[0, 2, 3], [4, 5, 6, 7]]
 

@@ -1,4 +1,4 @@
-"""The contract of torch's DataLoader, fact by fact, kept by ours: signature, words of errors, behaviour, state."""
+"""The contract of torch's DataLoader, which infeed keeps: signature, error messages, behavior, state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ data = pytest.importorskip("torch.utils.data")
 ours = pytest.importorskip("infeed.torch")
 
 METHODS = multiprocessing.get_all_start_methods()
-# Two cores are less than some tests have workers.
+# Two cores are fewer than the workers of some tests.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
@@ -63,13 +63,13 @@ def load(dataset: Any, **options: Any) -> Any:
 
 
 def live_workers() -> set[int]:
-    """Process numbers of infeed's workers below this process."""
+    """Returns the process ids of live workers of infeed."""
     return {process.pid for process in worker_processes() if process.name().startswith("infeed:worker")}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def resource_tracker() -> None:
-    """Started before the guard against leaks counts processes: primitives of multiprocessing start it for good."""
+    """Starts it before the leak guard counts processes: primitives of multiprocessing start it for good."""
     from multiprocessing import resource_tracker as tracker
 
     tracker.ensure_running()
@@ -79,7 +79,7 @@ def resource_tracker() -> None:
 
 
 def test_the_signature_begins_with_torchs() -> None:
-    """Names, order, kinds and defaults; what is ours comes by keyword behind it."""
+    """Names, order, kinds and defaults; infeed's options follow as keyword-only arguments."""
     mine = inspect.signature(ours.DataLoader.__init__).parameters
     for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items():
         assert mine[name].default == parameter.default, name
@@ -91,8 +91,8 @@ def test_the_signature_begins_with_torchs() -> None:
     ]  # fmt: skip
 
 
-def test_it_is_a_loader_of_torch() -> None:
-    """Frameworks ask."""
+def test_it_is_a_subclass_of_torchs_loader() -> None:
+    """Frameworks check isinstance."""
     assert issubclass(ours.DataLoader, data.DataLoader)
     assert isinstance(load([1]), data.DataLoader)
     assert ours.DataLoader is not data.DataLoader
@@ -100,7 +100,7 @@ def test_it_is_a_loader_of_torch() -> None:
 
 
 def test_it_can_be_subscripted() -> None:
-    """In annotations and as a call."""
+    """In annotations and in calls."""
     assert typing.get_origin(ours.DataLoader[list[int]]) is ours.DataLoader
     loader = ours.DataLoader[list[int]]([1, 2])
     assert flat(collected(loader)) == [1, 2]
@@ -132,15 +132,15 @@ def test_attributes_after_construction_are_torchs(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"])
-def test_attributes_that_decide_are_not_to_be_set(name: str) -> None:
-    """Their change would not be seen by what was made of them."""
+def test_attributes_that_decide_cannot_be_set(name: str) -> None:
+    """Objects derived from them would not notice the change."""
     loader = load(range(5))
     with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
         setattr(loader, name, None)
 
 
 def test_other_attributes_can_be_set() -> None:
-    """As with torch: they take effect with the next epoch."""
+    """As with torch, they take effect with the next epoch."""
     loader = load(range(4), batch_size=2)
     loader.collate_fn = list
     assert list(loader) == [[0, 1], [2, 3]]
@@ -148,14 +148,14 @@ def test_other_attributes_can_be_set() -> None:
     assert loader.own == 1
 
 
-def test_batch_samplers_leave_no_batch_size() -> None:
-    """As torch has it."""
+def test_batch_samplers_set_batch_size_to_none() -> None:
+    """As in torch."""
     loader = load(range(4), batch_sampler=[[0, 1]])
     assert (loader.batch_size, loader.drop_last) == (None, False)
     assert len(loader) == 1
 
 
-def test_importing_it_changes_nothing_of_torch(tmp_path: Path) -> None:
+def test_importing_it_does_not_change_torch(tmp_path: Path) -> None:
     """Only install() does."""
     code = """
     import torch.utils.data as data
@@ -175,7 +175,7 @@ def test_importing_it_changes_nothing_of_torch(tmp_path: Path) -> None:
 
 
 class Numbers(data.IterableDataset):  # type: ignore[misc,name-defined]  # torch is imported only if it is there
-    """A stream without a length."""
+    """An iterable dataset without a length."""
 
     def __init__(self, count: int = 10) -> None:
         self.count = count
@@ -244,16 +244,16 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_mistakes_raise_torchs_messages(name: str) -> None:
-    """By both loaders."""
+def test_usage_errors_have_torchs_messages(name: str) -> None:
+    """In both loaders."""
     dataset, options, error, words = ERRORS[name]
     for cls in (data.DataLoader, ours.DataLoader):
         with pytest.raises(error, match=words):
             cls(dataset, **options)
 
 
-def test_a_mapping_without_length_is_refused_with_the_same_type() -> None:
-    """len(loader) of a stream without one."""
+def test_a_missing_length_raises_the_same_type() -> None:
+    """len(loader) of an iterable dataset without a length."""
     for cls in (data.DataLoader, ours.DataLoader):
         with pytest.raises(TypeError):
             len(cls(Numbers()))
@@ -267,7 +267,7 @@ def sleep_long(index: int) -> int:
 @pytest.mark.process
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_a_timeout_raises_torchs_message(persistent_workers: bool) -> None:
-    """And as its type."""
+    """It has torch's type too."""
     loader = load(Tree(4, sleep_long), num_workers=1, timeout=1, persistent_workers=persistent_workers)
     with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
         next(iter(loader))
@@ -284,7 +284,7 @@ def leave(index: int) -> int:
 
 @pytest.mark.process
 def test_a_worker_killed_repeatedly_raises_torchs_message() -> None:
-    """After it was tried again."""
+    """After retries."""
     loader = load(Tree(4, die), **workers(1))
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: "):
         list(loader)
@@ -298,7 +298,7 @@ def test_a_worker_that_exits_raises_torchs_message() -> None:
 
 
 class Sized(Numbers):
-    """A stream that says a length."""
+    """An iterable dataset with a length."""
 
     said = 4
 
@@ -307,10 +307,10 @@ class Sized(Numbers):
 
 
 @WORKERS
-def test_a_stream_longer_than_it_said_warns_only_if_it_was_asked(num_workers: int) -> None:
+def test_a_dataset_longer_than_its_length_warns_only_if_len_was_called(num_workers: int) -> None:
     """After len(loader) and not before."""
     loader = load(Sized(6), num_workers=num_workers)
-    list(loader)  # nobody has asked
+    list(loader)  # Nobody has called len.
     assert len(loader) == 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -323,10 +323,10 @@ def test_a_stream_longer_than_it_said_warns_only_if_it_was_asked(num_workers: in
     assert len(caught) == (2 if num_workers == 0 else 8)
 
 
-# Asked here, and not by the test: where there is one, the question opens files that stay open.
+# Checked here, not in the test: where there is an accelerator, the check opens files that stay open.
 @pytest.mark.skipif(hasattr(torch, "accelerator") and torch.accelerator.is_available(), reason="there is one")
-def test_pin_memory_without_an_accelerator_gives_plain_batches() -> None:
-    """With the warning that torch gives, and no other."""
+def test_pin_memory_without_an_accelerator_delivers_plain_batches() -> None:
+    """With torch's warning, and no other."""
     with pytest.warns(UserWarning, match="no accelerator is found"):
         [batch] = list(load(range(2), batch_size=2, pin_memory=True))
     assert not batch.is_pinned()
@@ -336,12 +336,12 @@ def test_pin_memory_without_an_accelerator_gives_plain_batches() -> None:
 
 
 class Growing(list[int]):
-    """A dataset that changes."""
+    """A dataset that grows."""
 
 
 @WORKERS
 def test_a_dataset_that_grows_changes_the_length(num_workers: int) -> None:
-    """And the next epoch has it all."""
+    """The next epoch has all of it."""
     dataset = Growing(range(4))
     loader = load(dataset, batch_size=2, num_workers=num_workers)
     assert len(loader) == 2
@@ -352,8 +352,8 @@ def test_a_dataset_that_grows_changes_the_length(num_workers: int) -> None:
 
 
 @WORKERS
-def test_a_growing_dataset_grows_for_shuffling_too(num_workers: int) -> None:
-    """Its sampler asks for the length each time."""
+def test_a_growing_dataset_grows_for_the_shuffle_too(num_workers: int) -> None:
+    """Its sampler reads the length each time."""
     dataset = Growing(range(4))
     loader = load(dataset, batch_size=2, shuffle=True, num_workers=num_workers)
     list(loader)
@@ -364,7 +364,7 @@ def test_a_growing_dataset_grows_for_shuffling_too(num_workers: int) -> None:
 
 @pytest.mark.process
 def test_the_dataset_is_copied_when_iteration_begins() -> None:
-    """Not when the loader is made, and again in each epoch."""
+    """Not when the loader is created, and again in each epoch."""
     dataset = [0, 1]
     loader = load(dataset, **workers(2))
     dataset[0] = 10
@@ -376,7 +376,7 @@ def test_the_dataset_is_copied_when_iteration_begins() -> None:
 
 @pytest.mark.process
 def test_persistent_workers_keep_the_first_copy() -> None:
-    """As torch's do."""
+    """As torch's persistent workers do."""
     dataset = [0, 1]
     loader = load(dataset, persistent_workers=True, **workers(2))
     assert flat(collected(loader)) == [0, 1]
@@ -385,7 +385,7 @@ def test_persistent_workers_keep_the_first_copy() -> None:
 
 
 class Counting:
-    """Each copy counts what it was asked for."""
+    """Each copy counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -399,8 +399,8 @@ class Counting:
 
 
 @pytest.mark.process
-def test_a_worker_has_a_copy_of_its_own() -> None:
-    """What it writes stays in it, and is gone with it."""
+def test_a_worker_has_its_own_copy() -> None:
+    """Its writes stay in the copy, and are lost with it."""
     dataset = Counting()
     loader = load(dataset, **workers(1))
     for _ in range(2):
@@ -410,21 +410,21 @@ def test_a_worker_has_a_copy_of_its_own() -> None:
 
 @pytest.mark.process
 def test_a_persistent_worker_keeps_its_copy() -> None:
-    """With what was written in it."""
+    """With its writes."""
     loader = load(Counting(), persistent_workers=True, **workers(1))
     assert [flat(collected(loader)) for _ in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def test_without_workers_the_dataset_is_the_users_own() -> None:
-    """Nothing is copied."""
+def test_without_workers_the_dataset_is_not_copied() -> None:
+    """The loader uses the user's object."""
     dataset = Counting()
     list(load(dataset))
     assert dataset.asked == 4
 
 
 @WORKERS
-def test_batches_can_be_written_to(num_workers: int) -> None:
-    """And the dataset does not see it."""
+def test_batches_are_writable(num_workers: int) -> None:
+    """Writes do not change the dataset."""
     source = torch.zeros(4, 2)
     for batch in load(source, batch_size=2, num_workers=num_workers):
         batch += 1
@@ -433,8 +433,8 @@ def test_batches_can_be_written_to(num_workers: int) -> None:
 
 
 @WORKERS
-def test_batches_that_are_kept_stay_as_they_are(num_workers: int) -> None:
-    """A hundred of them, none written over."""
+def test_kept_batches_do_not_change(num_workers: int) -> None:
+    """None of a hundred batches is overwritten."""
     kept = list(load(Tree(200, functools.partial(torch.full, (100,))), batch_size=2, num_workers=num_workers))
     for number, batch in enumerate(kept):
         assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
@@ -468,7 +468,7 @@ EPOCHS = pytest.mark.parametrize(
 
 @EPOCHS
 def test_only_the_user_sets_the_epoch_of_the_dataset(num_workers: int, persistent_workers: bool) -> None:
-    """Their count may be another than the loader's: after a resume, or from 1."""
+    """The user's epoch number may differ from the loader's: after a resume, or if it starts at 1."""
     seen = []
     for cls in (data.DataLoader, ours.DataLoader):
         dataset = Epochs()
@@ -483,8 +483,8 @@ def test_only_the_user_sets_the_epoch_of_the_dataset(num_workers: int, persisten
 
 
 @EPOCHS
-def test_after_set_epoch_of_the_loader_workers_set_it_in_the_dataset(num_workers: int, persistent_workers: bool) -> None:
-    """Persistent ones too."""
+def test_set_epoch_of_the_loader_reaches_the_dataset_in_workers(num_workers: int, persistent_workers: bool) -> None:
+    """Persistent workers too."""
     loader = ours.DataLoader(Epochs(), batch_size=4, persistent_workers=persistent_workers, **workers(num_workers))
     epochs = [flat(collected(loader))]
 
@@ -499,7 +499,7 @@ def test_after_set_epoch_of_the_loader_workers_set_it_in_the_dataset(num_workers
 
 
 class Bad(Exception):
-    """One with more than one argument, which torch cannot raise again."""
+    """An exception with several arguments, which torch cannot raise again."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(code, why)
@@ -527,7 +527,7 @@ def test_41_bad_samples_are_21_errors_and_then_the_end(num_workers: int) -> None
 
 
 @WORKERS
-def test_exceptions_with_several_arguments_come_as_they_are(num_workers: int) -> None:
+def test_exceptions_with_several_arguments_keep_their_type(num_workers: int) -> None:
     """With their attributes."""
     with pytest.raises(Bad) as caught:
         next(iter(load(Tree(2, raise_bad), num_workers=num_workers)))
@@ -540,15 +540,15 @@ class Lookup(Tree):
 
 
 @WORKERS
-def test_key_errors_come_as_key_errors(num_workers: int) -> None:
+def test_key_errors_keep_their_type(num_workers: int) -> None:
     """With the key."""
     with pytest.raises(KeyError, match="missing key"):
         next(iter(load(Lookup(2, identity), num_workers=num_workers)))
 
 
 @pytest.mark.process
-def test_the_worker_and_its_traceback_are_reported() -> None:
-    """In what is printed of the exception."""
+def test_the_worker_and_its_traceback_are_printed() -> None:
+    """In the output of the exception."""
     import traceback
 
     with pytest.raises(ValueError, match="bad 0") as caught:
@@ -567,8 +567,8 @@ class FailingSampler:
         raise LookupError("no more")
 
 
-def test_what_a_sampler_raises_comes_after_the_batches_before_it() -> None:
-    """And then the epoch is over, as a generator is. With workers see ``test_iteration``."""
+def test_an_exception_of_a_sampler_is_raised_after_the_batches_before_it() -> None:
+    """Then the epoch is over, like a generator. For workers see ``test_iteration``."""
     loader = load(range(4), sampler=FailingSampler())
     for _ in range(2):
         iterator = iter(loader)
@@ -586,8 +586,8 @@ class FailingStream(Numbers):
 
 
 @WORKERS
-def test_what_a_stream_raises_is_raised(num_workers: int) -> None:
-    """Then it has ended."""
+def test_an_exception_of_an_iterable_dataset_is_raised(num_workers: int) -> None:
+    """Then the dataset is at its end."""
     iterator = iter(load(FailingStream(), num_workers=min(1, num_workers)))
     assert next(iterator).tolist() == [0]
     with pytest.raises(LookupError, match="no more"):
@@ -602,8 +602,8 @@ class FailsAtIter(Numbers):
 
 
 @WORKERS
-def test_a_stream_that_cannot_be_opened_raises(num_workers: int) -> None:
-    """From the first batch at the latest."""
+def test_an_iterable_dataset_that_cannot_be_opened_raises(num_workers: int) -> None:
+    """At the first batch at the latest."""
     with pytest.raises(LookupError, match="not to be read"):
         list(load(FailsAtIter(), num_workers=num_workers))
 
@@ -618,7 +618,7 @@ def worker_facts(index: int) -> Any:
 
 @pytest.mark.process
 def test_worker_info_equals_torchs() -> None:
-    """id, num_workers, seed as torch's own generator was seeded with, dataset, and a repr of all."""
+    """id, num_workers, seed (that of torch's generator), dataset, and a repr of all."""
     assert data.get_worker_info() is None
     facts = list(load(Tree(40, worker_facts), batch_size=None, **workers(2)))
     seeds = {(number, seed) for number, _, seed, *_ in facts}
@@ -630,7 +630,7 @@ def test_worker_info_equals_torchs() -> None:
         assert length == 40
         known = torch.utils.data._utils.worker.WorkerInfo
         words = [f"{name}=" for name in ("id", "num_workers", "seed", "dataset", "rng")]
-        for word in words if hasattr(known, "__dataclass_fields__") else words[:4]:  # torch 2.11 has no rng yet
+        for word in words if hasattr(known, "__dataclass_fields__") else words[:4]:  # torch 2.11 has no rng yet.
             assert word in text
     assert data.get_worker_info() is None
 
@@ -662,8 +662,8 @@ def initial_seed(index: int) -> int:
 
 
 @pytest.mark.process
-def test_worker_init_fn_finds_torch_seeded_with_the_workers_seed() -> None:
-    """Which is that of get_worker_info."""
+def test_worker_init_fn_runs_with_the_workers_torch_seed() -> None:
+    """It equals that of get_worker_info."""
     loader = load(Tree(4, lambda i: os.own), worker_init_fn=note_seeds, **workers(2))  # type: ignore[attr-defined]
     assert set(flat(collected(loader))) == {True}
 
@@ -674,13 +674,13 @@ def note_seeds(worker_id: int) -> None:
 
 @pytest.mark.process
 def test_a_seed_set_in_worker_init_fn_is_kept() -> None:
-    """torch.initial_seed() in __getitem__ is it."""
+    """torch.initial_seed() in __getitem__ returns it."""
     loader = load(Tree(20, initial_seed), batch_size=2, worker_init_fn=seed_torch, **workers(2))
     assert set(flat(collected(loader))) == {12345}
 
 
 class Bound:
-    """Tells which worker loads a sample. One worker waits at its first sample until the other has come a good way."""
+    """Returns the worker that loads a sample. One worker blocks at its first sample until the other has loaded many."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -702,13 +702,13 @@ def do_nothing(worker_id: int) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "collate_fn": torch.tensor}])
 def test_with_worker_init_fn_batch_i_is_loaded_by_worker_i_modulo_their_number(options: dict[str, Any], tmp_path: Path) -> None:
-    """Whole, and whoever is free: what the worker draws from generators of its own is a function of the plan."""
+    """The whole batch, whichever worker is idle: draws from the worker's own generators are a function of the plan."""
     loader = load(Bound(Journal(tmp_path / "loaded")), worker_init_fn=do_nothing, **options, **workers(2))
     assert collected(loader) == [[number % 2] * 4 for number in range(6)]
 
 
 class Drawing:
-    """Draws from generators that worker_init_fn made or seeded."""
+    """Draws from generators that worker_init_fn created or seeded."""
 
     rng: Any = None
 
@@ -728,8 +728,8 @@ def seed_all(worker_id: int) -> None:
 
 
 @pytest.mark.process
-def test_generators_of_worker_init_fn_give_torchs_own_numbers() -> None:
-    """In both epochs of persistent workers, though who is free may differ."""
+def test_generators_of_worker_init_fn_draw_torchs_numbers() -> None:
+    """In both epochs of persistent workers, whichever worker is idle."""
 
     def drawn(cls: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(5)
@@ -740,7 +740,7 @@ def test_generators_of_worker_init_fn_give_torchs_own_numbers() -> None:
     assert drawn(ours.DataLoader) == drawn(data.DataLoader)
 
 
-def seed_as_told(worker_id: int) -> None:
+def seed_as_documented(worker_id: int) -> None:
     """The recipe of torch's documentation."""
     seed_all(worker_id)
     np.random.seed(torch.utils.data.get_worker_info().seed % 2**32)
@@ -749,11 +749,15 @@ def seed_as_told(worker_id: int) -> None:
 
 @pytest.mark.process
 def test_a_generator_that_is_seeded_with_the_workers_seed_is_seeded_by_position() -> None:
-    """Its numbers do not depend on how many workers there are."""
+    """Its numbers do not depend on the number of workers."""
 
     def drawn(count: int) -> list[Any]:
         loader = load(
-            Drawing(), batch_size=2, generator=torch.Generator().manual_seed(5), worker_init_fn=seed_as_told, **workers(count)
+            Drawing(),
+            batch_size=2,
+            generator=torch.Generator().manual_seed(5),
+            worker_init_fn=seed_as_documented,
+            **workers(count),
         )
         return [torch.stack(batch[2:4]).tolist() for batch in loader]
 
@@ -761,7 +765,7 @@ def test_a_generator_that_is_seeded_with_the_workers_seed_is_seeded_by_position(
 
 
 class WithMethod:
-    """Prepared by a bound method of its own."""
+    """Its worker_init_fn is a bound method."""
 
     def __init__(self) -> None:
         self.opened = "not opened"
@@ -779,7 +783,7 @@ class WithMethod:
 
 @pytest.mark.process
 def test_worker_init_fn_may_be_a_method_of_the_dataset() -> None:
-    """And there it finds itself as the dataset."""
+    """There it is the worker's dataset."""
     dataset = WithMethod()
     for (text,) in load(dataset, worker_init_fn=dataset.open, **workers(2)):
         assert text in ("OPENED BY 0", "OPENED BY 1")
@@ -788,7 +792,7 @@ def test_worker_init_fn_may_be_a_method_of_the_dataset() -> None:
 
 @pytest.mark.process
 def test_worker_init_fn_may_be_a_partial_or_a_lambda() -> None:
-    """Local ones too."""
+    """Also local ones."""
     for function in (functools.partial(setattr, os, "own"), lambda worker_id: setattr(os, "own", worker_id)):
         loader = load(Tree(8, lambda i: os.own), worker_init_fn=function, **workers(2))  # type: ignore[attr-defined]
         assert set(flat(collected(loader))) <= {0, 1}
@@ -799,14 +803,14 @@ def fail_to_begin(worker_id: int) -> None:
 
 
 @pytest.mark.process
-def test_what_worker_init_fn_raises_is_raised_in_the_loop() -> None:
-    """As what it is."""
+def test_an_exception_of_worker_init_fn_is_raised_in_the_loop() -> None:
+    """With its own type."""
     with pytest.raises(LookupError, match="cannot begin"):
         list(load(range(4), worker_init_fn=fail_to_begin, **workers(2)))
 
 
 def test_worker_init_fn_is_not_called_without_workers() -> None:
-    """There is none to begin."""
+    """There is no worker to initialize."""
     assert len(list(load(range(4), worker_init_fn=fail_to_begin))) == 4
 
 
@@ -820,13 +824,13 @@ def affinity(index: int) -> int:
 
 @pytest.mark.process
 @pytest.mark.linux("needs os.sched_setaffinity")
-def test_worker_init_fn_may_bind_a_worker_to_a_core() -> None:
-    """And it stays there."""
+def test_worker_init_fn_may_pin_a_worker_to_a_core() -> None:
+    """It stays there."""
     assert set(flat(collected(load(Tree(4, affinity), worker_init_fn=set_affinity, **workers(2))))) == {1}
 
 
 class Meeting:
-    """Samples wait until each worker has come, by files."""
+    """Samples wait until each worker has started, through files."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
@@ -841,12 +845,12 @@ class Meeting:
 
 
 @pytest.mark.process
-def test_all_workers_run_at_the_same_time(tmp_path: Path) -> None:
+def test_all_workers_run_in_parallel(tmp_path: Path) -> None:
     """Six workers, each of which waits for the other five."""
     assert flat(collected(load(Meeting(tmp_path, 6), **workers(6)))) == [0, 1, 2, 3, 4, 5]
 
 
-# In scripts of their own: multiprocessing keeps descriptors of what it shared for as long as a process lives.
+# In their own scripts: multiprocessing keeps descriptors of shared objects as long as a process lives.
 SHARING = """
 import multiprocessing, sys, warnings
 from infeed.torch import DataLoader
@@ -886,7 +890,7 @@ print(["fork" in str(entry.message) for entry in caught if entry.category is Run
     ["spawn", *[pytest.param(name, marks=pytest.mark.linux("a start method of POSIX")) for name in ("forkserver", "fork")]],
 )
 def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str, tmp_path: Path) -> None:
-    """Of spawn and forkserver they travel to our workers; for those of fork, torch's own are forked, with one warning."""
+    """infeed's workers get primitives of spawn and forkserver; those of fork use torch's workers, with one warning."""
     result = run_script(tmp_path, SHARING, method)
     assert_clean(result)
     everything = list(range(6))
@@ -898,21 +902,21 @@ def test_primitives_of_multiprocessing_may_be_in_a_dataset(method: str, tmp_path
 
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on.
 @pytest.mark.parametrize("context", ["fork", *[multiprocessing.get_context(name) for name in METHODS if name == "fork"]])
-def test_a_fork_that_is_asked_for_is_made_with_a_warning(context: Any) -> None:
-    """One, which says how to avoid it."""
+def test_a_requested_fork_is_made_with_a_warning(context: Any) -> None:
+    """One warning, which says how to avoid it."""
     loader = load(Pids(4), multiprocessing_context=context, **workers(2))
     with pytest.warns(RuntimeWarning, match="fork") as caught:
         assert os.getpid() not in flat(collected(loader))
-    # JAX warns of forks too, where another test has imported it.
+    # JAX warns about forks too, if another test has imported it.
     assert len([entry for entry in caught if "this loader runs on torch's own workers" in str(entry.message)]) == 1
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("context", [*[name for name in METHODS if name != "fork"], multiprocessing.get_context("spawn")])
-def test_other_contexts_are_served_by_the_engine(context: Any) -> None:
-    """Lambdas travel there too."""
+def test_other_contexts_use_the_engine(context: Any) -> None:
+    """Lambdas can be pickled there too."""
     loader = load(range(4), multiprocessing_context=context, collate_fn=lambda samples: samples, **workers(1))
     assert list(loader) == [[0], [1], [2], [3]]
     assert loader.multiprocessing_context.get_start_method() in ("spawn", "forkserver")
@@ -921,7 +925,7 @@ def test_other_contexts_are_served_by_the_engine(context: Any) -> None:
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
 def test_the_process_is_never_forked(tmp_path: Path) -> None:
-    """Hooks that run at a fork are not run."""
+    """Hooks that run at a fork are not called."""
     code = """
     import os, torch
     os.register_at_fork(before=lambda: print("forked"))
@@ -937,8 +941,8 @@ def test_the_process_is_never_forked(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_iterators_know_their_workers() -> None:
-    """it._workers has a process number of each, which lives."""
+def test_iterators_have_their_workers() -> None:
+    """it._workers has the id of a live process for each."""
     iterator = iter(load(Pids(8), **workers(2)))
     pids = [worker.pid for worker in iterator._workers]
     assert len(set(pids)) == 2
@@ -947,7 +951,7 @@ def test_iterators_know_their_workers() -> None:
 
 @pytest.mark.process
 def test_workers_end_with_the_epoch_unless_they_are_persistent() -> None:
-    """And with the loader if they are."""
+    """Persistent workers end with the loader."""
     loader = load(Pids(8), **workers(2))
     list(loader)
     wait_until(lambda: not live_workers(), "the end of the workers")
@@ -955,7 +959,7 @@ def test_workers_end_with_the_epoch_unless_they_are_persistent() -> None:
 
 @pytest.mark.process
 def test_persistent_workers_live_as_long_as_the_loader() -> None:
-    """And no longer: torch's end when the last reference to the loader goes."""
+    """No longer: torch's workers end when the last reference to the loader is dropped."""
     loader = load(Pids(8), persistent_workers=True, **workers(2))
     first, second = (set(flat(collected(loader))) for _ in range(2))
     alive = live_workers()
@@ -972,7 +976,7 @@ def test_persistent_workers_live_as_long_as_the_loader() -> None:
 
 
 def still_alive(pids: set[int]) -> set[int]:
-    """Those that do not end by themselves. An idle worker would wait for a minute."""
+    """Returns the processes that do not end by themselves. An idle worker would stay for a minute."""
     deadline = time.monotonic() + DEADLINE_S
     while (left := pids & live_workers()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -993,7 +997,7 @@ def plain(batches: Any) -> Any:
 @pytest.mark.process
 @pytest.mark.parametrize("is_given", [True, False], ids=["generator", "manual_seed"])
 def test_the_same_seed_gives_the_same_random_numbers_in_workers(is_given: bool) -> None:
-    """From run to run: of torch, random and NumPy; with another seed, others."""
+    """From run to run: torch, random and NumPy; another seed gives others."""
 
     def run(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -1008,7 +1012,7 @@ def test_the_same_seed_gives_the_same_random_numbers_in_workers(is_given: bool) 
 
 
 @WORKERS
-def test_with_a_seed_of_its_own_all_is_a_function_of_it(num_workers: int) -> None:
+def test_with_its_own_seed_everything_depends_on_it(num_workers: int) -> None:
     """Order and random numbers, whatever was drawn before, with or without workers (P2)."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "seed": 8}
     expected = plain(load(Tree(12, draws), **options))
@@ -1020,7 +1024,7 @@ def test_with_a_seed_of_its_own_all_is_a_function_of_it(num_workers: int) -> Non
 
 
 class Tagged(Numbers):
-    """Elements tell which worker read them."""
+    """Elements contain the worker that read them."""
 
     def __init__(self, counts: list[int]) -> None:
         super().__init__()
@@ -1033,8 +1037,8 @@ class Tagged(Numbers):
 
 @pytest.mark.process
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_streams_come_in_turn_and_one_that_is_done_drops_out(persistent_workers: bool) -> None:
-    """Worker 0, 1, 2, 0, ..., as torch does."""
+def test_shards_alternate_and_an_exhausted_one_drops_out(persistent_workers: bool) -> None:
+    """Worker 0, 1, 2, 0, ..., as with torch."""
     options = {"persistent_workers": persistent_workers, **workers(3)}
     loader = load(Tagged([2, 5, 0]), batch_size=1, **options)
     for _ in range(2):
@@ -1044,7 +1048,7 @@ def test_streams_come_in_turn_and_one_that_is_done_drops_out(persistent_workers:
 
 
 class Opened(Numbers):
-    """Notes when it is opened."""
+    """Records when it is opened."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__(3)
@@ -1056,8 +1060,8 @@ class Opened(Numbers):
 
 
 @pytest.mark.process
-def test_every_worker_opens_the_stream_once_an_epoch(tmp_path: Path) -> None:
-    """And reads all of it, where it does not leave anything out."""
+def test_every_worker_opens_the_iterable_dataset_once_per_epoch(tmp_path: Path) -> None:
+    """It reads all of it, unless the dataset shards itself."""
     journal = Journal(tmp_path / "journal")
     loader = load(Opened(journal), **workers(2))
     assert flat(collected(loader)) == [0, 0, 1, 1, 2, 2]
@@ -1068,7 +1072,7 @@ def test_every_worker_opens_the_stream_once_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_loader_without_a_reference_lives_as_long_as_its_loop() -> None:
+def test_an_unreferenced_loader_lives_as_long_as_its_loop() -> None:
     """`for batch in DataLoader(...)`."""
     assert flat([batch.tolist() for batch in load(range(6), batch_size=2, **workers(2))]) == [0, 1, 2, 3, 4, 5]
     iterator = iter(load(range(6), batch_size=2, persistent_workers=True, **workers(2)))
@@ -1076,8 +1080,8 @@ def test_a_loader_without_a_reference_lives_as_long_as_its_loop() -> None:
 
 
 @pytest.mark.process
-def test_two_iterators_of_persistent_workers_are_one_as_with_torch() -> None:
-    """torch returns the same iterator, restarted."""
+def test_iter_of_a_loader_with_persistent_workers_returns_the_same_iterator() -> None:
+    """torch restarts and returns it too."""
     for cls in (data.DataLoader, ours.DataLoader):
         loader = cls(range(6), batch_size=2, persistent_workers=True, **workers(2))
         first = iter(loader)
@@ -1090,7 +1094,7 @@ def test_two_iterators_of_persistent_workers_are_one_as_with_torch() -> None:
 
 
 class Inner:
-    """Iterates a loader within a sample."""
+    """Iterates a loader in a sample."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -1106,13 +1110,13 @@ class Inner:
 @pytest.mark.parametrize("inner", [0, 1])
 @pytest.mark.parametrize("outer", [0, 1])
 def test_loaders_within_loaders_work(inner: int, outer: int) -> None:
-    """torch's workers may not have children; ours may."""
+    """torch's workers must not have children; infeed's may."""
     assert flat(collected(load(Inner(inner), **workers(outer)))) == [0, 1, 3]
 
 
 @WORKERS
 def test_a_loader_can_be_copied_and_pickled(num_workers: int) -> None:
-    """Before and after it was iterated; the copy is a loader of its own."""
+    """Before and after an iteration; the copy is a separate loader."""
     loader = load(range(6), batch_size=2, num_workers=num_workers)
     for _ in range(2):
         for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
@@ -1125,7 +1129,7 @@ def test_a_loader_can_be_copied_and_pickled(num_workers: int) -> None:
 
 @pytest.mark.process
 def test_num_workers_may_be_changed_between_epochs() -> None:
-    """Frameworks do."""
+    """Frameworks do this."""
     loader = load(Pids(6))
     for count in (0, 2, 1, 0):
         loader.num_workers = count
@@ -1136,7 +1140,7 @@ def test_num_workers_may_be_changed_between_epochs() -> None:
 
 @pytest.mark.process
 def test_leaving_a_loop_leaves_nothing_behind() -> None:
-    """By break, and by an exception; the leak guard looks as well."""
+    """With break, and with an exception; the leak guard checks as well."""
     for _ in load(range(100), **workers(2)):
         break
     wait_until(lambda: not live_workers(), "the end of the workers")
@@ -1146,7 +1150,7 @@ def test_leaving_a_loop_leaves_nothing_behind() -> None:
     assert flat(collected(loader)) == list(range(100))
 
 
-def test_a_thread_worker_is_served_too() -> None:
+def test_a_thread_worker_works_too() -> None:
     """worker="thread": the same batches, from this process."""
     loader = load(Pids(6), batch_size=2, worker="thread", **workers(2))
     assert set(flat(collected(loader))) == {os.getpid()}
@@ -1163,7 +1167,7 @@ def thread_facts(index: int) -> Any:
 
 
 def test_thread_workers_do_not_make_the_main_thread_a_worker() -> None:
-    """get_worker_info is None there."""
+    """get_worker_info is None in the main thread."""
     for _ in load(Tree(6, thread_facts), worker="thread", **workers(2)):
         assert data.get_worker_info() is None
     assert data.get_worker_info() is None
@@ -1213,7 +1217,7 @@ main()
 
 @pytest.mark.process
 def test_no_main_guard_is_needed(tmp_path: Path) -> None:
-    """Classes, closures, lambdas and exceptions of the script travel to workers and back."""
+    """Classes, closures, lambdas and exceptions of the script are pickled to workers and back."""
     result = run_script(tmp_path, NO_GUARD)
     assert_clean(result)
     assert result.out.splitlines() == ["[5, 6] [True, True]", "[7, 8] [True, True]", "5", "7", "caught 99 strange"]
@@ -1243,7 +1247,7 @@ journal.write("leaving")
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["persistent", "plain"])
-def test_an_early_end_with_four_busy_workers_is_quick(tmp_path: Path, kind: str) -> None:
+def test_an_early_end_with_four_busy_workers_is_fast(tmp_path: Path, kind: str) -> None:
     """torch waits 5 seconds for each: 20 seconds in total."""
     journal = Journal(tmp_path / "journal")
     script = start_script(tmp_path, "import warnings; warnings.simplefilter('ignore')\n" + BUSY_EXIT, str(journal.path), kind)
@@ -1273,8 +1277,8 @@ for batch in DataLoader(Slow(), batch_sampler=Sampler(), num_workers=2):
 
 
 @pytest.mark.process
-def test_huge_lists_of_indices_do_not_keep_a_failing_program(tmp_path: Path) -> None:
-    """They lie in pipes when the main process raises; it ends all the same."""
+def test_huge_lists_of_indices_do_not_block_a_failing_program(tmp_path: Path) -> None:
+    """They are in pipes when the main process raises; it still exits."""
     result = run_script(tmp_path, HUGE_LISTS)
     assert result.code == 1
     assert result.err.rstrip().endswith("ValueError: in the loop")
@@ -1304,7 +1308,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.process
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
-    """It comes as KeyboardInterrupt, and all processes end (the script's helper looks)."""
+    """The user gets KeyboardInterrupt, and all processes end (the script helper checks)."""
     journal = Journal(tmp_path / "journal")
     script = start_script(tmp_path, INTERRUPTED, str(journal.path))
     script.wait_line(journal, "waiting")
@@ -1315,15 +1319,15 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_close_ends_workers_in_the_middle(tmp_path: Path) -> None:
-    """And the loader can be iterated again."""
+def test_close_ends_workers_in_mid_epoch(tmp_path: Path) -> None:
+    """The loader can be iterated again."""
     dataset = Blocking(8, 2, tmp_path)
     loader = load(dataset, persistent_workers=True, **workers(2))
     iterator = iter(loader)
     next(iterator)
     dataset.wait_blocked()
     del iterator
-    with assert_faster_than(DEADLINE_S):  # the sample does not end by itself
+    with assert_faster_than(DEADLINE_S):  # The sample does not end by itself.
         loader.close()
     wait_until(lambda: not live_workers(), "the end of the workers")
     dataset.let_go()
@@ -1335,7 +1339,7 @@ def test_close_ends_workers_in_the_middle(tmp_path: Path) -> None:
 
 
 class StatefulSampler:
-    """Knows where it is."""
+    """A stateful sampler."""
 
     def __init__(self, count: int) -> None:
         self.count, self.at = count, 0
@@ -1368,7 +1372,7 @@ class StatelessSampler:
 
 
 class StatefulStream(Numbers):
-    """Shares itself out, and knows where it is."""
+    """Shards itself, and has a state."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -1391,7 +1395,7 @@ class StatefulStream(Numbers):
 
 
 class StatelessStream(Numbers):
-    """Shares itself out, and is read again."""
+    """Shards itself, and is read again."""
 
     def __iter__(self) -> Iterator[int]:
         info = data.get_worker_info()
@@ -1437,7 +1441,7 @@ def jsoned(state: Any) -> Any:
 
 
 def assert_resumes(name: str, options: dict[str, Any], steps: list[int]) -> None:
-    """Take states in one epoch; other loaders, made and seeded otherwise, go on from each."""
+    """Takes states in one epoch; other loaders, with other arguments and seeds, resume from each."""
     dataset, given = STATEFUL[name]()
     torch.manual_seed(1)
     loader = load(dataset, **{**given, **options})
@@ -1465,8 +1469,8 @@ def assert_resumes(name: str, options: dict[str, Any], steps: list[int]) -> None
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_state_resumes_in_another_loader(name: str) -> None:
-    """At every step, without workers; in the last step to nothing, after the epoch to a whole one."""
-    # Step 0 has no state of what is drawn when the epoch begins.
+    """Without workers, at every step; the last step resumes to nothing, a state after the epoch to a whole one."""
+    # Step 0 has no state of draws at the beginning of the epoch.
     assert_resumes(name, {}, [1, 2, 3, 4, 5, 6])
 
 
@@ -1475,7 +1479,7 @@ def test_a_state_resumes_in_another_loader(name: str) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["shuffle", "shuffle, generator", "stateful stream", "stateless stream"])
 def test_a_state_resumes_with_workers(name: str, num_workers: int, persistent_workers: bool) -> None:
-    """Whatever lies ahead in them."""
+    """Whatever they have loaded ahead."""
     assert_resumes(name, {"persistent_workers": persistent_workers, **workers(num_workers)}, [2 * num_workers - 1])
 
 
@@ -1497,7 +1501,7 @@ def test_a_state_of_another_number_of_workers_resumes() -> None:
 
 @WORKERS
 def test_a_state_takes_effect_with_the_next_iteration(num_workers: int) -> None:
-    """One under way goes on as it was; the same loader can go back."""
+    """An active iteration continues unchanged; the same loader can go back."""
     loader = load(range(12), batch_size=3, shuffle=True, num_workers=num_workers)
     iterator = iter(loader)
     first = values([next(iterator)])
@@ -1510,7 +1514,7 @@ def test_a_state_takes_effect_with_the_next_iteration(num_workers: int) -> None:
     assert sorted(flat(first + rest)) == list(range(12))
 
 
-def test_a_state_with_draws_resumes_the_draws_of_workers_only() -> None:
+def test_a_state_resumes_the_draws_of_workers_only() -> None:
     """With seed= the random numbers of the dataset are resumed as well."""
     made: dict[str, Any] = {"batch_size": 3, "shuffle": True, "seed": 5}
     loader = load(Tree(12, draws), **made)

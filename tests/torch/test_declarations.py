@@ -1,4 +1,4 @@
-"""Options are declared once, in ``infeed.options``: everything that repeats them agrees with the declarations."""
+"""Options are declared once, in ``infeed.options``, and everything that repeats them matches."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ from tools import options as page
 
 pytestmark = [pytest.mark.torch]
 
-# For each option that infeed.torch adds, a value that is not its default.
+# A value other than the default for each option that infeed.torch adds.
 OTHERS: dict[str, Any] = {
     "seed": 7, "worker": "thread", "memory_limit": "1GB", "grain_size": 3, "device": infeed.Device("cpu", prefetch=5),
     "on_error": infeed.ErrorPolicy("skip", budget=9, retries=2), "sample_timeout": 0.0, "hang_warning": 12.0,
@@ -31,7 +31,7 @@ def parameters(loader: Any) -> dict[str, Any]:
 
 
 def documented(loader: Any) -> dict[str, str]:
-    """The arguments in the docstring of a class, with their text on one line."""
+    """Returns the arguments in the docstring of a class, with their text on one line."""
     lines = (inspect.getdoc(loader) or "").split("\n")
     found: dict[str, str] = {}
     name = ""
@@ -46,8 +46,8 @@ def documented(loader: Any) -> dict[str, str]:
     return found
 
 
-def test_everything_that_repeats_the_options_agrees_with_their_declaration() -> None:
-    """Signatures, types, docstrings, attributes, what Accelerate rebuilds, repr and the reference."""
+def test_all_repetitions_of_the_options_match_their_declaration() -> None:
+    """Signatures, types, docstrings, attributes, Accelerate's copies, repr and the reference."""
     declared = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in OPTIONS}
     # A checked shard is a Shard, which users never pass.
     types = {name: text.removeprefix("Shard | ") for name, text in Options.__annotations__.items()}
@@ -60,9 +60,9 @@ def test_everything_that_repeats_the_options_agrees_with_their_declaration() -> 
     assert [name for name in texts if name in declared] == list(declared)
     assert [one.name for one in OPTIONS if not texts[one.name].startswith(one.metadata["doc"])] == []
 
-    # infeed.torch.DataLoader: torch's arguments in torch's order, then infeed's
+    # infeed.torch.DataLoader: torch's arguments in torch's order, then infeed's.
     given = parameters(DataLoader)
-    theirs = [name for name in parameters(data.DataLoader) if name != "in_order"]  # since torch 2.6
+    theirs = [name for name in parameters(data.DataLoader) if name != "in_order"]  # Since torch 2.6.
     assert list(given) == [*theirs, "in_order", *TORCH_OPTIONS]
     assert {name: given[name] for name in TORCH_OPTIONS} == TORCH_OPTIONS
     arguments, attributes = DataLoader.__init__.__annotations__, DataLoader.__annotations__
@@ -72,7 +72,7 @@ def test_everything_that_repeats_the_options_agrees_with_their_declaration() -> 
     docs = {one.name: one.metadata["doc"] for one in OPTIONS}
     assert [name for name in TORCH_OPTIONS if not texts[name].startswith(docs[name])] == []
 
-    # attributes, and loaders that are made from them
+    # Attributes, and loaders that are created from them.
     assert OTHERS.keys() == TORCH_OPTIONS.keys()
     source = DataLoader(list(range(8)), num_workers="auto", **OTHERS)
     assert {name: getattr(source, name) for name in OTHERS} == OTHERS
@@ -82,23 +82,23 @@ def test_everything_that_repeats_the_options_agrees_with_their_declaration() -> 
     shown = repr(infeed.DataLoader(range(8), num_workers="auto", **OTHERS))
     assert [name for name in OTHERS if f"{name}=" not in shown] == []
 
-    # the reference
+    # The reference.
     written = page.PAGE.read_text(encoding="utf-8")
     assert page.written(written) == written, "run python tools/options.py"
 
 
 @pytest.mark.parametrize("group", [infeed.RandomSampler, infeed.ErrorPolicy, infeed.Device, infeed.StatisticsCallback])
-def test_every_field_of_a_group_is_documented_in_its_order(group: Any) -> None:
+def test_every_field_of_a_group_is_documented_in_order(group: Any) -> None:
     assert list(documented(group))[: len(parameters(group))] == list(parameters(group))
 
 
-def test_the_block_shuffle_is_refused_by_the_torch_loader() -> None:
+def test_the_torch_loader_rejects_the_block_shuffle() -> None:
     """torch would take any text for True, and shuffle single samples."""
     with pytest.raises(infeed.ConfigError, match=r"shuffle='block' is not supported by infeed.torch"):
         DataLoader(list(range(8)), shuffle="block")  # type: ignore[arg-type]
 
 
-def test_a_random_sampler_of_infeed_is_refused_by_the_torch_loader() -> None:
-    """torch's samplers are what it takes."""
+def test_the_torch_loader_rejects_a_random_sampler_of_infeed() -> None:
+    """It takes torch's samplers."""
     with pytest.raises(infeed.ConfigError, match=r"sampler=infeed.RandomSampler is not supported by infeed.torch"):
         DataLoader(list(range(8)), sampler=infeed.RandomSampler())  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""torch's loader and ours, side by side: the same batches, types, lengths, errors, warnings, and generators left as they were.
+"""torch's loader and infeed's, compared: batches, types, lengths, errors, warnings, and the state of the generators.
 
-A case is made anew for each of both, under the same seeds. Ours with workers is compared to torch's without them wherever torch
-promises that it makes no difference, which halves the processes that are started.
+Each loader gets a new case with the same seeds. Where torch promises that workers make no difference, infeed with workers is
+compared with torch without them, which halves the number of processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ collation = pytest.importorskip("torch.utils.data._utils.collate")
 from tests.helpers import Stream, Tree  # noqa: E402  # after the lines that skip without torch
 from tests.torch.samples import SAMPLES, Opaque, TensorChild  # noqa: E402
 
-# torch warns of complex32 once per process, in whichever test comes first.
+# torch warns about complex32 once per process, in whichever test comes first.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
@@ -34,7 +34,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytes
 
 
 def assert_alike(left: Any, right: Any, path: str = "batch") -> None:
-    """Fail unless both are the same, type for type, down to the last bit."""
+    """Fails unless both are the same, type for type and bit for bit."""
     assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
     if isinstance(left, torch.Tensor):
         _assert_tensors_alike(left, right, path)
@@ -78,13 +78,13 @@ def _assert_attributes_alike(left: Any, right: Any, path: str) -> None:
     mine, others = getattr(left, "__dict__", {}), getattr(right, "__dict__", {})
     assert mine.keys() == others.keys(), path
     for name in mine:
-        if name != "data":  # of UserDict and its like: compared already
+        if name != "data":  # UserDict and its like: already compared.
             assert_alike(mine[name], others[name], f"{path}.{name}")
 
 
 @dataclass
 class Outcome:
-    """What a user sees of a few epochs."""
+    """What a user observes during a few epochs."""
 
     length: int | str = ""
     epochs: list[list[Any]] = field(default_factory=list)
@@ -97,7 +97,7 @@ Case = Callable[[], tuple[Any, dict[str, Any]]]
 
 
 def outcome(cls: Any, case: Case, *, epochs: int = 2, **options: Any) -> Outcome:
-    """Make the case with this class of loader, look at everything that it gives for some epochs, and draw."""
+    """Creates the case with this loader class, records everything that it delivers in some epochs, and draws."""
     torch.manual_seed(11)
     random.seed(12)
     np.random.seed(13)
@@ -114,7 +114,7 @@ def outcome(cls: Any, case: Case, *, epochs: int = 2, **options: Any) -> Outcome
         for _ in range(epochs):
             seen.epochs.append(_epoch(loader, seen))
         del loader
-    # Python 3.12 and JAX, once a test has imported it, warn of every fork that torch makes.
+    # Python 3.12 and JAX, once imported, warn about every fork that torch makes.
     seen.warnings = [entry.category for entry in caught if "fork" not in str(entry.message)]
     seen.draws = {"torch": torch.rand(3), "random": random.random(), "numpy": np.random.random()}
     if isinstance(options.get("generator"), torch.Generator):
@@ -139,7 +139,7 @@ def _epoch(loader: Any, seen: Outcome) -> list[Any]:
 def assert_equal_outcomes(
     case: Case, num_workers: int, *, reference_workers: int = 0, words: bool = False, warns: bool = True, epochs: int = 2
 ) -> Outcome:
-    """Fail unless a user cannot tell ours from torch's."""
+    """Fails unless both outcomes are equal for a user."""
     expected = outcome(data.DataLoader, case, epochs=epochs, num_workers=reference_workers)
     got = outcome(ours.DataLoader, case, epochs=epochs, num_workers=num_workers)
     text = None
@@ -148,7 +148,7 @@ def assert_equal_outcomes(
     except AssertionError as error:
         text = str(error)
     if text is not None:
-        # Batches that a traceback keeps would keep their memory, and be taken for a leak.
+        # Batches that a traceback references would keep their memory and look like a leak.
         del got, expected
         raise AssertionError(text)
     return got
@@ -177,7 +177,7 @@ BATCHED = pytest.mark.parametrize("is_batched", [True, False], ids=["batches", "
 @pytest.mark.filterwarnings("ignore:the matrix subclass is not", "ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("nested tensor", REVERSED)])
 def test_samples_of_every_kind_become_the_same_batches(name: str, is_batched: bool) -> None:
-    """Or the same error, in the same words, for each batch that cannot be made."""
+    """Or the same error with the same message, for each batch that cannot be made."""
     options = {"batch_size": 2 if is_batched else None}
     assert_equal_outcomes(lambda: (Tree(7, SAMPLES[name]), options), 0, words=True, warns=False, epochs=1)
 
@@ -186,7 +186,7 @@ def test_samples_of_every_kind_become_the_same_batches(name: str, is_batched: bo
 @pytest.mark.parametrize("is_batched", [True, False])
 @WORKERS
 def test_nested_tensors_are_treated_alike(num_workers: int, is_batched: bool) -> None:
-    """Refused in batches, and handed over without."""
+    """An error in batches, delivered unchanged without batching."""
     options = {"batch_size": 2 if is_batched else None}
     case: Case = lambda: (Tree(3, SAMPLES["nested tensor"]), options)  # noqa: E731  # it has a type
     assert_equal_outcomes(case, num_workers, words=True, warns=False, epochs=1)
@@ -205,7 +205,7 @@ class Tried(NamedTuple):
 
 
 def try_all(cls: Any, *, is_batched: bool, num_workers: int) -> dict[str, list[Tried]]:
-    """Samples of every kind from one loader, one kind after the other, so that workers need to be started only once."""
+    """Loads samples of every kind from one loader, one kind after the other, so that workers start only once."""
     pairs = [[(name, number) for number in range(begin, min(begin + 2, 7))] for name in SAMPLES for begin in range(0, 7, 2)]
     if is_batched:
         loader = cls(Tree(7, make_named), batch_sampler=pairs, num_workers=num_workers)
@@ -226,7 +226,7 @@ def try_all(cls: Any, *, is_batched: bool, num_workers: int) -> dict[str, list[T
 
 @pytest.fixture(scope="module")
 def tried_in_workers() -> dict[bool, tuple[dict[str, list[Tried]], dict[str, list[Tried]]]]:
-    """By whether there are batches: what ours gives with workers, and what torch gives without them."""
+    """By batching: what infeed delivers with workers, and torch without them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -244,7 +244,7 @@ def tried_in_workers() -> dict[bool, tuple[dict[str, list[Tried]], dict[str, lis
 def test_samples_of_every_kind_become_the_same_batches_in_workers(
     name: str, is_batched: bool, tried_in_workers: dict[bool, tuple[dict[str, list[Tried]], dict[str, list[Tried]]]]
 ) -> None:
-    """Also when each batch is unlike the one before."""
+    """Also if each batch differs in kind from the one before."""
     got, expected = (found[name] for found in tried_in_workers[is_batched])
     for mine, others in zip(got, expected, strict=True):
         assert (mine.error is None) == (others.error is None), (mine.error, others.error)
@@ -255,7 +255,7 @@ def test_samples_of_every_kind_become_the_same_batches_in_workers(
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
-def test_arrays_of_negative_strides_are_delivered(num_workers: int) -> None:
+def test_arrays_with_negative_strides_are_delivered(num_workers: int) -> None:
     dataset = Tree(2, SAMPLES[REVERSED])
     with pytest.raises(ValueError, match="negative"):
         list(data.DataLoader(dataset, batch_size=2, num_workers=num_workers))
@@ -282,21 +282,21 @@ def numbered(number: int) -> Any:
 
 
 class Batched(Tree):
-    """Takes all indices of a batch at once, and tells what it was given."""
+    """Has `__getitems__`, and returns the indices that it received."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [(type(indices).__name__, self.make(index)) for index in indices]
 
 
 class Whole(Tree):
-    """Gives a batch that is one already."""
+    """Returns complete batches."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return torch.tensor(indices)
 
 
 class Filtering(Tree):
-    """Leaves samples out."""
+    """Omits samples."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [index for index in indices if index % 3]
@@ -307,14 +307,14 @@ def identity(value: Any) -> Any:
 
 
 class Columns(Tree):
-    """Gives a batch as a dict of columns."""
+    """Returns a batch as a dict of columns."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return {"x": torch.tensor(indices), "y": [str(index) for index in indices]}
 
 
 class Static(Tree):
-    """Is asked by a function that is not bound."""
+    """Its `__getitems__` is a static method."""
 
     @staticmethod
     def __getitem__(index: int) -> Any:  # type: ignore[override]
@@ -322,7 +322,7 @@ class Static(Tree):
 
 
 class OfItsClass(Tree):
-    """Is asked by a method of its class."""
+    """Its `__getitems__` is a class method."""
 
     @classmethod
     def __getitem__(cls, index: int) -> Any:  # type: ignore[override]
@@ -330,13 +330,13 @@ class OfItsClass(Tree):
 
 
 class Partial(Tree):
-    """Is asked by something that is no function."""
+    """Its `__getitems__` is a callable object."""
 
     __getitem__ = partial(lambda base, index: base + index, 7)  # type: ignore[assignment]
 
 
 class NotBatched(Tree):
-    """Has the attribute, and does not mean it."""
+    """Has the attribute, with another meaning."""
 
     __getitems__ = None
 
@@ -348,15 +348,15 @@ class Random(Tree):
         return index, torch.rand(2), np.random.random(), random.random()
 
 
-class Told(Tree):
-    """Tells of what type its indices are."""
+class TypesOfIndices(Tree):
+    """Returns the type of its indices."""
 
     def __getitem__(self, index: Any) -> Any:
         return f"{type(index).__name__} {index}"
 
 
 class Keyed:
-    """Not asked by number."""
+    """Its indices are not integers."""
 
     def __init__(self) -> None:
         self.items = {"a": 1, "b": 2, "c": 3}
@@ -369,14 +369,14 @@ class Keyed:
 
 
 class Unsized:
-    """Has no length."""
+    """A dataset without a length."""
 
     def __getitem__(self, index: int) -> int:
         return index * 10
 
 
 class Flow(data.IterableDataset):  # type: ignore[misc,name-defined]  # torch is imported only if it is there
-    """A stream that every worker reads in whole."""
+    """An iterable dataset that every worker reads completely."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -386,7 +386,7 @@ class Flow(data.IterableDataset):  # type: ignore[misc,name-defined]  # torch is
 
 
 class SizedFlow(Flow):
-    """One that says how long it is."""
+    """An iterable dataset with a length."""
 
     def __init__(self, count: int, said: int | None = None) -> None:
         super().__init__(count)
@@ -397,7 +397,7 @@ class SizedFlow(Flow):
 
 
 class SharedFlow(Flow):
-    """One that leaves out what other workers read."""
+    """An iterable dataset that shards itself."""
 
     def __iter__(self) -> Iterator[Any]:
         info = data.get_worker_info()
@@ -406,7 +406,7 @@ class SharedFlow(Flow):
 
 
 class UnevenFlow(Flow):
-    """One of which each worker has another length."""
+    """Each worker's part has another length."""
 
     def __iter__(self) -> Iterator[Any]:
         info = data.get_worker_info()
@@ -415,7 +415,7 @@ class UnevenFlow(Flow):
 
 
 class Numbers(data.Sampler[int]):  # type: ignore[misc,name-defined]  # torch is imported only if it is there
-    """A sampler as people write them."""
+    """A typical user-defined sampler."""
 
     def __init__(self, indices: Any) -> None:
         self.indices = indices
@@ -428,7 +428,7 @@ class Numbers(data.Sampler[int]):  # type: ignore[misc,name-defined]  # torch is
 
 
 class Fresh:
-    """A batch sampler that yields other batches each time."""
+    """A batch sampler that yields different batches each time."""
 
     def __init__(self) -> None:
         self.round = 0
@@ -448,7 +448,7 @@ def total(samples: list[Any]) -> Any:
 
 
 class Summing:
-    """A collate_fn with something of its own."""
+    """A collate_fn with an attribute."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -529,20 +529,20 @@ OPTIONS: dict[str, Case] = {
     "sampler of torch's kind": lambda: rows(batch_size=3, sampler=Numbers([3, 1, 4, 1, 5])),
     "list as sampler": lambda: rows(batch_size=3, sampler=[3, 1, 4, 1, 5]),
     "range as sampler": lambda: rows(batch_size=3, sampler=range(9, 0, -2)),
-    "tensor as sampler": lambda: (Told(10, numbered), {"batch_size": 2, "sampler": torch.tensor([3, 1, 4])}),
-    "array as sampler": lambda: (Told(10, numbered), {"batch_size": 2, "sampler": np.array([3, 1, 4])}),
+    "tensor as sampler": lambda: (TypesOfIndices(10, numbered), {"batch_size": 2, "sampler": torch.tensor([3, 1, 4])}),
+    "array as sampler": lambda: (TypesOfIndices(10, numbered), {"batch_size": 2, "sampler": np.array([3, 1, 4])}),
     "generator as sampler": lambda: rows(batch_size=3, sampler=(number for number in [3, 1, 4, 1])),
-    "endless numbers": lambda: (Told(10, numbered), {"sampler": [True, 2**70, -1, 0.5, np.int8(3)]}),
+    "endless numbers": lambda: (TypesOfIndices(10, numbered), {"sampler": [True, 2**70, -1, 0.5, np.int8(3)]}),
     "keys as sampler": lambda: (Keyed(), {"sampler": ["b", "a"], "batch_size": 2}),
     "string as batch": lambda: (Keyed(), {"batch_sampler": ["ab", "c"]}),
-    "tuples as samples": lambda: (Told(10, numbered), {"sampler": [(1, 2), (3, 4)], "batch_size": 2}),
+    "tuples as samples": lambda: (TypesOfIndices(10, numbered), {"sampler": [(1, 2), (3, 4)], "batch_size": 2}),
     "slices": lambda: (torch.arange(10), {"sampler": [slice(0, 3), slice(4, 5)], "batch_size": None}),
     "lists to __getitem__": lambda: (torch.arange(10), {"sampler": [[0, 3], [4, 5, 6]], "batch_size": None}),
     "list as batch_sampler": lambda: rows(batch_sampler=[[0, 1], [2], [3, 4, 5]]),
     "tuples as batches": lambda: rows(batch_sampler=((0, 1), (2,))),
-    "tensors as batches": lambda: (Told(10, numbered), {"batch_sampler": [torch.tensor([0, 1]), torch.tensor([2])]}),
-    "arrays as batches": lambda: (Told(10, numbered), {"batch_sampler": [np.array([0, 1]), np.array([2])]}),
-    "ranges as batches": lambda: (Told(10, numbered), {"batch_sampler": [range(2), range(3, 4)]}),
+    "tensors as batches": lambda: (TypesOfIndices(10, numbered), {"batch_sampler": [torch.tensor([0, 1]), torch.tensor([2])]}),
+    "arrays as batches": lambda: (TypesOfIndices(10, numbered), {"batch_sampler": [np.array([0, 1]), np.array([2])]}),
+    "ranges as batches": lambda: (TypesOfIndices(10, numbered), {"batch_sampler": [range(2), range(3, 4)]}),
     "sets as batches": lambda: rows(batch_sampler=[{0}, {1}]),
     "other batches each time": lambda: rows(batch_sampler=Fresh()),
     "generator as batch_sampler": lambda: rows(batch_sampler=([number] for number in range(3))),
@@ -659,15 +659,15 @@ def _one_generator() -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_options_and_datasets_mean_the_same(name: str) -> None:
-    """Two epochs without workers, draws of random numbers included."""
+def test_options_and_datasets_behave_the_same(name: str) -> None:
+    """Two epochs without workers, including draws of random numbers."""
     assert_equal_outcomes(OPTIONS[name], 0)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "draws"][::3])
-def test_options_and_datasets_mean_the_same_in_workers(name: str) -> None:
-    """Two epochs with two workers, that torch makes without one. A third of them: the fuzzer has workers, too."""
+def test_options_and_datasets_behave_the_same_in_workers(name: str) -> None:
+    """infeed has two workers, torch none. Only a third of the cases: the fuzzer has workers too."""
     assert_equal_outcomes(OPTIONS[name], 2)
 
 
@@ -697,14 +697,14 @@ STREAMS: dict[str, Case] = {
 
 @WORKERS
 @pytest.mark.parametrize("name", STREAMS)
-def test_streams_are_read_alike(name: str, num_workers: int) -> None:
-    """In a worker each reads its own copy, in torch as here, and the batches come in the same order."""
+def test_iterable_datasets_are_read_alike(name: str, num_workers: int) -> None:
+    """Each worker reads its own copy, with torch and infeed, and batches have the same order."""
     assert_equal_outcomes(STREAMS[name], num_workers, reference_workers=num_workers)
 
 
 @WORKERS
-def test_a_plain_iterable_that_is_no_iterable_dataset_is_refused_alike(num_workers: int) -> None:
-    """torch takes it for a map-style dataset, and fails on its length."""
+def test_a_plain_iterable_is_rejected_alike(num_workers: int) -> None:
+    """torch takes an iterable that is no IterableDataset for a map-style dataset, and fails on its length."""
     for cls in (data.DataLoader, ours.DataLoader):
         with pytest.raises(TypeError):
             list(cls(Stream(3), num_workers=num_workers))
@@ -725,8 +725,10 @@ def collate_coins(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 
 @WORKERS
-def test_types_registered_for_default_collate_are_collated_by_it(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in workers, which were not there when it was taught; at the top and in containers."""
+def test_types_registered_for_default_collate_use_the_registered_function(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in workers that started earlier; at the top level and in containers."""
     monkeypatch.setitem(collation.default_collate_fn_map, Coin, collate_coins)
     assert_equal_outcomes(lambda: (Tree(5, Coin), {"batch_size": 2}), num_workers)
     assert_equal_outcomes(lambda: (Tree(5, lambda i: {"a": Coin(i), "b": [i, "c"]}), {"batch_size": 2}), num_workers)
@@ -737,8 +739,8 @@ def collate_sparse(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 
 @WORKERS
-def test_a_registered_way_for_tensors_replaces_torchs(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As people do to batch sparse tensors."""
+def test_a_registered_function_for_tensors_replaces_torchs(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users do to batch sparse tensors."""
     monkeypatch.setitem(collation.default_collate_fn_map, torch.Tensor, collate_sparse)
     assert_equal_outcomes(lambda: (Tree(5, SAMPLES["sparse"]), {"batch_size": 2}), num_workers)
     assert_equal_outcomes(lambda: (Tree(5, SAMPLES["tensor int64"]), {"batch_size": 2}), num_workers)
@@ -748,7 +750,7 @@ def test_a_registered_way_for_tensors_replaces_torchs(num_workers: int, monkeypa
 
 
 class Unpicklable:
-    """Like an open file or a lock: it stays in its process."""
+    """Like an open file or a lock, it cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("it cannot be pickled")
@@ -764,8 +766,8 @@ def plain_then_not(kind: str, number: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gradient", "meta"])
-def test_what_a_batch_is_does_not_depend_on_the_one_before(kind: str) -> None:
-    """After a batch of plain tensors, one of tensors that need gradients, or are elsewhere."""
+def test_a_batch_does_not_depend_on_the_one_before(kind: str) -> None:
+    """After a batch of plain tensors, one of tensors that require gradients or are on another device."""
 
     def seen(cls: Any) -> Any:
         return [(batch.requires_grad, batch.device.type) for batch in cls(Tree(4, partial(plain_then_not, kind)), batch_size=2)]
@@ -774,20 +776,20 @@ def test_what_a_batch_is_does_not_depend_on_the_one_before(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dataset", [Tree(4, lambda i: GRAD * i), Tree(4, lambda i: (GRAD, i)), data.TensorDataset(GRAD * 1)])
-def test_gradients_flow_through_batches_of_this_process(dataset: Any) -> None:
-    """torch.stack keeps the graph, so that samples may be parameters, or be made of them."""
+def test_gradients_flow_through_batches_without_workers(dataset: Any) -> None:
+    """torch.stack keeps the graph, so samples may be parameters or depend on them."""
     assert_equal_outcomes(lambda: (dataset, {"batch_size": 2}), 0)
 
 
 @pytest.mark.parametrize("options", [{"collate_fn": lambda samples: Unpicklable()}, {"batch_size": None}])
-def test_what_cannot_be_pickled_needs_no_pickling_without_workers(options: dict[str, Any]) -> None:
+def test_nothing_is_pickled_without_workers(options: dict[str, Any]) -> None:
     """With num_workers=0 nothing leaves the process."""
     for cls in (data.DataLoader, ours.DataLoader):
         assert [type(batch) for batch in cls(Tree(2, lambda i: Unpicklable()), **options)] == [Unpicklable, Unpicklable]
 
 
-def test_without_workers_the_very_object_is_handed_over() -> None:
-    """A sample without batches, and what collate_fn made, as with torch."""
+def test_without_workers_the_same_object_is_delivered() -> None:
+    """For single samples and results of collate_fn, as with torch."""
     samples = [Opaque(), Opaque()]
     for cls in (data.DataLoader, ours.DataLoader):
         for got, sample in zip(cls(samples, batch_size=None), samples, strict=True):
@@ -797,8 +799,8 @@ def test_without_workers_the_very_object_is_handed_over() -> None:
 
 
 @WORKERS
-def test_memory_formats_survive(num_workers: int) -> None:
-    """What collate_fn made channels-last is channels-last for the model."""
+def test_memory_formats_are_kept(num_workers: int) -> None:
+    """A channels-last result of collate_fn stays channels-last."""
 
     def collate(samples: list[int]) -> Any:
         return torch.ones(len(samples), 3, 4, 4).to(memory_format=torch.channels_last)
@@ -810,8 +812,8 @@ def test_memory_formats_survive(num_workers: int) -> None:
 
 @WORKERS
 @pytest.mark.parametrize("make", [lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2))])
-def test_leaves_that_need_gradients_arrive_as_such(num_workers: int, make: Callable[[], Any]) -> None:
-    """Singly, as torch sends them from its workers too."""
+def test_leaf_tensors_that_require_gradients_are_delivered_as_such(num_workers: int, make: Callable[[], Any]) -> None:
+    """As single samples, which torch's workers send too."""
     case: Case = lambda: (Tree(3, lambda i: make()), {"batch_size": None})  # noqa: E731  # it has a type
     assert_equal_outcomes(case, num_workers, reference_workers=num_workers)
 
@@ -822,8 +824,8 @@ def overlapping(samples: list[int]) -> Any:
 
 
 @WORKERS
-def test_tensors_that_overlap_in_a_batch_still_overlap(num_workers: int) -> None:
-    """Views of one storage, and the storage itself: what is written into one is seen in the others."""
+def test_overlapping_tensors_in_a_batch_still_overlap(num_workers: int) -> None:
+    """Views of one storage, and the storage itself: writes to one are visible in the others."""
     for cls in (data.DataLoader, ours.DataLoader):
         ((left, right, storage, table),) = cls([0], collate_fn=overlapping, num_workers=num_workers)
         left.fill_(1)
@@ -835,8 +837,8 @@ def test_tensors_that_overlap_in_a_batch_still_overlap(num_workers: int) -> None
 
 
 @WORKERS
-def test_an_array_that_collate_fn_made_can_be_written_to(num_workers: int) -> None:
-    """From a worker also one over bytes: it is a copy."""
+def test_an_array_of_collate_fn_is_writable(num_workers: int) -> None:
+    """An array over bytes from a worker is writable too: it is a copy."""
     make: Any = lambda samples: [np.frombuffer(b"abc", np.uint8), np.array(["2020"], "M8[D]"), np.broadcast_to(1.0, 3)]  # noqa: E731
     for cls in (data.DataLoader, ours.DataLoader):
         ((letters, dates, numbers),) = cls([0], collate_fn=make, num_workers=num_workers)
@@ -870,8 +872,8 @@ class Pictures(data.IterableDataset[Any]):
 
 @WORKERS
 @pytest.mark.parametrize("name", STRIDED)
-def test_tensors_have_the_strides_that_torch_gives_them(name: str, num_workers: int) -> None:
-    """In workers torch stacks into contiguous batches, in the main process it keeps channels last."""
+def test_tensors_have_the_strides_of_torch(name: str, num_workers: int) -> None:
+    """In workers torch stacks into contiguous batches, in the main process it keeps channels-last."""
 
     def strides(cls: Any) -> list[Any]:
         dataset, options = STRIDED[name]()
@@ -885,7 +887,7 @@ def test_tensors_have_the_strides_that_torch_gives_them(name: str, num_workers: 
 
 @WORKERS
 def test_shared_tensors_stay_shared_within_a_batch(num_workers: int) -> None:
-    """Two names of one tensor in a batch are one tensor."""
+    """Two references to one tensor in a batch stay one tensor."""
 
     def collate(samples: list[int]) -> Any:
         tensor = torch.zeros(2)
@@ -898,8 +900,8 @@ def test_shared_tensors_stay_shared_within_a_batch(num_workers: int) -> None:
 
 
 @WORKERS
-def test_sparse_batches_are_forgotten(num_workers: int) -> None:
-    """When the user has let go of them; else their memory is never free again."""
+def test_sparse_batches_are_freed(num_workers: int) -> None:
+    """They are freed when the user releases them; otherwise their memory would never be free again."""
     before = len(torch._utils._sparse_tensors_to_validate)
     loader = ours.DataLoader(range(4), collate_fn=lambda samples: torch.eye(2).to_sparse(), num_workers=num_workers)
     assert [batch.is_sparse for batch in loader] == [True] * 4
@@ -922,14 +924,14 @@ BY_DEFAULT: dict[str, Any] = {"shuffle": True, "generator": torch.default_genera
         (BY_DEFAULT, 3),
     ],
 )
-def test_datasets_draw_what_they_draw_with_torch(options: dict[str, Any], batch_size: int | None) -> None:
-    """Without workers bit for bit, also if the sampler draws from the same generator as they do."""
+def test_datasets_draw_the_same_numbers_as_with_torch(options: dict[str, Any], batch_size: int | None) -> None:
+    """Bit-identical without workers, also if the sampler draws from the same generator."""
     assert_equal_outcomes(lambda: (Random(10, numbered), {"batch_size": batch_size, **options}), 0, epochs=3)
 
 
 @WORKERS
-def test_two_loops_at_once_shuffle_as_with_torch(num_workers: int) -> None:
-    """Two iterators of one loader, and loops within loops, draw in the order in which they are begun."""
+def test_two_concurrent_loops_shuffle_as_with_torch(num_workers: int) -> None:
+    """Two iterators of one loader, and nested loops, draw in the order in which they start."""
 
     def seen(cls: Any) -> Any:
         torch.manual_seed(5)
@@ -942,8 +944,8 @@ def test_two_loops_at_once_shuffle_as_with_torch(num_workers: int) -> None:
 
 
 @WORKERS
-def test_an_early_end_leaves_the_default_generator_as_torch_does(num_workers: int) -> None:
-    """Five epochs that are left after one batch."""
+def test_an_early_end_leaves_the_default_generator_as_with_torch(num_workers: int) -> None:
+    """Five epochs are left after one batch."""
 
     def seen(cls: Any) -> Any:
         torch.manual_seed(5)
@@ -955,8 +957,8 @@ def test_an_early_end_leaves_the_default_generator_as_torch_does(num_workers: in
 
 @pytest.mark.process
 @pytest.mark.parametrize("options", [{}, {"generator": True}, {"shuffle": True, "generator": True}])
-def test_workers_have_the_seeds_that_torch_gives_them(options: dict[str, Any]) -> None:
-    """Base seed plus number, so that a worker_init_fn that derives seeds of its own derives the same."""
+def test_workers_have_the_seeds_of_torch(options: dict[str, Any]) -> None:
+    """Base seed plus worker number, so a worker_init_fn that derives its own seeds derives the same."""
 
     def seen(cls: Any) -> set[int]:
         torch.manual_seed(5)
@@ -977,15 +979,15 @@ def worker_seed(index: int) -> int:
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_stream", [False, True], ids=["rows", "stream"])
-def test_persistent_workers_give_the_same_epochs(is_stream: bool) -> None:
-    """Three epochs, shuffled where there is something to shuffle."""
+def test_persistent_workers_deliver_the_same_epochs(is_stream: bool) -> None:
+    """Three epochs, shuffled where possible."""
     options: dict[str, Any] = {"batch_size": 2, "persistent_workers": True, **({} if is_stream else {"shuffle": True})}
     assert_equal_outcomes(lambda: (SharedFlow(7) if is_stream else range(7), options), 2, reference_workers=2, epochs=3)
 
 
 @pytest.mark.process
-def test_out_of_order_the_same_batches_come() -> None:
-    """Which is first is not said."""
+def test_out_of_order_delivers_the_same_batches() -> None:
+    """Their order is not compared."""
 
     def seen(cls: Any) -> Any:
         loader = cls(range(23), batch_size=2, num_workers=2, in_order=False)
@@ -995,7 +997,7 @@ def test_out_of_order_the_same_batches_come() -> None:
 
 
 def test_set_epoch_of_a_distributed_sampler_changes_the_order_alike() -> None:
-    """It is set on the sampler, as training loops do."""
+    """It is called on the sampler, as training loops do."""
 
     def seen(cls: Any) -> Any:
         sampler = data.DistributedSampler(range(20), num_replicas=2, rank=0)

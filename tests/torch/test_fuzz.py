@@ -1,6 +1,6 @@
-"""Random programs, run with torch's loader and with infeed's: a program observes the same of both.
+"""Random programs run with torch's loader and with infeed's, and observe the same.
 
-`DIFFERENCES` lists where infeed differs on purpose. With INFEED_FUZZ=1 every run draws other programs.
+`DIFFERENCES` lists the intended differences. With INFEED_FUZZ=1 every run draws new programs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HANG_S: Final = 900.0
 
 
 def run_programs(part: int) -> Counter[str]:
-    """Run the programs of a seed; how many of them showed each difference on purpose."""
+    """Runs the programs of a seed; returns how many of them showed each intended difference."""
     shown: Counter[str] = Counter()
 
     @seed(int.from_bytes(os.urandom(8)) if os.environ.get("INFEED_FUZZ") else part)
@@ -62,13 +62,13 @@ def run_programs(part: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_a_program_observes_the_same_as_with_torch(part: int) -> None:
-    """Batches down to the last bit, errors and their places, calls of samplers and datasets, warnings, and generators."""
+    """Bit-identical batches, errors and their positions, calls of samplers and datasets, warnings, and generators."""
     run_programs(part)
 
 
 @pytest.mark.long
 def test_thousands_of_programs_observe_the_same_as_with_torch() -> None:
-    """The same for INFEED_FUZZ_CASES programs (20,000) and the examples. A difference on purpose that none shows is none."""
+    """The same for INFEED_FUZZ_CASES programs (20,000) and the examples. Every intended difference must occur."""
     shown = Counter(name for one in DIFFERENCES.values() for name in assert_same_record(one.example))
     for done in range(0, _LONG_CASES, _PER_PART):
         faulthandler.dump_traceback_later(_HANG_S, exit=True)
@@ -78,8 +78,8 @@ def test_thousands_of_programs_observe_the_same_as_with_torch() -> None:
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_difference_on_purpose_is_seen_and_documented(name: str) -> None:
-    """In its example, which shows no other."""
+def test_an_intended_difference_is_detected_and_documented(name: str) -> None:
+    """Its example shows this difference and no other."""
     difference = DIFFERENCES[name]
     shown = assert_same_record(difference.example)
     assert shown == [name] or (difference.is_timed and not shown)
@@ -89,7 +89,7 @@ def test_a_difference_on_purpose_is_seen_and_documented(name: str) -> None:
 
 
 class Draws(DataLoader[Any]):
-    """Draws a number too many."""
+    """Draws one number too many."""
 
     def __iter__(self) -> Any:
         torch.rand(1)
@@ -97,22 +97,22 @@ class Draws(DataLoader[Any]):
 
 
 class Shortens(DataLoader[Any]):
-    """Yields a batch too few."""
+    """Yields one batch too few."""
 
     def __iter__(self) -> Any:
         return iter(list(super().__iter__())[:-1])
 
 
 class Copies(DataLoader[Any]):
-    """Yields a copy of what collate_fn returned."""
+    """Yields a copy of the result of collate_fn."""
 
     def __iter__(self) -> Any:
         return map(copy.copy, super().__iter__())
 
 
 @pytest.mark.parametrize("loader_class", [Draws, Shortens, Copies])
-def test_a_wrong_loader_is_found(loader_class: Any) -> None:
-    """By what the program observes, and not only by batches."""
+def test_a_wrong_loader_is_detected(loader_class: Any) -> None:
+    """By everything that the program observes, not only by batches."""
     program = Program(DatasetSpec(), OptionsSpec(collate_fn="dict"), (Operation("epoch"),))
     with pytest.raises(AssertionError, match="differs in"):
         assert_same_record(program, loader_class)

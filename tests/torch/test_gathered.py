@@ -1,4 +1,4 @@
-"""Arrays in memory are gathered by an engine that is kept from epoch to epoch: it must see what the user does to them."""
+"""Arrays in memory are gathered by a cached engine: it must notice the user's changes to them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _as_other_type(dataset: TensorDataset) -> None:
     "change",
     [_replace, _swap_data, _change_in_place, _shorten, _lengthen, _restride, _add_column, _as_other_type],
 )
-def test_next_epoch_has_what_was_done_to_the_tensors(change: Callable[[TensorDataset], None]) -> None:
+def test_changes_to_the_tensors_are_in_the_next_epoch(change: Callable[[TensorDataset], None]) -> None:
     ours, theirs = TensorDataset(torch.arange(8)), TensorDataset(torch.arange(8))
     loader = DataLoader(ours, batch_size=3)
     reference: Any = torch.utils.data.DataLoader(theirs, batch_size=3)
@@ -64,7 +64,7 @@ def test_next_epoch_has_what_was_done_to_the_tensors(change: Callable[[TensorDat
     assert [len(batch) for batch in loader] == [len(batch) for batch in reference]
 
 
-def test_next_epoch_has_what_was_done_to_the_array() -> None:
+def test_changes_to_the_array_are_in_the_next_epoch() -> None:
     array = np.arange(8)
     loader = DataLoader(array, batch_size=3)  # type: ignore[arg-type]
     assert _values(loader) == list(range(8))
@@ -80,7 +80,7 @@ def test_another_collate_fn_is_used_from_the_next_epoch_on() -> None:
     assert list(loader) == [4, 4]
 
 
-def test_the_engine_is_kept_only_where_nothing_of_the_user_runs() -> None:
+def test_the_engine_is_cached_only_if_it_runs_no_user_code() -> None:
     gathered = DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=2)
     one, other = iter(gathered), None
     assert next(one)[0].tolist() == [0, 1, 2, 3]
@@ -98,7 +98,7 @@ def test_the_engine_is_kept_only_where_nothing_of_the_user_runs() -> None:
     assert len(set(pids)) == 2
 
 
-def test_two_epochs_side_by_side() -> None:
+def test_two_parallel_epochs() -> None:
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
     pairs = [(a.tolist(), b.tolist()) for (a,) in loader for (b,) in loader]
     assert len(pairs) == 9

@@ -1,4 +1,4 @@
-"""Pictures made ready on the device; here the device is the processor."""
+"""Images preprocessed on the device; in these tests the device is the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pictures(torch.utils.data.Dataset[Any]):
         return {"image": torch.full((3, 4, 5), 10 * index, dtype=torch.uint8), "label": index, "mask": torch.zeros(4)}
 
 
-def test_pictures_are_scaled_and_normalised_and_nothing_else_is_touched() -> None:
+def test_images_are_scaled_and_normalized_and_nothing_else_changes() -> None:
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
     convert = ImageConvert(torch.float32, channels_last=True, mean=mean, std=std)
     (batch,) = DataLoader(Pictures(), batch_size=8, device=Device("cpu", convert=convert))
@@ -32,7 +32,7 @@ def test_pictures_are_scaled_and_normalised_and_nothing_else_is_touched() -> Non
     assert batch["mask"].dtype is torch.float32
 
 
-def test_without_scaling_numbers_stay_what_they_are() -> None:
+def test_without_scaling_values_do_not_change() -> None:
     (batch,) = DataLoader(Pictures(), batch_size=8, device=Device("cpu", convert=ImageConvert(torch.float64, scale=False)))
     assert batch["image"].dtype is torch.float64
     assert batch["image"].amax().item() == 70

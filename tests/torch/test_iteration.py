@@ -1,4 +1,4 @@
-"""How datasets, samplers and batch samplers are iterated, side by side with torch: how often, and how far ahead."""
+"""How often and how far ahead datasets, samplers and batch samplers are iterated, compared with torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.helpers import wait_until  # noqa: E402  # after the lines that skip 
 pytestmark = pytest.mark.torch
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
-# Of ours; torch's loader, to which it makes no difference there, has none, and starts no process.
+# For infeed's loader. torch's has no workers, because they make no difference here, and starts no process.
 ONE_WORKER = pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
 
 
 def assert_alike(seen: Callable[[Any], Any]) -> None:
-    """Fail unless the user sees the same of torch's loader and of ours."""
+    """Fails unless the user observes the same with torch's loader and infeed's."""
     results = []
     for cls in (data.DataLoader, ours.DataLoader):
         torch.manual_seed(3)
@@ -39,7 +39,7 @@ def plain(batch: Any) -> Any:
 
 
 def drained(iterator: Iterator[Any]) -> list[Any]:
-    """Batches, and the types of exceptions in their places, until it ends; the first twenty, if it does not."""
+    """Returns batches, and the types of exceptions in their places, until the end; at most twenty."""
     seen: list[Any] = []
     while len(seen) < 20:
         try:
@@ -55,7 +55,7 @@ def drained(iterator: Iterator[Any]) -> list[Any]:
 
 
 class NextOnly:
-    """An iterator that has nothing but ``__next__``."""
+    """An iterator that has only ``__next__``."""
 
     def __init__(self, elements: list[Any]) -> None:
         self.elements = list(elements)
@@ -67,7 +67,7 @@ class NextOnly:
 
 
 class Of:
-    """Iterates over what a function makes."""
+    """Iterates over the result of a function."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -85,7 +85,7 @@ class StreamOf(data.IterableDataset):  # type: ignore[misc, name-defined]
 
 
 class Resetting:
-    """Its ``__iter__`` starts from the beginning and returns itself."""
+    """Its ``__iter__`` resets it and returns it."""
 
     def __init__(self, elements: list[Any]) -> None:
         self.elements, self.at, self.iter_count = elements, 0, 0
@@ -106,7 +106,7 @@ class ResettingStream(Resetting, data.IterableDataset):  # type: ignore[misc, na
 
 
 class Rewinding(Resetting):
-    """Restarts by itself at its end."""
+    """Resets itself at its end."""
 
     def __iter__(self) -> Rewinding:
         return self
@@ -144,8 +144,8 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-class Telling:
-    """A sample is what was asked for."""
+class Indices:
+    """A sample is its index."""
 
     def __len__(self) -> int:
         return 5
@@ -157,8 +157,8 @@ class Telling:
 @ONE_WORKER
 @pytest.mark.parametrize("batch_size", [2, None])
 @pytest.mark.parametrize("name", STREAMS)
-def test_an_iterable_dataset_is_asked_by_next_alone(name: str, batch_size: int | None, num_workers: int) -> None:
-    """And not again once it has ended, in each of two epochs."""
+def test_only_next_is_called_on_an_iterable_dataset(name: str, batch_size: int | None, num_workers: int) -> None:
+    """And not again after its end, in each of two epochs."""
 
     def seen(cls: Any) -> Any:
         loader = cls(STREAMS[name](), batch_size=batch_size, num_workers=num_workers if cls is ours.DataLoader else 0)
@@ -169,37 +169,37 @@ def test_an_iterable_dataset_is_asked_by_next_alone(name: str, batch_size: int |
 
 @ONE_WORKER
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sampler_is_asked_by_next_alone(name: str, num_workers: int) -> None:
-    """What it yields goes to the dataset as it is, in each of two epochs."""
+def test_only_next_is_called_on_a_sampler(name: str, num_workers: int) -> None:
+    """The dataset receives its indices unchanged, in each of two epochs."""
 
     def seen(cls: Any) -> Any:
-        loader = cls(Telling(), num_workers=num_workers if cls is ours.DataLoader else 0, **SAMPLERS[name]())
+        loader = cls(Indices(), num_workers=num_workers if cls is ours.DataLoader else 0, **SAMPLERS[name]())
         return [drained(iter(loader)) for _ in range(2)]
 
     assert_alike(seen)
 
 
-class TellingTogether(Telling):
-    """A sample is what ``__getitems__`` got."""
+class IndicesTogether(Indices):
+    """A sample is the argument of ``__getitems__``."""
 
     def __getitems__(self, indices: Any) -> list[str]:
         return [f"{type(indices).__name__} {indices}" for _ in range(2)]
 
 
 @ONE_WORKER
-def test_getitems_gets_a_batch_in_the_type_in_which_the_sampler_yields_it(num_workers: int) -> None:
-    """An array, a tensor, and what is no batch at all."""
+def test_getitems_receives_a_batch_with_the_type_from_the_sampler(num_workers: int) -> None:
+    """An array, a tensor, and something that is no batch."""
     batches = [[0, 1], (0, 1), range(2), np.array([3, 4]), torch.tensor([1, 2]), {4: 0}, "ab", 5, None]
 
     def seen(cls: Any) -> Any:
         workers = num_workers if cls is ours.DataLoader else 0
-        return drained(iter(cls(TellingTogether(), batch_sampler=batches, num_workers=workers)))
+        return drained(iter(cls(IndicesTogether(), batch_sampler=batches, num_workers=workers)))
 
     assert_alike(seen)
 
 
 @ONE_WORKER
-def test_default_collate_that_is_passed_without_batches_is_called_with_samples(num_workers: int) -> None:
+def test_default_collate_without_batches_is_called_with_samples(num_workers: int) -> None:
     """Only without the argument, samples are converted and not collated."""
     dataset = [[1, 2], (3.0, 4.0), 5]
 
@@ -211,7 +211,7 @@ def test_default_collate_that_is_passed_without_batches_is_called_with_samples(n
 
 
 def test_an_iteration_whose_sampler_fails_at_once_has_ended() -> None:
-    """``next`` raises what the sampler raises, and then ``StopIteration``."""
+    """``next`` raises the sampler's exception, and then ``StopIteration``."""
 
     class Unsized:
         def __getitem__(self, index: int) -> int:
@@ -221,8 +221,8 @@ def test_an_iteration_whose_sampler_fails_at_once_has_ended() -> None:
 
 
 @WORKERS
-def test_iter_is_called_on_a_batch_sampler_as_often_as_torch_calls_it(num_workers: int) -> None:
-    """One that draws in ``__iter__`` gives the same order: torch calls it twice with workers."""
+def test_iter_is_called_on_a_batch_sampler_as_often_as_by_torch(num_workers: int) -> None:
+    """A batch sampler that draws in ``__iter__`` gives the same order: torch calls it twice with workers."""
 
     class Drawing:
         def __iter__(self) -> Iterator[list[int]]:
@@ -237,7 +237,7 @@ def test_iter_is_called_on_a_batch_sampler_as_often_as_torch_calls_it(num_worker
 @WORKERS
 @pytest.mark.parametrize("options", [{"sampler": [2, 0, 1]}, {"batch_sampler": [[2], [0, 1]]}], ids=str)
 def test_two_iterators_of_one_loader_do_not_share_their_sampler(options: dict[str, Any], num_workers: int) -> None:
-    """Each has asked ``iter`` of it."""
+    """Each has called ``iter`` on it."""
 
     def seen(cls: Any) -> Any:
         loader = cls(range(3), num_workers=num_workers, **options)
@@ -246,8 +246,8 @@ def test_two_iterators_of_one_loader_do_not_share_their_sampler(options: dict[st
     assert_alike(seen)
 
 
-def test_two_iterators_of_one_iterable_dataset_open_it_when_they_are_made() -> None:
-    """One that returns itself is shared, as with torch; it is reset twice before anything is read."""
+def test_two_iterators_of_one_iterable_dataset_open_it_on_creation() -> None:
+    """A dataset that returns itself is shared, as with torch; it is reset twice before anything is read."""
 
     def seen(cls: Any) -> Any:
         loader = cls(ResettingStream(list(range(8))), batch_size=2)
@@ -256,8 +256,8 @@ def test_two_iterators_of_one_iterable_dataset_open_it_when_they_are_made() -> N
     assert_alike(seen)
 
 
-def test_an_iterator_has_the_options_of_when_it_was_made() -> None:
-    """Also if the first batch is asked for later."""
+def test_an_iterator_keeps_the_options_from_its_creation() -> None:
+    """Also if the first batch is requested later."""
 
     def seen(cls: Any) -> Any:
         loader = cls(range(4), batch_size=2)
@@ -273,7 +273,7 @@ def test_an_iterator_has_the_options_of_when_it_was_made() -> None:
 
 
 class Counting:
-    """Counts how often its iterator was asked, also in vain."""
+    """Counts how often its iterator was called, including calls after its end."""
 
     def __init__(self, elements: list[Any]) -> None:
         self.elements, self.asked_count = elements, 0
@@ -291,8 +291,8 @@ LOOKAHEADS: list[tuple[int, int | None]] = [(0, None), (1, None), (2, 1), (2, 3)
 @pytest.mark.parametrize(("num_workers", "prefetch_factor"), LOOKAHEADS)
 @pytest.mark.parametrize("kind", ["sampler", "singly", "batch_sampler"])
 @pytest.mark.process
-def test_a_sampler_is_asked_as_far_ahead_as_torch_asks(kind: str, num_workers: int, prefetch_factor: int | None) -> None:
-    """After ``iter`` and after every batch: no further, and no less far."""
+def test_a_sampler_is_read_ahead_as_far_as_by_torch(kind: str, num_workers: int, prefetch_factor: int | None) -> None:
+    """After ``iter`` and after every batch, exactly."""
 
     def seen(cls: Any) -> Any:
         sampler = Counting([[index] for index in range(9)] if kind == "batch_sampler" else list(range(9)))
@@ -309,8 +309,8 @@ def test_a_sampler_is_asked_as_far_ahead_as_torch_asks(kind: str, num_workers: i
     assert_alike(seen)
 
 
-def test_an_adaptive_sampler_sees_what_the_loop_has_done() -> None:
-    """Without workers it is asked when the loop asks."""
+def test_an_adaptive_sampler_observes_the_loop() -> None:
+    """Without workers it is called when the loop requests a batch."""
 
     def seen(cls: Any) -> Any:
         done: list[int] = []
@@ -322,7 +322,7 @@ def test_an_adaptive_sampler_sees_what_the_loop_has_done() -> None:
 
 
 def test_an_index_of_a_one_shot_sampler_is_not_lost_after_break() -> None:
-    """The next loop goes on behind the last batch."""
+    """The next loop continues after the last batch."""
 
     def seen(cls: Any) -> Any:
         loader = cls(range(9), sampler=iter(range(9)), batch_size=2)
@@ -349,7 +349,7 @@ def shuffles() -> dict[str, Callable[[Any], dict[str, Any]]]:
 @pytest.mark.parametrize("batch_size", [4, 5])
 @pytest.mark.parametrize("name", shuffles())
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
-def test_after_break_the_generator_is_where_torch_leaves_it(num_workers: int, name: str, batch_size: int) -> None:
+def test_after_break_the_generator_state_is_that_of_torch(num_workers: int, name: str, batch_size: int) -> None:
     """Wherever the loop is left: before, at and after the last batch."""
 
     def seen(cls: Any) -> Any:
@@ -372,7 +372,7 @@ def test_after_break_the_generator_is_where_torch_leaves_it(num_workers: int, na
 
 
 class FailingAt:
-    """An iterator that raises at some elements, and goes on."""
+    """An iterator that raises at some elements, and continues."""
 
     def __init__(self, count: int, *failing: int) -> None:
         self.count, self.failing, self.at = count, failing, 0
@@ -391,8 +391,8 @@ class FailingAt:
 
 @ONE_WORKER
 @pytest.mark.parametrize("batch_size", [1, 2, 3, None])
-def test_an_iterable_dataset_goes_on_after_it_raised(batch_size: int | None, num_workers: int) -> None:
-    """What it had given of that batch is lost; a generator ends, an iterator need not."""
+def test_an_iterable_dataset_continues_after_it_raised(batch_size: int | None, num_workers: int) -> None:
+    """Earlier elements of that batch are lost; a generator ends, an iterator need not."""
 
     def seen(cls: Any) -> Any:
         stream = StreamOf(lambda: FailingAt(9, 0, 4, 5))
@@ -403,7 +403,7 @@ def test_an_iterable_dataset_goes_on_after_it_raised(batch_size: int | None, num
 
 @ONE_WORKER
 def test_with_drop_last_an_incomplete_batch_is_not_collated(num_workers: int) -> None:
-    """It is dropped before the user's function sees it."""
+    """It is dropped before collate_fn is called."""
 
     def whole(samples: list[Any]) -> Any:
         assert len(samples) == 3
@@ -413,14 +413,14 @@ def test_with_drop_last_an_incomplete_batch_is_not_collated(num_workers: int) ->
     assert drained(iter(loader)) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_without_workers_a_sampler_that_raised_is_asked_again() -> None:
-    """It goes on if it can."""
+def test_without_workers_a_sampler_that_raised_is_called_again() -> None:
+    """It may continue."""
     assert_alike(lambda cls: drained(iter(cls(range(9), batch_size=None, sampler=Of(lambda: FailingAt(6, 0, 3, 5))))))
 
 
 @pytest.mark.process
-def test_what_a_sampler_raises_at_once_is_raised_by_iter() -> None:
-    """With workers, if it is asked for before the first batch. So does torch, but it leaves its workers behind."""
+def test_an_immediate_exception_of_a_sampler_is_raised_by_iter() -> None:
+    """With workers, which read it before the first batch. So does torch, but it leaves its workers behind."""
     failing = [4]
     sampler = Of(lambda: FailingAt(6, *failing))
     loader = ours.DataLoader(range(9), batch_size=None, sampler=sampler, num_workers=2, prefetch_factor=3)
@@ -438,7 +438,7 @@ def test_what_a_sampler_raises_at_once_is_raised_by_iter() -> None:
     ids=["raises", "yields no batch"],
 )
 def test_an_iteration_that_is_left_before_an_exception_of_its_sampler_ends(options: dict[str, Any]) -> None:
-    """The exception waits in the engine, and must not hold the iteration that holds the engine."""
+    """The engine stores the exception, whose traceback must not reference the iteration that references the engine."""
     loader = ours.DataLoader(range(9), num_workers=1, prefetch_factor=1, **options)
     iterator = iter(loader)
     next(iterator)
@@ -450,7 +450,7 @@ def test_an_iteration_that_is_left_before_an_exception_of_its_sampler_ends(optio
 
 
 @pytest.mark.process
-def test_what_a_sampler_raises_later_comes_in_its_turn_and_once() -> None:
-    """No batch is lost to it: torch loses the one that was to be delivered when it was raised."""
+def test_a_later_exception_of_a_sampler_is_raised_once_in_order() -> None:
+    """No batch is lost: torch loses the one that was due when the exception was raised."""
     loader = ours.DataLoader(range(9), batch_size=None, sampler=Of(lambda: FailingAt(9, 6)), num_workers=1)
     assert drained(iter(loader)) == [0, 1, 2, 3, 4, 5, "LookupError", 7, 8]

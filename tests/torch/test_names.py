@@ -1,4 +1,4 @@
-"""What is public of infeed.torch and infeed.testing."""
+"""Public names of infeed.torch and infeed.testing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PUBLIC = {
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_these_names_are_public(module: str) -> None:
-    """A change of this list is a change of the interface, and needs a line in the changelog."""
+    """Changing this list changes the API, and needs a line in the changelog."""
     pytest.importorskip("torch")
     found = importlib.import_module(module)
 

@@ -1,4 +1,4 @@
-"""A PyTorch script as beginners write it, without a main guard, with `num_workers=2`: on Windows it ends in `BrokenPipeError`.
+"""A typical PyTorch script without a main guard, with `num_workers=2`: with torch on Windows it fails with `BrokenPipeError`.
 
 It has the shape of PyTorch's own CIFAR-10 tutorial. torchvision is replaced by the few names that the tutorial uses, with
 synthetic images.
@@ -97,7 +97,7 @@ print(seen == testset.targets)
 
 @pytest.mark.parametrize("way", ["import", "infeed run"])
 def test_a_script_without_a_main_guard_trains(tmp_path: Path, way: str) -> None:
-    """With one changed import, or none; nothing in it is run a second time."""
+    """With one changed import, or none; nothing in the script runs twice."""
     (tmp_path / "torchvision").mkdir()
     for name, code in TORCHVISION.items():
         (tmp_path / "torchvision" / name).write_text(dedent(code), encoding="utf-8")

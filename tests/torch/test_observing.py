@@ -1,4 +1,4 @@
-"""What ``infeed.torch.DataLoader`` says of itself where torch's own workers load."""
+"""Messages of ``infeed.torch.DataLoader`` where torch's own workers load."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
-def test_what_torchs_own_workers_do_not_do_is_said() -> None:
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on.
+def test_options_that_torchs_workers_ignore_are_reported() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "fork"}
     with pytest.warns(RuntimeWarning, match="progress and on_statistics have no effect"):
         list(ours.DataLoader(range(8), 2, progress=True, on_statistics=print, **options))
@@ -27,11 +27,11 @@ def test_what_torchs_own_workers_do_not_do_is_said() -> None:
 
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
-@pytest.mark.filterwarnings("ignore")  # of the fork
-def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # Of the fork.
+def test_missing_measurements_of_torchs_workers_are_reported(tmp_path: Path) -> None:
     loader = ours.DataLoader(range(8), 2, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(infeed.ConfigError, match="torch's own workers"):
-        loader.report(tmp_path / "run.html")  # before the first iteration too
+        loader.report(tmp_path / "run.html")  # Before the first iteration too.
     assert len(list(loader)) == 4
     known = loader.statistics()
     assert known.finding is None
@@ -48,15 +48,15 @@ def test_what_torchs_own_workers_do_is_not_measured_and_that_is_said(tmp_path: P
     loader.timeline(tmp_path / "run.json")
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of DataPipes
-def test_an_iterator_of_torchs_own_is_named_so() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch's, about DataPipes.
+def test_an_iterator_of_torch_is_named_as_such() -> None:
     loader = ours.DataLoader(data.datapipes.iter.IterableWrapper(range(4)), 2)
     assert len(list(loader)) == 2
     assert "torch's own iterator, because the dataset is a DataPipe" in loader.statistics().diagnosis
 
 
-def test_who_asks_while_the_loop_begins_asks_the_same_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another thread may: what is counted is not lost to a second set of counters."""
+def test_statistics_requested_while_the_loop_starts_are_of_the_same_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may request them: counts are not lost to a second set of counters."""
     loader = ours.DataLoader(range(8), batch_size=2)
     serving: Any = pytest.importorskip("infeed.torch.service")
     make, begun = serving.Session, []
@@ -64,7 +64,7 @@ def test_who_asks_while_the_loop_begins_asks_the_same_loader(monkeypatch: pytest
     def make_slowly(*given: Any) -> Any:
         if not begun:
             begun.append(True)
-            begun.append(iter(loader))  # meanwhile
+            begun.append(iter(loader))  # Meanwhile.
         return make(*given)
 
     monkeypatch.setattr(serving, "Session", make_slowly)

@@ -1,4 +1,4 @@
-"""Private parts of torch's iterators that real libraries use: Ultralytics, Lightning, Composer."""
+"""Private attributes of torch's iterators that real libraries use: Ultralytics, Lightning, Composer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def installed() -> Iterator[None]:
 
 @pytest.fixture
 def workers() -> Callable[[], set[int]]:
-    """Tells which processes there are that were not there before: the test process may have others."""
+    """Returns a function that lists new processes: the test process may have others."""
     before = {process.pid for process in worker_processes()}
     return lambda: {process.pid for process in worker_processes()} - before
 
@@ -37,13 +37,13 @@ def assert_all_end(workers: Callable[[], set[int]]) -> None:
     wait_until(lambda: not workers(), "the end of all workers")
 
 
-def test_iterators_are_of_torchs_classes() -> None:
+def test_iterators_are_instances_of_torchs_classes() -> None:
     assert isinstance(iter(ours.DataLoader(Pids(4), **OPTIONS)), dataloader._MultiProcessingDataLoaderIter)
     assert isinstance(iter(ours.DataLoader(Pids(4))), dataloader._SingleProcessDataLoaderIter)
 
 
-def test_workers_are_asked_and_ended_as_processes_are(workers: Callable[[], set[int]]) -> None:
-    """As Ultralytics does before it drops a loader."""
+def test_workers_can_be_inspected_and_terminated_like_processes(workers: Callable[[], set[int]]) -> None:
+    """Ultralytics does so before it drops a loader."""
     batches = iter(ours.DataLoader(Pids(8), **OPTIONS))
     next(batches)
     handles = batches._workers
@@ -74,7 +74,7 @@ def test_workers_are_asked_and_ended_as_processes_are(workers: Callable[[], set[
 def test_persistent_workers_end_when_they_are_shut_down(
     is_over: bool, method: str | None, workers: Callable[[], set[int]]
 ) -> None:
-    """As Lightning does when it resets a loader: in an epoch, or after it."""
+    """Lightning does so when it resets a loader, in mid-epoch or after an epoch."""
     loader = ours.DataLoader(Pids(4), persistent_workers=True, multiprocessing_context=method, **OPTIONS)
     batches = iter(loader)
     next(batches)
@@ -86,7 +86,7 @@ def test_persistent_workers_end_when_they_are_shut_down(
     loader._iterator = None
     assert_all_end(workers)
 
-    assert len(list(loader)) == 2  # it starts others
+    assert len(list(loader)) == 2  # It starts others.
 
 
 class Repeat:
@@ -99,7 +99,7 @@ class Repeat:
 
 
 class Infinite(data.DataLoader):  # type: ignore[name-defined,misc]
-    """As Ultralytics' ``InfiniteDataLoader``."""
+    """Like Ultralytics' ``InfiniteDataLoader``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -124,7 +124,7 @@ class Infinite(data.DataLoader):  # type: ignore[name-defined,misc]
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_endless_loader_is_reset_and_ends_its_workers(workers: Callable[[], set[int]]) -> None:
+def test_an_endless_loader_can_be_reset_and_ends_its_workers(workers: Callable[[], set[int]]) -> None:
     loader = Infinite(Pids(8), **OPTIONS)
     counts = [len(list(loader)) for _ in range(2)]
     loader.reset()
@@ -138,13 +138,13 @@ def test_an_endless_loader_is_reset_and_ends_its_workers(workers: Callable[[], s
 
 
 class Named(data.DataLoader):  # type: ignore[name-defined,misc]
-    """A subclass of torch's with attributes that have the names of infeed's options."""
+    """A subclass of torch's loader whose attributes have the names of infeed's options."""
 
     seed, worker, device, on_error, memory_limit = 7, "me", "no device", print, "all"
 
 
 @pytest.mark.usefixtures("installed")
-def test_attributes_of_a_subclass_are_not_taken_for_infeeds_options() -> None:
+def test_attributes_of_a_subclass_are_not_mistaken_for_infeeds_options() -> None:
     torch.manual_seed(3)
     loader = Named(list(range(6)), 2, shuffle=True)
     order = [batch.tolist() for batch in loader]
@@ -154,7 +154,7 @@ def test_attributes_of_a_subclass_are_not_taken_for_infeeds_options() -> None:
 
 
 class Fake:
-    """What fastai gives torch's iterator in the place of a loader."""
+    """What fastai passes to torch's iterator instead of a loader."""
 
     _IterableDataset_len_called, _auto_collation, drop_last, in_order = None, False, False, True
     generator, prefetch_factor, multiprocessing_context, worker_init_fn = None, 2, None, None
@@ -177,14 +177,14 @@ class Fake:
 
 
 class OwnIter(dataloader._SingleProcessDataLoaderIter):  # type: ignore[name-defined,misc]
-    """As FastEstimator's."""
+    """Like FastEstimator's."""
 
 
 @pytest.mark.linux("torch forks its workers there")
 @pytest.mark.usefixtures("installed")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
-def test_iterators_that_a_library_creates_itself_are_torchs_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one warning where they have workers."""
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on.
+def test_iterators_created_by_a_library_are_torchs_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one warning if they have workers."""
     from infeed.torch import service as serving
     from infeed.torch import summary as tally
 

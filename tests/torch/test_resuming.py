@@ -1,4 +1,4 @@
-"""Saved run + resumed run = uninterrupted run, for every moment at which a state is taken, in this epoch and the next two."""
+"""A resumed run equals the uninterrupted run, for states taken at every step, in this epoch and the next two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Numbers(data.Dataset[int]):
 
 
 class Random(Numbers):
-    """With a random number of the worker's."""
+    """Adds a random number of the worker."""
 
     def __getitem__(self, index: int) -> Any:
         return index, torch.rand(()).item(), random.random()
@@ -59,7 +59,7 @@ class DrawingBatches:
 
 
 class Stream(data.IterableDataset[int]):
-    """Read again: without a state."""
+    """Stateless: it is read again."""
 
     def __iter__(self) -> Iterator[int]:
         info = data.get_worker_info()
@@ -149,7 +149,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "stream that is its iterator": lambda: (OnItsOwn(), {}),
 }  # fmt: skip
 STREAMS = [name for name in CASES if name.startswith("stream")]
-INDEXED = [name for name in CASES if name not in (*STREAMS, "random numbers")]  # those draw from the process's own generators
+INDEXED = [name for name in CASES if name not in (*STREAMS, "random numbers")]  # These draw from the process's own generators.
 
 
 def made(case: str, options: dict[str, Any]) -> DataLoader[Any]:
@@ -161,7 +161,7 @@ def made(case: str, options: dict[str, Any]) -> DataLoader[Any]:
 
 
 def run(loader: DataLoader[Any], epoch_count: int, states: list[tuple[int, int, str]] | None = None) -> list[list[Any]]:
-    """Iterate. The states of all moments go into ``states``, with the epoch and the number of batches had of it."""
+    """Iterates. Appends the states at all steps to ``states``, with the epoch and the number of delivered batches."""
 
     def note(epoch: int, step: int) -> None:
         if states is not None:
@@ -182,7 +182,7 @@ def run(loader: DataLoader[Any], epoch_count: int, states: list[tuple[int, int, 
 
 
 def assert_resumes(case: str, options: dict[str, Any], *, every: int = 1, following: int = 2, epochs: int = 2) -> None:
-    """Take states of all moments of some epochs, and resume from some of them in new loaders."""
+    """Takes states at all steps of some epochs, and resumes from some of them in new loaders."""
     torch.manual_seed(1)
     states: list[tuple[int, int, str]] = []
     expected = run(made(case, options), epochs + following, states)
@@ -193,7 +193,7 @@ def assert_resumes(case: str, options: dict[str, Any], *, every: int = 1, follow
     for number, (epoch, step, state) in enumerate(states[::every]):
         if epoch >= epochs:
             break
-        # Sometimes as a job does that is started again, sometimes in another process altogether.
+        # Sometimes as in a restarted job, sometimes in another process.
         torch.manual_seed(1 if number % 2 else 1000 + number)
         loader = made(case, options)
         loader.load_state_dict(json.loads(state))
@@ -207,17 +207,17 @@ def assert_resumes(case: str, options: dict[str, Any], *, every: int = 1, follow
 
 
 @pytest.mark.parametrize("case", [*INDEXED, *STREAMS])
-def test_a_run_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {})
 
 
 @pytest.mark.parametrize("case", [name for name in INDEXED if name != "stateful dataset"])
-def test_a_run_with_threads_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+def test_a_run_with_threads_resumed_at_any_step_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {"num_workers": 2, "worker": "thread"}, every=3)
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_a_stream_read_by_a_thread_resumed_at_any_moment_is_the_uninterrupted_one(case: str) -> None:
+def test_an_iterable_dataset_read_by_a_thread_resumed_at_any_step_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {"num_workers": 1, "worker": "thread"}, every=3)
 
 
@@ -226,15 +226,15 @@ def test_a_stream_read_by_a_thread_resumed_at_any_moment_is_the_uninterrupted_on
     "case",
     ["shuffle", "shuffle, generator", "sampler that draws", "stateful sampler", "stream with a state"],
 )
-def test_a_run_with_processes_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
-    """Workers begin each epoch with the dataset that the main process has."""
+def test_a_run_with_processes_resumed_at_some_steps_equals_the_uninterrupted_run(case: str) -> None:
+    """Workers begin each epoch with the main process's dataset."""
     assert_resumes(case, {"num_workers": 2}, every=4, epochs=1)
 
 
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("case", [*(name for name in INDEXED if name != "stateful dataset"), "random numbers", *STREAMS])
-def test_runs_with_processes_resumed_at_many_moments_are_the_uninterrupted_ones(case: str) -> None:
+def test_runs_with_processes_resumed_at_many_steps_equal_the_uninterrupted_runs(case: str) -> None:
     assert_resumes(case, {"num_workers": 2}, every=5)
 
 
@@ -242,15 +242,15 @@ def test_runs_with_processes_resumed_at_many_moments_are_the_uninterrupted_ones(
 @pytest.mark.parametrize(
     "case", ["random numbers", "shuffle, generator", "stateful sampler", "stream", "stream and iterator with states"]
 )
-def test_a_run_with_persistent_workers_resumed_at_some_moments_is_the_uninterrupted_one(case: str) -> None:
-    """Workers go on with the dataset that they have, and with the seed that they began with."""
+def test_a_run_with_persistent_workers_resumed_at_some_steps_equals_the_uninterrupted_run(case: str) -> None:
+    """Workers keep their dataset and their initial seed."""
     assert_resumes(case, {"num_workers": 2, "persistent_workers": True}, every=7)
 
 
 # --- by the process's own generator
 
 
-def test_resuming_leaves_the_default_generator_alone() -> None:
+def test_resuming_does_not_change_the_default_generator() -> None:
     torch.manual_seed(1)
     loader = made("shuffle", {})
     next(iter(loader))
@@ -264,8 +264,8 @@ def test_resuming_leaves_the_default_generator_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_run_that_draws_is_resumed_exactly_if_the_default_generator_is_restored() -> None:
-    """The loop draws from it too, so the orders of later epochs depend on where it is."""
+def test_a_run_that_draws_resumes_exactly_if_the_default_generator_is_restored() -> None:
+    """The loop draws from it too, so the orders of later epochs depend on its state."""
 
     def drawing(loader: DataLoader[Any], rest: int = 0) -> Iterator[tuple[Any, float, Any, Any]]:
         for _ in range(3):
@@ -285,8 +285,8 @@ def test_a_run_that_draws_is_resumed_exactly_if_the_default_generator_is_restore
         assert resumed[: 11 - number] == [step[:2] for step in uninterrupted[number + 1 :]]
 
 
-def test_an_epoch_is_of_the_seed_that_it_was_given_also_after_a_resume() -> None:
-    """``torch.manual_seed(epoch)`` before every epoch."""
+def test_a_seeded_epoch_keeps_its_seed_after_a_resume() -> None:
+    """The user calls ``torch.manual_seed(epoch)`` before every epoch."""
 
     def seeding(loader: DataLoader[Any], first: int) -> list[Any]:
         batches = []
@@ -309,7 +309,7 @@ def test_an_epoch_is_of_the_seed_that_it_was_given_also_after_a_resume() -> None
     assert seeding(loader, 1) == expected[1:]
 
 
-# Orders that are drawn with the first batch, and what else draws from the same generator.
+# Orders that are drawn with the first batch, and other draws from the same generator.
 DRAWN = [
     "shuffle", "shuffle, generator", "RandomSampler, generator", "RandomSampler, replacement", "RandomSampler, two generators",
     "WeightedRandomSampler", "SubsetRandomSampler",
@@ -345,7 +345,7 @@ def test_draws_between_iter_and_the_first_batch_are_repeated(case: str) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2], ids=["inline", "threads"])
-def test_a_state_before_the_first_batch_is_of_the_iteration_that_was_made_last(num_workers: int) -> None:
+def test_a_state_before_the_first_batch_belongs_to_the_latest_iterator(num_workers: int) -> None:
     loader = made("shuffle", {"num_workers": num_workers, "worker": "thread"})
     left = iter(loader)
     next(left)
@@ -358,7 +358,7 @@ def test_a_state_before_the_first_batch_is_of_the_iteration_that_was_made_last(n
     assert list(other) == whole
 
 
-def test_an_iterator_that_was_only_looked_at_does_not_count() -> None:
+def test_an_unused_iterator_does_not_count() -> None:
     torch.manual_seed(1)
     loader = made("shuffle", {})
     iter(loader)
@@ -370,7 +370,7 @@ def test_an_iterator_that_was_only_looked_at_does_not_count() -> None:
 
 
 def test_a_state_after_loading_is_the_one_that_was_loaded() -> None:
-    """And not of the iteration that was left, which goes on as it was."""
+    """Not that of the abandoned iteration, which continues unchanged."""
     loader = made("stateful sampler", {})
     first = loader.state_dict()
     iterator = iter(loader)
@@ -382,8 +382,8 @@ def test_a_state_after_loading_is_the_one_that_was_loaded() -> None:
     assert list(loader) == batches
 
 
-def test_taking_a_state_does_not_keep_the_ones_before() -> None:
-    """Of a sampler whose states are large only those ahead of the loop are kept."""
+def test_taking_a_state_does_not_keep_earlier_ones() -> None:
+    """If a sampler's states are large, only those ahead of the loop are kept."""
     copies: list[Any] = []
 
     class Large(list[int]):
@@ -406,7 +406,7 @@ def test_taking_a_state_does_not_keep_the_ones_before() -> None:
 
 
 class Litdata(Stream):
-    """Its methods are for a loader of its own."""
+    """Its state methods are for litdata's own loader."""
 
     def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
         raise AssertionError
@@ -420,7 +420,7 @@ class LitdataMap(Numbers):
 
 
 @pytest.mark.parametrize("dataset", [Litdata(), LitdataMap()], ids=["stream", "map"])
-def test_methods_that_need_other_arguments_are_not_of_a_state(dataset: Any) -> None:
+def test_state_methods_with_other_arguments_are_ignored(dataset: Any) -> None:
     loader = DataLoader(dataset, batch_size=2, collate_fn=list)
     batches = list(loader)
     loader = DataLoader(dataset, batch_size=2, collate_fn=list)
@@ -439,8 +439,8 @@ def counting(**options: Any) -> DataLoader[Any]:
 
 
 @WORKERS
-def test_a_state_with_workers_in_mid_epoch_lacks_the_dataset(worker: Any) -> None:
-    """Frameworks take states of every loader that has them, so taking one may not raise."""
+def test_a_state_with_workers_in_mid_epoch_omits_the_dataset(worker: Any) -> None:
+    """Frameworks take states of every loader that has them, so taking one must not raise."""
     loader = counting(num_workers=1, worker=worker)
     iterator = iter(loader)
     next(iterator)
@@ -460,7 +460,7 @@ def test_a_state_with_workers_in_mid_epoch_lacks_the_dataset(worker: Any) -> Non
 
 
 @WORKERS
-def test_a_state_with_workers_between_epochs_has_the_dataset(worker: Any) -> None:
+def test_a_state_with_workers_between_epochs_contains_the_dataset(worker: Any) -> None:
     """Workers begin with a copy of the main process's dataset."""
     saved = counting(num_workers=1, worker=worker)
     saved.dataset.seen = 10
@@ -478,7 +478,7 @@ def test_a_state_with_workers_between_epochs_has_the_dataset(worker: Any) -> Non
 
 
 @WORKERS
-def test_a_state_of_a_dataset_in_mid_epoch_is_refused_with_workers(worker: Any) -> None:
+def test_a_state_of_a_dataset_in_mid_epoch_is_rejected_with_workers(worker: Any) -> None:
     inline = counting()
     next(iter(inline))
     loader = counting(num_workers=1, worker=worker)
@@ -488,8 +488,8 @@ def test_a_state_of_a_dataset_in_mid_epoch_is_refused_with_workers(worker: Any) 
 
 
 @pytest.mark.process
-def test_a_state_between_epochs_of_persistent_workers_lacks_the_dataset() -> None:
-    """They go on with their copies."""
+def test_a_state_between_epochs_of_persistent_workers_omits_the_dataset() -> None:
+    """Workers keep their copies."""
     loader = counting(num_workers=1, persistent_workers=True)
     before = loader.state_dict()
     list(loader)
@@ -502,7 +502,7 @@ def test_a_state_between_epochs_of_persistent_workers_lacks_the_dataset() -> Non
     loader.close()
 
 
-def test_states_of_objects_that_have_none_are_refused() -> None:
+def test_states_of_stateless_objects_are_rejected() -> None:
     with_dataset, with_sampler = DataLoader(Counting()).state_dict(), DataLoader(Numbers(), sampler=Turning()).state_dict()
     loader = DataLoader(Numbers())
     with pytest.raises(StateError, match="dataset"):
@@ -523,7 +523,7 @@ def test_states_of_objects_that_have_none_are_refused() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_damaged_state_of_a_sampler_is_refused(change: dict[str, Any]) -> None:
+def test_a_damaged_state_of_a_sampler_is_rejected(change: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(), sampler=Turning(), batch_size=2)
     next(iter(loader))
     state = loader.state_dict()
@@ -534,7 +534,7 @@ def test_a_damaged_state_of_a_sampler_is_refused(change: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("options", [{"generator": seeded(1)}, {"sampler": data.RandomSampler(Numbers(), generator=seeded(1))}])
-def test_a_state_of_an_order_of_another_generator_is_refused(options: dict[str, Any]) -> None:
+def test_a_state_of_an_order_of_another_generator_is_rejected(options: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(), shuffle=True)
     next(iter(loader))
     other = DataLoader(Numbers(), shuffle=None if "sampler" in options else True, **options)
@@ -542,8 +542,8 @@ def test_a_state_of_an_order_of_another_generator_is_refused(options: dict[str, 
         other.load_state_dict(loader.state_dict())
 
 
-def test_states_go_on_from_those_of_torchdatas_sampler() -> None:
-    """Whose iterator has the state, a tensor in it."""
+def test_states_of_torchdatas_sampler_can_be_resumed() -> None:
+    """Its iterator has the state, which contains a tensor."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 
     def loader() -> DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""Tensors and arrays in shared memory stay shared between the training loop's process and workers, both ways."""
+"""Tensors and arrays in shared memory stay shared between the main process and workers, in both directions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STARTS = pytest.mark.parametrize(("context", "count"), [("forkserver", 2), ("spa
 
 
 class Cached:
-    """Samples are the epoch and what the cache had; loading fills the cache."""
+    """Samples are the epoch and the value in the cache; loading fills the cache."""
 
     def __init__(self, length: int = 8) -> None:
         self.epoch = torch.tensor(0).share_memory_()
@@ -59,8 +59,8 @@ def epochs_and_hits(loader: Any) -> tuple[list[int], list[int]]:
 
 
 @STARTS
-def test_writes_reach_workers_and_come_back(context: str, count: int) -> None:
-    """In persistent workers, in others, and in those that replace workers that died; also if the dataset has changed since."""
+def test_writes_reach_workers_and_the_main_process(context: str, count: int) -> None:
+    """In persistent, new and replaced workers; also if the dataset has changed since."""
     dataset = Cached()
     options: dict[str, Any] = {"num_workers": count, "persistent_workers": True, "multiprocessing_context": context}
     loader = ours.DataLoader(dataset, batch_size=2, timeout=DEADLINE_S, **options)
@@ -99,7 +99,7 @@ class Many:
 
 
 def test_many_shared_tensors_stay_shared() -> None:
-    """Each has a descriptor of its own."""
+    """Each has its own descriptor."""
     dataset = Many(230)
     for _ in ours.DataLoader(dataset, batch_size=50, num_workers=1, timeout=DEADLINE_S):
         pass
@@ -123,8 +123,8 @@ class Mapped:
         return index
 
 
-def test_only_what_is_mapped_as_shared_is_shared(tmp_path: Path) -> None:
-    """torch says of both that they are."""
+def test_only_shared_mappings_are_shared(tmp_path: Path) -> None:
+    """torch reports both as shared."""
     dataset = Mapped(tmp_path)
     assert len(list(ours.DataLoader(dataset, num_workers=1, timeout=DEADLINE_S))) == 4
     assert dataset.shared.tolist() == [0, 1, 2, 3]
@@ -132,7 +132,7 @@ def test_only_what_is_mapped_as_shared_is_shared(tmp_path: Path) -> None:
 
 
 def test_batches_are_not_in_torchs_shared_memory() -> None:
-    """As the documentation says: torch does not know infeed's."""
+    """As documented: torch does not know infeed's shared memory."""
     (batch,) = ours.DataLoader(range(2), batch_size=2, num_workers=1, timeout=DEADLINE_S)
     assert not batch.is_shared()
 
@@ -164,8 +164,8 @@ assert dataset.cells.tolist() == [2.0] * 4, dataset.cells
 """
 
 
-def test_tensors_that_torch_shares_by_name_stay_shared(tmp_path: Path) -> None:
-    """As on macOS and Windows; also where workers are replaced."""
+def test_tensors_shared_by_name_stay_shared(tmp_path: Path) -> None:
+    """As on macOS and Windows; also if workers are replaced."""
     result = run_script(tmp_path, BY_NAME)
     assert result.code == 0, result.err
 
@@ -175,7 +175,10 @@ def test_tensors_that_torch_shares_by_name_stay_shared(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_by_multiprocessing() -> None:
-    """Its heap and its resource tracker stay. They come before any test counts descriptors and processes."""
+    """The heap and the resource tracker of multiprocessing stay.
+
+    They start before any test counts descriptors and processes.
+    """
     multiprocessing.RawArray("b", 3 << 20)
     resource_tracker.ensure_running()
 
@@ -211,7 +214,7 @@ SHARED: dict[str, Callable[[Path], Any]] = {
 
 
 class Caching:
-    """Samples are what the cache had; loading counts in it."""
+    """Samples are the value in the cache; loading increments it."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.same = cache, cache[2:]
@@ -254,7 +257,7 @@ def test_an_array_over_named_shared_memory_stays_shared() -> None:
 @pytest.mark.linux("torch forks its workers there")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("convert", [lambda array: array, torch.from_numpy], ids=["array", "tensor"])
-def test_memory_that_only_forked_workers_can_share_runs_on_torchs(tmp_path: Path, convert: Callable[[Any], Any]) -> None:
+def test_memory_that_only_forked_workers_can_share_uses_torchs_workers(tmp_path: Path, convert: Callable[[Any], Any]) -> None:
     dataset = Caching(convert(anonymous(tmp_path)))
     with pytest.warns(RuntimeWarning, match=r"dataset\.cache is a .*anonymous shared memory.*RawArray"):
         assert len(list(ours.DataLoader(dataset, num_workers=1, timeout=DEADLINE_S))) == 8
@@ -264,7 +267,7 @@ def test_memory_that_only_forked_workers_can_share_runs_on_torchs(tmp_path: Path
 
 
 def test_batches_in_a_dataset_are_copied() -> None:
-    """Their memory is infeed's, which uses it for later batches."""
+    """Their memory belongs to infeed, which reuses it for later batches."""
     with infeed.DataLoader(np.zeros((8, 3), np.float32), 8, num_workers=1) as loader:
         (batch,) = list(loader)
     dataset = Caching(batch)

@@ -1,4 +1,4 @@
-"""Datasets that cannot be pickled run on torch's own workers, which are forked, as they do without infeed."""
+"""Datasets that cannot be pickled run on torch's own workers, which are forked, as without infeed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.process,
     pytest.mark.linux("torch forks its workers there"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),  # Python's own, from 3.12 on
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),  # Python's own, from 3.12 on.
 ]
 OPTIONS: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "timeout": DEADLINE_S}
 
 
 class Holding:
-    """Sample ``i`` is ``i``; it holds something."""
+    """Sample ``i`` is ``i``; it references an object."""
 
     def __init__(self, held: Any) -> None:
         self.inner = {"held": held}
@@ -44,7 +44,7 @@ class Holding:
 
 
 class Lazy(Holding):
-    """It opens something with the first sample."""
+    """Opens something with the first sample."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -56,7 +56,7 @@ class Lazy(Holding):
 
 
 class Refusing:
-    """What raises an exception of its own when it is pickled."""
+    """Raises its own exception when it is pickled."""
 
     class Error(Exception):
         pass
@@ -66,7 +66,7 @@ class Refusing:
 
 
 class Wrapping:
-    """``__getattr__`` recurses without end while the object has no attributes yet, as in unpickling."""
+    """``__getattr__`` recurses endlessly while the object has no attributes yet, as during unpickling."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -129,19 +129,19 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             getattr(made, name)()
 
 
-def told(caught: list[warnings.WarningMessage]) -> list[str]:
+def messages(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(entry.message) for entry in caught if "torch's own workers" in str(entry.message)]
 
 
 def collected(loader: Any) -> tuple[list[Any], list[str]]:
-    """Two epochs, and the warnings of both about torch's own workers."""
+    """Returns two epochs, and the warnings about torch's own workers."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batches = [batch.tolist() for _ in range(2) for batch in loader]
-    return batches, told(caught)
+    return batches, messages(caught)
 
 
-def test_it_runs_on_torchs_workers_with_one_warning_that_names_the_attribute(held: Any) -> None:
+def test_it_runs_on_torchs_workers_with_one_warning_with_the_attribute(held: Any) -> None:
     batches, words = collected(ours.DataLoader(Holding(held), **OPTIONS))
 
     assert batches == [[0, 1], [2, 3]] * 2
@@ -158,7 +158,7 @@ def test_infeeds_own_loader_raises(held: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", UNPICKLING)
-def test_what_workers_cannot_unpickle_runs_on_torchs_workers(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_dataset_that_workers_cannot_unpickle_runs_on_torchs_workers(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     dataset = UNPICKLING[kind](monkeypatch)
     batches, words = collected(ours.DataLoader(dataset, **OPTIONS))
 
@@ -167,7 +167,7 @@ def test_what_workers_cannot_unpickle_runs_on_torchs_workers(monkeypatch: pytest
     assert f"cannot be unpickled in a worker: {kind}" in words[0]
 
 
-def test_what_workers_cannot_unpickle_takes_nothing_from_the_sampler() -> None:
+def test_a_failed_start_takes_no_index_from_the_sampler() -> None:
     torch.manual_seed(5)
     loader = ours.DataLoader(Wrapping(range(4)), sampler=iter([3, 1, 2, 0]), **OPTIONS)
     with warnings.catch_warnings():
@@ -175,29 +175,29 @@ def test_what_workers_cannot_unpickle_takes_nothing_from_the_sampler() -> None:
         batches = [batch.tolist() for batch in loader]
     drawn = torch.rand(())
     torch.manual_seed(5)
-    torch.empty((), dtype=torch.int64).random_()  # the base seed
+    torch.empty((), dtype=torch.int64).random_()  # The base seed.
     assert batches == [[3, 1], [2, 0]]
     assert drawn == torch.rand(())
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_neither_loaders_workers_can_unpickle_raises() -> None:
+def test_a_dataset_that_no_worker_can_unpickle_raises() -> None:
     loader = ours.DataLoader(Wrapping(range(4)), multiprocessing_context="spawn", **OPTIONS)
     with pytest.raises(infeed.WorkerStartError, match="RecursionError"):
         next(iter(loader))
 
 
-def test_what_torch_could_not_run_either_raises() -> None:
-    """Its spawned workers need the dataset pickled, too."""
+def test_a_dataset_that_torch_could_not_run_raises() -> None:
+    """torch's spawned workers need to pickle the dataset too."""
     loader = ours.DataLoader(Holding(threading.Lock()), multiprocessing_context="spawn", **OPTIONS)
     with pytest.raises(infeed.WorkerStartError, match=r"dataset\.inner\['held'\]"):
         iter(loader)
 
 
-def test_a_handle_that_the_main_process_opened_meanwhile_is_treated_alike() -> None:
+def test_a_handle_that_the_main_process_opened_later_is_treated_alike() -> None:
     dataset = Lazy()
     loader = ours.DataLoader(dataset, **OPTIONS)
-    batches = [batch.tolist() for batch in loader]  # on infeed's workers, without a warning
+    batches = [batch.tolist() for batch in loader]  # On infeed's workers, without a warning.
     assert batches == [[0, 1], [2, 3]]
     assert loader.statistics().batch_count == 2
 
@@ -218,20 +218,20 @@ def test_the_order_is_that_of_torch() -> None:
     assert orders[0] == orders[1]
 
 
-def test_options_that_only_infeed_serves_are_named_in_the_warning() -> None:
+def test_options_that_only_infeed_supports_are_named_in_the_warning() -> None:
     loader = ours.DataLoader(Holding(threading.Lock()), on_error="skip", seed=3, **OPTIONS)
     _, (words,) = collected(loader)
     assert "seed and on_error have no effect" in words
 
 
-def test_auto_does_not_start_the_most_workers_there_may_be() -> None:
+def test_auto_does_not_start_the_maximum_number_of_workers() -> None:
     loader = ours.DataLoader(Holding(threading.Lock()), 2, num_workers="auto", cpu_limit=1)
     batches, _ = collected(loader)
     assert batches == [[0, 1], [2, 3]] * 2
     assert loader.num_workers == 1
 
 
-def test_a_loader_on_torchs_workers_has_an_empty_state_and_says_so() -> None:
+def test_a_loader_on_torchs_workers_has_an_empty_state_with_a_warning() -> None:
     loader = ours.DataLoader(Holding(threading.Lock()), **OPTIONS)
     collected(loader)
     with pytest.warns(RuntimeWarning, match="state_dict"):

@@ -1,4 +1,4 @@
-"""Compares what a program observes of torch's loader and of infeed's, and names the differences that are on purpose."""
+"""Compares what a program observes of torch's loader and of infeed's, and lists the intended differences."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from tests.torch.fuzz.programs import Operation, OptionsSpec, Program, Run
 from tests.torch.fuzz.record import Event
 from tests.torch.samples import SAMPLES
 
-_SHOWN: Final = 600  # characters of an event
+_SHOWN: Final = 600  # Characters of an event.
 
-Records = tuple[list[Event], list[Event]]  # torch's and infeed's
+Records = tuple[list[Event], list[Event]]  # torch's and infeed's.
 
 
 class Difference(NamedTuple):
-    """A difference on purpose, as docs/migration.md has it.
+    """An intended difference, as documented in docs/migration.md.
 
-    ``weaken`` replaces the strict comparison. It returns what is left to be equal of both records, and raises `AssertionError`
-    if the difference is not the documented one.
+    ``weaken`` replaces the strict comparison. It returns the parts of both records that must be equal, and raises
+    `AssertionError` if the difference is not the documented one.
     """
 
     section: str
-    documented: str  # the words of that section
+    documented: str  # The words of that section.
     applies: Callable[[Program], bool]
     weaken: Callable[[Program, Records], Records]
-    example: Program  # shows this difference and no other
-    is_timed: bool = False  # whether a program shows it depends on timing
+    example: Program  # Shows this difference and no other.
+    is_timed: bool = False  # Whether a program shows it depends on timing.
 
 
 def records_of(program: Program, loader_class: Any = ours.DataLoader) -> Records:
-    """What the program observes of torch's loader and of another."""
+    """Returns what the program observes of torch's loader and of another."""
     expected = Run(program, data.DataLoader).events()
     got = Run(program, loader_class).events()
     if program.options.num_workers:
-        gc.collect()  # an iterator in a cycle would keep its workers
-        resource_sharer.stop()  # started by torch if the sampler yields tensors
+        gc.collect()  # An iterator in a cycle would keep its workers.
+        resource_sharer.stop()  # Started by torch if the sampler yields tensors.
     return expected, got
 
 
@@ -65,7 +65,7 @@ def report(program: Program, records: Records) -> str:
 
 
 def assert_same_record(program: Program, loader_class: Any = ours.DataLoader) -> list[str]:
-    """Fail unless a program observes the same of both loaders. Returns the names of the differences on purpose it shows."""
+    """Fails unless a program observes the same of both loaders. Returns the names of the intended differences that it shows."""
     records = records_of(program, loader_class)
     if first_difference(records) is None:
         return []
@@ -111,7 +111,7 @@ def without_warnings(*beginnings: str) -> Callable[[Program, Records], Records]:
 
 
 def asked_once_at_the_end(_program: Program, records: Records) -> Records:
-    """An own iterator that two iterations share may go on when torch asks it again; a program goes its own way from there."""
+    """An own iterator that two iterations share may continue when torch calls it again; from there the program differs."""
     weak = _without_second_ends(records[0]), _without_second_ends(records[1])
     place = first_difference(weak)
     if place is None or place >= len(weak[0]) or not weak[0][place][0].startswith("sampler"):
@@ -135,7 +135,7 @@ _CAUGHT: Final = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\n"
 
 
 def original_errors(_program: Program, records: Records) -> Records:
-    """The last line of the worker's traceback has the type and the words with which infeed raises the exception."""
+    """The last line of the worker's traceback has the type and message of the exception that infeed raises."""
     return [_original(event) for event in records[0]], records[1]
 
 
@@ -146,7 +146,7 @@ def _original(event: Event) -> Event:
     caught = _CAUGHT.match(text)
     assert caught is not None
     name = caught[1]
-    assert kind in (name, "RuntimeError")  # torch cannot make an exception that takes several arguments
+    assert kind in (name, "RuntimeError")  # torch cannot create an exception that takes several arguments.
     _, _, message = text.rpartition(f"\n{name}")[2].partition(": ")
     if name == "Several":
         _, _, message = text.rpartition("Several")[2].partition(": ")
@@ -154,7 +154,7 @@ def _original(event: Event) -> Event:
 
 
 def up_to_stop_iteration(_program: Program, records: Records) -> Records:
-    """torch ends the iteration in silence, infeed raises; a program goes its own way from there."""
+    """torch ends the iteration without an error, infeed raises; from there the program differs."""
     place = first_difference(records)
     if place is None or not _has(records[1], place, "error") or "StopIteration" not in records[1][place][3]:
         return records
@@ -167,7 +167,7 @@ _START_ERRORS: Final = ("worker_init_fn of", "cannot be opened")
 
 
 def up_to_failed_start(_program: Program, records: Records) -> Records:
-    """infeed raises the exception of a worker and stops. torch asks the sampler first, and raises if it has a batch."""
+    """infeed raises the exception of a worker and stops. torch calls the sampler first, and raises if it has a batch."""
     errors = [
         [
             place
@@ -202,7 +202,7 @@ _IN_SHARED_MEMORY: Final = (
 
 
 def up_to_collation(_program: Program, records: Records) -> Records:
-    """torch's workers collate into shared memory, which fails in its own way; infeed's do what num_workers=0 does."""
+    """torch's workers collate into shared memory, which fails differently; infeed's workers behave as num_workers=0 does."""
     place = first_difference(records)
     if place is None or not _has(records[0], place, "error"):
         return records
@@ -213,7 +213,7 @@ def up_to_collation(_program: Program, records: Records) -> Records:
 
 
 def up_to_negative_strides(_program: Program, records: Records) -> Records:
-    """torch refuses an array that infeed delivers; a program goes its own way from there."""
+    """torch rejects an array that infeed delivers; from there the program differs."""
     place = first_difference(records)
     if place is None or not _has(records[0], place, "error") or "array is negative" not in records[0][place][3]:
         return records
@@ -231,7 +231,7 @@ def up_to_hang(_program: Program, records: Records) -> Records:
 
 
 def up_to_left_iteration(_program: Program, records: Records) -> Records:
-    """The copy of the dataset in a worker has loaded fewer samples than torch's when an iteration was left before."""
+    """After an earlier abandoned iteration, a worker's copy of the dataset has loaded fewer samples than torch's."""
     place = first_difference(records)
     is_batch = place is not None and all(_has(events, place, "batch") or _has(events, place, "stop") for events in records)
     return records if place is None or not is_batch else _cut(records, place)
@@ -246,7 +246,7 @@ def _cut(records: Records, place: int) -> Records:
 
 
 def blanked(names: tuple[str, ...]) -> Callable[[list[Event]], list[Event]]:
-    """Of these items of a dict, only the form is compared: types, dtypes and shapes."""
+    """Replaces these items of a dict by their form: types, dtypes and shapes."""
 
     def form(value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -265,7 +265,7 @@ _NUMBERS: Final = re.compile(r"-?[0-9a-f.]+(e-?\d+)?")
 
 
 def in_native_order(events: list[Event]) -> list[Event]:
-    """Big-endian arrays as little-endian ones."""
+    """Converts big-endian arrays to little-endian."""
 
     def native(value: Any) -> Any:
         if isinstance(value, dict):
@@ -284,7 +284,7 @@ _BIG: Final = re.compile(r">[fiu]\d+")
 
 
 def without_signs(events: list[Event]) -> list[Event]:
-    """Conjugate and negative views as their absolute values."""
+    """Replaces conjugate and negative views by their absolute values."""
 
     def unsigned(value: Any) -> Any:
         if isinstance(value, dict):
@@ -301,9 +301,9 @@ _OF_FLOATS: Final = ("torch.complex64", "torch.float32")
 
 
 def in_any_order(_program: Program, records: Records) -> Records:
-    """Of an iteration that was read to its end, all batches have come; of others, as many.
+    """Compares all batches of a complete iteration, and the number of batches of others.
 
-    An exception ends a loop, so a program goes its own way from the operation in which one is raised.
+    An exception ends a loop, so programs may differ from the operation that raises one.
     """
     errors = [place for events in records for place, event in enumerate(events) if event[0] == "error" and event[1] in _LOOPS]
     if errors:
@@ -354,12 +354,12 @@ def has_sampler(program: Program, *words: str) -> bool:
 
 _DRAIN: Final = (Operation("drain"),)
 _TWO: Final = OptionsSpec(num_workers=2)
-# A name for which `column_names` chooses the column that needs a gradient.
+# A name for which `column_names` chooses the column that requires a gradient.
 _GRADIENT: Final = next(name for name in SAMPLES if column_names(name, COLUMNS) == ["gradient"])
 # Operations that may leave an iteration before its end.
 _LEAVING: Final = ("break", "take", "open", "drop", "zip", "nest")
 
-# In the order in which they are applied: those that cut the records come last.
+# In the order in which they are applied: those that truncate the records come last.
 DIFFERENCES: Final[dict[str, Difference]] = {
     "warning of many workers": Difference(
         "What differs",

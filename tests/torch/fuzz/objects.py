@@ -15,7 +15,7 @@ from torch.utils import data
 from tests.torch.fuzz.record import RECORD, described, digest
 from tests.torch.samples import SAMPLES, Opaque, Pair, TensorChild
 
-Sample = str | tuple[Any, ...]  # a name in SAMPLES, or a container and what is in it
+Sample = str | tuple[Any, ...]  # A name in SAMPLES, or a container and its contents.
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """A sampler, or a batch sampler whose batches are ``indices`` cut into pieces of ``size``."""
+    """A sampler, or a batch sampler that splits ``indices`` into pieces of ``size``."""
 
     kind: str
     indices: tuple[Any, ...] = ()
     size: int = 2
-    generator: str = ""  # "seeded", "loader" (the same object as the loader's), "default", or none
+    generator: str = ""  # "seeded", "loader" (the loader's own object), "default", or none.
 
 
 # --- samples
@@ -58,7 +58,7 @@ def make_sample(spec: Sample, index: int) -> Any:
 
 
 class Several(Exception):
-    """Takes more than a message."""
+    """Takes several arguments."""
 
     def __init__(self, first: int, second: str) -> None:
         super().__init__(first, second)
@@ -75,7 +75,7 @@ def fail_as(name: str, index: int) -> None:
 
 
 class Rows:
-    """Sample ``i`` is made by the specification; what is asked of it in this process is recorded."""
+    """The specification makes sample ``i``; calls in this process are recorded."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         self.spec, self.length, self.bad = spec, spec.length, dict(spec.bad)
@@ -116,7 +116,7 @@ class BatchedTuple(Rows):
 
 
 class Filtering(Rows):
-    """Returns fewer samples than it was asked for."""
+    """Returns fewer samples than requested."""
 
     def __getitems__(self, indices: Any) -> Any:
         return [self.load(index) for index in indices if index % 3 != 2]
@@ -145,16 +145,16 @@ class Drawing(Rows):
 
 
 class Located(Rows):
-    """Samples tell which worker made them, and what its worker_init_fn left there."""
+    """Samples contain the worker that loaded them, and a value set by its worker_init_fn."""
 
     def make(self, number: int) -> Any:
         info = data.get_worker_info()
-        told = {"index": number, "mark": MARK.get("worker", -1), "workers": 0 if info is None else info.num_workers}
-        return {**told, "worker": -1 if info is None else info.id}
+        sample = {"index": number, "mark": MARK.get("worker", -1), "workers": 0 if info is None else info.num_workers}
+        return {**sample, "worker": -1 if info is None else info.id}
 
 
 class Counted(Rows):
-    """Samples tell how many were loaded before by the same copy of the dataset."""
+    """Samples contain how many were loaded before by the same copy of the dataset."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         super().__init__(spec)
@@ -197,7 +197,7 @@ ARRAYS: Final = {
 
 
 def column_names(sample: Sample, table: Mapping[str, Any]) -> list[str]:
-    """Columns by the names in a sample's specification, whatever it is."""
+    """Returns columns by the names in a sample's specification, whatever its type."""
     names = sorted(table)
     return [names[int(digest(part), 16) % len(names)] for part in ([sample] if isinstance(sample, str) else sample)]
 
@@ -257,7 +257,7 @@ class Longer(Elements):
 
 
 class Resetting(Elements):
-    """Is its own iterator; ``__iter__`` starts at the beginning. It goes on after an exception."""
+    """Is its own iterator; ``__iter__`` resets it. It continues after an exception."""
 
     at = 0
 
@@ -274,7 +274,7 @@ class Resetting(Elements):
 
 
 class Continuing(Resetting):
-    """Is its own iterator; ``__iter__`` changes nothing, so that the next epoch starts where the last one was left."""
+    """Is its own iterator; ``__iter__`` changes nothing, so the next epoch starts where the last one was left."""
 
     def __iter__(self) -> Any:
         RECORD.note("dataset iter")
@@ -282,7 +282,7 @@ class Continuing(Resetting):
 
 
 class Epochs(Elements):
-    """Elements tell how often ``__iter__`` was called on this copy."""
+    """Elements contain how often ``__iter__`` was called on this copy."""
 
     epoch = 0
 
@@ -372,7 +372,7 @@ DATASETS: Final[dict[str, Callable[[DatasetSpec], Any]]] = {
 
 
 class Recorded:
-    """A generator; every call is recorded."""
+    """A generator whose calls are recorded."""
 
     def __init__(self, elements: Sequence[Any]) -> None:
         self.elements = elements
@@ -392,7 +392,7 @@ class Recorded:
 
 
 class OwnIterator:
-    """Is its own iterator, and is recorded also when it is asked again after its end."""
+    """Is its own iterator, and records also calls after its end."""
 
     def __init__(self, elements: Sequence[Any], failing: int = -1, *, restarts: bool = True) -> None:
         self.elements, self.failing, self.restarts, self.at = elements, failing, restarts, 0
@@ -427,7 +427,7 @@ class Random:
 
 
 class Adaptive:
-    """Yields by how many batches the program has seen."""
+    """Yields by the number of batches that the program has received."""
 
     def __init__(self, elements: Sequence[Any]) -> None:
         self.elements = elements
@@ -438,7 +438,7 @@ class Adaptive:
 
 
 class Counter:
-    """Yields other elements each time."""
+    """Yields different elements each time."""
 
     def __init__(self, elements: Sequence[Any]) -> None:
         self.elements, self.round = elements, 0
@@ -449,7 +449,7 @@ class Counter:
 
 
 def make_sampler(spec: SamplerSpec, length: int, generator: Any) -> Any:
-    """Kinds that begin with ``batch`` yield lists."""
+    """Creates a sampler. Kinds that begin with ``batch`` yield lists."""
     kind, indices = spec.kind, list(spec.indices)
     if spec.kind.startswith("batches"):
         indices = [indices[begin : begin + spec.size] for begin in range(0, len(indices), spec.size)]

@@ -26,16 +26,16 @@ from tests.torch.fuzz.objects import (
 )
 from tests.torch.fuzz.record import RECORD, Event, described, digest, note_error
 
-# No operation takes more batches than this, so that endless samplers can be used.
+# No operation takes more batches than this, so endless samplers can be used.
 MOST_BATCHES: Final = 24
-# Time limits of loaders with workers: where torch's is known to hang, and elsewhere.
+# Time-outs of loaders with workers: where torch's loader is known to hang, and elsewhere.
 _HANG_S: Final = 2.0
 _PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True)
 class OptionsSpec:
-    """Arguments of the loader, except those that are objects: these are made by name."""
+    """Arguments of the loader, except for objects: these are created by name."""
 
     batch_size: int | None = 1
     shuffle: bool | None = None
@@ -63,7 +63,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What the fuzzer runs. Its ``repr`` is Python and can be pasted into a test."""
+    """Input of the fuzzer. Its ``repr`` is Python and can be pasted into a test."""
 
     dataset: DatasetSpec = field(default_factory=DatasetSpec)
     options: OptionsSpec = field(default_factory=OptionsSpec)
@@ -71,7 +71,7 @@ class Program:
 
     @property
     def hangs_with_torch(self) -> bool:
-        """Whether workers of torch's cannot send a batch, or die when they are used again; its loader waits for ever."""
+        """Returns whether torch's workers cannot send a batch, or die when they are reused; its loader waits forever."""
         if not self.options.num_workers:
             return False
         columns = column_names(self.dataset.sample, COLUMNS)
@@ -83,11 +83,11 @@ class Program:
         return f"Program({_short(self.dataset)}, {_short(self.options)}, ({', '.join(map(_short, self.operations))},))"
 
     def _repr_pretty_(self, printer: Any, _is_cycle: bool) -> None:
-        printer.text(repr(self))  # for Hypothesis
+        printer.text(repr(self))  # For Hypothesis.
 
 
 def _short(value: Any) -> str:
-    """``repr`` without what has its default value."""
+    """``repr`` without default values."""
     if isinstance(value, Operation):
         parts = [repr(value.name), *(f"{name}={getattr(value, name)}" for name in ("slot", "count") if getattr(value, name))]
         return f"Operation({', '.join(parts)})"
@@ -99,7 +99,7 @@ def _short(value: Any) -> str:
 
 
 class Run:
-    """One run of a program with one class of loader."""
+    """One run of a program with one loader class."""
 
     def __init__(self, program: Program, loader_class: Any) -> None:
         self._program = program
@@ -110,7 +110,7 @@ class Run:
         self._kept: list[Any] = []
 
     def events(self) -> list[Event]:
-        """Everything that the program observed, in order."""
+        """Returns everything that the program observed, in order."""
         RECORD.events, RECORD.made = [], []
         torch.manual_seed(11)
         random.seed(12)
@@ -119,13 +119,13 @@ class Run:
         with warnings.catch_warnings(record=True) as caught, patch("torch._utils.cpu_count", lambda: 2, create=True):
             warnings.simplefilter("always")
             before = torch.is_warn_always_enabled()
-            torch.set_warn_always(True)  # else the second loader finds that the first one was warned
+            torch.set_warn_always(True)  # Otherwise the second loader does not repeat the first one's warning.
             try:
                 self._run()
             finally:
                 torch.set_warn_always(before)
         for entry in caught:
-            if "fork" not in str(entry.message):  # Python 3.12 and JAX warn of every fork that torch makes
+            if "fork" not in str(entry.message):  # Python 3.12 and JAX warn about every fork that torch makes.
                 RECORD.note("warning", entry.category.__name__, str(entry.message).partition(":")[0][:40])
         return RECORD.events
 
@@ -181,7 +181,7 @@ class Run:
         return dataset
 
     def _timeout(self) -> float:
-        """Let torch's loader raise where it would hang."""
+        """Makes torch's loader raise where it would hang."""
         chosen = self._program.options
         if not chosen.num_workers:
             return 0
@@ -204,7 +204,7 @@ class Run:
         self._kept.append(batch)
 
     def _next(self, slot: int) -> bool:
-        """Whether there may be more."""
+        """Returns whether there may be more."""
         try:
             batch = next(self._iterators[slot])
         except StopIteration:
@@ -302,7 +302,7 @@ def make_generator(name: str, seed: int) -> Any:
 
 
 def write_to(value: Any) -> bool:
-    """Change the first tensor or array in place."""
+    """Changes the first tensor or array in place."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested:
         with torch.no_grad():
             value.zero_()

@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.events: list[Event] = []
-        self.made: list[Any] = []  # what collate_fn returned, to recognise the very object
+        self.made: list[Any] = []  # Results of collate_fn, to recognize the same object.
 
     def note(self, *event: Any) -> None:
         if os.getpid() == self.pid:
@@ -37,7 +37,7 @@ RECORD = Recorder()
 
 
 def note_error(where: Any, error: Exception) -> None:
-    # Its frames hold the iterator in a cycle. torch's needs 5 s per worker to stop them when a cycle is collected.
+    # Its frames hold the iterator in a cycle. torch needs 5 s per worker to stop them when a cycle is collected.
     error.__traceback__ = error.__context__ = error.__cause__ = None
     RECORD.note("error", where, type(error).__name__, _ADDRESS.sub("", str(error)))
 
@@ -47,7 +47,7 @@ def digest(value: Any) -> str:
 
 
 class Describer:
-    """Makes plain data of a batch, down to the last bit, with identities and overlaps of what is in it."""
+    """Converts a batch to plain data, bit for bit, with identities and overlaps of its parts."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -55,13 +55,13 @@ class Describer:
         self._ranges: list[tuple[int, int]] = []
 
     def describe(self, value: Any) -> Any:
-        told = self._describe(value)
+        description = self._describe(value)
         overlaps = [
             (one, other)
             for (one, left), (other, right) in itertools.combinations(enumerate(self._ranges), 2)
             if left[0] < right[1] and right[0] < left[1]
         ]
-        return (told, ("overlaps", overlaps)) if overlaps else told
+        return (description, ("overlaps", overlaps)) if overlaps else description
 
     def _describe(self, value: Any) -> Any:
         if value is None or type(value) in (bool, int, float, complex, str, bytes):
@@ -117,7 +117,7 @@ class Describer:
             form += [("strides", array.strides), ("writeable", array.flags.writeable)]
             if isinstance(array, np.ma.MaskedArray):
                 form.append(np.ma.getmaskarray(array).tolist())
-        if array.dtype.hasobject or array.dtype.char in "gG":  # long doubles have bytes that mean nothing
+        if array.dtype.hasobject or array.dtype.char in "gG":  # Long doubles have padding bytes.
             return (*form, repr(array.tolist()))
         return (*form, np.asarray(array).tobytes().hex())
 

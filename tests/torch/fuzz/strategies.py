@@ -1,4 +1,4 @@
-"""How the fuzzer draws programs. Most have no workers, because processes take a hundred times as long as the rest."""
+"""How the fuzzer draws programs. Most have no workers, because processes take 100 times as long as the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.torch.samples import SAMPLES
 _EXCEPTIONS: Final = ("ValueError", "KeyError", "IndexError", "Several", "StopIteration")
 # Three programs in 20 have workers.
 _WORKERS: Final = (*[0] * 17, 1, 2, 3)
-# The most usual operations come more often than the others.
+# Common operations are drawn more often than others.
 _OPERATIONS: Final = (*["epoch"] * 4, *["break"] * 3, *["take"] * 5, *["drain"] * 3, *OPERATIONS)
 
 leaves: Final = st.sampled_from(["int", *SAMPLES])
@@ -57,7 +57,7 @@ def options_specs(draw: Any, dataset: DatasetSpec) -> OptionsSpec:
     chosen: dict[str, Any] = {"batch_size": draw(st.sampled_from([1, 2, 3, 4, None]))}
     way = draw(st.sampled_from(["plain", "shuffle", "sampler", "batch_sampler"]))
     if dataset.is_iterable and not draw(_one_in(20)):
-        way = "plain"  # anything else is refused
+        way = "plain"  # Anything else is rejected.
     if way == "shuffle":
         chosen["shuffle"] = True
     elif way == "sampler":
@@ -93,6 +93,6 @@ operations: Final = st.builds(Operation, st.sampled_from(_OPERATIONS), st.intege
 def programs(draw: Any) -> Program:
     dataset = draw(dataset_specs())
     options = draw(options_specs(dataset))
-    # Every iteration with workers starts processes, in torch's loader and in ours.
+    # Every iteration with workers starts processes, in torch's loader and in infeed's.
     done = draw(st.lists(operations, min_size=1, max_size=3 if options.num_workers else 6))
     return Program(dataset, options, tuple(done))
