@@ -1,4 +1,4 @@
-"""What unit tests share."""
+"""Fixtures of the unit tests."""
 
 from types import ModuleType
 
@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture
 def torch() -> ModuleType:
-    """torch, for tests that need it; imported by none of the others."""
+    """torch, for tests that need it; no other test imports it."""
     module: ModuleType = pytest.importorskip("torch")
     return module

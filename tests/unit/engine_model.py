@@ -1,7 +1,7 @@
-"""An engine that is not there: plays workers, memory and the user's loop against a scheduler, and checks what it asks for.
+"""A simulated engine: plays workers, memory and the training loop against a scheduler, and checks its actions.
 
-What is right is told from the events and actions alone, by books of its own. It never looks into the scheduler, except to call
-``validate`` and to compare its public properties with the books.
+The checks use only the model's own records of events and actions. The model never inspects the scheduler, except to call
+``validate`` and to compare its public properties with these records.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -56,22 +56,22 @@ MOST_WORKERS = 6
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a run is set up."""
+    """Options of a run."""
 
     workers: int = 2
     window: int = 4
     in_order: bool = True
     whole_batches: bool = False
     is_stream: bool = False
-    is_bound: bool = False  # batches are bound to workers as those of a stream are, but can be loaded again
-    slots: int = 8  # how many the memory has room for
-    never: Collection[str] = ()  # kinds of trouble that do not happen: what is rare beside others is met only without them
-    often: str = ""  # a kind that happens more often than others: some troubles need several of one kind
+    is_bound: bool = False  # Batches are bound to workers, like those of an iterable dataset, but can be loaded again.
+    slots: int = 8  # How many slots the memory has room for.
+    never: Collection[str] = ()  # Kinds of faults that do not happen: rare ones are only reached without frequent ones.
+    often: str = ""  # A kind that happens more often than others: some faults need several of one kind.
 
 
 @dataclass
 class Task:
-    """A task as the worker that has it sees it."""
+    """A task as seen by its worker."""
 
     task: TaskId
     worker: WorkerId
@@ -89,7 +89,7 @@ class Task:
 
 @dataclass
 class Batch:
-    """A batch as the plan and the user's loop see it."""
+    """A batch as seen by the plan and the training loop."""
 
     batch: BatchId
     epoch: int
@@ -97,23 +97,23 @@ class Batch:
     worker: WorkerId | None
     slot: SlotId | None = None
     loaded: set[int] = field(default_factory=set)
-    failures: dict[TaskId, int] = field(default_factory=dict)  # by first grain
+    failures: dict[TaskId, int] = field(default_factory=dict)  # By first grain.
     deaths: int = 0
     is_begun: bool = False
-    must_reload: bool = False  # all of it, once its tasks are in: samples do not stack, or one is bad
+    must_reload: bool = False  # The whole batch, once its tasks are in: samples cannot be stacked, or one is bad.
     must_go_whole: bool = False
-    next_grain_count: int = 0  # when it is loaded again
-    is_doomed: bool = False  # a bad sample, and nothing to be done about it
-    outcome: str = ""  # "delivered", "error", "passed", "empty", "abandoned", or nothing yet
+    next_grain_count: int = 0  # When it is loaded again.
+    is_doomed: bool = False  # A bad sample that cannot be skipped or replaced.
+    outcome: str = ""  # "delivered", "error", "passed", "empty", "abandoned", or nothing yet.
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it has gone wrong for good, and only its error is still to be delivered."""
+        """Whether it has failed for good, and only its error is still to be delivered."""
         return bool(self.failures) or self.is_doomed or self.deaths > DEATHS_FORGIVEN
 
 
 class EngineModel:
-    """One run of a scheduler. Events are methods; each checks everything that can be known from outside."""
+    """One run of a scheduler. Events are methods; each checks everything that is observable from outside."""
 
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
@@ -128,11 +128,11 @@ class EngineModel:
         )
         self.starting = set(self.workers)
         self.ready: set[WorkerId] = set()
-        self.leaving: set[WorkerId] = set()  # released, and not stopped yet
-        self.gone: set[WorkerId] = set()  # died, and not started again: workers are given up
-        self.dying: WorkerId | None = None  # what it died of is told, that it died is not yet
-        self.tasks: dict[TaskId, Task] = {}  # with live workers
-        self.lost: list[Task] = []  # with workers that died
+        self.leaving: set[WorkerId] = set()  # Released, and not stopped yet.
+        self.gone: set[WorkerId] = set()  # Died, and not restarted: the run has given up on workers.
+        self.dying: WorkerId | None = None  # The cause of its death is reported, the death itself not yet.
+        self.tasks: dict[TaskId, Task] = {}  # With live workers.
+        self.lost: list[Task] = []  # With dead workers.
         self.seen_tasks: set[TaskId] = set()
         self.batches: dict[BatchId, Batch] = {}
         self.leased: dict[SlotId, Batch] = {}
@@ -141,27 +141,27 @@ class EngineModel:
         self.is_short = False
         self.was_short = False
         self.epoch = 0
-        self.is_prefetching = False  # batches of the next epoch are planned: this one gets no more
+        self.is_prefetching = False  # Batches of the next epoch are planned: this one gets no more.
         self.wanted: int | None = None
         self.has_failed_memory = False
         self.has_failed_workers = False
         self.is_closed = False
         self.delivered: list[BatchId] = []
-        self.story: list[Event | Action] = []  # all that was told and asked
+        self.history: list[Event | Action] = []  # All events and actions.
 
     # --- events
 
-    def tell(self, event: Event) -> list[Action]:
-        """One event, what it leads to, and all checks."""
+    def emit(self, event: Event) -> list[Action]:
+        """Handles one event and the resulting actions, and runs all checks."""
         actions = self._tell(event)
         if not self.is_closed:
             self._compare()
         return actions
 
     def _tell(self, event: Event) -> list[Action]:
-        self.story.append(event)
+        self.history.append(event)
         actions = self.scheduler.handle(event)
-        self.story += actions
+        self.history += actions
         self.scheduler.validate()
         for action in actions:
             assert not self.is_closed, f"{action} after close, or after the workers were given up"
@@ -175,15 +175,15 @@ class EngineModel:
         if (self.options.is_stream or self.options.is_bound) and worker is None:
             worker = self.workers[batch % len(self.workers)]
         self.batches[batch] = Batch(batch, epoch, grain_count, worker, next_grain_count=grain_count)
-        self.tell(BatchPlanned(batch, epoch, grain_count, worker, self.options.is_stream))
+        self.emit(BatchPlanned(batch, epoch, grain_count, worker, self.options.is_stream))
         return batch
 
     def want(self, away_ns: int = 0) -> list[Action]:
         self.wanted, self.has_failed_memory = self.epoch, False
-        return self.tell(BatchWanted(self.epoch, away_ns))
+        return self.emit(BatchWanted(self.epoch, away_ns))
 
     def abandon(self, *, keep_prefetched: bool = True) -> None:
-        """The user's loop leaves the epoch; the next begins."""
+        """The training loop leaves the epoch; the next begins."""
         self._abandon(self.epoch)
         if self.is_prefetching and not keep_prefetched:
             self._abandon(self.epoch + 1)
@@ -195,7 +195,7 @@ class EngineModel:
             batch.outcome = "abandoned"
         if self.wanted == epoch:
             self.wanted = None
-        self.tell(EpochAbandoned(epoch))
+        self.emit(EpochAbandoned(epoch))
 
     def begin_next_epoch(self) -> None:
         self.epoch += 1
@@ -205,28 +205,28 @@ class EngineModel:
     def make_ready(self, worker: WorkerId) -> list[Action]:
         self.starting.remove(worker)
         self.ready.add(worker)
-        return self.tell(WorkerReady(worker))
+        return self.emit(WorkerReady(worker))
 
     @property
     def staying(self) -> set[WorkerId]:
-        """Workers that are there to stay, or are being started."""
+        """Workers that are running or starting, without released ones."""
         return (self.starting | self.ready) - self.leaving
 
     def add(self) -> list[Action]:
-        """One more worker is started: of the lowest number that is free."""
+        """Starts one more worker, with the lowest free number."""
         there = self.staying | self.leaving | self.gone
         worker = next(number for number in map(WorkerId, range(len(there) + 1)) if number not in there)
         if worker not in self.workers:
             self.workers.append(worker)
         self.starting.add(worker)
-        return self.tell(WorkerAdded(worker))
+        return self.emit(WorkerAdded(worker))
 
     def release(self, worker: WorkerId) -> list[Action]:
         self.leaving.add(worker)
-        return self.tell(WorkerReleased(worker))
+        return self.emit(WorkerReleased(worker))
 
     def kill(self, worker: WorkerId, at: Task | None = None, *, is_blamed: bool = True, at_s: float = 0.0) -> list[Action]:
-        """``at`` is the task it was at, if it said so."""
+        """``at`` is the task it worked on, if the worker reported one."""
         is_staying = worker not in self.leaving
         self.starting.discard(worker)
         self.ready.discard(worker)
@@ -234,27 +234,27 @@ class EngineModel:
         lost = [task for task in self.tasks.values() if task.worker == worker]
         for task in lost:
             del self.tasks[task.task]
-        if lost and is_blamed:  # workers do their tasks in order: unless it said otherwise, it died of the first it was at
+        if lost and is_blamed:  # Workers do their tasks in order: unless it reported another, it died of the first one.
             culprit = min(lost, key=lambda task: (task.is_unplaced, task.task)) if at is None else at
             culprit.batch.deaths += 1
         self.lost += lost
         self.dying = None
         if is_staying:
             self.gone.add(worker)
-        return self.tell(WorkerDied(worker, None if at is None else at.task, is_blamed, at_s))
+        return self.emit(WorkerDied(worker, None if at is None else at.task, is_blamed, at_s))
 
     def kill_by_sample(self, at: Task, grain_count: int | None) -> list[Action]:
-        """A worker died of a sample that is given up for it: its batch is planned again before the death is reported."""
+        """A worker died of a sample that counts as bad: its batch is planned again before the death is reported."""
         self.dying = at.worker
         self._note_bad(at.batch, grain_count)
-        actions = self.tell(BatchHasBadSamples(at.batch.batch, grain_count, at.worker))
+        actions = self.emit(BatchHasBadSamples(at.batch.batch, grain_count, at.worker))
         return actions if self.is_closed else [*actions, *self.kill(at.worker, at)]
 
     def report_bad(self, task: Task, grain_count: int | None) -> list[Action]:
         """A task ended with a bad sample."""
         del self.tasks[task.task]
         self._note_bad(task.batch, grain_count)
-        return self.tell(BatchHasBadSamples(task.batch.batch, grain_count, task.worker, task.task))
+        return self.emit(BatchHasBadSamples(task.batch.batch, grain_count, task.worker, task.task))
 
     def _note_bad(self, batch: Batch, grain_count: int | None) -> None:
         if batch.outcome or batch.is_given_up:
@@ -271,54 +271,54 @@ class EngineModel:
         if not task.batch.must_reload:
             assert not task.batch.loaded & task.grains, "a grain is loaded twice"
             task.batch.loaded |= task.grains
-        return self.tell(TaskLoaded(task.worker, task.task, elapsed_ns))
+        return self.emit(TaskLoaded(task.worker, task.task, elapsed_ns))
 
     def fail(self, task: Task) -> list[Action]:
         del self.tasks[task.task]
         if not task.batch.must_reload:
             task.batch.failures[task.task] = task.first_grain
-        return self.tell(TaskFailed(task.worker, task.task))
+        return self.emit(TaskFailed(task.worker, task.task))
 
     def unplace(self, task: Task) -> list[Action]:
         task.is_unplaced = True
-        task.slot = None  # it was too small: nothing is written into it
-        return self.tell(TaskUnplaced(task.worker, task.task))
+        task.slot = None  # The slot was too small: nothing is written to it.
+        return self.emit(TaskUnplaced(task.worker, task.task))
 
     def mismatch(self, task: Task) -> list[Action]:
         assert not task.is_whole
         del self.tasks[task.task]
         if not task.batch.is_given_up:
             task.batch.must_reload = task.batch.must_go_whole = True
-        return self.tell(TaskMismatched(task.worker, task.task))
+        return self.emit(TaskMismatched(task.worker, task.task))
 
     def empty(self, task: Task) -> list[Action]:
         assert task.is_whole
         del self.tasks[task.task]
         if not task.batch.outcome:
             task.batch.outcome = "empty"
-        return self.tell(TaskEmpty(task.worker, task.task))
+        return self.emit(TaskEmpty(task.worker, task.task))
 
     def free(self, slot: SlotId) -> list[Action]:
         del self.leased[slot]
         self.has_failed_memory = False
-        return self.tell(SlotFreed(slot))
+        return self.emit(SlotFreed(slot))
 
     def change_window(self, window: int) -> None:
         self.window = window
-        self.tell(WindowChanged(window))
+        self.emit(WindowChanged(window))
 
     def be_short(self, is_short: bool) -> None:
-        """Whether slots that are too small can be made larger."""
+        """Sets whether slots that are too small can be enlarged."""
         if self.is_short and not is_short:
             self.has_failed_memory = False
         self.is_short = is_short
         self.was_short |= is_short
 
     def close(self) -> None:
-        self.tell(Closed())
+        self.emit(Closed())
         self.is_closed = True
 
-    # --- what the scheduler asks
+    # --- actions of the scheduler
 
     def _do(self, action: Action) -> None:
         match action:
@@ -362,7 +362,7 @@ class EngineModel:
                 batch = self._take_turn(batch_id, "passed")
                 assert not batch.grain_count, f"{action}: {batch.grain_count} grains are left of it"
                 assert not batch.is_given_up, f"{action}: its error is lost"
-                self.wanted = epoch  # the user waits on
+                self.wanted = epoch  # The user keeps waiting.
             case Forget(batch_id):
                 assert self.batches[batch_id].outcome in ("abandoned", "empty"), f"{action}: it is still wanted"
             case Reload(batch_id):
@@ -385,13 +385,13 @@ class EngineModel:
                 for there in (self.starting, self.ready, self.leaving):
                     there.discard(worker)
             case FailWorkers():
-                assert self.wanted is not None, "nobody waits"
+                assert self.wanted is not None, "no loop waits"
                 assert self.live(self.wanted), "the epoch is over: there is nothing to wait for"
                 self.has_failed_workers = True
                 self.is_closed = True
                 self._tell(Closed())
             case FailMemory():
-                assert self.wanted is not None, "nobody waits"
+                assert self.wanted is not None, "no loop waits"
                 assert self.live(self.wanted), "the epoch is over: there is nothing to wait for"
                 assert self.is_growth_refused, "it was not asked for memory"
                 running = [task for task in self.tasks.values() if not task.is_unplaced]
@@ -435,7 +435,7 @@ class EngineModel:
                 task.slot = None
 
     def _is_too_small(self, task: Task) -> bool:
-        """Whether the slot's block is too small and there is no memory for a larger one: not if it is written into already."""
+        """Whether the slot's block is too small and there is no memory for a larger one: not if something is written to it."""
         tasks = [other for other in self.tasks.values() if other.batch is task.batch and other is not task]
         return self.is_short and not task.batch.loaded and all(other.slot is None for other in tasks)
 
@@ -476,13 +476,13 @@ class EngineModel:
         self.wanted = None
         return batch
 
-    # --- the books
+    # --- the model's records
 
     def _is_with_a_worker(self, batch: Batch) -> bool:
         return any(task.batch is batch for task in self.tasks.values())
 
     def live(self, epoch: int | None = None) -> list[Batch]:
-        """Batches that are planned and neither delivered nor given up."""
+        """Batches that are planned and neither delivered nor failed."""
         return [batch for batch in self.batches.values() if not batch.outcome and epoch in (None, batch.epoch)]
 
     @property
@@ -491,7 +491,7 @@ class EngineModel:
 
     @property
     def running(self) -> list[Task]:
-        """Tasks that a worker is busy with: not those that only wait for a slot."""
+        """Tasks that a worker is busy with, without those that only wait for a slot."""
         return [task for task in self.tasks.values() if not task.is_unplaced]
 
     def _compare(self) -> None:
@@ -507,14 +507,14 @@ class EngineModel:
         assert set(scheduler.leaving_workers) == self.leaving
         for worker in self.leaving:
             assert any(task.worker == worker for task in self.tasks.values()), f"{worker} was released, and is not stopped"
-        told = [(task.worker, task.batch.batch, task.first_grain, task.grain_count) for task in scheduler._tasks.values()]
-        books = [(task.worker, task.batch.batch, task.first_grain, task.grain_count) for task in self.tasks.values()]
-        assert sorted(told) == sorted(books)
+        actual = [(task.worker, task.batch.batch, task.first_grain, task.grain_count) for task in scheduler._tasks.values()]
+        expected = [(task.worker, task.batch.batch, task.first_grain, task.grain_count) for task in self.tasks.values()]
+        assert sorted(actual) == sorted(expected)
 
     # --- the end of a run
 
     def drain(self) -> None:
-        """Let workers do all that is left, and the user take it, letting go of batches only when memory is short."""
+        """Lets workers do everything that is left, and the user take it; batches are released only when memory is short."""
         self.be_short(False)
         for _ in range(1000):
             if self.is_closed or self._step():
@@ -522,20 +522,20 @@ class EngineModel:
         raise AssertionError("the run does not end")
 
     def _step(self) -> bool:
-        """One step towards the end; whether it is reached."""
+        """Takes one step towards the end; returns whether it is reached."""
         if self.starting:
             self.make_ready(min(self.starting))
         elif self.running:
             task = self.running[0]
             self.unplace(task) if task.slot is None else self.load(task)
         elif self.wanted == self.epoch:
-            assert not self.live(self.epoch), "the user waits, nothing is in flight, and nobody says so"
-            self.wanted = None  # the last batch was empty
+            assert not self.live(self.epoch), "the user waits, nothing is in flight, and there is no error"
+            self.wanted = None  # The last batch was empty.
         elif self.has_failed_memory:
             if self.leased:
                 self.free(min(self.leased))
             elif self.was_short:
-                self.was_short = False  # there is memory again, and it is asked for once more
+                self.was_short = False  # There is memory again, and it is requested again.
             elif self.slot_count == self.limit:
                 assert self.limit == 0, "the user holds nothing, and yet there is no slot for the batch that they wait for"
                 self.limit = 1
@@ -550,12 +550,12 @@ class EngineModel:
 
 
 Choice = Callable[[], object]
-# Kinds of trouble that a run may do without.
-TROUBLES = ("scale", "kill", "bad", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
+# Kinds of faults that a run may exclude.
+FAULTS = ("scale", "kill", "bad", "fail", "mismatch", "unplace", "late", "abandon", "window", "short", "close")
 
 
 def play(options: ModelOptions, script: bytes) -> EngineModel:
-    """Play a run: at each step, the next byte chooses among all that may happen."""
+    """Plays a run: at each step, the next byte chooses among all possible events."""
     return play_in(EngineModel(options), script)
 
 
@@ -572,7 +572,7 @@ def play_in(model: EngineModel, script: bytes) -> EngineModel:
 
 
 def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
-    """What may happen next. Frequent things are named more than once."""
+    """Returns the possible next events. Frequent ones are listed more than once."""
     never, often = model.options.never, model.options.often
 
     def following(count: int) -> int:
@@ -602,7 +602,7 @@ def _choices(model: EngineModel, numbers: Iterator[int]) -> Iterator[Choice]:
         yield lambda slot=slot: model.free(slot)
     if "late" not in never:
         for task in model.lost[-3:]:
-            yield lambda task=task: _late_word(model, task, following(5))
+            yield lambda task=task: _late_message(model, task, following(5))
     if not model.live(model.epoch):
         yield model.begin_next_epoch
     elif "abandon" not in never:
@@ -635,18 +635,18 @@ def _answers(model: EngineModel, task: Task, following: Callable[[int], int]) ->
 
 
 def _left_of(batch: Batch, following: Callable[[int], int]) -> int | None:
-    """How many grains a batch has without a bad sample: some, none, or the batch fails without it."""
+    """Returns what a batch has without a bad sample: some grains, none, or the batch fails without it."""
     left = following(batch.next_grain_count + 2)
     return None if left > batch.next_grain_count else left
 
 
 def _kill(model: EngineModel, worker: WorkerId, following: Callable[[int], int]) -> None:
-    """A worker dies, and has said what it was at or has not; and of what it was at is given up or is not."""
+    """A worker dies; it may have reported its task, and that task's sample may count as bad."""
     busy = [task for task in model.running if task.worker == worker]
     if not busy or following(3) == 2:
         model.kill(worker, is_blamed=following(4) > 0)
         return
-    # Mostly of the oldest batch: several deaths of one are what matters.
+    # Mostly of the oldest batch: several deaths of one batch are what matters.
     task = busy[max(0, following(len(busy) + 2) - 2)]
     if "bad" in model.options.never or following(2):
         model.kill(worker, task)
@@ -654,8 +654,8 @@ def _kill(model: EngineModel, worker: WorkerId, following: Callable[[int], int])
         model.kill_by_sample(task, None if model.options.is_stream else _left_of(task.batch, following))
 
 
-def _late_word(model: EngineModel, task: Task, kind: int) -> None:
-    """What a worker that was declared dead had said before: nothing may come of it."""
+def _late_message(model: EngineModel, task: Task, kind: int) -> None:
+    """A message that a worker sent before it was declared dead: it must have no effect."""
     events: list[Event] = [
         TaskLoaded(task.worker, task.task, 1000),
         TaskFailed(task.worker, task.task),
@@ -663,4 +663,4 @@ def _late_word(model: EngineModel, task: Task, kind: int) -> None:
         TaskMismatched(task.worker, task.task),
         BatchHasBadSamples(task.batch.batch, task.batch.next_grain_count, task.worker, task.task),
     ]
-    assert model.tell(events[kind]) == []
+    assert model.emit(events[kind]) == []

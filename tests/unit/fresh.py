@@ -1,4 +1,4 @@
-"""Fresh interpreters, for what can only be seen in one: imports, and generators that a whole process shares."""
+"""New interpreters, for effects that are visible only in one: imports, and generators that a process shares."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ SOURCE = Path(infeed.__file__).resolve().parent
 
 
 def run_fresh(code: str) -> str:
-    """What a fresh interpreter prints; fails with its error if it does not end well."""
+    """Returns the output of a new interpreter; fails with its error if it does not exit with 0."""
     paths = [str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -1,6 +1,6 @@
-"""A machine that is not there: workers that compute or wait, a loop, and what they would have done in some tenths of a second.
+"""A simulated machine: CPU-bound or I/O-bound workers, a training loop, and their progress in tenths of a second.
 
-No queueing theory: the rate is what the scarcest of them allows, a little less where two are equally scarce.
+The scarcest resource limits the rate, which is slightly lower where two resources are equally scarce.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 
 from infeed.autotune.tuner import Change, Reading, Tuner, WorkerLimits
 
-_SHARPNESS = 40  # of the corner where one thing becomes scarcer than another
+_SHARPNESS = 40  # Width of the transition where another resource becomes the bottleneck.
 READING_S = 0.1
 _SUMS = ("at", "batches", "samples", "waited", "away", "busy", "cpu")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one sample takes, and what there is to do it with."""
+    """The cost of one sample, and the available resources."""
 
     compute_s: float = 0.01
     wait_s: float = 0.0
-    away_s: float = 0.0  # of the loop
-    away_compute: float = 0.0  # how much of that is the processor's work
+    away_s: float = 0.0  # Of the training step.
+    away_compute: float = 0.0  # The CPU-bound part of it.
     cores: float = 4.0
-    io_limit: float = 1e9  # samples that may wait at the same time: what the disk can do
+    io_limit: float = 1e9  # How many samples may wait at the same time: the limit of the disk.
     worker_bytes: int = 0
     noise: float = 0.0
 
@@ -61,7 +61,7 @@ class Simulation:
         self.count = self.tuner.first_count
         self._rng = random.Random(self.seed)
         self._starting = 0
-        self.now = 0  # readings so far
+        self.now = 0  # Readings so far.
         self._sums = dict.fromkeys(_SUMS, 0.0)
 
     def run(self, readings: int) -> Simulation:
@@ -71,7 +71,7 @@ class Simulation:
         return self
 
     def pause(self, seconds: float) -> None:
-        """The loop does something else for a while: saves its model, say."""
+        """The loop pauses, for example to save its model."""
         for name in ("at", "away"):
             self._sums[name] += seconds
 
@@ -80,7 +80,7 @@ class Simulation:
         work = replace(self.work, compute_s=self.work.compute_s * factor, wait_s=self.work.wait_s * factor)
         samples = work.rate(self.count) * seconds
         away = min(seconds, samples * work.away_s)
-        # Workers that the loop waits for are busy all the time, be it with waiting for a processor.
+        # Workers that the loop waits for are always busy, even if they wait for a core.
         is_scarce = away < 0.97 * seconds
         busy = self.count * seconds if is_scarce else min(self.count * seconds, samples * (work.compute_s + work.wait_s))
         for name, amount in {
@@ -104,7 +104,7 @@ class Simulation:
             self.count = change.worker_count
 
     def become(self, **changes: float) -> None:
-        """The work changes."""
+        """Changes the work."""
         self.work = replace(self.work, **changes)  # type: ignore[arg-type]
 
     @property

@@ -1,4 +1,4 @@
-"""Blocks for slots: never overlapping, within the limit, in few segments."""
+"""Blocks for slots: they never overlap, respect the limit, and are in few segments."""
 
 import mmap
 import re
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class PaperStore(SegmentStore):
-    """Keeps books and has no memory, so that terabytes cost nothing."""
+    """Records its segments without allocating memory, so that terabytes are possible."""
 
     def __init__(self, limit_bytes: int = 1 << 60) -> None:
         self.live: dict[int, int] = {}
@@ -43,7 +43,7 @@ class PaperStore(SegmentStore):
 
 
 def assert_apart(blocks: list[Block], sizes: dict[int, int]) -> None:
-    """No two blocks share a byte, and each lies in a segment that exists."""
+    """Fails if two blocks share a byte, or if one is not in an existing segment."""
     for number, block in enumerate(blocks):
         assert 0 <= block.offset <= block.offset + block.size <= sizes[block.segment]
         assert block.offset % 64 == 0
@@ -54,8 +54,8 @@ def assert_apart(blocks: list[Block], sizes: dict[int, int]) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * MIB), st.integers(0, 30)), max_size=40))
 @settings(max_examples=150, deadline=None)
-def test_blocks_never_overlap_and_books_agree(steps: list[tuple[bool, int, int]]) -> None:
-    """Whatever is added, enlarged or refused: slots that are there have their own bytes, within the limit."""
+def test_blocks_never_overlap_and_accounting_is_exact(steps: list[tuple[bool, int, int]]) -> None:
+    """Whatever is added, enlarged or refused: existing slots have their own bytes, within the limit."""
     store = PaperStore()
     limit = 20 * MIB
     arena = Arena(store, limit_bytes=limit)
@@ -77,7 +77,7 @@ def test_blocks_never_overlap_and_books_agree(steps: list[tuple[bool, int, int]]
 
 
 def test_a_slot_that_cannot_be_enlarged_has_no_block_until_it_can() -> None:
-    """Its old block may be another's by now, so the slot must not look into it any more."""
+    """Its old block may belong to another slot by now, so the slot must not use it."""
     arena = Arena(PaperStore(), limit_bytes=8 * MIB)
     slot = arena.add_slot(3 * MIB)
 
@@ -90,7 +90,7 @@ def test_a_slot_that_cannot_be_enlarged_has_no_block_until_it_can() -> None:
 
 
 def test_blocks_of_unused_slots_make_room_for_a_larger_one() -> None:
-    """Unused small blocks are freed, and each slot gets a new one when it is needed again."""
+    """Unused small blocks are freed, and each slot gets a new one when it is needed."""
     arena = Arena(PaperStore(), limit_bytes=8 * MIB)
     slots = [arena.add_slot(4 * MIB), arena.add_slot(4 * MIB)]
     with pytest.raises(MemoryLimitError):
@@ -105,15 +105,15 @@ def test_blocks_of_unused_slots_make_room_for_a_larger_one() -> None:
 
 
 def test_a_slot_is_enlarged_up_to_the_limit() -> None:
-    """A little more than asked for is nice to have; where only what was asked for fits, that is given."""
+    """Slots are enlarged by slightly more than requested, or exactly as requested near the limit."""
     arena = Arena(PaperStore(), limit_bytes=10 * MIB)
     slot = arena.add_slot(64)
 
     assert arena.enlarge(slot, 10 * MIB).size >= 10 * MIB
 
 
-def test_enlarging_to_what_a_slot_has_changes_nothing() -> None:
-    """No block is moved without need."""
+def test_enlarging_to_the_current_size_changes_nothing() -> None:
+    """No block moves without need."""
     arena = Arena(PaperStore(), limit_bytes=100 * MIB)
     slot = arena.add_slot(1000)
     block = arena.block(slot)
@@ -121,8 +121,8 @@ def test_enlarging_to_what_a_slot_has_changes_nothing() -> None:
     assert arena.enlarge(slot, block.size) == block
 
 
-def test_the_limit_is_an_error_with_numbers_and_a_cure() -> None:
-    """What there may be, what there is, what is asked for, and what to do."""
+def test_exceeding_the_limit_is_an_error_with_numbers_and_a_fix() -> None:
+    """The limit, the current size, the request, and the fix."""
     arena = Arena(PaperStore(), limit_bytes=10 * MIB)
     arena.add_slot(8 * MIB)
     text = (
@@ -134,8 +134,8 @@ def test_the_limit_is_an_error_with_numbers_and_a_cure() -> None:
         arena.add_slot(3 * MIB)
 
 
-def test_below_the_limit_a_slot_is_given_however_small_what_is_left() -> None:
-    """Segments are made smaller than usual rather than not at all."""
+def test_a_slot_below_the_limit_is_allocated_however_little_is_left() -> None:
+    """Segments are smaller than usual if necessary."""
     arena = Arena(PaperStore(), limit_bytes=3 * MIB)
     for _ in range(3):
         arena.add_slot(MIB)
@@ -143,8 +143,8 @@ def test_below_the_limit_a_slot_is_given_however_small_what_is_left() -> None:
     assert arena.total_bytes == 3 * MIB
 
 
-def test_a_machine_without_room_for_a_whole_segment_gives_one_slot() -> None:
-    """Growing ahead is not worth failing for."""
+def test_a_machine_without_memory_for_a_whole_segment_allocates_one_slot() -> None:
+    """Growing ahead must not cause a failure."""
     arena = Arena(PaperStore(limit_bytes=MIB), limit_bytes=100 * MIB)
 
     assert arena.block(arena.add_slot(MIB)).size == MIB
@@ -153,8 +153,8 @@ def test_a_machine_without_room_for_a_whole_segment_gives_one_slot() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 64, 10_000, MIB], ids=["a byte", "a line", "small", "large"])
-def test_hoarding_takes_few_segments(size: int) -> None:
-    """10**5 batches that are kept cost some dozens of mappings, because the arena grows by a share of itself."""
+def test_many_kept_batches_take_few_segments(size: int) -> None:
+    """10**5 kept batches take some dozens of mappings, because the arena grows by a fraction of its size."""
     store = PaperStore()
     arena = Arena(store, limit_bytes=1 << 60)
     for _ in range(100_000):
@@ -164,7 +164,7 @@ def test_hoarding_takes_few_segments(size: int) -> None:
     assert arena.total_bytes <= 1.2 * 100_000 * round_up(size, 64) + 8 * MIB
 
 
-def test_a_segment_without_used_blocks_goes_back() -> None:
+def test_a_segment_without_used_blocks_is_released() -> None:
     """Batches that grew leave nothing behind, and workers unmap the segment."""
     store = PaperStore()
     arena = Arena(store, limit_bytes=100 * MIB)
@@ -180,7 +180,7 @@ def test_a_segment_without_used_blocks_goes_back() -> None:
     assert [*store.live] == [arena.block(slot).segment]
 
 
-def test_a_block_that_was_left_is_used_again() -> None:
+def test_a_freed_block_is_reused() -> None:
     """By another slot of about the same size."""
     arena = Arena(PaperStore(), limit_bytes=100 * MIB)
     grown, _kept = arena.add_slot(1000), arena.add_slot(1000)
@@ -190,8 +190,8 @@ def test_a_block_that_was_left_is_used_again() -> None:
     assert left in [arena.block(arena.add_slot(1000)) for _ in range(4200)]
 
 
-def test_a_small_slot_does_not_sit_in_a_large_block() -> None:
-    """Else a tiny batch that is kept would hold the room of a big one."""
+def test_a_small_slot_does_not_use_a_large_block() -> None:
+    """Otherwise a tiny kept batch would hold the memory of a large one."""
     arena = Arena(PaperStore(), limit_bytes=1 << 40)
     large = arena.add_slot(MIB)
     small = arena.add_slot(100)
@@ -199,8 +199,8 @@ def test_a_small_slot_does_not_sit_in_a_large_block() -> None:
     assert arena.block(small).segment != arena.block(large).segment
 
 
-def test_two_leases_are_two_pieces_of_memory() -> None:
-    """What is written through one is not seen through the other, and the arena's own view is the same memory."""
+def test_two_leases_do_not_share_memory() -> None:
+    """Writes to one are not visible in the other, and the arena's own view is the same memory."""
     arena = Arena(PrivateStore(), limit_bytes=10 * MIB)
     one, other = arena.add_slot(100), arena.add_slot(100)
     first = np.frombuffer(arena.lease(one), dtype=np.uint8)
@@ -214,7 +214,7 @@ def test_two_leases_are_two_pieces_of_memory() -> None:
 
 
 def test_a_lease_outlives_the_arena() -> None:
-    """Batches that are kept stay as they are after close, and the end of their leases does no harm."""
+    """Kept batches stay valid after close, and ending their leases is harmless."""
     arena = Arena(PrivateStore(), limit_bytes=10 * MIB)
     slot = arena.add_slot(100)
     kept = np.frombuffer(arena.lease(slot), dtype=np.uint8)
@@ -227,7 +227,7 @@ def test_a_lease_outlives_the_arena() -> None:
     assert arena.ended_leases() == [slot]
 
 
-def test_used_are_the_blocks_of_slots_that_are_not_free() -> None:
+def test_used_blocks_are_those_of_slots_in_use() -> None:
     arena = Arena(PaperStore(), limit_bytes=1 << 40)
     slots = [arena.add_slot(size) for size in (100, 5000, 5000, 9 * MIB)]
     assert arena.used_bytes([]) == sum(arena.block(slot).size for slot in slots)

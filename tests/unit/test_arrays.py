@@ -1,4 +1,4 @@
-"""In-memory arrays: which datasets are tables, and gathering is indexing."""
+"""In-memory arrays: which datasets are tables, and that gathering equals indexing."""
 
 import mmap
 import tracemalloc
@@ -69,8 +69,8 @@ COLUMNS: dict[str, np.ndarray[Any, Any]] = {
 
 
 @pytest.mark.parametrize("column", COLUMNS.values(), ids=COLUMNS)
-def test_gathering_is_indexing(column: np.ndarray[Any, Any]) -> None:
-    """Whatever the array, in any order, with repetition and from the end."""
+def test_gathering_equals_indexing(column: np.ndarray[Any, Any]) -> None:
+    """For any array, order, repetition and negative index."""
     indices = [3, 0, 19, 3, -1, -20, 7]
 
     found = gathered(table(column), np.array(indices))
@@ -81,8 +81,8 @@ def test_gathering_is_indexing(column: np.ndarray[Any, Any]) -> None:
 
 
 @given(st.lists(st.integers(-20, 19), min_size=1, max_size=40))
-def test_rows_of_a_table_belong_together(indices: list[int]) -> None:
-    """All columns are gathered by the same indices, and the batch has the table's own structure."""
+def test_columns_of_a_table_are_gathered_together(indices: list[int]) -> None:
+    """By the same indices, and the batch has the table's structure."""
     x, y = np.arange(60.0).reshape(20, 3), np.arange(20)
     for dataset in ((x, y), Columns(x, y), {"x": x, "y": y}):
         batch = gathered(table(dataset), indices)
@@ -129,27 +129,27 @@ def test_these_datasets_are_tables(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", NO_TABLES.values(), ids=NO_TABLES)
-def test_these_are_not(make: Callable[[], Any]) -> None:
-    """They are indexed like any other dataset."""
+def test_other_datasets_are_not_tables(make: Callable[[], Any]) -> None:
+    """They are indexed like any dataset."""
     assert table_of(make()) is None
 
 
 def test_a_memory_map_is_not_a_table(tmp_path: Path) -> None:
-    """Its rows come from a disk, which workers can wait for side by side."""
+    """Its rows come from a disk, and several workers can wait for it in parallel."""
     np.save(tmp_path / "a.npy", np.zeros((5, 2)))
 
     assert table_of(np.load(tmp_path / "a.npy", mmap_mode="r")) is None
 
 
 @pytest.mark.parametrize("index", [20, -21, 1 << 40], ids=["behind the end", "before the begin", "far away"])
-def test_an_index_outside_is_an_error_with_index_and_length(index: int) -> None:
-    """As indexing would raise it, and before anything is written."""
+def test_an_index_out_of_range_is_an_error_with_index_and_length(index: int) -> None:
+    """The same error as for indexing, before anything is written."""
     with pytest.raises(IndexError, match=rf"^index {index} is out of bounds for a dataset of length 20$"):
         gathered(table(np.arange(20)), [3, index, 5])
 
 
-def test_an_index_that_is_no_integer_is_refused() -> None:
-    """It is not cut to one."""
+def test_an_index_that_is_not_an_integer_is_rejected() -> None:
+    """It is not truncated to an integer."""
     with pytest.raises((TypeError, ValueError, IndexError)):
         gathered(table(np.arange(20)), ["a"])
     with pytest.raises((TypeError, ValueError, IndexError)):
@@ -158,7 +158,7 @@ def test_an_index_that_is_no_integer_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["Fortran", "strided", "big-endian"])
 def test_gathering_a_few_rows_does_not_copy_the_table(name: str) -> None:
-    """However the array lies in memory: what a batch costs must not grow with the dataset."""
+    """For any memory layout: the cost of a batch must not grow with the dataset."""
     big = {
         "Fortran": np.asfortranarray(np.zeros((20_000, 50))),
         "strided": np.zeros((20_000, 100))[:, ::2],
@@ -176,8 +176,8 @@ def test_gathering_a_few_rows_does_not_copy_the_table(name: str) -> None:
     assert peak < big.nbytes / 10
 
 
-def test_columns_that_cannot_be_gathered_are_rows_all_the_same() -> None:
-    """What a dataset means does not depend on whether it can be gathered."""
+def test_columns_that_cannot_be_gathered_are_still_rows() -> None:
+    """The meaning of a dataset does not depend on whether it can be gathered."""
     columns = {"x": np.arange(6).reshape(3, 2), "o": np.array([1, "a", None], object)}
     rows = as_rows(columns)
 
@@ -190,14 +190,14 @@ def test_columns_that_cannot_be_gathered_are_rows_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("dataset", [[1, 2], (1, 2), {"a": 1}, (np.zeros(2), np.zeros(3)), "ab", ()], ids=repr)
-def test_what_is_no_set_of_columns_is_left_as_it_is(dataset: Any) -> None:
+def test_other_tuples_are_not_columns(dataset: Any) -> None:
     """A tuple of samples is a dataset of samples."""
     assert as_rows(dataset) is dataset
 
 
 @pytest.mark.torch
 def test_a_tensor_dataset_is_a_table(torch: ModuleType) -> None:
-    """Gathered as it would be indexed, whatever the tensors."""
+    """It is gathered as it would be indexed, for any tensors."""
     from torch.utils.data import Subset, TensorDataset
 
     tensors = [

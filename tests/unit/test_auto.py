@@ -1,4 +1,4 @@
-"""``"auto"`` as an option: what it means for each kind of dataset, and the number that stands for it."""
+"""The option ``"auto"`` for each kind of dataset, and the number that represents it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_is_left_to_infeed(options: dict[str, Any], is_auto: bool, most: int, kind: str, is_kind_auto: bool) -> None:
-    """Numbers of the user's stay the most that there may be."""
+def test_auto_options_are_resolved(options: dict[str, Any], is_auto: bool, most: int, kind: str, is_kind_auto: bool) -> None:
+    """The user's numbers remain maxima."""
     made = config(**options)
 
     assert (made.is_auto, made.most_workers, made.kind, made.is_kind_auto) == (is_auto, most, kind, is_kind_auto)
@@ -47,15 +47,15 @@ def test_what_is_left_to_infeed(options: dict[str, Any], is_auto: bool, most: in
 @pytest.mark.parametrize(
     ("options", "most"), [({"num_workers": "auto"}, 1), ({"num_workers": 3, "worker": "auto"}, 3)], ids=str
 )
-def test_a_stream_has_a_number_of_workers_that_does_not_change(options: dict[str, Any], most: int) -> None:
-    """Its order depends on it: one, or as many as the user says."""
+def test_an_iterable_dataset_has_a_fixed_number_of_workers(options: dict[str, Any], most: int) -> None:
+    """Its order depends on the number: 1, or the user's number."""
     made = config(Stream(10), **options)
 
     assert (made.is_auto, made.most_workers) == (False, most)
 
 
-def test_the_cores_are_held_to_the_limit() -> None:
-    """What the tuner may use: no more than there is, and no more than is allowed."""
+def test_the_cores_of_the_tuner_are_limited() -> None:
+    """Neither more than exist nor more than allowed."""
     assert config(num_workers="auto", cpu_limit=2.5).core_limit == 2.5
     assert config(num_workers="auto", cpu_limit=100).core_limit == 8
     for cpu_limit, is_limited in ((2.5, True), (8, False), (100, False), (None, False)):
@@ -64,8 +64,8 @@ def test_the_cores_are_held_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda count: pickle.loads(pickle.dumps(count))])
-def test_the_number_that_stands_for_auto_stays_what_it_is(again: Any) -> None:
-    """Frameworks copy loaders, pickle them, and build others from their attributes."""
+def test_the_number_that_represents_auto_is_kept(again: Any) -> None:
+    """Frameworks copy loaders, pickle them, and create others from their attributes."""
     count = again(AutoCount(MOST_WORKERS))
 
     assert type(count) is AutoCount
@@ -74,8 +74,8 @@ def test_the_number_that_stands_for_auto_stays_what_it_is(again: Any) -> None:
     assert config(num_workers=count).is_auto
 
 
-def test_an_option_that_was_checked_can_be_checked_again() -> None:
-    """Loaders are made from the options of others."""
+def test_a_checked_option_can_be_checked_again() -> None:
+    """Loaders are created from the options of others."""
     made = config(num_workers="auto", cpu_limit=2)
     again = Options(**{name: getattr(made, name) for name in Options.__slots__})
 

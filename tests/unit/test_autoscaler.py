@@ -1,4 +1,4 @@
-"""What an engine sets by itself, by made-up readings."""
+"""Automatic changes of an engine, with constructed readings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECOND = 1_000_000_000
 
 
 class Bench:
-    """An engine's parts, as far as steering knows them."""
+    """The parts of an engine that the autoscaler uses."""
 
     def __init__(self, *, most: int = 64, tuner: Any = None, memory_budget: int | None = None) -> None:
         self.latest: Point | None = None
@@ -36,7 +36,7 @@ class Bench:
         self.marks.append(what)
 
     def second(self, *, waited: float, busy: float, workers: int = 2) -> None:
-        """A second goes by, in which the loop waited, and each worker was busy, for this share of it."""
+        """Advances by one second, in which the loop waited, and each worker was busy, for these shares."""
         last = self.latest or Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 0, 0, 0)
         self.tick_count += 1
         self.latest = last._replace(
@@ -53,7 +53,7 @@ class Bench:
         self.consider()
 
     def consider(self) -> None:
-        """As the engine does."""
+        """Calls the autoscaler like the engine does."""
         adjustment = self.autoscaler.consider()
         if adjustment.worker_count is not None:
             self.aims.append(adjustment.worker_count)
@@ -62,8 +62,8 @@ class Bench:
             self.windows.append(self.window)
 
 
-def test_a_loop_that_waits_while_workers_idle_gets_a_wider_window() -> None:
-    """After some looks, and again, until there may be no more."""
+def test_a_waiting_loop_with_idle_workers_gets_a_larger_window() -> None:
+    """After some readings, and repeatedly up to the limit."""
     bench = Bench(most=32)
     for _ in range(4):
         bench.second(waited=0.5, busy=0.4)
@@ -78,14 +78,14 @@ def test_a_loop_that_waits_while_workers_idle_gets_a_wider_window() -> None:
     [(0.02, 0.1, 2), (0.9, 0.95, 2), (0.5, 0.4, 1)],
     ids=["does not wait", "workers are busy", "one worker"],
 )
-def test_otherwise_the_window_stays_as_it_is(waited: float, busy: float, workers: int) -> None:
+def test_otherwise_the_window_does_not_change(waited: float, busy: float, workers: int) -> None:
     bench = Bench()
     for _ in range(12):
         bench.second(waited=waited, busy=busy, workers=workers)
     assert bench.windows == []
 
 
-def test_one_look_is_not_enough_and_neither_is_one_now_and_then() -> None:
+def test_neither_one_reading_nor_occasional_ones_suffice() -> None:
     bench = Bench()
     for _ in range(6):
         bench.second(waited=0.5, busy=0.4)
@@ -94,7 +94,7 @@ def test_one_look_is_not_enough_and_neither_is_one_now_and_then() -> None:
     assert bench.windows == []
 
 
-def test_a_look_that_found_nothing_new_is_none() -> None:
+def test_a_reading_without_news_does_not_count() -> None:
     bench = Bench()
     bench.second(waited=0.5, busy=0.4)
     for _ in range(20):
@@ -102,7 +102,7 @@ def test_a_look_that_found_nothing_new_is_none() -> None:
     assert bench.windows == []
 
 
-class Told:
+class FakeTuner:
     """Stands in for the tuner."""
 
     def __init__(self, *answers: Change | None) -> None:
@@ -119,8 +119,8 @@ class Told:
         return self._answers.pop(0) if self._answers else None
 
 
-def test_what_the_tuner_says_is_done_logged_and_marked(caplog: pytest.LogCaptureFixture) -> None:
-    tuner = Told(None, Change(5, "5 workers instead of 2: because"))
+def test_decisions_of_the_tuner_are_executed_logged_and_marked(caplog: pytest.LogCaptureFixture) -> None:
+    tuner = FakeTuner(None, Change(5, "5 workers instead of 2: because"))
     bench = Bench(tuner=tuner)
     with caplog.at_level(logging.INFO, "infeed"):
         bench.second(waited=0.9, busy=0.95)
@@ -134,33 +134,36 @@ def test_what_the_tuner_says_is_done_logged_and_marked(caplog: pytest.LogCapture
     assert first.free_bytes > 0
 
 
-def test_who_waits_for_a_core_counts_as_computing() -> None:
+def test_waiting_for_a_core_counts_as_cpu_bound() -> None:
     """A busy machine is not a slow disk."""
-    tuner = Told()
+    tuner = FakeTuner()
     Bench(tuner=tuner).second(waited=0.9, busy=1.0)
     assert tuner.readings[0].cpu_ns == round(0.75 * tuner.readings[0].busy_ns)
 
 
-def test_a_memory_limit_is_for_workers_and_batches_and_nothing_of_it_is_left_to_others(
+def test_a_memory_limit_covers_workers_and_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the tuner leaves free is of the machine's memory, not of the user's budget."""
+    """The tuner keeps a reserve of the machine's memory, not of the user's limit."""
     monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 40)
-    tuner = Told()
+    tuner = FakeTuner()
     tuner.reserve_bytes = 1 << 36
     bench = Bench(tuner=tuner, memory_budget=10_000)
     bench.latest = Point(0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, flight_bytes=400, slot_bytes=500)
     bench.second(waited=0.9, busy=1.0)
     free = tuner.readings[0].free_bytes
     assert free is not None
-    assert free - tuner.reserve_bytes == 10_000 - 3_000 - 500  # two workers have 1000 and 2000, and batches their room
+    # Two workers use 1000 and 2000 bytes, and batches have their slots.
+    assert free - tuner.reserve_bytes == 10_000 - 3_000 - 500
     assert tuner.readings[0].is_budget
     monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 36)
     bench.second(waited=0.9, busy=1.0)
     assert not tuner.readings[1].is_budget
 
 
-def test_the_limit_of_workers_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_reaching_the_limit_of_workers_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("infeed.engine.scaling.available_bytes", lambda: 1 << 40)
     bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)), memory_budget=3_500)
     with caplog.at_level(logging.INFO, logger="infeed"):
@@ -170,8 +173,8 @@ def test_the_limit_of_workers_is_logged_once(monkeypatch: pytest.MonkeyPatch, ca
     assert not bench.aims
 
 
-def test_epochs_that_are_too_short_are_measured_together() -> None:
-    """One look in each, and long pauses in between, in which the loop's time stands still."""
+def test_short_epochs_are_measured_together() -> None:
+    """One reading per epoch, and long pauses between them, in which the loop's time does not advance."""
     bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)))
     for _ in range(5):
         bench.second(waited=0.9, busy=1.0)

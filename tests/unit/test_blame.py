@@ -1,4 +1,4 @@
-"""Finding the one thing deep inside that cannot be pickled."""
+"""Finds the nested object that cannot be pickled."""
 
 import threading
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class FrozenRecord:
 
 
 class WithState:
-    """Chooses what is pickled, and chooses badly."""
+    """Its `__getstate__` returns something that cannot be pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"kept": LOCK}
@@ -64,7 +64,7 @@ def with_keyword_default(*, lock: Any = LOCK) -> Any:
 
 
 def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one of a script, which travels by value."""
+    """Returns the function as if defined in a script, so that it is pickled by value."""
     function.__module__ = "__main__"
     return function
 
@@ -95,28 +95,28 @@ PATHS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("make", "path"), PATHS.values(), ids=PATHS)
-def test_the_culprit_is_found_and_its_path_can_be_read(make: Callable[[], Any], path: str) -> None:
-    """The path is written as one would write it in Python, or says how the function holds it."""
+def test_the_path_of_an_object_that_cannot_be_pickled_is_readable(make: Callable[[], Any], path: str) -> None:
+    """It is a Python expression, or describes how the function references the object."""
     found = find_culprit(make(), "dataset")
 
     assert found is not None
     assert found == (path, LOCK)
 
 
-def test_the_middle_of_a_long_path_is_left_out() -> None:
+def test_the_middle_of_a_long_path_is_omitted() -> None:
     nested: Any = LOCK
     for name in reversed("abcdefghijklmnopqrst"):
         nested = Plain(**{name: nested})
     assert find_culprit(nested, "dataset") == ("dataset.a.b.c.d … .q.r.s.t", LOCK)
 
 
-def test_what_pickles_has_no_culprit() -> None:
-    """Nothing is wrong, so nothing is named."""
+def test_a_picklable_object_has_no_culprit() -> None:
+    """Nothing is reported."""
     assert find_culprit({"a": [1, np.zeros(3), len]}, "dataset") is None
 
 
-def test_a_cycle_does_not_lead_in_circles() -> None:
-    """An object that refers to itself is looked at once."""
+def test_a_cycle_does_not_lead_to_endless_recursion() -> None:
+    """An object that references itself is visited once."""
     loop = Plain()
     loop.me = loop
     loop.again = {"loop": loop, "lock": LOCK}
@@ -127,16 +127,16 @@ def test_a_cycle_does_not_lead_in_circles() -> None:
     assert found[1] is LOCK
 
 
-def test_a_large_list_is_not_looked_through_to_its_end() -> None:
-    """The list is named, if not the element: an error must not take longer than the work."""
+def test_a_large_list_is_not_searched_completely() -> None:
+    """The list is reported, if not the element: an error must not take longer than the work."""
     found = find_culprit([0] * 5000 + [LOCK], "dataset")
 
     assert found is not None
     assert found[0] == "dataset"
 
 
-def test_the_first_of_several_is_named() -> None:
-    """One at a time; the next try finds the next."""
+def test_the_first_of_several_is_reported() -> None:
+    """The next attempt finds the next one."""
     found = find_culprit(Plain(a=LOCK, b=LOCK), "dataset")
 
     assert found == ("dataset.a", LOCK)

@@ -1,4 +1,4 @@
-"""The block shuffle: every index once, neighbours together, and a pure function of seed, epoch and position."""
+"""The block shuffle: every index once, neighbors together, and a pure function of seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_every_index_occurs_once(make: Callable[[int, int], BlockShuffledOrder])
 
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
-def test_any_part_is_the_same_as_of_the_whole(make: Callable[[int, int], BlockShuffledOrder]) -> None:
-    """So that a run can be resumed at any position, with any batch size, on any rank."""
+def test_any_slice_equals_that_of_the_whole(make: Callable[[int, int], BlockShuffledOrder]) -> None:
+    """A run can be resumed at any position, with any batch size, on any rank."""
     whole = make(5, 1).take(0, make(5, 1).length)
     order = make(5, 1)
     for start in (len(whole) // 2, 0, len(whole) - 1, len(whole) // 3):
@@ -60,11 +60,11 @@ def test_epochs_and_seeds_differ() -> None:
     orders = [equal(647, 10, 4)(seed, epoch).take(0, 647).tolist() for seed in (1, 2) for epoch in (0, 1)]
 
     assert len({tuple(order) for order in orders}) == 4
-    assert len({tuple(sorted(order[-7:])) for order in orders}) == 4  # the incomplete block has other samples
+    assert len({tuple(sorted(order[-7:])) for order in orders}) == 4  # The incomplete block has different samples.
 
 
-def test_a_window_has_few_runs_of_neighbours() -> None:
-    """As many as it has blocks, and at most one more where the order begins in the middle of the dataset."""
+def test_a_window_consists_of_few_runs_of_consecutive_indices() -> None:
+    """One per block, and at most one more if the order begins in the middle of the dataset."""
     order = equal(6400, 10, 4)(3, 0)
     for start in range(0, 6400, 40):
         indices = np.sort(order.take(start, start + 40))
@@ -79,14 +79,14 @@ def test_listed_blocks_stay_together() -> None:
     assert np.count_nonzero(np.diff(found)) == len(STOPS) - 1
 
 
-def test_a_billion_samples_take_no_list() -> None:
+def test_a_billion_samples_need_no_list() -> None:
     order = equal(10**9, 64, 16)(3, 0)
 
     assert len(set(order.take(10**9 - 1000, 10**9).tolist())) == 1000
 
 
 def test_the_order_is_pinned() -> None:
-    """Runs that were begun with an earlier release are resumed with it."""
+    """Runs of earlier releases are resumed with this order."""
     assert equal(1000, 4, 3)(7, 0).take(0, 12).tolist() == [143, 467, 468, 314, 470, 313, 311, 312, 144, 146, 145, 469]
 
 
@@ -99,8 +99,8 @@ def indices(loader: infeed.DataLoader) -> list[int]:
     return [index for batch in loader for index in batch.tolist()]
 
 
-def test_a_dataset_may_prefer_blocks() -> None:
-    """With a RandomSampler, single samples are shuffled all the same."""
+def test_a_dataset_may_request_blocks() -> None:
+    """A RandomSampler still shuffles single samples."""
     dataset = Remote(range(800))
     blocks = indices(infeed.DataLoader(dataset, 10, shuffle=True, seed=1))
 
@@ -139,7 +139,7 @@ def test_a_state_resumes_with_another_batch_size_and_number_of_ranks() -> None:
     assert sorted(resumed) == sorted(whole[70:])
 
 
-def test_a_state_of_other_blocks_is_refused() -> None:
+def test_a_state_of_other_blocks_is_rejected() -> None:
     loader = infeed.DataLoader(list(range(500)), 10, shuffle="block", seed=4)
     other = infeed.DataLoader(list(range(500)), 10, sampler=infeed.RandomSampler(block_size=5), seed=4)
     with pytest.raises(infeed.StateError, match="order='block 64 x 4'"):
@@ -156,17 +156,17 @@ def test_a_state_of_other_blocks_is_refused() -> None:
         ({"block_size": "auto", "weights": [1.0]}, "block_size is not supported with weights or replacement"),
     ],
 )
-def test_wrong_blocks_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_blocks_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(infeed.ConfigError, match=message):
         infeed.RandomSampler(**options)  # type: ignore[arg-type]
 
 
-def test_other_texts_are_no_shuffle() -> None:
+def test_other_strings_are_not_valid_for_shuffle() -> None:
     with pytest.raises(infeed.ConfigError, match="shuffle='exact' is not supported; use True, False or 'block'"):
         infeed.DataLoader([1], shuffle="exact")  # type: ignore[arg-type]
 
 
-def test_a_block_is_a_protocol_of_two_methods() -> None:
+def test_blocks_implement_a_protocol_of_two_methods() -> None:
     """Window and position agree, for both kinds of blocks."""
     kinds: list[Blocks] = [EqualBlocks(100, 7, 3, seed=1, epoch=2), ListedBlocks(STOPS, 3, seed=1, epoch=2)]
     for blocks, length in zip(kinds, (100, int(STOPS[-1])), strict=True):

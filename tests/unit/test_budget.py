@@ -1,4 +1,4 @@
-"""Sizes: read from what users write, written for people, measured."""
+"""Sizes: parsed from text, formatted as text, measured."""
 
 from typing import Any
 
@@ -27,27 +27,27 @@ from infeed.memory.limits import available_bytes, parse_bytes
         ("0.5t", 1 << 39),
     ],
 )
-def test_sizes_are_read_as_people_write_them(value: Any, count: int) -> None:
-    """Units of 1024 with or without i, any case, spaces as one likes."""
+def test_sizes_are_parsed(value: Any, count: int) -> None:
+    """Units of 1024 with or without i, in any case, with or without spaces."""
     assert parse_bytes(value) == count
 
 
 @pytest.mark.parametrize("value", ["", "GB", "1e3", "-1", "1.GB", "1 000", "1GiBs", "0x10", True, None, "1,5GB"])
-def test_what_is_no_size_is_refused(value: Any) -> None:
-    """The message shows what was given and what would do."""
+def test_invalid_sizes_are_rejected(value: Any) -> None:
+    """The message shows the value and valid forms."""
     with pytest.raises(ConfigError, match="is not a size; pass bytes, or text such as '2GiB'") as caught:
         parse_bytes(value)
     assert f"memory_limit={value!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [1 << 10, 1 << 20, 1 << 30, 1 << 40, 7 << 33])
-def test_what_is_written_can_be_read(count: int) -> None:
-    """A figure from a message can be given back as an option."""
+def test_a_formatted_size_can_be_parsed(count: int) -> None:
+    """A figure from a message can be used as an option."""
     assert parse_bytes(format_bytes(count)) == count
 
 
-def test_there_is_memory_but_not_without_end() -> None:
-    """More than nothing and less than the machine has."""
+def test_available_memory_is_positive_and_finite() -> None:
+    """It is below the machine's total."""
     import psutil
 
     assert 0 < available_bytes() <= psutil.virtual_memory().total

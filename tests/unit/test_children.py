@@ -1,4 +1,4 @@
-"""How an installation comes into child processes, without torch."""
+"""How an installation reaches child processes, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOOKED = "any(type(finder).__module__ == 'infeed.import_hooks' for finder in sys
 
 
 def start(code: str, *paths: str, run: str | None) -> str:
-    """What a Python prints that starts with these paths, below ``infeed run`` or not."""
+    """Returns the output of Python started with these paths, with or without ``infeed run``."""
     env = {name: value for name, value in os.environ.items() if name != "INFEED_RUN"}
     env["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths, str(SOURCE.parent)])
     if run is not None:
@@ -27,21 +27,21 @@ def start(code: str, *paths: str, run: str | None) -> str:
 
 
 @pytest.mark.parametrize("run", ["1", None])
-def test_a_python_below_infeed_run_waits_for_torch_and_imports_nothing_else(run: str | None) -> None:
-    """Others do not, such as infeed's own workers."""
+def test_python_under_infeed_run_hooks_torch_and_imports_nothing_else(run: str | None) -> None:
+    """Other processes, such as infeed's workers, install no hook."""
     code = f"import sys; print({HOOKED}, 'torch' in sys.modules, 'numpy' in sys.modules, {STARTUP!r} in sys.path)"
 
     assert start(code, run=run) == f"{run is not None} False False False"
 
 
-def test_a_sitecustomize_of_the_users_runs_as_well(tmp_path: Path) -> None:
+def test_a_sitecustomize_of_the_user_runs_as_well(tmp_path: Path) -> None:
     theirs = tmp_path / "sitecustomize.py"
     theirs.write_text("import builtins; builtins.theirs = 5\n")
 
     assert start("import sitecustomize; print(theirs, sitecustomize.__file__)", str(tmp_path), run="1") == f"5 {theirs}"
 
 
-def test_what_is_carried_into_a_process_arrives_without_torch_and_goes_on_to_its_children() -> None:
+def test_the_installation_reaches_a_process_without_torch_and_its_children() -> None:
     code = f"""
     import multiprocessing, pickle, sys
     from infeed.programs.children import carry_into_processes, forget_processes
@@ -63,7 +63,7 @@ def test_the_environment_keeps_its_own_paths(monkeypatch: pytest.MonkeyPatch) ->
     from infeed.programs.children import carry_into_commands, is_child_of_run
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["a", "b"]))
-    monkeypatch.setenv("INFEED_RUN", "")  # to be put back
+    monkeypatch.setenv("INFEED_RUN", "")  # To be restored.
     monkeypatch.delenv("INFEED_RUN")
     assert not is_child_of_run()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The pure parts of dev.py: which steps a command has, and when it installs again. No environment is made."""
+"""The pure parts of dev.py: the steps of a command, and when it reinstalls. No environment is created."""
 
 import copy
 import importlib.util
@@ -30,18 +30,18 @@ def pyproject() -> dict[str, Any]:
 
 
 def test_every_command_needs_an_extra_that_exists(dev: ModuleType, pyproject: dict[str, Any]) -> None:
-    """No command asks pip for an extra that pyproject.toml does not have."""
+    """Each command uses an extra that pyproject.toml defines."""
     assert set(dev.EXTRAS.values()) <= set(pyproject["project"]["optional-dependencies"])
 
 
 def test_the_demo_extra_is_part_of_the_dev_extra(pyproject: dict[str, Any]) -> None:
-    """Whoever runs the tests can run the demo's, with the same versions."""
+    """Whoever runs the tests can run the demo, with the same versions."""
     extras = pyproject["project"]["optional-dependencies"]
     assert set(extras["demo"]) <= set(extras["dev"])
 
 
 def test_check_runs_lint_format_layers_and_types_for_three_platforms(dev: ModuleType) -> None:
-    """ruff twice, import-linter, and mypy for this platform, Windows and macOS, each with its own cache, all at once."""
+    """ruff twice, import-linter, and mypy for this platform, Windows and macOS, each with its own cache, all in parallel."""
     assert dev.steps("check", []) == [
         [
             ["-m", "ruff", "check", "."],
@@ -65,7 +65,7 @@ def test_quick_runs_tests_that_start_no_process(dev: ModuleType) -> None:
 
 
 def test_test_runs_the_checks_and_then_pytest_with_the_arguments(dev: ModuleType) -> None:
-    """Arguments go to pytest only, which comes last."""
+    """Arguments are passed only to pytest, which runs last."""
     *checks, [tests] = dev.steps("test", ["-k", "demo"])
     assert checks == dev.steps("check", [])
     assert (tests[:3], tests[-2:]) == (["-m", "pytest", "-n"], ["-k", "demo"])
@@ -77,15 +77,15 @@ def test_docs_are_built_strict_or_served(dev: ModuleType) -> None:
     assert dev.steps("docs", ["serve"]) == [[["-m", "mkdocs", "serve"]]]
 
 
-def test_build_checks_what_it_built(dev: ModuleType) -> None:
-    """twine sees the files of the step before it."""
+def test_build_checks_its_result(dev: ModuleType) -> None:
+    """twine checks the files of the previous step."""
     build, check = dev.steps("build", [])
     assert build[0][:2] == ["-m", "build"]
     assert check[0][:3] == ["-m", "twine", "check"]
 
 
 def test_this_python_is_found_by_version_and_by_path(dev: ModuleType) -> None:
-    """`--python` takes both."""
+    """`--python` accepts both."""
     assert dev.version_of([sys.executable]) == "{}.{}".format(*sys.version_info)
     assert dev.find_python(sys.executable) == sys.executable
 
@@ -96,14 +96,14 @@ def test_this_python_is_found_by_version_and_by_path(dev: ModuleType) -> None:
     ids=["demo", "bench"],
 )
 def test_demo_and_bench_are_one_step_with_the_arguments(dev: ModuleType, command: str, step: list[str]) -> None:
-    """Arguments after the command are passed on as they are."""
+    """Arguments after the command are passed unchanged."""
     assert dev.steps(command, ["--epochs", "1"]) == [[step]]
 
 
-def test_commands_run_at_the_same_time_and_speak_in_turn(
+def test_commands_run_in_parallel_and_print_in_sequence(
     dev: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first ends only when the last has run; all are heard, and the first that fails gives the code."""
+    """The first ends only when the last has run; all outputs are printed, and the first failure sets the exit code."""
     met = tmp_path / "met"
     waiting = "from pathlib import Path; import sys; from tests.helpers import wait_until\n"
     waiting += "wait_until(Path(sys.argv[1]).exists, 'the last'); print('first')"
@@ -115,13 +115,13 @@ def test_commands_run_at_the_same_time_and_speak_in_turn(
     ]  # fmt: skip
 
 
-def test_what_is_compiled_is_kept(dev: ModuleType) -> None:
-    """A variable that forbids it is not passed on: every interpreter of a test would compile infeed again."""
+def test_bytecode_is_cached(dev: ModuleType) -> None:
+    """A variable that disables the cache is not passed on: every interpreter of a test would compile infeed again."""
     assert dev.environment({"PYTHONDONTWRITEBYTECODE": "1", "HOME": "h"})["HOME"] == "h"
     assert "PYTHONDONTWRITEBYTECODE" not in dev.environment({"PYTHONDONTWRITEBYTECODE": "1"})
 
 
-def test_both_extras_stay_installed_side_by_side(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+def test_both_extras_stay_installed(dev: ModuleType, pyproject: dict[str, Any]) -> None:
     """Installing one extra does not make the script forget the other."""
     stamp = {extra: dev.requirement_hash(pyproject, extra) for extra in ("demo", "dev")}
 
@@ -129,8 +129,8 @@ def test_both_extras_stay_installed_side_by_side(dev: ModuleType, pyproject: dic
     assert dev.is_installed(stamp, pyproject, "dev")
 
 
-def test_a_changed_extra_is_installed_again_and_the_other_is_not(dev: ModuleType, pyproject: dict[str, Any]) -> None:
-    """Only what a change of pyproject.toml touches is installed again."""
+def test_only_a_changed_extra_is_reinstalled(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """Only extras affected by a change of pyproject.toml are installed again."""
     stamp = {extra: dev.requirement_hash(pyproject, extra) for extra in ("demo", "dev")}
     changed = copy.deepcopy(pyproject)
     changed["project"]["optional-dependencies"]["demo"].append("another")
@@ -139,8 +139,8 @@ def test_a_changed_extra_is_installed_again_and_the_other_is_not(dev: ModuleType
     assert dev.is_installed(stamp, changed, "dev")
 
 
-def test_a_changed_dependency_of_the_package_touches_every_extra(dev: ModuleType, pyproject: dict[str, Any]) -> None:
-    """The package's own dependencies come with each extra."""
+def test_a_changed_dependency_of_the_package_affects_every_extra(dev: ModuleType, pyproject: dict[str, Any]) -> None:
+    """Every extra includes the package's own dependencies."""
     stamp = {extra: dev.requirement_hash(pyproject, extra) for extra in ("demo", "dev")}
     pyproject["project"]["dependencies"].append("another")
 
@@ -149,7 +149,7 @@ def test_a_changed_dependency_of_the_package_touches_every_extra(dev: ModuleType
 
 
 def test_a_change_elsewhere_in_pyproject_installs_nothing(dev: ModuleType, pyproject: dict[str, Any]) -> None:
-    """Settings of tools do not matter to what is installed."""
+    """Settings of tools do not affect the installation."""
     stamp = {"dev": dev.requirement_hash(pyproject, "dev")}
     pyproject["tool"]["ruff"]["line-length"] = 80
 
@@ -158,7 +158,7 @@ def test_a_change_elsewhere_in_pyproject_installs_nothing(dev: ModuleType, pypro
 
 @pytest.mark.parametrize("text", [None, "", '{"dev": "ab', "[]"], ids=["absent", "empty", "cut short", "other"])
 def test_an_unreadable_stamp_means_nothing_is_installed(dev: ModuleType, tmp_path: Path, text: str | None) -> None:
-    """An installation that was interrupted is done again."""
+    """An interrupted installation runs again."""
     path = tmp_path / "stamp.json"
     if text is not None:
         path.write_text(text, encoding="utf-8")
@@ -167,7 +167,7 @@ def test_an_unreadable_stamp_means_nothing_is_installed(dev: ModuleType, tmp_pat
 
 
 def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> None:
-    """What was written after an installation is known at the next call."""
+    """A saved stamp is known at the next call."""
     path = tmp_path / "stamp.json"
     path.write_text(json.dumps({"dev": "abc"}), encoding="utf-8")
 
@@ -189,15 +189,15 @@ def test_a_stamp_is_read_as_it_was_written(dev: ModuleType, tmp_path: Path) -> N
 def test_invalid_usage_is_reported_before_anything_is_installed(
     dev: ModuleType, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wrong use gives exit code 2 and the cure."""
+    """Usage errors exit with code 2 and print the fix."""
     assert dev.main(argv) == 2
     assert said in capsys.readouterr().out
 
 
-def test_an_old_python_gets_a_sentence(
+def test_an_old_python_gets_a_clear_message(
     dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Python that is too old prints which one is needed, instead of an ImportError."""
+    """A Python that is too old prints the required version instead of an ImportError."""
     monkeypatch.setattr(dev.sys, "version_info", (3, 9, 2, "final", 0))
 
     assert dev.main(["test"]) == 2

@@ -1,4 +1,4 @@
-"""Which libraries a program probably imports, by its source."""
+"""Predicts from its source which libraries a program imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infeed.workers.preload import likely_imports
 
 
 def imports_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, **own: str) -> list[str]:
-    """Of a program beside modules of its own, some of them in the package ``parts``; numpy and three others are installed."""
+    """Returns the predicted libraries of a program; some of its modules are in the package ``parts``."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     for name in ("kornia", "monai", "wandb"):
@@ -26,7 +26,7 @@ def imports_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, **
     return likely_imports(str(folder / "program.py"))
 
 
-def test_libraries_come_in_the_order_of_their_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_have_the_order_of_their_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
     import os, monai as m, numpy.linalg
     from kornia import augmentation  # for workers
@@ -34,18 +34,18 @@ def test_libraries_come_in_the_order_of_their_imports(tmp_path: Path, monkeypatc
     assert imports_of(tmp_path, monkeypatch, program=source) == ["monai", "numpy.linalg", "kornia"]
 
 
-def test_what_is_no_library_for_datasets_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may open connections or devices when it is imported."""
+def test_libraries_unrelated_to_datasets_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may open connections or devices on import."""
     assert imports_of(tmp_path, monkeypatch, program="import wandb, kornia, no_such_module\nnum_workers = 2") == ["kornia"]
 
 
-def test_imports_inside_functions_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may never happen."""
+def test_imports_inside_functions_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may never run."""
     assert imports_of(tmp_path, monkeypatch, program="def workers():\n    import kornia\n") == []
 
 
-def test_modules_of_the_program_s_own_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of packages, by relative imports, and one that has the name of a library."""
+def test_modules_of_the_program_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in packages, with relative imports, and one with the name of a library."""
     found = imports_of(
         tmp_path,
         monkeypatch,

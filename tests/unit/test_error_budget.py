@@ -1,4 +1,4 @@
-"""Bad samples: counted, listed, and held against the budget."""
+"""Bad samples: counted, listed, and limited by the error budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _bad(position: int) -> BadSample:
         (3, 10, 4, 0, True),
         (0.5, 10, 5, 0, False),
         (0.5, 10, 6, 0, True),
-        (0.1, None, 10, 0, False),  # nobody knows how long it is: of a hundred at least
+        (0.1, None, 10, 0, False),  # Of unknown length: the fraction is of at least 100 samples.
         (0.1, None, 11, 0, True),
         (0.1, None, 30, 270, False),
         (0.1, None, 31, 270, True),
@@ -34,7 +34,7 @@ def test_the_budget_is_a_number_or_a_fraction(
     assert (error_budget.excess() is not None) is is_over
 
 
-def test_an_epoch_that_goes_on_counts_what_was_bad_before() -> None:
+def test_a_resumed_epoch_counts_earlier_bad_samples() -> None:
     error_budget = ErrorBudget(2)
     error_budget.begin_epoch(4, 2)
     assert error_budget.excess() is None

@@ -1,4 +1,4 @@
-"""The exception tree: who catches what."""
+"""The exception tree."""
 
 import pickle
 
@@ -24,8 +24,8 @@ TREE = {
 }
 
 
-def test_the_tree_has_these_errors_and_no_other() -> None:
-    """A new error is added here, and in the documentation, on purpose."""
+def test_the_tree_has_exactly_these_errors() -> None:
+    """A new error is added here and in the documentation."""
     found = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, BaseException)}
 
     assert found == set(TREE)
@@ -33,13 +33,13 @@ def test_the_tree_has_these_errors_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", TREE)
 def test_an_error_has_its_place_in_the_tree(name: str) -> None:
-    """Each can be caught as infeed's, and as the built-in error that it is a case of."""
+    """Each can be caught as an InfeedError, and as the matching built-in exception."""
     assert vars(errors)[name].__bases__ == TREE[name]
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_an_error_travels_between_processes(name: str) -> None:
-    """It is pickled by its public name, and keeps text and notes."""
+def test_an_error_can_be_pickled(name: str) -> None:
+    """By its public name, with message and notes."""
     error = vars(errors)[name]("what happened")
     error.add_note("where")
 

@@ -1,4 +1,4 @@
-"""The user's exceptions on their way from a worker to the user's loop."""
+"""User exceptions on their way from a worker to the training loop."""
 
 import pickle
 import threading
@@ -20,7 +20,7 @@ class Needy(Exception):
 
 
 class Holding(ValueError):
-    """State that cannot travel."""
+    """Has state that cannot be pickled."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -28,7 +28,7 @@ class Holding(ValueError):
 
 
 class Shown(KeyError):
-    """A text of its own."""
+    """Has its own `__str__`."""
 
     def __str__(self) -> str:
         return "shown otherwise"
@@ -40,14 +40,14 @@ class Mute(Exception):
 
 
 class Changing(Exception):
-    """Pickles, and comes back as something else."""
+    """Pickles to an object of another type."""
 
     def __reduce__(self) -> Any:
         return ValueError, ("another",)
 
 
 class Impossible(Exception):
-    """Neither it nor a stand-in can be made."""
+    """Neither it nor a stand-in can be created."""
 
     def __new__(cls, *args: Any) -> "Impossible":
         if args != ("first",):
@@ -62,15 +62,15 @@ class Impossible(Exception):
 
 
 def raised(error: BaseException) -> BaseException:
-    """The same, with a traceback."""
+    """Returns the same exception with a traceback."""
     try:
         raise error
     except BaseException as caught:
         return caught
 
 
-def travelled(error: BaseException, **place: Any) -> BaseException:
-    """The exception as it arrives from another process."""
+def transferred(error: BaseException, **place: Any) -> BaseException:
+    """Returns the exception as it arrives from another process."""
     failure = Failure.of(raised(error), "loading sample", **place).packed()
     return pickle.loads(pickle.dumps(failure)).exception("position 5 of epoch 0, worker 1")
 
@@ -92,54 +92,54 @@ ERRORS: dict[str, BaseException] = {
 
 
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_an_exception_arrives_with_its_type_and_text(error: BaseException) -> None:
-    """Except clauses work as they do without workers, whatever the constructor takes and whatever the instance holds."""
-    again = travelled(error)
+def test_an_exception_arrives_with_its_type_and_message(error: BaseException) -> None:
+    """Except clauses work as without workers, whatever the constructor needs and the instance holds."""
+    again = transferred(error)
 
     assert isinstance(again, type(error))
     assert type(again).__name__ == type(error).__name__
     assert str(again) == str(error)
 
 
-def test_what_can_be_built_again_is_the_very_type_with_its_attributes() -> None:
-    """Not a stand-in: also attributes and arguments come along."""
+def test_an_exception_that_can_be_rebuilt_keeps_type_and_attributes() -> None:
+    """It is no stand-in and has its attributes and arguments."""
     error = FileNotFoundError(2, "No such file", "a.jpg")
     error.extra = [1, 2]  # type: ignore[attr-defined]
 
-    again = travelled(error)
+    again = transferred(error)
 
     assert type(again) is FileNotFoundError
     assert (again.errno, again.filename, again.extra) == (2, "a.jpg", [1, 2])  # type: ignore[attr-defined]
 
 
 def test_a_class_of_a_script_arrives_as_that_class() -> None:
-    """Classes of __main__ travel by value, and the user's own except clause still knows them."""
+    """Classes of __main__ are pickled by value, and the user's except clause catches them."""
 
     class Local(Exception):
         pass
 
-    assert isinstance(travelled(Local("x")), Local)
+    assert isinstance(transferred(Local("x")), Local)
 
 
-def test_an_exception_without_a_readable_text_arrives_all_the_same() -> None:
-    """Its own __str__ raises; that is said in place of it, or left to the user's own call of it."""
-    again = travelled(Mute())
+def test_an_exception_with_a_failing_str_arrives() -> None:
+    """Its own __str__ raises; the message says so, or the user's call raises."""
+    again = transferred(Mute())
 
     assert isinstance(again, Mute | SampleError)
     assert again.__notes__
 
 
-def test_what_cannot_be_made_at_all_is_a_sample_error_with_its_name() -> None:
-    """The last resort still tells what it was."""
-    again = travelled(Impossible("first"))
+def test_an_exception_that_cannot_be_created_becomes_a_sample_error_with_its_name() -> None:
+    """The last resort still says what it was."""
+    again = transferred(Impossible("first"))
 
     assert type(again) is SampleError
     assert str(again) == "Impossible: first"
 
 
 def test_the_traceback_of_the_worker_is_the_cause() -> None:
-    """The user sees the line in their dataset."""
-    again = travelled(ValueError("bad"))
+    """The user sees the line in the dataset."""
+    again = transferred(ValueError("bad"))
     shown = "".join(traceback.format_exception(again))
 
     assert "raise error" in str(again.__cause__)
@@ -148,18 +148,18 @@ def test_the_traceback_of_the_worker_is_the_cause() -> None:
 
 
 def test_the_exceptions_own_cause_is_in_the_traceback() -> None:
-    """What it was raised from is not lost on the way."""
+    """The chain of `raise ... from` is kept."""
     error = ValueError("outer")
     error.__cause__ = raised(KeyError("inner"))
 
-    assert "KeyError: 'inner'" in str(travelled(error).__cause__)
+    assert "KeyError: 'inner'" in str(transferred(error).__cause__)
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), Needy("a", 1)], ids=["rebuilt", "stand-in"])
-def test_notes_are_kept_and_the_place_is_added(error: BaseException) -> None:
-    """The user's notes first, each once, then which sample it was and where."""
+def test_notes_are_kept_and_the_location_is_added(error: BaseException) -> None:
+    """The user's notes first, each once, then the sample and its position."""
     error.add_note("while parsing the header")
-    again = travelled(error, index=13, position=5)
+    again = transferred(error, index=13, position=5)
 
     assert again.__notes__ == [
         "while parsing the header",
@@ -177,20 +177,20 @@ def test_notes_are_kept_and_the_place_is_added(error: BaseException) -> None:
     ],
     ids=["int", "text", "tuple", "a whole batch"],
 )
-def test_the_index_is_shown_and_kept_short(index: Any, shown: str) -> None:
-    """Whatever it is."""
-    assert shown in travelled(ValueError("x"), index=index).__notes__[0]
+def test_the_index_is_shown_and_shortened(index: Any, shown: str) -> None:
+    """For any type of index."""
+    assert shown in transferred(ValueError("x"), index=index).__notes__[0]
 
 
-def test_an_index_that_cannot_travel_is_shown_all_the_same() -> None:
-    """It is only text on the other side."""
+def test_an_index_that_cannot_be_pickled_is_shown() -> None:
+    """On the other side it is only text."""
     lock = threading.Lock()
 
-    assert "lock" in travelled(ValueError("x"), index=lock).__notes__[0]
+    assert "lock" in transferred(ValueError("x"), index=lock).__notes__[0]
 
 
-def test_within_one_process_the_exception_is_the_one_that_was_raised() -> None:
-    """Threads and inline need no copy: same object, same traceback."""
+def test_within_one_process_the_exception_is_the_same_object() -> None:
+    """Threads and the main process need no copy: same object, same traceback."""
     error = raised(Holding("x"))
 
     again = Failure.of(error, "loading sample", index=1).exception("inline")
@@ -202,9 +202,9 @@ def test_within_one_process_the_exception_is_the_one_that_was_raised() -> None:
 
 @pytest.mark.parametrize("error", [StopIteration(5), StopAsyncIteration()], ids=["StopIteration", "StopAsyncIteration"])
 @pytest.mark.parametrize("from_worker", [True, False], ids=["process", "inline"])
-def test_the_end_of_an_iteration_does_not_end_the_epoch_in_silence(error: Exception, from_worker: bool) -> None:
-    """Raised in the user's loop it would look like the end of the data."""
-    again = travelled(error) if from_worker else Failure.of(raised(error), "loading sample").exception("inline")
+def test_stop_iteration_does_not_end_the_epoch(error: Exception, from_worker: bool) -> None:
+    """Raised in the training loop it would look like the end of the data."""
+    again = transferred(error) if from_worker else Failure.of(raised(error), "loading sample").exception("inline")
 
     assert type(again) is RuntimeError
     assert f"{type(error).__name__} was raised while loading sample" in str(again)

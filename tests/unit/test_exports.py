@@ -1,4 +1,4 @@
-"""What is public: these names, under this module, and no other."""
+"""The public names of the package."""
 
 import ast
 import pickle
@@ -45,13 +45,13 @@ PUBLIC = [
 
 
 def test_these_names_are_public() -> None:
-    """A change of this list is a change of the interface, and needs a line in the changelog."""
+    """Changing this list changes the API, and needs a line in the changelog."""
     assert sorted([*infeed.__all__, "open"]) == PUBLIC
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_is_of_the_package_itself(name: str) -> None:
-    """Users see infeed.DataLoader in messages and pickles, not the module it happens to be written in."""
+def test_a_public_name_belongs_to_the_package(name: str) -> None:
+    """Users see infeed.DataLoader in messages and pickles, not the module that defines it."""
     value: Any = getattr(infeed, name)
 
     assert value.__module__ == "infeed"
@@ -60,23 +60,23 @@ def test_a_public_name_is_of_the_package_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_is_pickled_by_reference(name: str) -> None:
-    """Wherever the module it is written in moves to, old pickles still find it."""
+    """Old pickles work after its definition moves to another module."""
     assert pickle.loads(pickle.dumps(getattr(infeed, name))) is getattr(infeed, name)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_has_a_docstring(name: str) -> None:
-    """help() says what it is."""
+    """It is the text of help()."""
     assert getattr(infeed, name).__doc__
 
 
 def test_public_names_are_listed_by_dir() -> None:
-    """Completion in a shell finds them before they are first used."""
+    """Shells can complete them before their first use."""
     assert set(PUBLIC) <= set(dir(infeed))
 
 
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    """A typing error is answered with the list."""
+def test_an_unknown_name_raises_with_the_list_of_names() -> None:
+    """A typing error gets the list."""
     with pytest.raises(
         AttributeError, match=r"module 'infeed' has no attribute 'Dataloader'; its public names are .*DataLoader"
     ):
@@ -84,17 +84,17 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
 
 
 @pytest.mark.process
-def test_star_import_gives_the_public_names() -> None:
-    """In a fresh interpreter, where nothing has been used yet."""
+def test_star_import_imports_the_public_names() -> None:
+    """In a new interpreter, where nothing has been used yet."""
     code = """
         from infeed import *
         print(sorted(name for name in dir() if not name.startswith("__")))
     """
-    assert run_fresh(code) == str([name for name in PUBLIC if name != "open"])  # the built-in function stays
+    assert run_fresh(code) == str([name for name in PUBLIC if name != "open"])  # The built-in function stays.
 
 
-def test_what_says_that_it_is_of_the_package_is_found_there() -> None:
-    """A class whose __module__ is infeed is pickled under that name, so it must be there."""
+def test_names_whose_module_is_the_package_are_found_there() -> None:
+    """A class whose __module__ is infeed is pickled under that name, so it must exist."""
     claimed = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""One epoch's batches as they are planned: by index, or from the shares of a stream."""
+"""The planned batches of one epoch: by index, or from the shards of an iterable dataset."""
 
 from collections.abc import Iterator
 
@@ -13,8 +13,8 @@ from infeed.scheduler.messages import WorkerId
 W0, W1, W2 = map(WorkerId, range(3))
 
 
-def test_an_indexed_feed_gives_the_batches_of_the_plan() -> None:
-    """With their position and their cut into grains, and then nothing for ever."""
+def test_an_indexed_feed_yields_the_batches_of_the_plan() -> None:
+    """With position and grains, and then None."""
     feed = IndexedFeed(Cursor(3), sampled_batches(range(5), Cut(2)), grain_size=1)
 
     taken = [feed.take(), feed.take(), feed.take()]
@@ -31,8 +31,8 @@ def test_an_indexed_feed_gives_the_batches_of_the_plan() -> None:
     assert feed.error is None
 
 
-def test_what_the_sampler_raises_is_kept_until_the_batches_before_it_are_delivered() -> None:
-    """Prefetching asks the sampler early; its error must not come early, and comes once."""
+def test_an_exception_of_the_sampler_is_kept_until_earlier_batches_are_delivered() -> None:
+    """Prefetching reads the sampler early; its error must not be raised early, and only once."""
 
     def broken() -> Iterator[BatchPlan]:
         yield BatchPlan([1], 0, 1)
@@ -50,15 +50,15 @@ def test_what_the_sampler_raises_is_kept_until_the_batches_before_it_are_deliver
 
 
 def counted(count: int, asked: list[int]) -> Iterator[BatchPlan]:
-    """Batches of one, each of which is noted when it is asked for."""
+    """Batches of one; records when each is requested."""
     for number in range(count):
         asked.append(number)
         yield BatchPlan([number], number, number + 1)
     asked.append(count)
 
 
-def test_a_sampler_is_asked_for_so_many_batches_beyond_those_delivered() -> None:
-    """Neither more, however many there is room for, nor less, if there is none; also when it is found at its end."""
+def test_a_sampler_is_read_a_fixed_number_of_batches_ahead() -> None:
+    """Exactly this number beyond the delivered batches, whatever the room, also at its end."""
     asked: list[int] = []
     feed = IndexedFeed(Cursor(), counted(4, asked), 1, Lookahead(2, 0))
     feed.prime()
@@ -73,8 +73,8 @@ def test_a_sampler_is_asked_for_so_many_batches_beyond_those_delivered() -> None
     assert feed.is_exhausted
 
 
-def test_batches_that_are_known_are_taken_without_limit() -> None:
-    """Only what is asked for behind them waits until as much is delivered."""
+def test_known_batches_are_taken_without_limit() -> None:
+    """Only later ones wait until enough is delivered."""
     asked: list[int] = []
     feed = IndexedFeed(Cursor(), counted(4, asked), 1, Lookahead(1, 3))
     feed.prime()
@@ -88,7 +88,7 @@ def test_batches_that_are_known_are_taken_without_limit() -> None:
 
 
 def test_exceptions_count_as_delivered() -> None:
-    """Else a sampler that raises often would not be asked again."""
+    """Otherwise a sampler that raises often would not be read again."""
     failures: list[BatchPlan | Exception] = [KeyError(), KeyError(), BatchPlan([1], 0, 1)]
     feed = IndexedFeed(Cursor(), iter(failures), 1, Lookahead(1, 0))
     feed.prime()
@@ -102,7 +102,7 @@ def workers_of(feed: StreamFeed, count: int) -> list[WorkerId | None]:
     return [planned.worker if (planned := feed.take()) else None for _ in range(count)]
 
 
-def test_a_stream_with_one_worker_is_read_by_it() -> None:
+def test_an_iterable_dataset_with_one_worker_is_read_by_it() -> None:
     """There is nothing to decide."""
     feed = StreamFeed(Cursor(0), 4, StreamShares(1))
     first, second = feed.take(), feed.take()
@@ -115,16 +115,16 @@ def test_a_stream_with_one_worker_is_read_by_it() -> None:
     ]
 
 
-def test_until_the_first_batch_is_there_only_it_is_asked_for() -> None:
-    """Nobody knows yet who else will read."""
+def test_only_the_first_batch_is_requested_until_it_arrives() -> None:
+    """Until then it is unknown which workers will read."""
     feed = StreamFeed(Cursor(0), 4, StreamShares(3))
 
     assert workers_of(feed, 3) == [W0, None, None]
     assert not feed.is_exhausted
 
 
-def test_a_stream_that_does_not_shard_itself_is_read_by_one() -> None:
-    """Else each element would come as often as there are workers."""
+def test_an_iterable_dataset_that_does_not_shard_itself_is_read_by_one_worker() -> None:
+    """Otherwise each element would be delivered once per worker."""
     shares = StreamShares(3)
     feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
@@ -134,8 +134,8 @@ def test_a_stream_that_does_not_shard_itself_is_read_by_one() -> None:
     assert workers_of(feed, 3) == [W0, W0, W0]
 
 
-def test_a_stream_that_shards_itself_is_read_by_all_in_turn() -> None:
-    """0, 1, 2, 0, 1, 2, each share with positions of its own."""
+def test_an_iterable_dataset_that_shards_itself_is_read_by_all_in_turn() -> None:
+    """Workers 0, 1, 2, 0, 1, 2; each shard has its own positions."""
     shares = StreamShares(3)
     feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
@@ -147,8 +147,8 @@ def test_a_stream_that_shards_itself_is_read_by_all_in_turn() -> None:
     assert (planned.worker, planned.first_position) == (W0, 8)
 
 
-def test_what_was_decided_stays_decided() -> None:
-    """By the first batch of the first epoch, for this loader."""
+def test_the_decision_is_permanent() -> None:
+    """The first batch of the first epoch decides for this loader."""
     shares = StreamShares(2)
     shares.decide(shards_itself=True)
     shares.decide(shards_itself=False)
@@ -158,8 +158,8 @@ def test_what_was_decided_stays_decided() -> None:
     assert workers_of(StreamFeed(Cursor(1), 4, shares), 3) == [W0, W1, W0]
 
 
-def test_a_share_that_has_ended_is_passed_over() -> None:
-    """The others go on in turn, and the epoch ends with the last."""
+def test_an_exhausted_shard_is_skipped() -> None:
+    """The others continue in turn, and the epoch ends with the last."""
     shares = StreamShares(3)
     shares.decide(shards_itself=True)
     feed = StreamFeed(Cursor(0), 4, shares)
@@ -174,8 +174,8 @@ def test_a_share_that_has_ended_is_passed_over() -> None:
     assert feed.is_exhausted
 
 
-def test_a_full_batch_does_not_end_a_share() -> None:
-    """Only one that came short does."""
+def test_a_full_batch_does_not_end_a_shard() -> None:
+    """Only an incomplete one does."""
     feed = StreamFeed(Cursor(0), 4, StreamShares(1))
     feed.take()
     feed.loaded(W0, 4, 4)
@@ -183,8 +183,8 @@ def test_a_full_batch_does_not_end_a_share() -> None:
     assert feed.take() is not None
 
 
-def test_rows_that_were_loaded_are_counted_per_share() -> None:
-    """A worker that takes over the share of a dead one skips them."""
+def test_loaded_rows_are_counted_per_shard() -> None:
+    """A worker that replaces a dead one skips them."""
     shares = StreamShares(2)
     shares.decide(shards_itself=True)
     feed = StreamFeed(Cursor(0), 4, shares)
@@ -195,8 +195,8 @@ def test_rows_that_were_loaded_are_counted_per_share() -> None:
     assert [feed.open_message(worker).skip for worker in (W0, W1, W2)] == [0, 4, 0]
 
 
-def test_a_share_is_opened_once_in_an_epoch() -> None:
-    """The worker begins to iterate when its first batch is planned."""
+def test_a_shard_is_opened_once_per_epoch() -> None:
+    """The worker calls `iter` when its first batch is planned."""
     feed = StreamFeed(Cursor(0), 4, StreamShares(1))
     feed.take()
 
@@ -204,8 +204,8 @@ def test_a_share_is_opened_once_in_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 3], ids=["empty", "short"])
-def test_a_stream_that_ends_with_its_first_batch_is_over_for_all(rows: int) -> None:
-    """If it does not shard itself no other worker reads it."""
+def test_an_iterable_dataset_that_ends_with_its_first_batch_is_over_for_all(rows: int) -> None:
+    """If it does not shard itself, no other worker reads it."""
     shares = StreamShares(2)
     feed = StreamFeed(Cursor(0), 4, shares)
     feed.take()
@@ -216,22 +216,22 @@ def test_a_stream_that_ends_with_its_first_batch_is_over_for_all(rows: int) -> N
     assert feed.is_exhausted
 
 
-def test_steps_are_numbered_from_the_cursor_on() -> None:
-    """A resumed epoch goes on counting."""
+def test_steps_are_numbered_from_the_cursor() -> None:
+    """A resumed epoch continues the count."""
     feed = IndexedFeed(Cursor(1, 4, 8), sampled_batches(range(12), Cut(2), 8), grain_size=1)
 
     assert [(b.step, b.first_position, b.stop) for b in iter(feed.take, None)] == [(4, 8, 10), (5, 10, 12)]
 
 
-def test_steps_that_came_out_of_order_are_passed_over() -> None:
-    """They were given before the run was interrupted; those between them were not."""
+def test_steps_delivered_out_of_order_are_skipped() -> None:
+    """They were delivered before the interruption; those between them were not."""
     feed = IndexedFeed(Cursor(0, 1, 2, ahead=(1, 3)), sampled_batches(range(12), Cut(2), 2), grain_size=1)
 
     assert [b.step for b in iter(feed.take, None)] == [2, 4, 5]
 
 
-def test_a_resumed_share_goes_on_where_the_user_had_it() -> None:
-    """From the dataset's own state where there is one, else by reading again; a share that had ended stays so."""
+def test_a_resumed_shard_continues_after_the_last_delivered_element() -> None:
+    """From the dataset's own state, or by reading again; an exhausted shard stays exhausted."""
     shares = (ShareCursor(8, state={"dataset": 3}), ShareCursor(4), ShareCursor(2, is_ended=True))
     feed = StreamFeed(Cursor(0, 4, 14, stream=StreamCursor(1, shares)), 4, StreamShares(3))
 
@@ -239,8 +239,8 @@ def test_a_resumed_share_goes_on_where_the_user_had_it() -> None:
     assert [(m.state_rows, m.skip, m.state) for m in map(feed.open_message, (W0, W1))] == [(8, 0, {"dataset": 3}), (0, 4, None)]
 
 
-def test_a_stream_begun_by_one_worker_is_read_to_its_end_by_one() -> None:
-    """Also if the dataset would share itself out among the workers that there are now."""
+def test_an_iterable_dataset_started_by_one_worker_is_finished_by_one() -> None:
+    """Also if the dataset would shard itself among the current workers."""
     shares = StreamShares(3)
     shares.decide(shards_itself=True)
     feed = StreamFeed(Cursor(0, 1, 4, stream=StreamCursor(1, (ShareCursor(4),))), 4, shares)
@@ -249,8 +249,8 @@ def test_a_stream_begun_by_one_worker_is_read_to_its_end_by_one() -> None:
     assert feed.open_message(W0).is_alone
 
 
-def test_the_latest_state_of_a_share_is_where_another_worker_goes_on() -> None:
-    """A worker that takes over need not read again what the dataset can jump over."""
+def test_a_replacement_worker_continues_from_the_latest_state_of_a_shard() -> None:
+    """The worker need not read again what the dataset can skip."""
     feed = StreamFeed(Cursor(), 4, StreamShares(1))
     for state in ({"dataset": 4}, None, {"dataset": 12}):
         feed.take()

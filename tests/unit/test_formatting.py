@@ -1,4 +1,4 @@
-"""Numbers for people: each with a unit, and none longer than can be read at a glance."""
+"""Formats numbers as short text with units."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from infeed.formatting import format_bytes, format_count, format_rate, format_se
         (-0.25, "-250 ms"),
     ],
 )
-def test_times_come_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    """None is written with an exponent."""
+def test_durations_have_a_suitable_unit(seconds: float, text: str) -> None:
+    """None has an exponent."""
     assert format_seconds(seconds) == text
 
 
@@ -44,8 +44,8 @@ def test_times_come_in_the_unit_that_suits_them(seconds: float, text: str) -> No
         (5000 << 40, "5000.0 TiB"),
     ],
 )
-def test_sizes_are_written_for_people(count: int, text: str) -> None:
-    """One digit behind the point, in the unit that makes it short."""
+def test_sizes_have_a_suitable_unit(count: int, text: str) -> None:
+    """One decimal place."""
     assert format_bytes(count) == text
 
 
@@ -60,11 +60,11 @@ def test_sizes_are_written_for_people(count: int, text: str) -> None:
         (12345678, "12,345,678 batches"),
     ],
 )
-def test_one_is_one_and_others_are_many(count: float, text: str) -> None:
+def test_singular_and_plural_differ(count: float, text: str) -> None:
     assert format_count(count, "batch", "batches") == text
 
 
-def test_an_s_makes_many_of_most() -> None:
+def test_the_default_plural_adds_an_s() -> None:
     assert (format_count(1, "core"), format_count(0.5, "core"), format_count(2, "core")) == ("1 core", "0.5 cores", "2 cores")
 
 

@@ -1,4 +1,4 @@
-"""The share of time that the GIL is held. The bounds are wide: what matters is which side a dataset is on."""
+"""The share of time that the GIL is held. The bounds are wide: only a rough classification matters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from infeed.workers.gil import GilShare
 
-pytestmark = pytest.mark.linux("elsewhere a busy machine cannot be told from a GIL that is held")
+pytestmark = pytest.mark.linux("elsewhere a busy machine looks like a GIL that is held")
 
 LARGE = bytes(8 << 20)
 
 
 def compute() -> None:
-    """Some milliseconds of plain Python."""
+    """Runs plain Python for some milliseconds."""
     total = 0
     for number in range(60_000):
         total += number * number
@@ -28,12 +28,12 @@ def rest() -> None:
 
 
 def digest() -> None:
-    """Without the GIL, because the buffer is large."""
+    """Releases the GIL, because the buffer is large."""
     hashlib.sha256(LARGE).digest()
 
 
 def share_of(*work: Callable[[], None]) -> float:
-    """How much of the time it is held while these are done in turn, until enough of it has been seen."""
+    """Returns the share of time that the GIL is held while these functions alternate, until enough was measured."""
     probe = GilShare()
     probe.start()
     try:
@@ -46,19 +46,19 @@ def share_of(*work: Callable[[], None]) -> float:
     return share
 
 
-def test_python_code_holds_it() -> None:
+def test_python_code_holds_the_gil() -> None:
     """Threads would gain nothing."""
     assert any(share_of(compute) > 0.6 for _ in range(4))
 
 
 @pytest.mark.parametrize("work", [rest, digest], ids=["waiting", "hashing"])
-def test_what_lets_go_of_it_does_not_hold_it(work: Callable[[], None]) -> None:
-    """Waiting, and native code that was written for it. A busy machine delays the probe too, so the least of a few counts."""
+def test_code_that_releases_the_gil_does_not_hold_it(work: Callable[[], None]) -> None:
+    """Sleep, and native code that releases it. A busy machine delays the probe too, so the minimum of a few attempts counts."""
     assert any(share_of(work) < 0.3 for _ in range(4))
 
 
-def test_half_of_each_is_in_between() -> None:
-    """Some of the time. A busy machine delays the probe too, so it may take a few attempts."""
+def test_a_mixture_of_both_is_in_between() -> None:
+    """A busy machine delays the probe too, so it may take a few attempts."""
 
     def is_in_between() -> bool:
         return share_of(rest) + 0.1 < share_of(compute, rest) < share_of(compute) - 0.1
@@ -66,17 +66,17 @@ def test_half_of_each_is_in_between() -> None:
     assert any(is_in_between() for _ in range(6))
 
 
-def test_a_short_look_says_nothing() -> None:
-    """Some ticks could be chance. And one that was not begun says nothing either."""
-    probe = GilShare(least_ticks=1 << 30)  # however busy the machine is
+def test_a_short_measurement_has_no_result() -> None:
+    """A few ticks could be chance. A measurement that was not started has no result either."""
+    probe = GilShare(least_ticks=1 << 30)  # However busy the machine is.
     assert probe.stop() is None
     probe.start()
 
     assert probe.stop() is None
 
 
-def test_the_process_is_as_it_was() -> None:
-    """The switch interval is the user's: it is put back, and no thread is left."""
+def test_the_process_is_unchanged_afterwards() -> None:
+    """The user's switch interval is restored, and no thread is left."""
     before = sys.getswitchinterval()
     probe = GilShare()
     probe.start()
@@ -87,8 +87,8 @@ def test_the_process_is_as_it_was() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_it_can_look_again() -> None:
-    """Of each look only that look counts."""
+def test_it_can_measure_again() -> None:
+    """Each measurement starts from zero."""
     probe = GilShare()
     shares = []
     for work in (compute, rest, rest, rest):
@@ -98,4 +98,4 @@ def test_it_can_look_again() -> None:
         share = probe.stop()
         assert share is not None
         shares.append(share)
-    assert min(shares[1:]) < 0.3  # a busy machine delays the probe too
+    assert min(shares[1:]) < 0.3  # A busy machine delays the probe too.

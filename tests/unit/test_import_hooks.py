@@ -1,4 +1,4 @@
-"""A function is called when a module has been imported, whatever asks for the module before."""
+"""Calls a function when a module has been imported, even if something searches for the module earlier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "infeed_test_imported_module"
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module that can be imported, and is forgotten afterwards, with all finders."""
+    """A module that can be imported; removed afterwards, with all finders."""
     path = tmp_path / f"{NAME}.py"
     path.write_text("VALUE = 7\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,8 +39,8 @@ def test_the_function_is_called_once_after_the_module_was_executed(module: Path)
     assert type(imported.__loader__).__module__ != "infeed.import_hooks"
 
 
-def test_looking_for_the_module_first_changes_nothing(module: Path) -> None:
-    """As transformers, datasets, polars and seaborn look for torch."""
+def test_searching_for_the_module_first_changes_nothing(module: Path) -> None:
+    """Transformers, datasets, polars and seaborn search for torch."""
     calls: list[str] = []
     when_imported(NAME, lambda: calls.append("first"))
     when_imported(NAME, lambda: calls.append("second"))
@@ -57,7 +57,7 @@ def test_looking_for_the_module_first_changes_nothing(module: Path) -> None:
     assert sorted(calls) == ["first", "second"]
 
 
-def test_an_import_that_fails_can_be_tried_again(module: Path) -> None:
+def test_a_failed_import_can_be_retried(module: Path) -> None:
     calls: list[str] = []
     when_imported(NAME, lambda: calls.append("called"))
     module.write_text("raise RuntimeError('not yet')\n")
@@ -70,7 +70,7 @@ def test_an_import_that_fails_can_be_tried_again(module: Path) -> None:
     assert calls == ["called"]
 
 
-def test_a_module_that_is_not_there_is_not_found(module: Path) -> None:
+def test_a_missing_module_is_not_found(module: Path) -> None:
     when_imported("infeed_test_absent_module", lambda: None)
 
     assert importlib.util.find_spec("infeed_test_absent_module") is None

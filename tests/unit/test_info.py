@@ -28,21 +28,21 @@ def in_thread(function: Any) -> Any:
     return box[0]
 
 
-def test_outside_of_a_worker_there_is_none() -> None:
+def test_outside_of_a_worker_it_is_none() -> None:
     """As in torch."""
     assert get_worker_info() is None
 
 
 def test_worker_info_is_set_per_thread() -> None:
-    """Thread workers share a process and have their own worker info all the same."""
+    """Thread workers share a process and each has its own worker info."""
     set_worker_info(INFO)
 
     assert get_worker_info() is INFO
     assert in_thread(get_worker_info) is None
 
 
-def test_having_asked_is_noted_once() -> None:
-    """A stream that asks shards itself."""
+def test_the_first_call_is_recorded() -> None:
+    """An iterable dataset that calls get_worker_info shards itself."""
     assert not take_was_asked()
     get_worker_info()
     get_worker_info()
@@ -51,14 +51,14 @@ def test_having_asked_is_noted_once() -> None:
     assert not take_was_asked()
 
 
-def test_asking_in_another_thread_is_not_asking_here() -> None:
-    """A stream of another loader in another thread decides for itself."""
+def test_a_call_in_another_thread_does_not_count_here() -> None:
+    """An iterable dataset of another loader in another thread decides for itself."""
     in_thread(get_worker_info)
 
     assert not take_was_asked()
 
 
-def test_an_info_is_frozen_and_travels() -> None:
+def test_an_info_is_frozen_and_picklable() -> None:
     """User code may keep it, and cannot change it."""
     with pytest.raises(AttributeError):
         INFO.id = 5  # type: ignore[misc]

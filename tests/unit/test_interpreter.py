@@ -1,4 +1,4 @@
-"""Which program runs workers."""
+"""Which executable runs workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ VENV, BASE = "venv-python.exe", "base-python.exe"
     ("python", "base", "started", "launcher"),
     [
         (VENV, BASE, BASE, VENV),
-        (VENV, VENV, VENV, None),  # no virtual environment
-        (VENV, None, VENV, None),  # an embedded interpreter
-        ("chosen.exe", BASE, "chosen.exe", None),  # by multiprocessing.set_executable
+        (VENV, VENV, VENV, None),  # No virtual environment.
+        (VENV, None, VENV, None),  # An embedded interpreter.
+        ("chosen.exe", BASE, "chosen.exe", None),  # By multiprocessing.set_executable.
     ],
     ids=["virtual environment", "none", "embedded", "chosen"],
 )

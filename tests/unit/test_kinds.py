@@ -1,4 +1,4 @@
-"""Threads or processes, by what was measured."""
+"""Chooses threads or processes from measurements."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from infeed.autotune.tuner import better_kind
     [
         (0.0, False, 2, "thread"),
         (0.1, False, 2, "thread"),
-        (0.1, False, 16, "process"),  # sixteen threads would want it more than all of the time
+        (0.1, False, 16, "process"),  # Sixteen threads would need the GIL for more than all of the time.
         (0.01, False, 16, "thread"),
         (0.5, False, 1, "process"),
         (1.0, False, 2, "process"),
-        (0.0, True, 2, "process"),  # threads would share the generators
+        (0.0, True, 2, "process"),  # Threads would share the generators.
         (0.0, False, 0.5, "thread"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Optional packages stay optional, and names are unambiguous. Layers are checked by import-linter: see pyproject.toml."""
+"""Optional packages stay optional, and names are unambiguous. import-linter checks the layers: see pyproject.toml."""
 
 import ast
 from collections import Counter
@@ -34,7 +34,7 @@ def top_level(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Packages that a module imports when it is imported itself."""
+    """Returns the packages that a module imports at import time."""
     for node in top_level(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -43,7 +43,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_optional_packages_are_not_imported_at_import_time() -> None:
-    """torch and its like take seconds to import, or are not installed: only modules that need them import them."""
+    """torch and others take seconds to import, or are not installed: only modules that need them import them."""
     names = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
     allowed = {name: ALLOWED.get(name, {"torch"} if name.startswith("torch/") else set()) for name in names}
     found = {name: set(imported(path)) & HEAVY - allowed[name] for name, path in names.items()}

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie, and what is said when samples do not fit together."""
+"""Where the rows of a batch are, and the error if samples do not fit together."""
 
 import pickle
 import re
@@ -22,8 +22,8 @@ class Sample(NamedTuple):
     st.lists(st.tuples(st.sampled_from(["u1", "f8", "i2"]), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=6),
     st.integers(1, 300),
 )
-def test_runs_of_rows_are_aligned_and_apart(leaves: list[tuple[str, list[int]]], row_count: int) -> None:
-    """Each leaf's rows are one run that begins on a cache line and ends before the next."""
+def test_blocks_of_rows_are_aligned_and_disjoint(leaves: list[tuple[str, list[int]]], row_count: int) -> None:
+    """The rows of each leaf are contiguous, begin on a cache line and end before the next leaf."""
     layout = infer_layout([tuple(np.zeros(shape, dtype) for dtype, shape in leaves)], [0])
     offsets, total = layout.offsets(row_count)
 
@@ -33,16 +33,16 @@ def test_runs_of_rows_are_aligned_and_apart(leaves: list[tuple[str, list[int]]],
     assert max(ends) <= total
 
 
-def test_what_travels_beside_the_slot_takes_no_room_in_it() -> None:
-    """Text has no run."""
+def test_leaves_outside_of_the_slot_take_no_space_in_it() -> None:
+    """Text has no rows in the slot."""
     layout = infer_layout([("text", np.zeros(4, "u1"), None)], [0])
 
     assert layout.offsets(10) == ((0, 0, 0), 64)
     assert layout.row_bytes == 4
 
 
-def test_layouts_compare_and_travel_by_value() -> None:
-    """Two workers that see the same kind of samples find the same layout, whatever they have asked of it."""
+def test_layouts_are_compared_and_pickled_by_value() -> None:
+    """Two workers that see the same kind of samples find the same layout, whatever they have computed from it."""
     one = infer_layout([{"x": np.zeros(3), "y": [1, "a"]}], [0])
     other = infer_layout([{"x": np.ones(3), "y": [2, "b"]}], [5])
     one.offsets(7)
@@ -53,7 +53,7 @@ def test_layouts_compare_and_travel_by_value() -> None:
 
 
 def test_offsets_are_right_for_any_number_of_different_row_counts() -> None:
-    """Those that are remembered and those that were forgotten agree."""
+    """Cached and recomputed offsets agree."""
     layout = infer_layout([(np.zeros(3), np.zeros(1))], [0])
     for _ in range(2):
         for rows in range(1, 200):
@@ -84,7 +84,7 @@ def test_offsets_are_right_for_any_number_of_different_row_counts() -> None:
     ],
     ids=["structure", "structure inside", "shape inside", "shape"],
 )
-def test_samples_that_do_not_fit_together_are_named(samples: list[Any], text: str) -> None:
-    """Where in the sample, both sides, both indices, and the cure."""
+def test_samples_that_do_not_fit_together_are_reported(samples: list[Any], text: str) -> None:
+    """The path in the sample, both sides, both indices, and the fix."""
     with pytest.raises(CollateError, match="^" + re.escape(text)):
         infer_layout(samples, [10, "twenty", 30])

@@ -1,4 +1,4 @@
-"""A batch's hold on its slot: any view keeps it, the last one ends it."""
+"""The reference of a batch to its slot: any view keeps it, the last one ends it."""
 
 import ctypes
 import gc
@@ -61,7 +61,7 @@ def granted(slot: SlotId = SLOT) -> tuple[LeaseBook, Lease]:
 
 @pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
 def test_any_view_keeps_the_lease_and_the_last_ends_it(make: Callable[[Lease], Any]) -> None:
-    """However a view was made, the slot is the user's until it is gone, and free at once then."""
+    """However a view was created, the slot belongs to the user until it is freed, and is free at once then."""
     book, lease = granted()
     view = make(lease)
     del lease
@@ -76,7 +76,7 @@ def test_any_view_keeps_the_lease_and_the_last_ends_it(make: Callable[[Lease], A
 @pytest.mark.torch
 @pytest.mark.parametrize("make", TORCH_VIEWS.values(), ids=TORCH_VIEWS)
 def test_any_view_of_torch_keeps_the_lease_too(torch: ModuleType, make: Callable[[Any, Lease], Any]) -> None:
-    """Tensors hold on through the buffer protocol, as arrays do."""
+    """Tensors keep the buffer through the buffer protocol, as arrays do."""
     book, lease = granted()
     view = make(torch, lease)
     del lease
@@ -91,7 +91,7 @@ def test_any_view_of_torch_keeps_the_lease_too(torch: ModuleType, make: Callable
 
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 def test_a_copy_does_not_keep_the_lease(make: Callable[[Lease], Any]) -> None:
-    """Who copies what they need lets go of the rest."""
+    """Users who copy what they need release the rest."""
     book, lease = granted()
     kept = make(lease)
     del lease
@@ -101,7 +101,7 @@ def test_a_copy_does_not_keep_the_lease(make: Callable[[Lease], Any]) -> None:
 
 
 def test_one_view_of_many_is_enough() -> None:
-    """A batch is a tree of arrays over one lease; while one of them is held the slot is not free."""
+    """A batch is a tree of arrays over one lease; the slot is not free while one of them exists."""
     book, lease = granted()
     images, labels = np.frombuffer(lease, np.uint8, 512), np.frombuffer(lease, np.uint8, 512, 512)
     del lease, images
@@ -121,7 +121,7 @@ def test_the_end_of_a_lease_is_reported_once() -> None:
 
 
 def test_leases_end_in_any_order_each_under_its_slot() -> None:
-    """Sizes differ and recur; each lease knows its own slot."""
+    """Sizes differ and repeat; each lease knows its own slot."""
     book, memory = LeaseBook(), mmap.mmap(-1, 1 << 20)
     leases = {SlotId(n): book.grant(memory, 64 * n, 64 + n % 100, SlotId(n)) for n in range(200)}
     for number in (150, 3, 77):
@@ -133,7 +133,7 @@ def test_leases_end_in_any_order_each_under_its_slot() -> None:
 
 
 def test_a_slot_is_leased_again_after_its_lease_ended() -> None:
-    """The second lease of a slot is as good as the first."""
+    """A second lease of a slot is as valid as the first."""
     book, lease = granted()
     memory = mmap.mmap(-1, 4096)
     del lease
@@ -146,7 +146,7 @@ def test_a_slot_is_leased_again_after_its_lease_ended() -> None:
 
 
 def test_a_lease_may_end_in_another_thread() -> None:
-    """The last view dies wherever the user drops it; nothing is called from there but the note itself."""
+    """The last view is freed in any thread; only the record itself happens there."""
     book, lease = granted()
     box = [np.frombuffer(lease, dtype=np.uint8)]
     del lease
@@ -157,8 +157,8 @@ def test_a_lease_may_end_in_another_thread() -> None:
     assert book.ended() == [SLOT]
 
 
-def test_a_lease_in_a_cycle_ends_with_the_garbage_collector() -> None:
-    """Only the collector can find it, and it does."""
+def test_a_lease_in_a_cycle_ends_with_garbage_collection() -> None:
+    """Only the collector can free it."""
     book, lease = granted()
     cycle: list[Any] = [np.frombuffer(lease, dtype=np.uint8)]
     cycle.append(cycle)
@@ -169,7 +169,7 @@ def test_a_lease_in_a_cycle_ends_with_the_garbage_collector() -> None:
 
 
 def test_many_threads_dropping_leases_lose_none() -> None:
-    """Each end is noted once, however many happen at the same time."""
+    """Each end is recorded once, however many happen at the same time."""
     book, memory = LeaseBook(), mmap.mmap(-1, 1 << 20)
     piles = [[book.grant(memory, 64 * n, 64, SlotId(n)) for n in range(start, start + 500)] for start in range(0, 4000, 500)]
     threads = [threading.Thread(target=pile.clear) for pile in piles]
@@ -181,8 +181,8 @@ def test_many_threads_dropping_leases_lose_none() -> None:
     assert sorted(book.ended()) == list(range(4000))
 
 
-def test_a_lease_looks_into_the_memory_itself() -> None:
-    """Nothing is copied: what is written before and after is seen."""
+def test_a_lease_is_a_view_of_the_memory() -> None:
+    """Nothing is copied: writes before and after are visible."""
     memory = mmap.mmap(-1, 4096)
     lease = LeaseBook().grant(memory, 128, 64, SLOT)
     memory[128:131] = b"abc"
@@ -192,8 +192,8 @@ def test_a_lease_looks_into_the_memory_itself() -> None:
     assert ctypes.sizeof(lease) == 64
 
 
-def test_no_python_runs_where_a_lease_ends() -> None:
-    """Ctrl+C that comes at such a moment would be lost, and the slot too: Python prints what is raised there and goes on."""
+def test_no_python_code_runs_when_a_lease_ends() -> None:
+    """A KeyboardInterrupt at such a moment would be lost, and the slot too: Python prints such exceptions and continues."""
     book, lease = granted()
     calls: list[Any] = []
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)

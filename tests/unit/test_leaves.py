@@ -1,4 +1,4 @@
-"""Leaves: what a column becomes in a batch, row by row of the table."""
+"""Leaves: how a column is collated, for each row of the table."""
 
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ OTHER_STRUCTURED = np.dtype([("c", "i4")])
 
 
 class Matrix(np.ndarray[Any, Any]):
-    """A subclass is the user's own type, and is not stacked as if it were none."""
+    """A subclass is a user-defined type and is not stacked like its base class."""
 
 
 COLUMNS: dict[str, tuple[list[Any], Kind, Any, tuple[int, ...]]] = {
@@ -63,7 +63,7 @@ COLUMNS: dict[str, tuple[list[Any], Kind, Any, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(("column", "kind", "dtype", "shape"), COLUMNS.values(), ids=COLUMNS)
-def test_a_column_becomes_what_the_table_says(column: list[Any], kind: Kind, dtype: Any, shape: tuple[int, ...]) -> None:
+def test_a_column_is_collated_as_in_the_table(column: list[Any], kind: Kind, dtype: Any, shape: tuple[int, ...]) -> None:
     """Kind, dtype and shape of a row, for every row of the table and its edges."""
     leaf = leaf_of(column)
 
@@ -86,8 +86,8 @@ def test_a_memory_map_is_an_array(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("column", [[np.zeros(3), np.zeros(3), np.zeros(4)], [np.zeros(3), np.zeros(3), np.zeros((3, 1))]])
-def test_arrays_that_do_not_stack_are_reported_with_rows_and_shapes(column: list[Any]) -> None:
-    """The message to the user names both samples."""
+def test_arrays_that_cannot_be_stacked_are_reported_with_rows_and_shapes(column: list[Any]) -> None:
+    """The message names both samples."""
     with pytest.raises(UnequalShapes) as caught:
         leaf_of(column)
 
@@ -96,7 +96,7 @@ def test_arrays_that_do_not_stack_are_reported_with_rows_and_shapes(column: list
 
 
 def test_object_arrays_are_stacked_and_objects_listed() -> None:
-    """What travelled beside the slot ends as NumPy would make it, or as a list."""
+    """Values outside of the slot are collated as NumPy would, or listed."""
     stacked = finish_beside(leaf_of([np.array([1, None], object)]), [np.array([1, None], object), np.array(["a", 2], object)])
 
     assert stacked.tolist() == [[1, None], ["a", 2]]
@@ -104,8 +104,8 @@ def test_object_arrays_are_stacked_and_objects_listed() -> None:
 
 
 @pytest.mark.torch
-def test_tensors_have_rows_of_the_table_of_their_own(torch: ModuleType) -> None:
-    """Promotion as torch does it, subclasses kept, parameters and graphs left behind, sparse ones stacked."""
+def test_tensors_have_their_own_table(torch: ModuleType) -> None:
+    """Promotion as in torch, subclasses kept, parameters and graphs dropped, sparse ones stacked."""
 
     class Image(torch.Tensor):  # type: ignore[name-defined,misc]
         pass

@@ -1,4 +1,4 @@
-"""Options: what is refused, with which words, and what must be accepted."""
+"""Options: which values are rejected, with which message, and which must be accepted."""
 
 import re
 from collections import UserDict
@@ -14,7 +14,7 @@ from infeed.options import Options, is_stream
 
 
 class Unsized:
-    """Can be asked for an index, and does not know how many there are."""
+    """Supports indexing, but has no length."""
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -29,7 +29,7 @@ class Stream:
 
 
 class Wordy:
-    """Neither indexed nor a stream, with a long repr."""
+    """Neither indexed nor iterable, with a long repr."""
 
     def __repr__(self) -> str:
         return "w" * 1000
@@ -178,15 +178,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("dataset", "options", "text"), REFUSED)
-def test_what_cannot_work_is_refused_with_name_value_rule_and_cure(dataset: Any, options: dict[str, Any], text: str) -> None:
-    """Every refusal has its text: the option as typed, its value, the broken rule, the cure."""
+def test_invalid_options_are_rejected_with_problem_and_fix(dataset: Any, options: dict[str, Any], text: str) -> None:
+    """Every message has the option as typed, its value, the problem and the fix."""
     with pytest.raises(ConfigError, match="^" + re.escape(text)):
         config(dataset, **options)
 
 
 @pytest.mark.parametrize("text", [row.values[2] for row in REFUSED], ids=[row.id for row in REFUSED])
-def test_every_text_has_the_form_of_a_refusal(text: str) -> None:
-    """Starts with the name of an option, has a cure behind a semicolon, and neither shouts nor begs."""
+def test_every_message_has_the_standard_form(text: str) -> None:
+    """It starts with the name of an option, has a fix after a semicolon, and no exclamation mark or "please"."""
     assert re.match(r"[a-z_]+(=| is not supported)", text)
     assert ";" in text
     assert not re.search(r"!|please|invalid", text, re.IGNORECASE)
@@ -217,16 +217,16 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("options", ACCEPTED.values(), ids=ACCEPTED)
-def test_what_can_work_is_accepted(options: dict[str, Any]) -> None:
-    """Numbers of NumPy, and any iterable as sampler, are as good as Python's own."""
+def test_valid_options_are_accepted(options: dict[str, Any]) -> None:
+    """NumPy numbers, and any iterable as sampler, are equivalent to Python's own."""
     made = config(**options)
 
     assert made.kind == ("inline" if not options.get("num_workers") else options.get("worker", "process"))
 
 
 @pytest.mark.parametrize("number", [np.int64(5), np.float32(5)], ids=["int64", "float32"])
-def test_a_timeout_may_be_any_number_of_numpy(number: Any) -> None:
-    """As with the other numeric options, NumPy's scalars are numbers."""
+def test_a_timeout_may_be_a_numpy_number(number: Any) -> None:
+    """As for the other numeric options."""
     assert config(timeout=number).timeout == 5
 
 
@@ -245,38 +245,38 @@ DATASETS: dict[str, tuple[Any, bool]] = {
 
 
 @pytest.mark.parametrize(("dataset", "streams"), DATASETS.values(), ids=DATASETS)
-def test_any_iterable_is_a_dataset_and_those_without_getitem_are_streams(dataset: Any, streams: bool) -> None:
-    """What can be asked for an index is; what cannot is read from front to back."""
+def test_an_iterable_without_getitem_is_an_iterable_dataset(dataset: Any, streams: bool) -> None:
+    """Anything with `__getitem__` is map-style."""
     assert config(dataset).is_stream is streams
 
 
-def test_a_dataset_without_length_goes_with_a_sampler() -> None:
-    """The sampler knows how many there are."""
+def test_a_dataset_without_length_works_with_a_sampler() -> None:
+    """The sampler has the length."""
     assert not config(Unsized(), sampler=[1]).is_stream
     assert not config(Unsized(), batch_sampler=[[1]]).is_stream
 
 
-def test_memory_is_given_in_bytes() -> None:
-    """Text is understood once, at the door."""
+def test_memory_sizes_are_converted_to_bytes() -> None:
+    """Text is parsed once, by the constructor."""
     assert config(memory_limit="2KiB").memory_limit_bytes == 2048
     assert config(memory_limit=100).memory_limit_bytes == 100
     assert config().memory_limit_bytes is None
 
 
-def test_no_workers_means_inline_whatever_kind_was_named() -> None:
-    """num_workers=0 loads in this process."""
+def test_num_workers_0_loads_in_the_main_process_whatever_the_kind() -> None:
+    """The kind of worker has no effect."""
     assert config(worker="thread", num_workers=0).kind == "inline"
 
 
-def test_options_cannot_be_changed() -> None:
-    """What was checked stays as it was checked."""
+def test_options_are_immutable() -> None:
+    """Checked values stay as checked."""
     with pytest.raises(AttributeError):
         config().batch_size = 0  # type: ignore[misc]
 
 
 @pytest.mark.torch
-def test_datasets_and_samplers_of_torch_are_known(torch: ModuleType) -> None:
-    """An IterableDataset inherits a __getitem__ that is not meant, and samplers are iterables like any other."""
+def test_datasets_and_samplers_of_torch_are_recognized(torch: ModuleType) -> None:
+    """An IterableDataset inherits an unusable __getitem__, and samplers are ordinary iterables."""
     from torch.utils import data
 
     class Numbers(data.IterableDataset[int]):

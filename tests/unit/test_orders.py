@@ -1,4 +1,4 @@
-"""Orders that draw with replacement, by weight, or a part of a shuffle: fair, inside, and the same however they are taken."""
+"""Orders that draw with replacement, by weight, or a part of a shuffle: fair, in range, and independent of access order."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def chi_square(counts: Any, expected: Any) -> float:
 
 @pytest.mark.parametrize("length", [50, 10**6, 1 << 32, (1 << 40) + 1, MOST])
 def test_draws_are_spread_evenly_over_the_dataset(length: int) -> None:
-    """Chi-squared over 50 equal parts stays in its usual range, for seeds of all kinds."""
+    """Chi-squared over 50 equal bins is in its usual range, for seeds of all kinds."""
     for seed in (0, 1, -1, 1 << 63, 10**30):
         taken = repeating(length, seed=seed).take(0, 20_000)
         counts, _ = np.histogram((taken + 0.5) / length, bins=50, range=(0, 1))
 
-        assert chi_square(counts, 400) < 110  # 49 expected, 0.999999 quantile 107
+        assert chi_square(counts, 400) < 110  # 49 expected, 0.999999 quantile 107.
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
-def test_every_index_of_a_short_dataset_comes_equally_often(length: int) -> None:
-    """The first and the last too."""
+def test_every_index_of_a_short_dataset_is_equally_frequent(length: int) -> None:
+    """Including the first and the last."""
     counts = np.bincount(repeating(length).take(0, 21_000), minlength=length)
 
     assert counts.sum() == 21_000
     assert len(counts) == length
-    assert chi_square(counts, 21_000 / length) < 40  # at most 6 expected
+    assert chi_square(counts, 21_000 / length) < 40  # At most 6 expected.
 
 
 @pytest.mark.parametrize("length", [1, 2, SORTED, (1 << 31) - 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 1 << 62, MOST])
-def test_draws_stay_inside_of_the_dataset(length: int) -> None:
-    """For any length that a dataset can have, as signed integers of 64 bits."""
+def test_draws_are_in_range(length: int) -> None:
+    """For any length that a dataset can have, as signed 64-bit integers."""
     taken = repeating(length).take(0, 50_000)
 
     assert taken.dtype == np.int64
@@ -61,8 +61,8 @@ def test_draws_stay_inside_of_the_dataset(length: int) -> None:
     assert taken.max() < length
 
 
-def test_an_index_may_come_again_soon() -> None:
-    """Draws know nothing of each other: of a thousand from a thousand, about 368 never come."""
+def test_an_index_may_repeat_soon() -> None:
+    """Draws are independent: about 368 of 1000 indices never occur in 1000 draws."""
     missing = 1000 - len(np.unique(repeating(1000).take(0, 1000)))
 
     assert 300 < missing < 440
@@ -70,7 +70,7 @@ def test_an_index_may_come_again_soon() -> None:
 
 @given(length=st.integers(1, MOST), start=st.integers(0, 1 << 62), size=st.integers(0, 50))
 def test_scaling_is_exact(length: int, start: int, size: int) -> None:
-    """The upper half of the product of 128 bits, as Python's integers have it."""
+    """The upper half of the 128-bit product, as computed by Python integers."""
     from infeed.plan.seeds import derive, mix
 
     taken = repeating(length, count=MOST).take(start, start + size).tolist()
@@ -79,8 +79,8 @@ def test_scaling_is_exact(length: int, start: int, size: int) -> None:
     assert taken == [mix(position ^ key) * length >> 64 for position in range(start, start + size)]
 
 
-def test_neighbouring_draws_are_unrelated() -> None:
-    """No visible correlation from one position to the next, nor between two epochs."""
+def test_neighboring_draws_are_uncorrelated() -> None:
+    """Neither from one position to the next, nor between two epochs."""
     one, other = (repeating(10**9, epoch=epoch).take(0, 20_000).astype(np.float64) for epoch in (0, 1))
 
     assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.04
@@ -102,8 +102,8 @@ def test_neighbouring_draws_are_unrelated() -> None:
         pytest.param(np.full(100, 255, dtype=np.uint8), id="narrow integers"),
     ],
 )
-def test_indices_come_as_often_as_they_weigh(weights: Any) -> None:
-    """Chi-squared against the weights stays in its usual range, for seeds of all kinds."""
+def test_indices_are_as_frequent_as_their_weights(weights: Any) -> None:
+    """Chi-squared against the weights is in its usual range, for seeds of all kinds."""
     wanted = np.asarray(weights, dtype=np.float64)
     some = wanted > 0
     expected = 40_000 * wanted[some] / wanted.sum()
@@ -129,7 +129,7 @@ def test_indices_come_as_often_as_they_weigh(weights: Any) -> None:
         [0, 1, 0, 1e-17, 0],
     ],
 )
-def test_a_weight_of_zero_never_comes(weights: list[float]) -> None:
+def test_a_weight_of_zero_is_never_drawn(weights: list[float]) -> None:
     """At the ends and in the middle, however small or large the others are."""
     drawn = np.unique(weighted(weights).take(0, 200_000))
 
@@ -138,8 +138,8 @@ def test_a_weight_of_zero_never_comes(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize("hash_value", [0, (1 << 64) - 1, 1 << 63])
-def test_the_lowest_and_the_highest_height_fall_on_real_weights(hash_value: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding may not push a draw over the edge."""
+def test_the_lowest_and_the_highest_draw_hit_positive_weights(hash_value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding must not push a draw over the edge."""
     import infeed.plan.order as module
 
     monkeypatch.setattr(module, "hash_positions", lambda key, start, stop: np.full(stop - start, hash_value, dtype=np.uint64))
@@ -154,7 +154,7 @@ def test_the_lowest_and_the_highest_height_fall_on_real_weights(hash_value: int,
     st.integers(),
 )
 @settings(max_examples=150, deadline=None)
-def test_whatever_the_weights_draws_are_inside_and_never_of_weight_zero(weights: list[float], seed: int) -> None:
+def test_draws_are_in_range_and_never_of_weight_zero_for_any_weights(weights: list[float], seed: int) -> None:
     """Mixed sizes, zeros anywhere."""
     drawn = np.unique(weighted(weights, seed=seed).take(0, 2000))
 
@@ -170,7 +170,7 @@ def test_positions_of_a_huge_epoch_can_be_drawn() -> None:
 
 
 def test_weights_take_no_more_memory_than_eight_bytes_each() -> None:
-    """Neither the ladder nor drawing makes a second copy."""
+    """Neither the cumulative sums nor drawing makes a second copy."""
     weights = np.ones(1_000_000)
     tracemalloc.start()
     try:
@@ -183,8 +183,8 @@ def test_weights_take_no_more_memory_than_eight_bytes_each() -> None:
     assert peak <= 8 * len(weights) + 200_000
 
 
-def test_the_weights_are_left_alone() -> None:
-    """And what the user does with them later has no influence."""
+def test_the_weights_are_not_changed() -> None:
+    """Later changes by the user have no influence."""
     weights = np.array([1.0, 2.0, 3.0, 0.0])
     order = weighted(weights)
     before = order.take(0, 100)
@@ -194,8 +194,8 @@ def test_the_weights_are_left_alone() -> None:
     assert np.array_equal(order.take(0, 100), before)
 
 
-def test_a_ladder_ends_at_the_last_weight_that_counts() -> None:
-    """Zeros at the end are left out; those before it are steps without height."""
+def test_cumulative_sums_end_at_the_last_positive_weight() -> None:
+    """Trailing zeros are omitted; earlier zeros add nothing."""
     assert weight_ladder(np.array([0, 2, 0, 1, 0, 0])).tolist() == [0, 2, 2, 3]
     assert weight_ladder(np.array([5])).tolist() == [5]
 
@@ -204,8 +204,8 @@ def test_a_ladder_ends_at_the_last_weight_that_counts() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 50, SORTED, SORTED + 1, 100_003, 1 << 40, MOST])
-def test_a_part_of_a_shuffle_is_its_beginning(length: int) -> None:
-    """The same samples in the same order as of the whole, and no more."""
+def test_a_part_of_a_shuffle_is_its_prefix(length: int) -> None:
+    """The same samples in the same order as in the whole."""
     for count in (1, min(length, 7), min(length, 40_000)):
         part = ShuffledOrder(length, seed=7, epoch=2, count=count)
 
@@ -215,7 +215,7 @@ def test_a_part_of_a_shuffle_is_its_beginning(length: int) -> None:
 
 @pytest.mark.parametrize("length", [1000, 100_003])
 def test_parts_of_other_epochs_have_other_samples(length: int) -> None:
-    """Over many epochs every sample has its turn: the part is not always the same."""
+    """Over many epochs every sample is used."""
     parts = [ShuffledOrder(length, seed=7, epoch=epoch, count=100).take(0, 100).tolist() for epoch in range(3)]
 
     assert all(len(set(part)) == 100 for part in parts)
@@ -223,15 +223,15 @@ def test_parts_of_other_epochs_have_other_samples(length: int) -> None:
     assert parts[1] != parts[2]
 
 
-def test_over_many_epochs_every_sample_is_in_the_part_equally_often() -> None:
-    """A tenth of the samples each epoch: chi-squared over the samples stays in its usual range."""
+def test_every_sample_is_in_the_part_equally_often_over_many_epochs() -> None:
+    """A tenth of the samples each epoch: chi-squared over the samples is in its usual range."""
     taken = [ShuffledOrder(100, seed=7, epoch=epoch, count=10).take(0, 10) for epoch in range(3000)]
     counts = np.bincount(np.concatenate(taken), minlength=100)
 
-    assert chi_square(counts, 300) < 200  # 89 expected
+    assert chi_square(counts, 300) < 200  # 89 expected.
 
 
-# --- all of them
+# --- all orders
 
 
 ORDERS: dict[str, Any] = {
@@ -243,8 +243,8 @@ ORDERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
-def test_taking_in_chunks_is_taking_at_once(make: Any) -> None:
-    """Whatever the batch size, from any position, in any order."""
+def test_reading_in_chunks_equals_reading_at_once(make: Any) -> None:
+    """For any batch size, from any position, in any order."""
     order: Order = make(7, 0)
     whole = make(7, 0).take(0, 5000)
     for size in (1, 7, 256):
@@ -257,7 +257,7 @@ def test_taking_in_chunks_is_taking_at_once(make: Any) -> None:
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
 def test_epochs_and_seeds_are_independent(make: Any) -> None:
-    """Two agree nowhere but by chance; the same ones agree everywhere."""
+    """Different ones agree only by chance; equal ones agree everywhere."""
     base = make(7, 0).take(0, 2000)
 
     assert np.array_equal(make(7, 0).take(0, 2000), base)
@@ -266,7 +266,7 @@ def test_epochs_and_seeds_are_independent(make: Any) -> None:
         assert np.count_nonzero(other == base) < 25
 
 
-def test_what_is_drawn_is_pinned() -> None:
-    """The numbers decide runs that were begun with an earlier release: they must not change."""
+def test_draws_are_pinned() -> None:
+    """They decide runs of earlier releases and must not change."""
     assert repeating(1000).take(0, 5).tolist() == [349, 212, 346, 845, 796]
     assert weighted([1, 2, 3, 4]).take(0, 10).tolist() == [2, 1, 2, 3, 3, 2, 1, 2, 3, 1]

@@ -1,4 +1,4 @@
-"""Any object at all into a slot and out of it."""
+"""Writes any object to a slot and reads it back."""
 
 import mmap
 from collections import OrderedDict
@@ -35,16 +35,16 @@ def through_slot(obj: Any, book: LeaseBook | None = None) -> Any:
     [None, 5, "text", [1, (2, {"a": None})], {}, OrderedDict(a=1), Boxes([1], ["a"]), b"", b"x" * 1000],
     ids=["None", "int", "str", "tree", "empty", "OrderedDict", "dataclass", "no bytes", "bytes"],
 )
-def test_objects_without_arrays_come_back(obj: Any) -> None:
-    """The pickle is all there is; the slot stays empty."""
+def test_objects_without_arrays_are_restored(obj: Any) -> None:
+    """The pickle is everything; the slot stays empty."""
     again = through_slot(obj)
 
     assert again == obj
     assert type(again) is type(obj)
 
 
-def test_arrays_anywhere_in_a_tree_come_back_over_the_slot() -> None:
-    """Of all sizes together, in the user's own classes, with the short rest beside the slot."""
+def test_arrays_anywhere_in_a_tree_are_restored_over_the_slot() -> None:
+    """Of all sizes, in user-defined classes, with a short pickle outside the slot."""
     arrays = [np.arange(n, dtype=dtype) for n in (0, 1, 63, 1000) for dtype in ("u1", "f8", ">i2")]
     obj = {"boxes": Boxes(arrays, ["a"]), "more": (np.asfortranarray(np.ones((5, 7))), np.arange(100)[::3])}
     packing = Packing(obj)
@@ -59,8 +59,8 @@ def test_arrays_anywhere_in_a_tree_come_back_over_the_slot() -> None:
     assert np.array_equal(again["more"][1], np.arange(100)[::3])
 
 
-def test_what_came_back_keeps_the_lease_and_can_be_written_to() -> None:
-    """The batch is the user's, as one that was written row by row."""
+def test_a_restored_object_keeps_the_lease_and_is_writable() -> None:
+    """Like a batch that was written row by row."""
     book = LeaseBook()
     batch = through_slot({"x": np.zeros(10), "deep": [(np.ones(3),)]}, book)
     batch["x"][:] = 5
@@ -74,7 +74,7 @@ def test_what_came_back_keeps_the_lease_and_can_be_written_to() -> None:
 
 
 def test_a_batch_without_arrays_does_not_hold_its_slot() -> None:
-    """Nothing looks into it, so it is free at once."""
+    """Nothing references the slot, so it is free at once."""
     book = LeaseBook()
     batch = through_slot(["text"], book)
 
@@ -83,7 +83,7 @@ def test_a_batch_without_arrays_does_not_hold_its_slot() -> None:
 
 
 def test_nothing_is_written_outside_of_the_block() -> None:
-    """Other blocks lie right before and behind."""
+    """Other blocks lie directly before and after."""
     packing = Packing([np.full(100, 1, "u1"), np.full(30, 2, "u1")])
     memory = mmap.mmap(-1, OFFSET + packing.nbytes + 64)
     memory[:] = b"\xee" * len(memory)
@@ -93,7 +93,7 @@ def test_nothing_is_written_outside_of_the_block() -> None:
 
 
 def test_objects_of_local_classes_are_packed_by_value() -> None:
-    """A collate_fn in a script may return what only the script knows."""
+    """A collate_fn in a script may return objects that only the script defines."""
 
     class Local:
         def __init__(self) -> None:
@@ -102,15 +102,15 @@ def test_objects_of_local_classes_are_packed_by_value() -> None:
     assert through_slot(Local()).x.tolist() == [0, 1, 2]
 
 
-def test_what_cannot_be_pickled_is_refused_with_its_own_error() -> None:
+def test_an_object_that_cannot_be_pickled_raises_its_own_error() -> None:
     """The worker reports it as the batch's failure."""
     with pytest.raises(TypeError, match="pickle"):
         Packing({"generator": (n for n in range(3))})
 
 
 @pytest.mark.torch
-def test_tensors_come_back_over_the_slot(torch: ModuleType) -> None:
-    """A list of tensors of different shapes is what detection models collate."""
+def test_tensors_are_restored_over_the_slot(torch: ModuleType) -> None:
+    """Detection models collate lists of tensors of different shapes."""
     book = LeaseBook()
     tensors = [torch.arange(n * 3, dtype=torch.float32).reshape(n, 3) for n in (0, 1, 5)] + [
         torch.ones(4, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Pickling with the bytes of arrays and tensors outside."""
+"""Pickling with the bytes of arrays and tensors out of band."""
 
 import functools
 import io
@@ -61,8 +61,8 @@ def assert_same(found: Any, expected: np.ndarray[Any, Any]) -> None:
 
 @way
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
-def test_the_bytes_of_an_array_stay_outside(dumped: Dump, array: np.ndarray[Any, Any]) -> None:
-    """The pickle is short whatever the array's size and strides, and the array comes back equal."""
+def test_the_bytes_of_an_array_are_out_of_band(dumped: Dump, array: np.ndarray[Any, Any]) -> None:
+    """The pickle is short for any size and strides, and the array is restored equal."""
     data, buffers = dumped({"x": array})
 
     assert len(data) < 900
@@ -72,14 +72,14 @@ def test_the_bytes_of_an_array_stay_outside(dumped: Dump, array: np.ndarray[Any,
 
 @way
 @pytest.mark.parametrize("array", SMALL.values(), ids=SMALL)
-def test_arrays_without_bytes_of_their_own_come_back_too(dumped: Dump, array: np.ndarray[Any, Any]) -> None:
-    """Nothing to put outside, or nothing that could be put there."""
+def test_arrays_without_their_own_bytes_are_restored_too(dumped: Dump, array: np.ndarray[Any, Any]) -> None:
+    """There are no bytes, or they cannot be out of band."""
     assert_same(load(*dumped(array)), array)
 
 
 @way
-def test_an_array_is_built_over_the_buffers_it_is_given(dumped: Dump) -> None:
-    """Wherever the bytes were put, they are looked into and not copied."""
+def test_an_array_is_built_over_the_given_buffers(dumped: Dump) -> None:
+    """The buffers are not copied."""
     data, buffers = dumped([np.arange(10), np.asfortranarray(np.ones((3, 4)))])
     places = [bytearray(buffer) for buffer in buffers]
 
@@ -93,8 +93,8 @@ def test_an_array_is_built_over_the_buffers_it_is_given(dumped: Dump) -> None:
 
 
 @way
-def test_two_views_of_one_array_are_two_arrays(dumped: Dump) -> None:
-    """An array that occurs twice is sent once; views are arrays of their own."""
+def test_two_views_of_one_array_become_two_arrays(dumped: Dump) -> None:
+    """An array that occurs twice is sent once; views become separate arrays."""
     whole = np.arange(100.0)
     again = load(*dumped([whole, whole, whole[10:20]]))
 
@@ -130,7 +130,7 @@ def tensors(torch: Any) -> dict[str, Any]:
 
 
 def comparable(tensor: Any) -> Any:
-    """The same values in a form that torch.equal takes."""
+    """Returns the same values in a form that torch.equal accepts."""
     if tensor.is_quantized:
         return tensor.dequantize()
     return tensor.to_dense() if tensor.is_sparse else tensor.float() if tensor.itemsize == 1 else tensor
@@ -145,12 +145,12 @@ OUTSIDE = {"contiguous", "transposed", "strided", "bfloat16", "float16", "bool",
 
 
 @pytest.mark.torch
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own quantisation
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about its own quantization.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @way
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_as_it_was(torch: ModuleType, dumped: Dump, name: str) -> None:
-    """Dtype, shape, values, class and whether it requires grad; plain ones with their bytes outside."""
+def test_a_tensor_is_restored_unchanged(torch: ModuleType, dumped: Dump, name: str) -> None:
+    """Dtype, shape, values, class and requires_grad; plain tensors with their bytes out of band."""
     tensor = tensors(torch)[name]
 
     data, buffers = dumped([tensor])
@@ -168,13 +168,13 @@ def test_a_tensor_comes_back_as_it_was(torch: ModuleType, dumped: Dump, name: st
         assert again.stride() == tensor.stride()
     if name in OUTSIDE:
         assert len(data) < 300
-        gaps = 1872 if name == "strided" else 0  # between its elements: they keep their places
+        gaps = 1872 if name == "strided" else 0  # The bytes between its elements are kept.
         assert sum(buffer.nbytes for buffer in buffers) == tensor.numel() * tensor.element_size() + gaps
 
 
 @pytest.mark.torch
-def test_a_tensor_is_built_over_the_buffers_it_is_given(torch: ModuleType) -> None:
-    """No copy: what changes in the buffer changes in the tensor."""
+def test_a_tensor_is_built_over_the_given_buffers(torch: ModuleType) -> None:
+    """No copy: a change of the buffer is visible in the tensor."""
     data, buffers = dump(torch.arange(4, dtype=torch.uint8))
     place = bytearray(buffers[0])
     tensor = load(data, [place])
@@ -185,8 +185,8 @@ def test_a_tensor_is_built_over_the_buffers_it_is_given(torch: ModuleType) -> No
 
 @pytest.mark.torch
 @way
-def test_tensors_that_overlap_share_one_buffer(torch: ModuleType, dumped: Dump) -> None:
-    """Whichever comes first, and also if they have other dtypes and do not begin at a multiple of each other's size."""
+def test_overlapping_tensors_share_one_buffer(torch: ModuleType, dumped: Dump) -> None:
+    """In any order, also if they have other dtypes and do not begin at a multiple of each other's size."""
     base = torch.arange(64, dtype=torch.uint8)
     parts = [base[3:10], base[4:12].view(torch.int32), base[30:], base[9:31], base[0:2]]
 
@@ -202,7 +202,7 @@ def test_tensors_that_overlap_share_one_buffer(torch: ModuleType, dumped: Dump) 
 
 @pytest.mark.torch
 @way
-def test_of_a_large_storage_only_what_is_needed_is_written(torch: ModuleType, dumped: Dump) -> None:
+def test_only_the_needed_part_of_a_large_storage_is_written(torch: ModuleType, dumped: Dump) -> None:
     """A row, a column, and a thousand rows that do not overlap."""
     table = torch.arange(1_000_000).view(1000, 1000)
 
@@ -216,8 +216,8 @@ def test_of_a_large_storage_only_what_is_needed_is_written(torch: ModuleType, du
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @way
-def test_storages_come_back(torch: ModuleType, dumped: Dump) -> None:
-    """Untyped and typed ones, empty ones, and those of tensors beside them."""
+def test_storages_are_restored(torch: ModuleType, dumped: Dump) -> None:
+    """Untyped and typed ones, empty ones, and those shared with tensors."""
     tensor = torch.arange(3.0)
 
     again, storage, typed, empty = load(*dumped([tensor, tensor.untyped_storage(), tensor.storage(), torch.UntypedStorage(0)]))
@@ -229,8 +229,8 @@ def test_storages_come_back(torch: ModuleType, dumped: Dump) -> None:
 
 
 @pytest.mark.torch
-def test_a_tensor_with_attributes_keeps_them(torch: ModuleType) -> None:
-    """What the user hung on it is not lost for speed."""
+def test_a_tensor_keeps_its_attributes(torch: ModuleType) -> None:
+    """Attributes set by the user are pickled too."""
     tensor = torch.zeros(3)
     tensor.source = "camera 1"
 
@@ -238,7 +238,7 @@ def test_a_tensor_with_attributes_keeps_them(torch: ModuleType) -> None:
 
 
 @way
-def test_what_is_not_importable_travels_by_value(dumped: Dump) -> None:
+def test_objects_that_cannot_be_imported_are_pickled_by_value(dumped: Dump) -> None:
     """Classes of a local scope, lambdas and closures."""
     base = 10
 
@@ -254,7 +254,7 @@ def test_what_is_not_importable_travels_by_value(dumped: Dump) -> None:
 
 
 @way
-def test_callables_of_functools_travel_by_value(dumped: Dump) -> None:
+def test_callables_of_functools_are_pickled_by_value(dumped: Dump) -> None:
     """Cached functions, also recursive ones, cached properties and generic functions, as in a script."""
 
     @functools.lru_cache(maxsize=7, typed=True)
@@ -301,8 +301,8 @@ def test_callables_of_functools_travel_by_value(dumped: Dump) -> None:
 
 
 @way
-def test_a_cached_function_that_can_be_imported_travels_by_name(dumped: Dump) -> None:
-    """With what it has cached."""
+def test_an_importable_cached_function_is_pickled_by_reference(dumped: Dump) -> None:
+    """With the values that it has cached."""
     assert load(*dumped(importable)) is importable
 
 
@@ -311,7 +311,7 @@ def importable(value: int) -> int:
     return value
 
 
-def test_modules_that_are_needed_are_named() -> None:
+def test_required_modules_are_listed() -> None:
     """The fork server imports them ahead."""
     import json
 
@@ -329,8 +329,8 @@ def test_modules_that_are_needed_are_named() -> None:
         ({"format": "torch"}, "pandas", False),
     ],
 )
-def test_torch_is_a_module_that_hugging_face_datasets_need_if_they_name_it(obj: object, library: str, is_needed: bool) -> None:
-    """They import it in workers, after `with_format("torch")`. Elsewhere it is only a word."""
+def test_torch_is_a_required_module_of_hugging_face_datasets_that_name_it(obj: object, library: str, is_needed: bool) -> None:
+    """They import it in workers, after `with_format("torch")`. Elsewhere it is only a string."""
     modules = {library}
 
     dump_by_value(obj, modules)
@@ -338,35 +338,35 @@ def test_torch_is_a_module_that_hugging_face_datasets_need_if_they_name_it(obj: 
     assert ("torch" in modules) == is_needed
 
 
-def test_a_class_of_a_module_that_is_not_imported_travels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_a_module_that_is_not_imported_is_pickled_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy imports ``numpy.rec`` on first use only. Another class of its name fails in ``super()``."""
     monkeypatch.delitem(sys.modules, "numpy.rec", raising=False)
     assert pickle.loads(dump_by_value(np.recarray, set())[0]) is np.recarray
 
 
 @pytest.mark.parametrize("mode", ["r", "rb", "w"])
-def test_an_open_file_is_refused(tmp_path: Path, mode: str) -> None:
-    """Sent along, it would be another file, or its text; here it is an error that names what it is."""
+def test_an_open_file_is_rejected(tmp_path: Path, mode: str) -> None:
+    """The error names the file; a pickled file would be another file, or its text."""
     path = tmp_path / "f"
     path.write_text("text")
     with open(path, mode) as file, pytest.raises(TypeError, match=r"cannot pickle '\w+' object: it is an open file"):
         dump_by_value({"file": file}, set())
 
 
-def test_text_and_bytes_in_memory_are_no_open_files() -> None:
-    """StringIO and BytesIO hold their contents themselves."""
+def test_in_memory_text_and_bytes_are_not_open_files() -> None:
+    """StringIO and BytesIO contain their data."""
     text, data = load(*dump_by_value([io.StringIO("abc"), io.BytesIO(b"de")], set()))
 
     assert (text.getvalue(), data.getvalue()) == ("abc", b"de")
 
 
-# --- random functions
+# --- functions of random modules
 
 
 @pytest.mark.parametrize(
     "function", [random.choice, random.random, random.shuffle, random.gauss, random.getrandbits, random.seed]
 )
-def test_a_function_of_random_arrives_as_the_one_that_is_there(function: Callable[..., Any]) -> None:
+def test_a_function_of_random_is_pickled_by_reference(function: Callable[..., Any]) -> None:
     """Not as a method of a copy of this process's generator, from which all workers would draw the same numbers."""
     data, _ = dump_by_value(function, set())
 
@@ -375,15 +375,15 @@ def test_a_function_of_random_arrives_as_the_one_that_is_there(function: Callabl
 
 
 @pytest.mark.parametrize("name", ["rand", "randn", "randint", "choice", "shuffle", "random_sample", "normal", "permutation"])
-def test_a_function_of_numpy_random_arrives_as_the_one_that_is_there(name: str) -> None:
-    """Likewise for the legacy generator of NumPy."""
+def test_a_function_of_numpy_random_is_pickled_by_reference(name: str) -> None:
+    """The same for NumPy's legacy generator."""
     data, _ = dump_by_value(getattr(np.random, name), set())
 
     assert pickle.loads(data).__self__ is getattr(np.random, name).__self__
     assert len(data) < 200
 
 
-def test_a_generator_of_the_users_own_travels_with_its_state() -> None:
+def test_a_generator_of_the_user_is_pickled_with_its_state() -> None:
     """Only the global ones are special."""
     own = random.Random(5)
     draw, generator = load(*dump_by_value([own.random, np.random.RandomState(5)], set()))
@@ -397,7 +397,10 @@ def test_a_generator_of_the_users_own_travels_with_its_state() -> None:
 
 @pytest.fixture
 def numbers(tmp_path: Path) -> Path:
-    """A file of ten thousand integers. The path only: a fixture that held the map would hold its descriptor too long."""
+    """Returns the path of a file of ten thousand integers.
+
+    A fixture that held the map would keep its descriptor open too long.
+    """
     path = tmp_path / "numbers.bin"
     np.arange(10_000, dtype=np.int32).tofile(path)
     return path
@@ -419,8 +422,8 @@ SLICES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("cut", SLICES.values(), ids=SLICES)
-def test_a_memory_map_is_opened_again_where_it_arrives(numbers: Path, cut: Callable[[Any], Any]) -> None:
-    """By its path: nothing of its contents is read or sent, also of a slice."""
+def test_a_memory_map_is_opened_again_by_the_receiver(numbers: Path, cut: Callable[[Any], Any]) -> None:
+    """By its path: its contents are neither read nor sent, also for a slice."""
     part = cut(opened(numbers))
     data, buffers = dump_by_value(part, set())
     again = load(data, buffers)
@@ -435,15 +438,15 @@ def test_a_memory_map_is_opened_again_where_it_arrives(numbers: Path, cut: Calla
 @pytest.mark.parametrize(
     "cut", [lambda m: m[::2], lambda m: m.reshape(100, 100).T, lambda m: m[5:5]], ids=["strided", "T", "empty"]
 )
-def test_a_part_of_a_memory_map_that_cannot_be_opened_again_is_sent(numbers: Path, cut: Callable[[Any], Any]) -> None:
-    """Correct before cheap."""
+def test_a_part_of_a_memory_map_that_cannot_be_opened_again_is_copied(numbers: Path, cut: Callable[[Any], Any]) -> None:
+    """Correctness comes before speed."""
     part = cut(opened(numbers))
 
     assert np.array_equal(load(*dump_by_value(part, set())), part)
 
 
-def test_a_memory_map_with_a_header_is_opened_behind_it(tmp_path: Path) -> None:
-    """As np.load(mmap_mode="r") gives them: data begins at an offset that is no multiple of a page."""
+def test_a_memory_map_with_a_header_is_opened_after_it(tmp_path: Path) -> None:
+    """As np.load(mmap_mode="r") returns it: data begins at an offset that is no multiple of a page."""
     np.save(tmp_path / "a.npy", np.arange(5000).reshape(50, 100))
     part = np.load(tmp_path / "a.npy", mmap_mode="r")[10:20]
 
@@ -453,8 +456,8 @@ def test_a_memory_map_with_a_header_is_opened_behind_it(tmp_path: Path) -> None:
     assert np.array_equal(again, part)
 
 
-def test_what_was_computed_from_a_memory_map_is_an_array(numbers: Path) -> None:
-    """A copy has no file behind it, and must not be read from one."""
+def test_a_result_computed_from_a_memory_map_is_an_array(numbers: Path) -> None:
+    """A copy has no file, and must not be read from one."""
     mapped = opened(numbers)
     copy = mapped.copy()
     copy[0] = -5
@@ -464,7 +467,7 @@ def test_what_was_computed_from_a_memory_map_is_an_array(numbers: Path) -> None:
 
 
 def test_changes_in_a_copy_on_write_map_are_not_lost(numbers: Path) -> None:
-    """They are in memory only, so the file must not be opened in their place."""
+    """They exist only in memory, so the file must not be opened instead."""
     private = opened(numbers, "c")
     private[0] = -5
 
@@ -472,8 +475,8 @@ def test_changes_in_a_copy_on_write_map_are_not_lost(numbers: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 10_000)))
-def test_spans_are_aligned_and_apart(sizes: list[int]) -> None:
-    """Buffers lie one behind the other on cache lines, and the total holds them."""
+def test_spans_are_aligned_and_disjoint(sizes: list[int]) -> None:
+    """Buffers are contiguous and aligned to cache lines, and the total contains them."""
     offsets, total = spans(sizes)
 
     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -482,8 +485,8 @@ def test_spans_are_aligned_and_apart(sizes: list[int]) -> None:
     assert total == (ends[-1] if ends else 0)
 
 
-def test_picklings_at_the_same_time_do_not_end_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of a spawned process goes by value until the last of them is done, in whichever thread."""
+def test_concurrent_pickling_does_not_interfere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of a spawned process is pickled by value until the last of them is done, in any thread."""
     monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
     with main_by_value():
         with main_by_value():
@@ -493,10 +496,10 @@ def test_picklings_at_the_same_time_do_not_end_each_other(monkeypatch: pytest.Mo
 
 
 class LazyModule(ModuleType):
-    """As libraries put into `sys.modules` in the place of themselves."""
+    """Libraries replace themselves with such objects in `sys.modules`."""
 
 
-def test_a_module_of_a_class_of_its_own_is_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_with_its_own_class_is_imported_by_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.ops` is one; a function of the script that names it as a global must still reach workers."""
     lazy = LazyModule("lazy_module_of_a_test")
     monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
@@ -506,7 +509,7 @@ def test_a_module_of_a_class_of_its_own_is_imported_again(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("module", "expected"), [("installed", True), ("__main__", False), ("__mp_main__", False)])
-def test_definitions_in_scripts_are_not_importable(monkeypatch: pytest.MonkeyPatch, module: str, expected: bool) -> None:
+def test_definitions_in_scripts_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, module: str, expected: bool) -> None:
     """In a process of multiprocessing, the script has another name, which other processes may not have."""
     cls = type("Sample", (), {"__module__": module})
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(Sample=cls))

@@ -1,4 +1,4 @@
-"""Which modules the fork server imports ahead: installed ones, and those that the user's own have imported."""
+"""Which modules the fork server imports ahead: installed ones, and those that the user's modules have imported."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from infeed.workers.preload import preloadable
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of the user's: one that imports another, and what they import."""
+    """The user's modules: one that imports another, and their imports."""
     (tmp_path / "mine_for_preload.py").write_text("import json\nfrom fractions import Fraction\nimport other_for_preload\n")
     (tmp_path / "other_for_preload.py").write_text("import mine_for_preload\nimport csv\nimport numpy as np\nNAME = 'x'\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -25,12 +25,12 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_installed_modules_are_preloaded() -> None:
-    """Of the standard library and of site-packages."""
+    """Modules of the standard library and of site-packages."""
     assert preloadable([json.__name__, numpy.__name__]) == ["json", "numpy"]
 
 
-def test_the_users_modules_are_looked_through_but_not_listed(own_modules: None) -> None:
-    """They may do anything when they are imported; what they import is what takes the time."""
+def test_the_users_modules_are_searched_but_not_listed(own_modules: None) -> None:
+    """They may do anything on import; their own imports take most of the time."""
     found = preloadable(["mine_for_preload"])
 
     assert {"json", "fractions", "csv", "numpy"} <= set(found)
@@ -38,8 +38,8 @@ def test_the_users_modules_are_looked_through_but_not_listed(own_modules: None) 
     assert "other_for_preload" not in found
 
 
-def test_modules_that_import_each_other_do_not_lead_in_circles(own_modules: None) -> None:
-    """Each is looked through once."""
+def test_circular_imports_are_searched_once(own_modules: None) -> None:
+    """Each module is searched once."""
     assert preloadable(["mine_for_preload", "other_for_preload"]) == preloadable(["other_for_preload", "mine_for_preload"])
 
 
@@ -47,11 +47,11 @@ def test_modules_that_import_each_other_do_not_lead_in_circles(own_modules: None
     "name", ["__main__", "sys", "builtins", "no_such_module", "infeed", "infeed.loader"],
     ids=["the script", "built in", "builtins", "unknown", "infeed itself", "a part of infeed"],
 )  # fmt: skip
-def test_these_are_left_out(name: str) -> None:
-    """Nothing to gain, nothing to import, or nothing that may be imported."""
+def test_other_modules_are_skipped(name: str) -> None:
+    """They cannot be imported, must not be, or are already."""
     assert name not in preloadable([name])
 
 
-def test_nothing_gives_nothing() -> None:
+def test_no_modules_give_an_empty_list() -> None:
     """A dataset of plain lists needs no module."""
     assert preloadable([]) == []

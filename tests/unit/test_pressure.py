@@ -1,4 +1,4 @@
-"""Whether the kernel has killed for memory, from files as it writes them."""
+"""Whether the OOM killer has struck, from files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_container_that_killed_is_named_with_its_limit(tmp_path: Path) -> None:
+def test_an_oom_kill_in_a_container_is_reported_with_the_limit(tmp_path: Path) -> None:
     _write(tmp_path / "cgroup/memory.events", "low 0\noom 1\noom_kill 1\n")
     _write(tmp_path / "cgroup/memory.max", f"{4 << 30}\n")
     watchdog = _watchdog(tmp_path)
     assert watchdog.diagnosis() is None
     _write(tmp_path / "cgroup/memory.events", "low 0\noom 2\noom_kill 2\n")
     assert watchdog.diagnosis() == "the OOM killer killed it: the container reached its memory limit of 4.0 GiB"
-    assert watchdog.diagnosis() is None  # told once
+    assert watchdog.diagnosis() is None  # Reported once.
 
 
-def test_the_group_of_this_process_is_looked_at(tmp_path: Path) -> None:
-    """Outside of a container the root has no counters; the kernel says where this process belongs."""
+def test_the_group_of_this_process_is_examined(tmp_path: Path) -> None:
+    """Outside of a container the root has no counters; the kernel says which group this process belongs to."""
     _write(tmp_path / "own", "0::/user.slice/job-7\n")
     counters = tmp_path / "cgroup/user.slice/job-7/memory.events"
     _write(counters, "oom_kill 0\n")
@@ -47,7 +47,7 @@ def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
     assert "memory limit of 64.0 MiB" in (watchdog.diagnosis() or "")
 
 
-def test_a_machine_that_killed_is_named(tmp_path: Path) -> None:
+def test_an_oom_kill_of_the_machine_is_reported(tmp_path: Path) -> None:
     _write(tmp_path / "vmstat", "nr_free_pages 1\noom_kill 5\n")
     watchdog = _watchdog(tmp_path)
     _write(tmp_path / "vmstat", "nr_free_pages 1\noom_kill 6\n")

@@ -14,7 +14,7 @@ from infeed.workers.process_tools import keep_freed_memory
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return the list of mallopt calls, on a machine with glibc without configuration of malloc."""
+    """Returns the list of mallopt calls, on a machine with glibc without configuration of malloc."""
     calls: list[tuple[int, int]] = []
 
     class Library:
@@ -51,7 +51,7 @@ def test_workers_configure_glibc(settings: list[tuple[int, int]]) -> None:
         ("LD_PRELOAD", "libtcmalloc_minimal.so.4"),
     ],
 )
-def test_a_malloc_that_the_user_has_chosen_stays_as_it_is(
+def test_the_users_malloc_configuration_is_kept(
     settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     """Workers set nothing if the environment configures malloc or replaces it."""
@@ -64,10 +64,10 @@ def test_a_malloc_that_the_user_has_chosen_stays_as_it_is(
     ("name", "value"),
     [("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX512F"), ("LD_PRELOAD", "/usr/lib/libother.so"), ("MALLOC_ARENA_MAX", "2")],
 )
-def test_other_variables_change_nothing(
+def test_unrelated_variables_have_no_effect(
     settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    """Variables that concern neither freed memory nor the allocator do not keep workers from configuring it."""
+    """Workers configure malloc despite variables that concern neither freed memory nor the allocator."""
     monkeypatch.setenv(name, value)
     keep_freed_memory()
     assert len(settings) == 3
@@ -76,10 +76,10 @@ def test_other_variables_change_nothing(
 @pytest.mark.parametrize(
     "answer", [None, "", "musl 1.2.5", OSError(errno.EINVAL, "Invalid argument"), ValueError("unknown name")]
 )
-def test_another_c_library_is_left_alone(
+def test_another_c_library_is_not_configured(
     settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None
 ) -> None:
-    """musl has the name of glibc's version in its headers, but no value for it."""
+    """musl declares the function for glibc's version, but has no value for it."""
 
     def confstr(name: str) -> str | None:
         if isinstance(answer, Exception):

@@ -1,4 +1,4 @@
-"""What an epoch has given: in any order, with failures and interruptions, every step counts exactly once."""
+"""The progress of an epoch: every step counts exactly once, in any order, with failures and interruptions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def step(number: int, *, size: int = 4, elapsed_ns: int = 0) -> Record:
     return record
 
 
-def share(worker: int, number: int, rows: int = 4, state: Any = None, *, size: int = 4) -> Record:
-    """A batch of a stream's share, step ``number`` of the epoch, with so many rows."""
+def shard_step(worker: int, number: int, rows: int = 4, state: Any = None, *, size: int = 4) -> Record:
+    """A batch of a shard of an iterable dataset, step ``number`` of the epoch, with this number of rows."""
     record = Record(PlannedBatch(0, 0, size, 1, number, 0, None, WorkerId(worker)))
     record.add_rows(WorkerId(worker), 0, rows, 0, LAYOUT, [])
     record.keep_state(state)
@@ -50,19 +50,19 @@ def given_steps(progress: Progress, *numbers: int) -> Cursor:
 # --- in order and out of order
 
 
-def test_a_fresh_trail_stands_where_it_starts() -> None:
-    """Before anything was given."""
+def test_initial_progress_is_at_its_start() -> None:
+    """Before anything was delivered."""
     for start in (Cursor(), Cursor(3, 2, 8), Cursor(3, 2, 8, (4, 5)), Cursor(1, 2, 8, (2, 3))):
         assert Progress(start).cursor() == start
 
 
 def test_in_order_each_batch_is_one_step() -> None:
-    """Position is where the last one ended."""
+    """The position is where the last batch ended."""
     assert given_steps(Progress(Cursor(5)), 0, 1, 2) == Cursor(5, 3, 12)
 
 
-def test_batches_that_come_early_are_kept_apart_until_the_gap_is_closed() -> None:
-    """The position never runs ahead of a batch that is missing."""
+def test_early_batches_are_kept_separately_until_the_gap_is_closed() -> None:
+    """The position never passes a missing batch."""
     progress = Progress(Cursor())
     assert given_steps(progress, 2) == Cursor(0, 0, 0, (2,))
     assert given_steps(progress, 1) == Cursor(0, 0, 0, (1, 2))
@@ -71,8 +71,8 @@ def test_batches_that_come_early_are_kept_apart_until_the_gap_is_closed() -> Non
     assert given_steps(progress, 3) == Cursor(0, 5, 20)
 
 
-def test_what_came_early_in_an_earlier_run_is_passed_when_what_follows_it_comes() -> None:
-    """Where it ended is not known before."""
+def test_batches_delivered_early_in_an_earlier_run_are_passed_with_the_next_batch() -> None:
+    """Before that, their end is unknown."""
     progress = Progress(Cursor(0, 1, 4, (2, 3, 6)))
     assert given_steps(progress, 1) == Cursor(0, 2, 8, (2, 3, 6))
     assert given_steps(progress, 5) == Cursor(0, 2, 8, (2, 3, 5, 6))
@@ -80,8 +80,8 @@ def test_what_came_early_in_an_earlier_run_is_passed_when_what_follows_it_comes(
     assert given_steps(progress, 7) == Cursor(0, 8, 32)
 
 
-def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
-    """Whatever was still kept apart."""
+def test_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
+    """Whatever was still kept separately."""
     progress = Progress(Cursor(4, 1, 4, (3,)))
     given_steps(progress, 1)
     progress.end()
@@ -91,7 +91,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
 # --- failures
 
 
-def test_a_failed_batch_is_still_to_come_until_the_loop_goes_on_behind_it() -> None:
+def test_a_failed_batch_is_pending_until_the_loop_continues_after_it() -> None:
     """If the run ends with the exception, the next run tries it again."""
     progress = Progress(Cursor())
     given_steps(progress, 0)
@@ -100,8 +100,8 @@ def test_a_failed_batch_is_still_to_come_until_the_loop_goes_on_behind_it() -> N
     assert given_steps(progress, 2) == Cursor(0, 3, 12)
 
 
-def test_several_failed_batches_are_behind_the_loop_that_went_on() -> None:
-    """Else the state stays at the first of them for the rest of the epoch, and grows with every batch."""
+def test_several_failed_batches_are_passed_when_the_loop_continues() -> None:
+    """Otherwise the state would stay at the first of them for the rest of the epoch, and grow with every batch."""
     progress = Progress(Cursor())
     given_steps(progress, 0)
     progress.failed(step(1))
@@ -109,16 +109,16 @@ def test_several_failed_batches_are_behind_the_loop_that_went_on() -> None:
     assert given_steps(progress, 3) == Cursor(0, 4, 16)
 
 
-def test_the_last_of_several_failed_batches_is_still_to_come() -> None:
-    """The loop went on behind the first."""
+def test_the_last_of_several_failed_batches_is_pending() -> None:
+    """The loop continued after the first."""
     progress = Progress(Cursor())
     progress.failed(step(0))
     progress.failed(step(1))
     assert progress.cursor() == Cursor(0, 1, 4)
 
 
-def test_a_failed_batch_that_came_early_is_no_gap_later() -> None:
-    """Out of order, too."""
+def test_a_failed_batch_that_was_early_is_no_gap_later() -> None:
+    """Also out of order."""
     progress = Progress(Cursor())
     progress.failed(step(2))
     assert progress.cursor() == Cursor()
@@ -126,11 +126,11 @@ def test_a_failed_batch_that_came_early_is_no_gap_later() -> None:
     assert given_steps(progress, 1) == Cursor(0, 3, 12)
 
 
-# --- what is remembered
+# --- recent batches
 
 
-def test_the_latest_batches_are_remembered_and_old_ones_are_not() -> None:
-    """Also those that failed; the latest of what is known of a step."""
+def test_recent_batches_are_remembered_and_old_ones_are_dropped() -> None:
+    """Also failed ones; the latest information about a step wins."""
     progress = Progress(Cursor())
     record = step(0, elapsed_ns=1000)
     for text in ("worker 0 was killed", "worker 1 was killed"):
@@ -152,41 +152,41 @@ def test_the_latest_batches_are_remembered_and_old_ones_are_not() -> None:
 # --- streams
 
 
-def test_each_share_of_a_stream_is_counted_for_itself() -> None:
-    """Rows, the dataset's own state, whether it has ended, and whose turn it is."""
+def test_each_shard_is_counted_separately() -> None:
+    """Rows, the dataset's own state, whether it is exhausted, and whose turn it is."""
     progress = Progress(Cursor())
-    progress.delivered(share(0, 0, state={"dataset": 4}), 2)
+    progress.delivered(shard_step(0, 0, state={"dataset": 4}), 2)
     assert progress.cursor().stream == StreamCursor(1, (ShareCursor(4, False, {"dataset": 4}), ShareCursor()))
-    progress.delivered(share(1, 1, 3), 2)
-    progress.delivered(share(0, 2, state={"dataset": 8}), 2)
+    progress.delivered(shard_step(1, 1, 3), 2)
+    progress.delivered(shard_step(0, 2, state={"dataset": 8}), 2)
     assert progress.cursor() == Cursor(
         0, 3, 11, (), StreamCursor(1, (ShareCursor(8, False, {"dataset": 8}), ShareCursor(3, True)))
     )
 
 
-def test_a_stream_goes_on_counting_where_it_was_left() -> None:
-    """Shares that give nothing more keep what they had."""
+def test_the_count_of_an_iterable_dataset_continues_after_resume() -> None:
+    """Exhausted shards keep their values."""
     start = Cursor(2, 3, 11, (), StreamCursor(1, (ShareCursor(8), ShareCursor(3, True, "x"))))
     progress = Progress(start)
     assert progress.cursor() == start
-    progress.delivered(share(0, 4), 2)
+    progress.delivered(shard_step(0, 4), 2)
     assert progress.cursor() == Cursor(2, 5, 15, (), StreamCursor(1, (ShareCursor(12), ShareCursor(3, True, "x"))))
 
 
-def test_a_stream_read_by_one_has_one_share() -> None:
-    """Whatever was thought before its first batch."""
+def test_an_iterable_dataset_read_by_one_worker_has_one_shard() -> None:
+    """Whatever was assumed before its first batch."""
     progress = Progress(Cursor())
-    progress.delivered(share(0, 0), 1)
+    progress.delivered(shard_step(0, 0), 1)
     assert progress.cursor().stream == StreamCursor(1, (ShareCursor(4),))
 
 
-def test_what_is_remembered_of_a_stream_is_small() -> None:
-    """A stream's own state may be large, such as a buffer: one for each share is kept, not one for each batch."""
+def test_little_is_remembered_of_an_iterable_dataset() -> None:
+    """Its own state may be large, such as a buffer: one per shard is kept, not one per batch."""
     tracemalloc.start()
     try:
         progress = Progress(Cursor())
         for number in range(256):
-            progress.delivered(share(0, number, state={"dataset": bytearray(100_000)}), 1)
+            progress.delivered(shard_step(0, number, state={"dataset": bytearray(100_000)}), 1)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -199,8 +199,8 @@ def refuse_five(samples: list[int]) -> list[int]:
     return samples
 
 
-def test_a_batch_of_a_stream_that_could_not_be_collated_is_behind_the_loop_that_went_on() -> None:
-    """Its elements were read: they do not come again in the next run, nor do those after them."""
+def test_a_batch_of_an_iterable_dataset_that_could_not_be_collated_is_passed() -> None:
+    """Its elements were read: neither they nor later ones are repeated in the next run."""
     with infeed.DataLoader(Stream(40), batch_size=4, collate_fn=refuse_five, seed=3) as loader:
         iterator = iter(loader)
         assert next(iterator) == [0, 1, 2, 3]
@@ -211,7 +211,7 @@ def test_a_batch_of_a_stream_that_could_not_be_collated_is_behind_the_loop_that_
         assert next(iter(loader)) == [12, 13, 14, 15]
 
 
-def test_a_batch_of_a_stream_that_could_not_be_collated_is_still_to_come() -> None:
+def test_a_batch_of_an_iterable_dataset_that_could_not_be_collated_is_pending() -> None:
     """If the run ended with its exception."""
     with infeed.DataLoader(Stream(40), batch_size=4, collate_fn=refuse_five, seed=3) as loader:
         iterator = iter(loader)
@@ -226,7 +226,7 @@ def test_a_batch_of_a_stream_that_could_not_be_collated_is_still_to_come() -> No
 
 
 def test_several_bad_batches_in_a_row_leave_a_small_state() -> None:
-    """With a real loader: position and step go on, nothing is kept apart."""
+    """With a real loader: position and step advance, nothing is kept separately."""
     with infeed.DataLoader(FaultyDataset(40, [5, 9, 13]), batch_size=4, seed=3) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -239,7 +239,7 @@ def test_several_bad_batches_in_a_row_leave_a_small_state() -> None:
         assert "ahead" not in state
 
 
-# --- any order, any interruption
+# --- random orders and interruptions
 
 
 CUTS = st.builds(
@@ -294,10 +294,10 @@ def rows(planned: PlannedBatch) -> tuple[int, ...]:
 
 @given(kind=st.sampled_from(["ordered", "sampled", "given"]), cut=CUTS, length=st.integers(0, 60), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_every_step_comes_exactly_once_however_the_epoch_is_interrupted(
+def test_every_step_is_delivered_exactly_once_despite_interruptions(
     kind: str, cut: Cut, length: int, data: st.DataObject
 ) -> None:
-    """Delivered in any order within a window, left after any number of batches, resumed any number of times (P2)."""
+    """In any order within a window, left after any number of batches, resumed any number of times (P2)."""
     whole = taken(feed(kind, Cursor(), cut, length))
     expected = {planned.step: rows(planned) for planned in whole}
     seen: list[tuple[int, tuple[int, ...]]] = []
@@ -320,7 +320,7 @@ def test_every_step_comes_exactly_once_however_the_epoch_is_interrupted(
 @given(cut=CUTS, length=st.integers(0, 60), data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_in_order_the_state_has_nothing_ahead(cut: Cut, length: int, data: st.DataObject) -> None:
-    """A few numbers, at every step; the position is that of the whole step, of all ranks."""
+    """A few numbers at every step; the position is that of the whole step, of all ranks."""
     cursor = Cursor()
     for planned in taken(feed("ordered", cursor, cut, length)):
         progress = Progress(cursor)
@@ -333,10 +333,10 @@ def test_in_order_the_state_has_nothing_ahead(cut: Cut, length: int, data: st.Da
 
 @given(start=st.integers(1, 3), then=st.integers(1, 4), size=st.integers(1, 4), count=st.integers(0, 9), at=st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
-def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
+def test_batches_of_a_batch_sampler_are_delivered_once_if_the_number_of_ranks_changes(
     start: int, then: int, size: int, count: int, at: int
 ) -> None:
-    """The first ranks came to a position; the others go on there, with no batch twice and none left out."""
+    """The first ranks reached a position; the others continue there, with no batch repeated or omitted."""
     batches = [[number * size + row for row in range(size)] for number in range(count * start)]
 
     def planned(world: int, rank: int, position: int) -> list[Any]:
@@ -348,7 +348,7 @@ def test_batches_of_a_batch_sampler_come_once_if_the_number_of_ranks_changes(
     if len({len(rank) for rank in ranks}) == 1:
         seen += [batch for rank in ranks for batch in rank]
     assert {batch[0] for batch in seen} == {batch[0] for batch in batches}
-    assert len(seen) <= len(batches) + then - 1  # what is missing in the last step is repeated
+    assert len(seen) <= len(batches) + then - 1  # What is missing in the last step is repeated.
 
 
 def test_a_batch_is_found_while_another_thread_takes_batches() -> None:
@@ -358,7 +358,7 @@ def test_a_batch_is_found_while_another_thread_takes_batches() -> None:
     sought = progress._recent[0].plan
 
     class Taking(NamedTuple):
-        """A plan whose step is asked for while the training loop takes the next batch."""
+        """A plan that is called while the training loop takes the next batch."""
 
         number: int
 

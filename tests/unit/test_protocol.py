@@ -1,4 +1,4 @@
-"""Messages as bytes: what is decoded is what was encoded."""
+"""Messages as bytes: decoding inverts encoding."""
 
 import pickle
 from typing import Any
@@ -59,7 +59,7 @@ class Pipe:
         self.encoder, self.decoder = TaskEncoder(), TaskDecoder()
 
     def send(self, message: ToWorker) -> tuple[ToWorker, int]:
-        """The message as the worker gets it, and how many frames it took."""
+        """Returns the message as the worker receives it, and the number of frames."""
         frames: list[bytes] = []
         self.encoder.encode(message, frames)
         decoded = [self.decoder.decode(frame) for frame in frames]
@@ -96,8 +96,8 @@ TASKS: dict[str, ToWorker] = {
 
 
 @pytest.mark.parametrize("message", TASKS.values(), ids=TASKS)
-def test_a_message_to_a_worker_arrives_as_it_was_sent(message: ToWorker) -> None:
-    """Every type, with all that may or may not be in it."""
+def test_a_message_to_a_worker_is_restored(message: ToWorker) -> None:
+    """Every type, with all optional fields."""
     found, _ = Pipe().send(message)
 
     assert type(found) is type(message)
@@ -110,7 +110,7 @@ def test_a_message_to_a_worker_arrives_as_it_was_sent(message: ToWorker) -> None
 
 
 def test_a_layout_is_sent_once() -> None:
-    """Then it is meant by its number, also by other kinds of messages, and is one object for the worker."""
+    """Later messages of any kind refer to its number, and the worker gets one object."""
     pipe = Pipe()
 
     first, frames = pipe.send(grains(np.arange(2)))
@@ -121,7 +121,7 @@ def test_a_layout_is_sent_once() -> None:
         assert found.layout is first.layout  # type: ignore[union-attr]
 
 
-def test_a_task_of_tiny_samples_is_some_hundred_bytes() -> None:
+def test_a_task_of_tiny_samples_takes_some_hundred_bytes() -> None:
     """The hot path pickles nothing."""
     frames: list[bytes] = []
     encoder = TaskEncoder()
@@ -132,8 +132,8 @@ def test_a_task_of_tiny_samples_is_some_hundred_bytes() -> None:
     assert [len(frame) for frame in frames] == [81 + 64]
 
 
-def test_any_number_of_layouts_is_distinguished() -> None:
-    """A full table is cleared at both ends, and no number is taken for an old one."""
+def test_any_number_of_layouts_can_be_sent() -> None:
+    """A full table is cleared at both ends, and no number is mistaken for an old one."""
     pipe = Pipe()
     layouts = [layout(number) for number in range(150)]
     for _ in range(2):
@@ -143,8 +143,8 @@ def test_any_number_of_layouts_is_distinguished() -> None:
             assert found.layout == one
 
 
-def test_a_layout_that_was_forgotten_is_not_taken_for_a_new_one_at_its_address() -> None:
-    """Layouts are known by identity, so those in the table are kept alive."""
+def test_a_dropped_layout_is_not_mistaken_for_a_new_one_at_its_address() -> None:
+    """Layouts are compared by identity, so those in the table are kept alive."""
     pipe = Pipe()
     for number in range(500):
         found, _ = pipe.send(grains(np.arange(1), layout=layout(number % 70)))
@@ -152,7 +152,7 @@ def test_a_layout_that_was_forgotten_is_not_taken_for_a_new_one_at_its_address()
         assert found.layout == layout(number % 70)
 
 
-def test_two_workers_have_tables_of_their_own() -> None:
+def test_two_workers_have_separate_tables() -> None:
     """Sending to one worker does not fill the table of the other."""
     first, second = Pipe(), Pipe()
     first.send(grains(np.arange(1)))
@@ -182,21 +182,21 @@ ANSWERS: dict[str, FromWorker] = {
 
 
 @pytest.mark.parametrize("message", ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_arrives_as_it_was_sent(message: FromWorker) -> None:
-    """Every type, with all that may or may not be in it."""
+def test_a_message_from_a_worker_is_restored(message: FromWorker) -> None:
+    """Every type, with all optional fields."""
     found = decode_answer(encode_answer(message))
 
     assert type(found) is type(message)
     assert found == message
 
 
-def test_the_usual_answer_is_some_dozen_bytes() -> None:
+def test_the_usual_message_from_a_worker_takes_some_dozen_bytes() -> None:
     """Rows that fit the expected layout need no pickle."""
     assert len(encode_answer(RowsLoaded(TASK, 5, 64, None, []))) < 40
 
 
 class Unwilling:
-    """Can be sent, and does not let itself be built again."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return _refuse, ()
@@ -211,8 +211,8 @@ def _refuse() -> Any:
     [RowsLoaded(TASK, 5, 1, None, [[Unwilling()]]), PackedLoaded(TASK, 5, 1, Unwilling())],  # type: ignore[arg-type]
     ids=["beside", "packed"],
 )
-def test_an_object_that_cannot_be_built_again_fails_its_own_batch(message: FromWorker) -> None:
-    """The answer is still known to be this task's, and the user gets the error that their object raised."""
+def test_an_object_that_cannot_be_unpickled_fails_its_own_batch(message: FromWorker) -> None:
+    """The message is still attributed to its task, and the user gets the error of the object."""
     found = decode_answer(encode_answer(message))
 
     assert isinstance(found, LoadFailed)
@@ -222,8 +222,8 @@ def test_an_object_that_cannot_be_built_again_fails_its_own_batch(message: FromW
     assert str(error) == "not in this process"
 
 
-def test_objects_of_local_classes_travel_by_value() -> None:
-    """Samples may hold what only the user's script knows."""
+def test_objects_of_local_classes_are_pickled_by_value() -> None:
+    """Samples may contain objects that only the user's script defines."""
 
     class Local:
         value = 3
@@ -235,7 +235,7 @@ def test_objects_of_local_classes_travel_by_value() -> None:
     assert pickle.loads(dumps(Local())).value == 3
 
 
-def test_an_answer_that_cannot_be_pickled_becomes_a_failure_of_its_task() -> None:
+def test_a_message_that_cannot_be_pickled_becomes_a_failure_of_its_task() -> None:
     found = decode_answer(encode_answer(RowsLoaded(TASK, 5, 1, None, [[(n for n in range(3))]])))
 
     assert isinstance(found, LoadFailed)

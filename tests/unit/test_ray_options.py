@@ -1,4 +1,4 @@
-"""``RayWorkers`` without Ray: which values are refused."""
+"""``RayWorkers`` without Ray: which values are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker keeps of what it does, read from the other side."""
+"""Counters and spans that a worker records, read by the other side."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def take(reader: RecorderReader, *, is_last: bool = True) -> tuple[list[RawSpan]
 def run_task(
     recorder: Recorder, rows: int, times: list[int] | None = None, position: int = 0, *, is_written: bool = False
 ) -> None:
-    """As a runner does it."""
+    """Runs a task like a runner does."""
     recorder.begin(perf_counter_ns() - sum(times or [0]), epoch=3, position=position)
     if recorder.is_fine:
         recorder.loaded(position, list(range(100 + position, 100 + position + rows)), times)
-        if is_written:  # on a busy machine even that may take long enough for a span
+        if is_written:  # On a busy machine even that may take long enough for a span.
             recorder.written()
     recorder.end(rows, perf_counter_ns())
 
 
-def test_a_time_is_below_the_end_of_its_bucket_and_not_below_the_end_of_the_one_before() -> None:
+def test_a_duration_is_within_the_bounds_of_its_bucket() -> None:
     for ns in [*range(0, 5000, 7), *(random.Random(0).randrange(1 << 39) for _ in range(1000))]:
         bucket = bucket_of(ns)
         assert ns < bucket_end_ns(bucket)
@@ -73,8 +73,8 @@ def test_sums_are_those_of_all_tasks() -> None:
     assert sum(reader.histogram()) == 42
 
 
-def test_of_a_task_that_failed_the_time_counts_and_no_samples() -> None:
-    for tiny_count in (0, 1, 3):  # looked at by itself, or among tiny ones
+def test_the_time_of_a_failed_task_counts_but_not_its_samples() -> None:
+    for tiny_count in (0, 1, 3):  # Timed individually, or among tiny tasks.
         recorder, reader, _ = new_recorder()
         for _ in range(tiny_count):
             run_task(recorder, 4)
@@ -88,7 +88,7 @@ def test_of_a_task_that_failed_the_time_counts_and_no_samples() -> None:
         assert sum(reader.histogram()) == 4 * tiny_count
 
 
-def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> None:
+def test_a_restarted_worker_continues_the_counters() -> None:
     first, reader, numbers = new_recorder()
     run_task(first, 3, [2 * MS, 3 * MS, 2 * MS])
     first.flush()
@@ -101,7 +101,7 @@ def test_a_worker_that_is_started_again_goes_on_where_the_other_stopped() -> Non
     assert [took for took, *_ in sorted(reader.slowest(), reverse=True)] == [9 * MS, 3 * MS, 2 * MS, 2 * MS]
 
 
-def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one() -> None:
+def test_slow_samples_have_their_own_spans_and_fast_ones_share_one() -> None:
     recorder, reader, _ = new_recorder()
     run_task(recorder, 5, [2 * MS, 1000, 1000, 5 * MS, 1000], position=40)
     spans, lost = take(reader)
@@ -118,7 +118,7 @@ def test_samples_that_take_long_have_spans_of_their_own_and_short_ones_share_one
     assert lost == 0
 
 
-def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
+def test_tiny_tasks_are_aggregated_without_loss() -> None:
     recorder, reader, _ = new_recorder()
     for number in range(500):
         run_task(recorder, 2, position=2 * number)
@@ -129,7 +129,7 @@ def test_tiny_tasks_are_put_together_and_none_is_forgotten() -> None:
     assert {span.kind for span in spans} <= {LOAD, WRITE}
 
 
-def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
+def test_the_latest_span_may_still_grow_and_is_read_last() -> None:
     recorder, reader, _ = new_recorder()
     run_task(recorder, 1, [2 * MS])
     run_task(recorder, 1, [3 * MS])
@@ -139,7 +139,7 @@ def test_the_latest_span_may_still_grow_and_is_taken_last() -> None:
     assert take(reader) == ([], 0)
 
 
-def test_spans_that_were_overwritten_are_counted() -> None:
+def test_overwritten_spans_are_counted() -> None:
     recorder, reader, _ = new_recorder()
     for number in range(5000):
         run_task(recorder, 1, [2 * MS], position=number)
@@ -159,7 +159,7 @@ def test_without_spans_sums_and_times_are_kept() -> None:
     assert len(reader.slowest()) == 2
 
 
-def test_an_index_that_is_no_number_is_not_kept() -> None:
+def test_an_index_that_is_not_a_number_is_not_kept() -> None:
     recorder, reader, _ = new_recorder()
     for index in ("a", True, 1 << 70, (1, 2)):
         recorder.begin(perf_counter_ns(), 0, 0)
@@ -168,7 +168,7 @@ def test_an_index_that_is_no_number_is_not_kept() -> None:
     assert [span.first_index for span in take(reader)[0]] == [NO_INDEX] * 4
 
 
-def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
+def test_the_sixteen_slowest_samples_are_kept() -> None:
     recorder, reader, _ = new_recorder()
     times = [random.Random(1).randrange(1, 1000) * MS for _ in range(300)]
     for number, took in enumerate(times):
@@ -178,7 +178,7 @@ def test_the_sixteen_slowest_are_kept_however_many_there_are() -> None:
     assert all(times[position] == took for took, _, position, *_ in slowest)
 
 
-def test_a_start_is_a_span() -> None:
+def test_worker_start_up_is_a_span() -> None:
     recorder, reader, _ = new_recorder()
     recorder.started(perf_counter_ns() - 5 * MS)
     (span,) = take(reader)[0]
@@ -186,19 +186,19 @@ def test_a_start_is_a_span() -> None:
     assert span.end_ns - span.begin_ns >= 5 * MS
 
 
-# --- tiny tasks, by a clock that the test moves
+# --- tiny tasks, with a clock that the test controls
 
 US = 1000
 
 
 class Doer:
-    """Does tasks of four samples: loads them for three quarters of the time, and writes them."""
+    """Runs tasks of four samples: loads for three quarters of the time, and writes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 1_000 * MS
         monkeypatch.setattr("infeed.workers.recorder.perf_counter_ns", lambda: self.now)
         self.recorder, self.reader, self.numbers = new_recorder(**options)
-        self.count = 0  # tasks
+        self.count = 0  # Tasks.
         self.looked_at: list[int] = []
 
     def do(self, us: int, pause_us: int = 1) -> None:
@@ -219,10 +219,8 @@ class Doer:
 
 @pytest.mark.parametrize("pause_us", [1, 80], ids=["without pauses", "with pauses"])
 @pytest.mark.parametrize("is_spanning", [True, False])
-def test_of_tiny_tasks_one_in_ten_milliseconds_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch, is_spanning: bool, pause_us: int
-) -> None:
-    """The work of the others is estimated from that, and they are counted at once."""
+def test_one_tiny_task_per_ten_milliseconds_is_timed(monkeypatch: pytest.MonkeyPatch, is_spanning: bool, pause_us: int) -> None:
+    """The work of the others is estimated from it, and they are counted at once."""
     doer = Doer(monkeypatch, is_spanning=is_spanning)
     for _ in range(1000):
         doer.do(200, pause_us)
@@ -235,7 +233,7 @@ def test_of_tiny_tasks_one_in_ten_milliseconds_is_looked_at(
     assert sum(doer.reader.histogram()) == 4000
 
 
-def test_runs_of_tiny_tasks_have_no_pauses_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_tiny_tasks_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     for number in range(30):
         doer.do(200, pause_us=300 if number % 3 == 0 else 1)
@@ -248,7 +246,7 @@ def test_runs_of_tiny_tasks_have_no_pauses_in_them(monkeypatch: pytest.MonkeyPat
         assert span.end_ns - span.begin_ns == (50 * span.size + span.size // 4 - 1) * US
 
 
-def test_runs_of_tiny_tasks_are_cut_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_tiny_tasks_are_split_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     for _ in range(100):
         doer.do(200, pause_us=0)
@@ -261,7 +259,7 @@ def test_runs_of_tiny_tasks_are_cut_after_a_while(monkeypatch: pytest.MonkeyPatc
     assert max(span.end_ns - span.begin_ns for span in spans) <= 2 * MS + 400 * US
 
 
-def test_a_task_that_is_long_after_all_is_followed_by_one_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_unexpectedly_long_task_the_next_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     doer.do(200)
     doer.do(50_000)
@@ -278,27 +276,27 @@ def test_retries_are_recorded_at_once() -> None:
     assert reader.sums().retry_count == 1
 
 
-def test_tiny_tasks_are_entered_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what costs most."""
+def test_tiny_tasks_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing costs the most."""
     doer = Doer(monkeypatch)
     entered = []
     for _ in range(50):
         doer.do(200)
         entered.append(doer.numbers[3])
-    assert entered[0] == 4  # it was looked at
+    assert entered[0] == 4  # It was timed.
     assert len(set(entered)) <= 7
     doer.recorder.flush()
-    doer.recorder.flush()  # once is enough
+    doer.recorder.flush()  # Once is enough.
     assert doer.reader.sums().sample_count == 200
 
 
 @pytest.mark.parametrize(("times", "us", "kinds"), [
     (None, 2000, [LOAD, COLLATE, WRITE]),
-    (None, 200, []),  # of three parts of a tiny task nothing is told but their sums
+    (None, 200, []),  # Only the sums of the three parts of a tiny task are recorded.
     ([2 * MS], 200, [LOAD, COLLATE, WRITE]),
     ([2 * MS], 50, [LOAD]),
 ])  # fmt: skip
-def test_parts_of_a_task_that_take_long_have_spans_of_their_own(
+def test_long_parts_of_a_task_have_their_own_spans(
     monkeypatch: pytest.MonkeyPatch, times: list[int] | None, us: int, kinds: list[int]
 ) -> None:
     doer = Doer(monkeypatch)
@@ -316,7 +314,7 @@ def test_parts_of_a_task_that_take_long_have_spans_of_their_own(
     assert (sums.collate_ns, sums.write_ns) == (us * US, us * US)
 
 
-def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_task_with_short_parts_has_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     for _ in range(2):
         doer.recorder.begin(doer.now, epoch=0, position=0)
@@ -327,7 +325,7 @@ def test_a_long_task_whose_parts_are_short_has_one_span(monkeypatch: pytest.Monk
     assert [(span.end_ns - span.begin_ns, span.size) for span in take(doer.reader)[0]] == [(3200 * US, 8)] * 2
 
 
-def test_the_share_of_the_gil_is_recorded_once_it_is_known() -> None:
+def test_the_gil_share_is_recorded_once_it_is_known() -> None:
     recorder, reader, _ = new_recorder()
     assert reader.sums().gil_share is None
     recorder.note_gil(0.25)
@@ -336,19 +334,23 @@ def test_the_share_of_the_gil_is_recorded_once_it_is_known() -> None:
     assert reader.sums().gil_share == 0.0
 
 
-def test_all_parts_of_a_long_task_are_seen_that_are_not_tiny_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_parts_of_a_long_task_are_recorded_unless_they_are_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     doer.recorder.begin(doer.now, epoch=0, position=0)
-    for us, told in ((1200, lambda: doer.recorder.loaded(0, [7])), (850, doer.recorder.collated), (90, doer.recorder.written)):
+    for us, record in (
+        (1200, lambda: doer.recorder.loaded(0, [7])),
+        (850, doer.recorder.collated),
+        (90, doer.recorder.written),
+    ):
         doer.now += us * US
-        told()
+        record()
     doer.recorder.end(1, doer.now)
     spans = take(doer.reader)[0]
     assert [(span.kind, span.end_ns - span.begin_ns) for span in spans] == [(LOAD, 1200 * US), (COLLATE, 850 * US)]
 
 
-def test_a_task_that_only_wrote_does_not_change_estimates_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker had loaded waited for its place: that is no share of what follows."""
+def test_a_task_that_only_wrote_does_not_change_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that a worker had loaded waited for their slot: that is no share of later tasks."""
     doer = Doer(monkeypatch)
     doer.recorder.begin(doer.now, epoch=0, position=0)
     doer.now += 100 * US
@@ -360,7 +362,7 @@ def test_a_task_that_only_wrote_does_not_change_estimates_of_others(monkeypatch:
     assert (sums.load_ns, sums.write_ns) == (1500 * US, 600 * US)
 
 
-def test_tiny_tasks_of_a_worker_that_died_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_tasks_of_a_dead_worker_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     doer = Doer(monkeypatch)
     for _ in range(5):
         doer.do(200)

@@ -1,4 +1,4 @@
-"""Writing samples into rows and reading the batch: what comes out is what went in, however it was cut."""
+"""Writing samples into rows and reading the batch restores them, however the batch was split."""
 
 import mmap
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from infeed.collate.rows import RowMismatch, RowReader, RowWriter
 from infeed.memory.arena import LeaseBook
 from infeed.scheduler.messages import SlotId
 
-OFFSET = 128  # of the block in its segment: not zero, so that it counts
+OFFSET = 128  # Of the block in its segment: not zero, so that it matters.
 STRUCTURED = np.dtype([("a", "i4"), ("b", "f8", (2,))])
 
 
@@ -33,7 +33,7 @@ class Record:
 
 
 class Slot:
-    """Memory for one batch of a layout, exactly as large as it has to be."""
+    """Memory for one batch of a layout, exactly as large as necessary."""
 
     def __init__(self, layout: Layout, row_count: int) -> None:
         self.layout, self.row_count = layout, row_count
@@ -50,7 +50,7 @@ class Slot:
 
 
 def through_slot(samples: list[Any], cuts: list[int] | None = None, *, exact: bool = True) -> Any:
-    """The batch of samples that several tasks wrote, each its consecutive rows."""
+    """Returns the batch of samples that several tasks wrote, each its consecutive rows."""
     layout = infer_layout(samples, range(len(samples)))
     slot = Slot(layout, len(samples))
     edges = [0, *sorted(cuts or []), len(samples)]
@@ -64,7 +64,7 @@ def through_slot(samples: list[Any], cuts: list[int] | None = None, *, exact: bo
 
 
 def stacked(samples: list[Any]) -> Any:
-    """What the batch should be, by the simplest code there is."""
+    """Returns the expected batch, with the simplest possible code."""
     first = samples[0]
     if isinstance(first, dict):
         return {key: stacked([sample[key] for sample in samples]) for key in first}
@@ -74,7 +74,7 @@ def stacked(samples: list[Any]) -> Any:
         columns = [stacked(list(column)) for column in zip(*samples, strict=True)]
         return first._make(columns) if isinstance(first, Pair) else type(first)(columns)
     if isinstance(first, np.ndarray | np.generic):
-        return np.stack(samples).astype(first.dtype)  # np.stack turns big-endian into native
+        return np.stack(samples).astype(first.dtype)  # np.stack converts big-endian to native.
     if isinstance(first, bool | int | float | complex):
         return np.array(samples)
     return samples
@@ -105,7 +105,7 @@ DTYPES = ["u1", "i2", "f4", "f8", ">i4", "c8", "?", "M8[s]", "m8[D]", "S3", "U2"
 
 @st.composite
 def leaves(draw: st.DrawFn) -> Any:
-    """A leaf as a function of the row's number."""
+    """Returns a leaf as a function of the row's number."""
     kind = draw(st.sampled_from(["array", "array", "scalar", "number", "object"]))
     if kind == "array":
         dtype, shape = np.dtype(draw(st.sampled_from(DTYPES))), tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
@@ -131,7 +131,7 @@ def leaves(draw: st.DrawFn) -> Any:
 
 @st.composite
 def trees(draw: st.DrawFn, depth: int = 2) -> Any:
-    """A sample as a function of the row's number."""
+    """Returns a sample as a function of the row's number."""
     if depth == 0 or draw(st.integers(0, 2)) == 0:
         return draw(leaves())
     children = draw(st.lists(trees(depth - 1), max_size=3))
@@ -150,8 +150,8 @@ def trees(draw: st.DrawFn, depth: int = 2) -> Any:
 
 @given(make=trees(), count=st.integers(1, 9), cuts=st.lists(st.integers(0, 9), max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_rows_written_in_any_cut_are_the_stacked_batch(make: Any, count: int, cuts: list[int]) -> None:
-    """Samples of one layout are taken as they are, in tasks and chunks of any size, and read as np.stack would give them."""
+def test_rows_written_in_any_split_are_the_stacked_batch(make: Any, count: int, cuts: list[int]) -> None:
+    """Samples of one layout are written unchanged, in tasks and chunks of any size, and read as np.stack would return them."""
     samples = [make(row) for row in range(count)]
 
     assert_same(through_slot(samples, [cut for cut in cuts if cut < count]), stacked(samples))
@@ -159,8 +159,8 @@ def test_rows_written_in_any_cut_are_the_stacked_batch(make: Any, count: int, cu
 
 @given(make=trees(), count=st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
-def test_the_general_way_of_writing_gives_the_same(make: Any, count: int) -> None:
-    """Which of the two ways a batch went cannot be seen."""
+def test_the_general_writer_gives_the_same_result(make: Any, count: int) -> None:
+    """The user cannot see which of the two writers was used."""
     samples = [make(row) for row in range(count)]
 
     assert_same(through_slot(samples, exact=False), stacked(samples))
@@ -177,13 +177,13 @@ UNUSUAL = {
 @pytest.mark.parametrize("samples", UNUSUAL.values(), ids=UNUSUAL)
 @pytest.mark.parametrize("cuts", [[], [1]], ids=["together", "one by one"])
 def test_unusual_arrays_are_written_like_any_other(samples: list[Any], cuts: list[int]) -> None:
-    """Samples that are all alike fit the layout that was made of them: else each batch would be loaded twice."""
+    """Equal samples fit the layout derived from them: otherwise each batch would be loaded twice."""
     assert_same(through_slot(samples, cuts), stacked(samples))
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 2]], ids=["together", "one by one"])
 def test_rows_of_a_memory_map_are_written_like_any_other(tmp_path: Path, cuts: list[int]) -> None:
-    """What np.load(mmap_mode="r")[index] gives is the commonest large dataset there is."""
+    """np.load(mmap_mode="r")[index] is the most common large dataset."""
     np.save(tmp_path / "a.npy", np.arange(12.0).reshape(3, 4))
     rows = np.load(tmp_path / "a.npy", mmap_mode="r")
 
@@ -203,13 +203,13 @@ PROMOTED: dict[str, tuple[list[Any], Any]] = {
 
 @pytest.mark.parametrize(("samples", "batch"), PROMOTED.values(), ids=PROMOTED)
 def test_samples_of_different_dtypes_are_promoted(samples: list[Any], batch: Any) -> None:
-    """As np.stack does it; exact writing refuses them, so that the dtype does not depend on the cut."""
+    """As np.stack does; the exact writer rejects them, so the dtype does not depend on the split."""
     assert_same(through_slot(samples, exact=False), batch)
     with pytest.raises(RowMismatch):
         through_slot(samples)
 
 
-# What the layout was made of, and what comes next and does not fit it.
+# The samples that the layout is derived from, and later ones that do not fit it.
 DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "structure": ((1, 2), [1, 2]),
     "length": ((1, 2), (1, 2, 3)),
@@ -253,8 +253,8 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENCES.values(), ids=DIFFERENCES)
 @pytest.mark.parametrize("count", [1, 2], ids=["single", "several"])
-def test_a_difference_of_any_kind_is_a_mismatch(one: Any, other: Any, count: int) -> None:
-    """Nothing is cast, cut or listed in silence: what a batch is must not depend on the batch before it."""
+def test_any_difference_is_a_mismatch(one: Any, other: Any, count: int) -> None:
+    """Nothing is cast, truncated or listed silently: a batch must not depend on the previous batch."""
     layout = infer_layout([one, one], [0, 1])
     slot = Slot(layout, 4)
     slot.writer.write_any(0, [one, one], slot.writer.new_beside())
@@ -263,8 +263,8 @@ def test_a_difference_of_any_kind_is_a_mismatch(one: Any, other: Any, count: int
         slot.writer.write(2, [other] * count, slot.writer.new_beside())
 
 
-def test_a_huge_integer_does_not_make_lists_of_small_ones() -> None:
-    """Having seen integers that only a list can hold, the writer still tells those that an array can."""
+def test_a_huge_integer_does_not_turn_later_ones_into_lists() -> None:
+    """After integers that only a list can hold, the writer still recognizes those that fit an array."""
     slot = Slot(infer_layout([1 << 70], [0]), 4)
     slot.writer.write(0, [1 << 70, 1 << 80], slot.writer.new_beside())
 
@@ -273,7 +273,7 @@ def test_a_huge_integer_does_not_make_lists_of_small_ones() -> None:
 
 
 def test_one_sample_that_differs_among_many_is_a_mismatch() -> None:
-    """Wherever in the chunk it stands."""
+    """Wherever in the chunk it is."""
     slot = Slot(infer_layout([np.zeros(3)], [0]), 5)
     for at in range(5):
         chunk = [np.zeros(3)] * 5
@@ -282,8 +282,8 @@ def test_one_sample_that_differs_among_many_is_a_mismatch() -> None:
             slot.writer.write(0, chunk, slot.writer.new_beside())
 
 
-def test_unwritten_rows_stay_as_they_are() -> None:
-    """Tasks of one batch write side by side: each only its own rows."""
+def test_unwritten_rows_are_unchanged() -> None:
+    """Tasks of one batch write in parallel, each only its own rows."""
     slot = Slot(infer_layout([(np.zeros(2, "u1"), 0)], [0]), 4)
     slot.writer.write(1, [(np.full(2, 7, "u1"), 5), (np.full(2, 8, "u1"), 6)], slot.writer.new_beside())
 
@@ -294,7 +294,7 @@ def test_unwritten_rows_stay_as_they_are() -> None:
 
 
 def test_nothing_is_written_outside_of_the_block() -> None:
-    """Other blocks lie right before and behind."""
+    """Other blocks lie directly before and after."""
     samples = [(np.full(5, 1, "u1"), 2.0) for _ in range(7)]
     layout = infer_layout(samples, range(7))
     _, size = layout.offsets(7)
@@ -305,7 +305,7 @@ def test_nothing_is_written_outside_of_the_block() -> None:
     assert set(memory[:OFFSET]) == set(memory[OFFSET + size :]) == {0xEE}
 
 
-def test_a_batch_looks_into_the_slot() -> None:
+def test_a_batch_is_a_view_of_the_slot() -> None:
     """Reading copies nothing: arrays are views, and keep the lease."""
     book = LeaseBook()
     samples = [(np.zeros(3), 1), (np.zeros(3), 2)]
@@ -326,7 +326,7 @@ def test_a_batch_looks_into_the_slot() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("cuts", [[], [1], [1, 2]], ids=["together", "in two", "one by one"])
 def test_tensors_are_written_and_read_as_torch_stacks_them(torch: ModuleType, cuts: list[int]) -> None:
-    """Of any dtype, layout in memory and class, with and without a graph."""
+    """Of any dtype, memory layout and class, with and without a graph."""
 
     class Image(torch.Tensor):  # type: ignore[name-defined,misc]
         pass
@@ -353,8 +353,8 @@ def test_tensors_are_written_and_read_as_torch_stacks_them(torch: ModuleType, cu
 
 
 @pytest.mark.torch
-def test_tensors_that_differ_are_a_mismatch_and_are_promoted_together(torch: ModuleType) -> None:
-    """As with arrays: nothing is cast in silence, and the general way casts as torch does."""
+def test_different_tensors_are_a_mismatch_and_are_promoted_together(torch: ModuleType) -> None:
+    """As for arrays: nothing is cast silently, and the general writer casts as torch does."""
     plain = torch.zeros(3)
     others = {
         "dtype": torch.zeros(3, dtype=torch.float64),
@@ -371,6 +371,6 @@ def test_tensors_that_differ_are_a_mismatch_and_are_promoted_together(torch: Mod
                 slot.writer.write(0, [two, two], slot.writer.new_beside())
             except RowMismatch:
                 continue
-            # The one difference that does not count: a parameter is a tensor in the batch.
+            # The one difference that does not count: a parameter becomes a tensor in the batch.
             assert (name, one is other) == ("subclass", True)
     assert through_slot([torch.zeros(2), torch.ones(2, dtype=torch.int64)], exact=False).dtype == torch.float32

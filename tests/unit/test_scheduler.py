@@ -1,4 +1,4 @@
-"""The scheduler: each rule by hand. All of them under random schedules: ``test_schedules``."""
+"""The scheduler: each rule by itself. ``test_schedules`` tests all of them with random schedules."""
 
 import pytest
 
@@ -28,11 +28,11 @@ from infeed.scheduler.pacing import Pacing
 from tests.unit.engine_model import EngineModel, ModelOptions, Task
 
 W0, W1, W2 = map(WorkerId, range(3))
-SLOW_NS = 50_000_000  # a grain, so that tasks are single grains and none is sent ahead
+SLOW_NS = 50_000_000  # One grain, so that tasks are single grains and none is sent ahead.
 
 
 def ready_model(**options: object) -> EngineModel:
-    """A run whose workers are all there."""
+    """Returns a run whose workers are all ready."""
     model = EngineModel(ModelOptions(**options))  # type: ignore[arg-type]
     for worker in model.workers:
         model.make_ready(worker)
@@ -40,14 +40,14 @@ def ready_model(**options: object) -> EngineModel:
 
 
 def place(model: EngineModel, task: Task) -> None:
-    """Bring a task that was sent without a slot to where it can be written."""
+    """Gives a task that was sent without a slot a slot to write to."""
     if task.slot is None:
         model.unplace(task)
     assert task.slot is not None
 
 
 def load_all(model: EngineModel) -> None:
-    """Let workers finish all they have, and all they are given for it."""
+    """Lets workers finish all their tasks, and all that they are sent as a result."""
     while model.running:
         task = model.running[0]
         if task.slot is None:
@@ -57,7 +57,7 @@ def load_all(model: EngineModel) -> None:
 
 
 def ready_model_with_slots(**options: object) -> EngineModel:
-    """The same, after a first batch: grains are known to be slow, the loop quick, so they go out singly, each with a slot."""
+    """The same after a first batch: grains are known to be slow and the loop fast, so each grain is sent alone, with a slot."""
     model = ready_model(**options)
     model.plan(1)
     load_all(model)
@@ -70,11 +70,11 @@ def sent(model: EngineModel, worker: WorkerId) -> list[Task]:
     return [task for task in model.tasks.values() if task.worker == worker]
 
 
-# --- who loads what
+# --- assignment of tasks
 
 
-def test_the_first_batch_is_shared_by_all_workers() -> None:
-    """Nothing is known of the cost yet: the first batch comes soonest if each takes its part of it."""
+def test_all_workers_share_the_first_batch() -> None:
+    """The cost is still unknown: the first batch is ready earliest if each worker loads a part."""
     model = ready_model(workers=4, window=1)
     model.plan(8)
 
@@ -86,8 +86,8 @@ def test_the_first_batch_is_shared_by_all_workers() -> None:
     ]
 
 
-def test_grains_wait_for_a_worker_that_is_ready() -> None:
-    """Batches may be planned before any worker is there."""
+def test_grains_wait_for_a_ready_worker() -> None:
+    """Batches may be planned before any worker is ready."""
     model = EngineModel(ModelOptions(workers=1))
     model.plan(4)
     assert model.tasks == {}
@@ -97,8 +97,8 @@ def test_grains_wait_for_a_worker_that_is_ready() -> None:
     assert [type(action) for action in actions] == [Send]
 
 
-def test_tiny_grains_go_together_and_ahead() -> None:
-    """Where grains cost a microsecond, a task takes all of a batch and several are sent to a busy worker."""
+def test_tiny_grains_are_sent_together_and_ahead() -> None:
+    """If grains take a microsecond, a task is a whole batch and several are sent to a busy worker."""
     model = ready_model(workers=1, window=8)
     model.plan(4)
     place(model, sent(model, W0)[0])
@@ -110,8 +110,8 @@ def test_tiny_grains_go_together_and_ahead() -> None:
     assert [(task.first_grain, task.grain_count) for task in sent(model, W0)] == [(0, 4)] * 4
 
 
-def test_slow_grains_go_one_by_one() -> None:
-    """Where grains take milliseconds, a worker gets one at a time and no other is stuck behind it."""
+def test_slow_grains_are_sent_one_by_one() -> None:
+    """If grains take milliseconds, a worker gets one at a time and no grain waits behind it."""
     model = ready_model(workers=2, window=8)
     model.plan(2)
     for task in list(model.tasks.values()):
@@ -124,8 +124,8 @@ def test_slow_grains_go_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("grain_ns", "count"), [(100_000, 3), (900_000, 3), (3_000_000, 2), (8_000_000, 1)])
-def test_a_worker_has_its_next_task_at_hand_unless_it_is_a_long_one(grain_ns: int, count: int) -> None:
-    """The loop's thread may be late when workers have all processors; they go on meanwhile."""
+def test_a_worker_has_its_next_task_queued_unless_it_is_long(grain_ns: int, count: int) -> None:
+    """The loop's thread may be late when workers use all cores; they continue meanwhile."""
     model = ready_model(workers=1, window=8)
     for _ in range(8):
         model.plan(10)
@@ -140,9 +140,8 @@ def test_a_worker_has_its_next_task_at_hand_unless_it_is_a_long_one(grain_ns: in
     ("ahead", "waiting", "grains"),
     [(0, 20, 1), (1, 20, 3), (2, 20, 5), (4, 20, 9), (9, 4, 4), (9, 2, 2), (9, 1, 1), (0, 0, 1)],
 )
-def test_tasks_grow_with_what_is_in_flight(ahead: int, waiting: int, grains: int) -> None:
-    """All four workers load the batch that the loop wants first; one that it wants later is loaded in larger parts, if enough
-    is left for everybody."""
+def test_tasks_grow_with_the_work_in_flight(ahead: int, waiting: int, grains: int) -> None:
+    """All four workers load the next batch; later batches are loaded in larger parts, if enough is left for every worker."""
     pace = Pacing()
     pace.learn_task(SLOW_NS, 1)
 
@@ -150,7 +149,7 @@ def test_tasks_grow_with_what_is_in_flight(ahead: int, waiting: int, grains: int
 
 
 @pytest.mark.parametrize(("grain_ns", "grains"), [(1_000, 64), (30_000, 64), (40_000, 32), (500_000, 2), (5_000_000, 1)])
-def test_a_task_takes_a_millisecond_or_more(grain_ns: int, grains: int) -> None:
+def test_a_task_takes_at_least_a_millisecond(grain_ns: int, grains: int) -> None:
     """A batch is divided into equal parts, and not at all if that would make them shorter."""
     pace = Pacing()
     pace.learn_task(grain_ns, 1)
@@ -159,8 +158,8 @@ def test_a_task_takes_a_millisecond_or_more(grain_ns: int, grains: int) -> None:
 
 
 @pytest.mark.parametrize(("batches", "whole", "count"), [(8, False, 3), (3, False, 1), (8, True, 1)])
-def test_nothing_is_sent_ahead_that_others_would_miss(batches: int, whole: bool, count: int) -> None:
-    """Two workers: a task behind a slow one is missed if little else waits, and whole batches are all there are."""
+def test_nothing_is_sent_ahead_that_other_workers_need(batches: int, whole: bool, count: int) -> None:
+    """Two workers: a task behind a slow one is missing elsewhere if little else waits, and whole batches are all there are."""
     model = ready_model(workers=2, window=9, slots=20, whole_batches=whole)
     for _ in range(batches):
         model.plan(1)
@@ -173,8 +172,8 @@ def test_nothing_is_sent_ahead_that_others_would_miss(batches: int, whole: bool,
 
 
 @pytest.mark.parametrize(("grain_ns", "ahead"), [(SLOW_NS, 5), (100 * SLOW_NS, 2)])
-def test_before_anything_is_known_of_the_loop_its_first_step_is_taken_for_a_long_one(grain_ns: int, ahead: int) -> None:
-    """Nobody sends anything while it is away: a worker has some work by then, but not all that others could do."""
+def test_the_first_step_is_assumed_to_be_long(grain_ns: int, ahead: int) -> None:
+    """Nothing can be sent during a step: a worker has some work queued by then, but not all that others could do."""
     model = EngineModel(ModelOptions(workers=2, window=12, slots=20))
     model.make_ready(W0)
     for _ in range(12):
@@ -182,14 +181,14 @@ def test_before_anything_is_known_of_the_loop_its_first_step_is_taken_for_a_long
     model.want()
     place(model, sent(model, W0)[0])
 
-    model.load(sent(model, W0)[0], grain_ns)  # the other worker is not there yet
+    model.load(sent(model, W0)[0], grain_ns)  # The other worker is not ready yet.
 
     assert model.delivered == [0]
     assert [task.batch.batch for task in sent(model, W0)] == list(range(1, 1 + ahead))
 
 
-def test_once_the_loop_is_known_to_be_quick_nothing_is_sent_ahead_of_slow_samples() -> None:
-    """What is sent cannot be taken back from behind one."""
+def test_nothing_is_sent_ahead_of_slow_samples_once_the_loop_is_known_to_be_fast() -> None:
+    """A queued task cannot be taken back."""
     model = EngineModel(ModelOptions(workers=2, window=12, slots=20))
     model.make_ready(W0)
     for _ in range(12):
@@ -204,16 +203,16 @@ def test_once_the_loop_is_known_to_be_quick_nothing_is_sent_ahead_of_slow_sample
     assert len(sent(model, W0)) == 1
 
 
-def test_whole_batches_are_never_cut() -> None:
-    """Where the user's collate_fn needs all samples, one task is one batch."""
+def test_whole_batches_are_never_split() -> None:
+    """If the user's collate_fn needs all samples, one task is one batch."""
     model = ready_model(workers=4, whole_batches=True)
     model.plan(8)
 
     assert [(task.first_grain, task.grain_count, task.is_whole) for task in model.tasks.values()] == [(0, 8, True)]
 
 
-def test_the_oldest_batch_is_worked_on_first() -> None:
-    """What the user waits for comes before what is prefetched."""
+def test_the_oldest_batch_is_loaded_first() -> None:
+    """The batch that the user waits for comes before prefetched ones."""
     model = ready_model(workers=1, window=3)
     for _ in range(3):
         model.plan(1)
@@ -228,8 +227,8 @@ def test_the_oldest_batch_is_worked_on_first() -> None:
     assert order == [0, 1, 2]
 
 
-def test_a_share_of_a_stream_stays_with_its_worker() -> None:
-    """A batch that is bound to a worker waits for it, while others go on."""
+def test_a_shard_stays_with_its_worker() -> None:
+    """A batch that is bound to a worker waits for it, while others continue."""
     model = ready_model(workers=2, is_stream=True)
     model.kill(W1)
     model.plan(1, worker=W0)
@@ -240,8 +239,8 @@ def test_a_share_of_a_stream_stays_with_its_worker() -> None:
     assert [task.worker for task in model.tasks.values()] == [W0, W1]
 
 
-def test_shares_are_sent_in_order_although_memory_grows_in_between() -> None:
-    """Growing is answered at once, before what stands behind it in the list is done: no later batch may slip in there."""
+def test_batches_of_shards_are_sent_in_order_although_memory_grows_in_between() -> None:
+    """Growing memory is handled at once, before later actions in the list: no later batch may come first."""
     model = EngineModel(ModelOptions(workers=3, window=6, is_stream=True, whole_batches=True, slots=1))
     model.make_ready(W1)
     model.make_ready(W2)
@@ -260,11 +259,11 @@ def test_shares_are_sent_in_order_although_memory_grows_in_between() -> None:
     assert [task.batch.batch for task in sent(model, W0)] == [1, 3]
 
 
-# --- what is delivered when
+# --- delivery
 
 
-def test_a_batch_is_delivered_only_when_it_is_wanted() -> None:
-    """Loading ahead hands nothing out; asking does."""
+def test_a_batch_is_delivered_only_on_request() -> None:
+    """Loading ahead delivers nothing."""
     model = ready_model(workers=1)
     model.plan(1)
     load_all(model)
@@ -273,8 +272,8 @@ def test_a_batch_is_delivered_only_when_it_is_wanted() -> None:
     assert model.want() == [Deliver(BatchId(0), SlotId(0))]
 
 
-def test_a_wait_ends_with_the_batch_that_arrives() -> None:
-    """Who waits already gets the batch with the last of its tasks."""
+def test_a_wait_ends_when_the_batch_arrives() -> None:
+    """A waiting loop gets the batch with the last of its tasks."""
     model = ready_model(workers=2)
     model.plan(2)
     model.want()
@@ -304,7 +303,7 @@ def test_in_order_a_batch_does_not_overtake() -> None:
     assert model.delivered == [0, 1]
 
 
-def test_out_of_order_the_batch_that_is_ready_first_comes_first() -> None:
+def test_out_of_order_the_first_ready_batch_is_delivered_first() -> None:
     """With in_order=False a slow batch does not delay another that is ready."""
     model = ready_model(workers=2, whole_batches=True, in_order=False)
     model.plan(1)
@@ -336,8 +335,8 @@ def test_a_batch_of_the_next_epoch_is_not_delivered_in_this_one() -> None:
     assert model.delivered == [0, 1]
 
 
-def test_each_want_is_answered_once() -> None:
-    """Two batches that are ready are not both handed to a loop that asked once."""
+def test_each_request_is_answered_once() -> None:
+    """Two ready batches are not both delivered to a loop that requested one."""
     model = ready_model(workers=1, whole_batches=True)
     model.plan(1)
     model.plan(1)
@@ -352,7 +351,7 @@ def test_each_want_is_answered_once() -> None:
 
 
 def test_a_batch_finished_before_a_death_is_still_delivered() -> None:
-    """Death after the result must neither lose nor repeat the batch."""
+    """A death after the result must neither lose nor repeat the batch."""
     model = ready_model(workers=1, whole_batches=True)
     model.plan(1)
     load_all(model)
@@ -363,8 +362,8 @@ def test_a_batch_finished_before_a_death_is_still_delivered() -> None:
     assert not any(isinstance(action, Send) for action in actions)
 
 
-def test_what_a_dead_worker_had_is_loaded_by_another() -> None:
-    """The grains go to whoever is there, and the dead one is started again."""
+def test_tasks_of_a_dead_worker_are_loaded_by_another() -> None:
+    """The grains go to any available worker, and the dead one is restarted."""
     model = ready_model(workers=2)
     model.plan(2)
     (lost,) = sent(model, W0)
@@ -380,8 +379,8 @@ def test_what_a_dead_worker_had_is_loaded_by_another() -> None:
     assert again.task != lost.task
 
 
-def test_the_last_word_of_a_dead_worker_counts_for_nothing() -> None:
-    """A result that arrives after the task was given to another is not taken for the other's."""
+def test_a_late_message_of_a_dead_worker_is_ignored() -> None:
+    """A result that arrives after the task was sent to another worker is not attributed to that one."""
     model = ready_model(workers=2, whole_batches=True)
     model.plan(1)
     model.want()
@@ -389,26 +388,26 @@ def test_the_last_word_of_a_dead_worker_counts_for_nothing() -> None:
     place(model, lost)
     model.kill(lost.worker)
 
-    assert model.tell(TaskLoaded(lost.worker, lost.task, 1000)) == []
+    assert model.emit(TaskLoaded(lost.worker, lost.task, 1000)) == []
     assert model.delivered == []
 
     load_all(model)
     assert model.delivered == [0]
 
 
-def test_a_word_about_the_task_of_another_worker_counts_for_nothing() -> None:
-    """A task is reported by the worker that has it, or not at all."""
+def test_a_message_about_a_task_of_another_worker_is_ignored() -> None:
+    """Only the worker of a task can report it."""
     model = ready_model(workers=2, whole_batches=True)
     model.plan(1)
     model.want()
     (task,) = model.tasks.values()
     place(model, task)
 
-    assert model.tell(TaskLoaded(W1 if task.worker == W0 else W0, task.task, 1000)) == []
+    assert model.emit(TaskLoaded(W1 if task.worker == W0 else W0, task.task, 1000)) == []
 
 
-def test_a_batch_that_kills_its_workers_is_given_up_after_four_deaths() -> None:
-    """Three deaths are forgiven; then the batch is blamed, and its error is raised in its turn."""
+def test_a_batch_that_kills_its_workers_fails_after_four_deaths() -> None:
+    """Three deaths are tolerated; then the batch is blamed, and its error is raised in order."""
     model = ready_model(workers=2, whole_batches=True, window=1)
     model.plan(1)
     model.want()
@@ -426,8 +425,8 @@ def test_a_batch_that_kills_its_workers_is_given_up_after_four_deaths() -> None:
     assert model.delivered == [0, 1]
 
 
-def test_a_death_is_blamed_on_the_task_that_was_being_done_and_on_no_other() -> None:
-    """A batch whose tasks merely waited behind the one that kills is not given up with it."""
+def test_a_death_counts_only_for_the_current_task() -> None:
+    """A batch whose tasks merely waited behind the one that kills does not fail."""
     model = ready_model(workers=1, window=8, whole_batches=True)
     model.plan(1)
     load_all(model)
@@ -467,8 +466,8 @@ def test_one_death_counts_once_for_a_batch_however_many_tasks_it_had() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_workers_that_die_without_getting_anything_done_are_given_up(workers: int) -> None:
-    """Dying on start, each in turn, is a broken environment: it ends after three more deaths than there are workers."""
+def test_workers_that_die_without_finishing_anything_are_an_error(workers: int) -> None:
+    """If each worker dies on start, the environment is broken: the run fails after three more deaths than there are workers."""
     model = EngineModel(ModelOptions(workers=workers))
     model.plan(1)
 
@@ -479,8 +478,8 @@ def test_workers_that_die_without_getting_anything_done_are_given_up(workers: in
     assert model.want() == [FailWorkers()]
 
 
-def test_batches_that_are_ready_are_delivered_before_workers_are_given_up() -> None:
-    """Idle workers die at every start. What is ready is delivered, and only a loop that waits for more gets the error."""
+def test_ready_batches_are_delivered_before_workers_are_given_up() -> None:
+    """Idle workers die at every start. Ready batches are delivered, and only a loop that waits for more gets the error."""
     model = ready_model(workers=1, whole_batches=True, window=4)
     for _ in range(3):
         model.plan(1)
@@ -498,7 +497,7 @@ def test_batches_that_are_ready_are_delivered_before_workers_are_given_up() -> N
     assert model.has_failed_workers
 
 
-def test_an_epoch_whose_batches_are_all_ready_ends_without_its_workers() -> None:
+def test_an_epoch_whose_batches_are_all_ready_ends_without_workers() -> None:
     model = ready_model(workers=1)
     model.plan(1)
     load_all(model)
@@ -518,13 +517,13 @@ def test_workers_that_cannot_be_started_are_given_up_when_nothing_is_ready() -> 
     load_all(model)
     model.plan(1)
 
-    assert model.tell(WorkersLost()) == []
+    assert model.emit(WorkersLost()) == []
     assert Deliver in {type(action) for action in model.want()}
     assert model.want() == [FailWorkers()]
 
 
-def test_a_worker_that_starts_well_excuses_deaths_of_idle_ones() -> None:
-    """Something kills idle workers again and again, and keeps none from starting."""
+def test_a_worker_that_starts_resets_the_deaths_of_idle_ones() -> None:
+    """Something kills idle workers repeatedly, but prevents none from starting."""
     model = ready_model(workers=1)
     model.plan(1)
     load_all(model)
@@ -547,8 +546,8 @@ def test_deaths_of_idle_workers_count_for_a_minute() -> None:
     assert model.has_failed_workers
 
 
-def test_work_that_gets_done_excuses_deaths() -> None:
-    """A hundred deaths are no reason to give up if something is loaded between them."""
+def test_finished_work_resets_deaths() -> None:
+    """A hundred deaths are tolerated if something is loaded between them."""
     model = ready_model(workers=1, whole_batches=True, window=1)
     for _ in range(100):
         model.plan(1)
@@ -562,8 +561,8 @@ def test_work_that_gets_done_excuses_deaths() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_nothing_is_asked_for_after_workers_are_given_up(workers: int) -> None:
-    """Batch after batch kills its workers until the run is over: what would come behind that meets a closed engine."""
+def test_nothing_is_requested_after_workers_are_given_up(workers: int) -> None:
+    """Batch after batch kills its workers until the run is over: later actions would reach a closed engine."""
     model = ready_model(workers=workers, whole_batches=True, window=3)
     actions = []
     for _ in range(1000):
@@ -582,15 +581,15 @@ def test_nothing_is_asked_for_after_workers_are_given_up(workers: int) -> None:
     assert model.delivered, "a batch that kills its workers is given up before they are"
 
 
-def test_nothing_is_sent_to_a_worker_that_is_known_to_have_died() -> None:
+def test_nothing_is_sent_to_a_worker_known_to_be_dead() -> None:
     """The cause is reported first, and may release waiting batches, which must not go to the dead worker."""
     model = ready_model_with_slots(workers=2)
     model.plan(1)
     load_all(model)
-    model.want(away_ns=10 * SLOW_NS)  # workers are sent some ahead
+    model.want(away_ns=10 * SLOW_NS)  # Workers are sent some ahead.
     model.plan(2)
     first, second = model.tasks.values()
-    model.kill(second.worker)  # its grain waits for a worker that has nothing else
+    model.kill(second.worker)  # Its grain waits for a worker that has nothing else.
     model.plan(1)
     assert list(model.tasks.values()) == [first]
 
@@ -600,8 +599,8 @@ def test_nothing_is_sent_to_a_worker_that_is_known_to_have_died() -> None:
     assert model.delivered == [0, 1, 2, 3]
 
 
-def test_a_bad_sample_in_a_batch_that_has_failed_is_its_last_word() -> None:
-    """Two tasks, two faults: the error comes, and nothing waits for more."""
+def test_a_bad_sample_in_a_failed_batch_ends_it() -> None:
+    """Two tasks, two faults: the error is raised, and nothing waits for more."""
     model = ready_model(workers=2, window=1)
     model.plan(2)
     first, second = model.tasks.values()
@@ -613,8 +612,8 @@ def test_a_bad_sample_in_a_batch_that_has_failed_is_its_last_word() -> None:
     assert DeliverError(BatchId(0), second.task) in actions
 
 
-def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
-    """The user's loop goes on to the next, in one wait."""
+def test_a_batch_without_good_samples_is_skipped() -> None:
+    """The training loop gets the next one, in a single wait."""
     model = ready_model(workers=1, whole_batches=True)
     model.plan(2)
     model.plan(2)
@@ -628,8 +627,8 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
     assert model.delivered == [1]
 
 
-def test_parts_that_are_held_are_placed_with_the_slot_that_later_parts_are_sent_with() -> None:
-    """Else the batch would wait for a slot that it has, and raise an error about memory."""
+def test_held_parts_are_placed_in_the_slot_of_later_parts() -> None:
+    """Otherwise the batch would wait for a slot that it has, and raise a memory error."""
     model = ready_model(workers=2, window=3, slots=0)
     model.plan(1)
     model.plan(2)
@@ -641,14 +640,14 @@ def test_parts_that_are_held_are_placed_with_the_slot_that_later_parts_are_sent_
     model.want()
     assert (first.is_unplaced, held.is_unplaced) == (False, True)
 
-    model.report_bad(first, 0)  # nothing is left of it: its slot goes to the next batch
+    model.report_bad(first, 0)  # Nothing is left of it: its slot goes to the next batch.
 
     (other,) = [task for task in model.tasks.values() if task is not held]
     assert (other.batch, other.slot, held.slot) == (held.batch, SlotId(0), SlotId(0))
 
 
-def test_samples_held_behind_a_batch_that_fails_are_placed() -> None:
-    """A later batch waits for the slot of an earlier one to be settled; an earlier one that fails needs none."""
+def test_held_samples_are_placed_after_an_earlier_batch_fails() -> None:
+    """A later batch waits until the slot of an earlier one is decided; an earlier one that fails needs none."""
     model = ready_model(workers=2, whole_batches=True)
     model.plan(1)
     model.plan(1)
@@ -664,8 +663,8 @@ def test_samples_held_behind_a_batch_that_fails_are_placed() -> None:
 # --- failures and mismatches
 
 
-def test_the_failure_of_the_lowest_grain_is_what_is_reported() -> None:
-    """Whichever worker fails first, the user meets the error that a plain loop meets."""
+def test_the_failure_of_the_lowest_grain_is_reported() -> None:
+    """Whichever worker fails first, the user gets the error that a plain loop would raise."""
     model = ready_model_with_slots(workers=4)
     batch = model.plan(4)
     model.want()
@@ -678,8 +677,8 @@ def test_the_failure_of_the_lowest_grain_is_what_is_reported() -> None:
     assert DeliverError(batch, second.task) in model.fail(fourth)
 
 
-def test_a_failure_is_raised_in_its_turn() -> None:
-    """Batches before it are delivered first, and those behind it still come."""
+def test_a_failure_is_raised_in_order() -> None:
+    """Earlier batches are delivered first, and later ones follow."""
     model = ready_model(workers=3, whole_batches=True)
     for _ in range(3):
         model.plan(1)
@@ -695,8 +694,8 @@ def test_a_failure_is_raised_in_its_turn() -> None:
     assert [batch.outcome for batch in model.batches.values()] == ["delivered", "error", "delivered"]
 
 
-def test_after_a_failure_no_more_of_the_batch_is_loaded() -> None:
-    """Grains that wait are not sent any more, and the slot is free when the error is delivered."""
+def test_after_a_failure_nothing_more_of_the_batch_is_loaded() -> None:
+    """Waiting grains are not sent any more, and the slot is free when the error is delivered."""
     model = ready_model_with_slots(workers=1, window=2, slots=1)
     model.plan(4)
     (task,) = model.tasks.values()
@@ -710,8 +709,8 @@ def test_after_a_failure_no_more_of_the_batch_is_loaded() -> None:
     assert [task.slot for task in model.tasks.values()] == [SlotId(0)]
 
 
-def test_a_mismatch_regroups_the_batch_when_all_its_tasks_are_in() -> None:
-    """One worker must see all samples of the batch; nothing of the first try counts."""
+def test_a_mismatch_regroups_the_batch_after_all_its_tasks() -> None:
+    """One worker must see all samples of the batch; results of the first attempt are dropped."""
     model = ready_model(workers=2)
     model.plan(4)
     first, second = model.tasks.values()
@@ -727,8 +726,8 @@ def test_a_mismatch_regroups_the_batch_when_all_its_tasks_are_in() -> None:
     assert whole.grains == {0, 1, 2, 3}
 
 
-def test_after_a_mismatch_later_batches_go_whole() -> None:
-    """What is uneven once will be again."""
+def test_after_a_mismatch_later_batches_are_sent_whole() -> None:
+    """Uneven samples are likely to recur."""
     model = ready_model(workers=2)
     model.plan(4)
     model.mismatch(next(iter(model.tasks.values())))
@@ -738,8 +737,8 @@ def test_after_a_mismatch_later_batches_go_whole() -> None:
     assert [task.is_whole for task in model.tasks.values()] == [True]
 
 
-def test_a_failure_in_a_batch_that_is_regrouped_is_forgotten() -> None:
-    """It is loaded again, and fails again if it must."""
+def test_a_failure_in_a_regrouped_batch_is_dropped() -> None:
+    """It is loaded again, and may fail again."""
     model = ready_model(workers=2)
     model.plan(4)
     model.want()
@@ -751,7 +750,7 @@ def test_a_failure_in_a_batch_that_is_regrouped_is_forgotten() -> None:
     assert [batch.outcome for batch in model.batches.values()] == ["delivered"]
 
 
-def test_samples_that_wait_for_a_place_are_dropped_when_their_batch_fails() -> None:
+def test_held_samples_are_dropped_when_their_batch_fails() -> None:
     """A worker does not keep abandoned samples."""
     model = ready_model(workers=2, slots=0)
     model.plan(2)
@@ -761,8 +760,8 @@ def test_samples_that_wait_for_a_place_are_dropped_when_their_batch_fails() -> N
     assert Drop(held.worker, held.task) in model.fail(failing)
 
 
-def test_an_empty_end_of_a_stream_is_no_batch() -> None:
-    """The batch is forgotten, its slot is free, and the next one takes its turn."""
+def test_an_empty_end_of_a_shard_is_no_batch() -> None:
+    """The batch is dropped, its slot is free, and the next one takes its turn."""
     model = ready_model(workers=1, is_stream=True, whole_batches=True)
     model.plan(1)
     model.plan(1)
@@ -778,7 +777,7 @@ def test_an_empty_end_of_a_stream_is_no_batch() -> None:
 
 
 def test_samples_without_a_slot_are_held_until_there_is_one() -> None:
-    """Before the size of a batch is known no slot exists: the worker reports, memory grows, the samples are placed."""
+    """Before the size of a batch is known, no slot exists: the worker reports, memory grows, the samples are placed."""
     model = ready_model(workers=1)
     model.plan(1)
     (task,) = model.tasks.values()
@@ -789,8 +788,8 @@ def test_samples_without_a_slot_are_held_until_there_is_one() -> None:
     assert not task.is_unplaced
 
 
-def test_a_slot_that_the_user_let_go_of_is_used_again() -> None:
-    """Memory grows only while the user hoards."""
+def test_a_slot_that_the_user_released_is_reused() -> None:
+    """Memory grows only while the user keeps batches."""
     model = ready_model(workers=1, window=1, slots=1)
     for number in range(5):
         model.plan(1)
@@ -802,8 +801,8 @@ def test_a_slot_that_the_user_let_go_of_is_used_again() -> None:
     assert model.slot_count == 1
 
 
-def test_memory_grows_while_the_user_hoards() -> None:
-    """A batch that is kept is never written to again, so each further batch takes another slot."""
+def test_memory_grows_while_the_user_keeps_batches() -> None:
+    """A kept batch is never overwritten, so each further batch takes another slot."""
     model = ready_model(workers=1, window=1, slots=5)
     for _ in range(5):
         model.plan(1)
@@ -813,8 +812,8 @@ def test_memory_grows_while_the_user_hoards() -> None:
     assert sorted(model.leased) == [0, 1, 2, 3, 4]
 
 
-def test_a_slot_that_was_freed_places_who_waits() -> None:
-    """A worker that holds samples goes on as soon as the user lets go."""
+def test_a_freed_slot_is_used_for_held_samples() -> None:
+    """A worker that holds samples continues as soon as the user releases a batch."""
     model = ready_model(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1)
@@ -828,8 +827,8 @@ def test_a_slot_that_was_freed_places_who_waits() -> None:
     assert Place(second.worker, second.task, BatchId(1), SlotId(0)) in model.free(SlotId(0))
 
 
-def test_the_slot_of_an_abandoned_batch_waits_for_the_workers_that_may_write_into_it() -> None:
-    """A worker in the middle of user code writes when that returns: until then no other batch gets the slot."""
+def test_the_slot_of_an_abandoned_batch_waits_for_workers_that_may_write_to_it() -> None:
+    """A worker in user code writes when that returns: until then no other batch gets the slot."""
     model = ready_model_with_slots(workers=2, window=2, slots=1, whole_batches=True)
     model.plan(1)
     (old,) = model.tasks.values()
@@ -845,7 +844,7 @@ def test_the_slot_of_an_abandoned_batch_waits_for_the_workers_that_may_write_int
 
 
 def test_the_slot_of_an_abandoned_batch_is_free_when_its_worker_dies() -> None:
-    """The dead write no more."""
+    """A dead worker writes nothing more."""
     model = ready_model_with_slots(workers=2, window=2, slots=1, whole_batches=True)
     model.plan(1)
     (old,) = model.tasks.values()
@@ -856,8 +855,8 @@ def test_the_slot_of_an_abandoned_batch_is_free_when_its_worker_dies() -> None:
     assert [task.slot for task in model.tasks.values()] == [SlotId(0)]
 
 
-def test_memory_is_given_up_when_nothing_is_in_flight_and_the_loop_waits() -> None:
-    """The user holds every slot and asks for more: only then is there nothing left to wait for."""
+def test_a_memory_error_needs_an_empty_pipeline_and_a_waiting_loop() -> None:
+    """The user holds every slot and requests more: only then is there nothing left to wait for."""
     model = ready_model(workers=1, window=2, slots=1)
     model.plan(1)
     load_all(model)
@@ -873,8 +872,8 @@ def test_memory_is_given_up_when_nothing_is_in_flight_and_the_loop_waits() -> No
     assert model.delivered == [0, 1]
 
 
-def test_memory_is_not_given_up_while_a_batch_is_in_flight() -> None:
-    """What is in flight is delivered first; the user may let go of it."""
+def test_there_is_no_memory_error_while_a_batch_is_in_flight() -> None:
+    """It is delivered first; the user may release it."""
     model = ready_model(workers=2, whole_batches=True, window=3, slots=1)
     model.plan(1)
     (task,) = model.tasks.values()
@@ -886,8 +885,8 @@ def test_memory_is_not_given_up_while_a_batch_is_in_flight() -> None:
     assert not model.has_failed_memory
 
 
-def test_memory_is_given_up_when_workers_only_wait_for_a_slot() -> None:
-    """Samples that are loaded and have no place are not in flight: with every slot held by the user, nothing moves."""
+def test_there_is_a_memory_error_when_workers_only_wait_for_a_slot() -> None:
+    """Held samples are not in flight: if the user keeps every slot, nothing can proceed."""
     model = ready_model(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1)
@@ -902,8 +901,8 @@ def test_memory_is_given_up_when_workers_only_wait_for_a_slot() -> None:
     assert model.has_failed_memory
 
 
-def test_a_task_whose_batch_has_a_slot_is_not_held_up_by_one_whose_batch_has_none() -> None:
-    """Else the batch that the user waits for would stand behind a later one for which there is no memory."""
+def test_a_task_with_a_slot_does_not_wait_for_one_without() -> None:
+    """Otherwise the batch that the user waits for would be queued behind a later one for which there is no memory."""
     model = ready_model(workers=3, slots=1)
     model.plan(4)
     model.plan(4)
@@ -918,7 +917,7 @@ def test_a_task_whose_batch_has_a_slot_is_not_held_up_by_one_whose_batch_has_non
 
 
 def test_with_memory_for_one_batch_the_first_gets_it() -> None:
-    """A later batch that is loaded sooner must not take the only slot from the one that is to be delivered first."""
+    """A later batch that is loaded sooner must not take the only slot from the one that is delivered first."""
     model = ready_model(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1)
@@ -935,7 +934,7 @@ def test_with_memory_for_one_batch_the_first_gets_it() -> None:
 
 
 def test_with_memory_for_one_batch_a_death_does_not_give_it_to_a_later_one() -> None:
-    """A batch that must be loaded again still comes before those behind it."""
+    """A batch that must be loaded again still comes before later ones."""
     model = ready_model(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1)
@@ -948,8 +947,8 @@ def test_with_memory_for_one_batch_a_death_does_not_give_it_to_a_later_one() -> 
     assert model.delivered == [0, 1]
 
 
-def test_with_memory_for_one_batch_shares_of_a_stream_come_in_turn() -> None:
-    """A worker that is ready must not take the only slot from the share that is delivered before its own."""
+def test_with_memory_for_one_batch_shards_are_delivered_in_turn() -> None:
+    """A ready worker must not take the only slot from the shard that is delivered before its own."""
     model = ready_model_with_slots(workers=2, is_stream=True, whole_batches=True, slots=1)
     model.kill(W1)
     model.plan(1, worker=W1)
@@ -960,8 +959,8 @@ def test_with_memory_for_one_batch_shares_of_a_stream_come_in_turn() -> None:
     assert model.delivered == [0, 1, 2]
 
 
-def test_the_slot_of_a_failed_batch_places_who_waits() -> None:
-    """Samples that are held get the slot as soon as the error is delivered."""
+def test_the_slot_of_a_failed_batch_is_used_for_held_samples() -> None:
+    """They get the slot as soon as the error is delivered."""
     model = ready_model(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1)
@@ -977,8 +976,8 @@ def test_the_slot_of_a_failed_batch_places_who_waits() -> None:
 
 
 @pytest.mark.parametrize("ends", ["at once", "with its last task"])
-def test_the_slot_of_an_abandoned_batch_places_who_waits(ends: str) -> None:
-    """Samples of the new epoch get the slot when nothing of the old one can write into it any more."""
+def test_the_slot_of_an_abandoned_batch_is_used_for_held_samples(ends: str) -> None:
+    """Samples of the new epoch get the slot when no worker of the old one can write to it any more."""
     model = ready_model(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1, of_next_epoch=True)
@@ -996,8 +995,8 @@ def test_the_slot_of_an_abandoned_batch_places_who_waits(ends: str) -> None:
     assert not held.is_unplaced
 
 
-def test_an_epoch_that_fits_into_memory_can_be_kept_whole() -> None:
-    """There is no memory to prefetch the next epoch into, and that is no reason to fail at the end of this one."""
+def test_a_whole_epoch_that_fits_into_memory_can_be_kept() -> None:
+    """There is no memory to prefetch the next epoch, which must not fail the end of this one."""
     model = ready_model(workers=1, whole_batches=True, slots=1)
     model.plan(1)
     load_all(model)
@@ -1009,8 +1008,8 @@ def test_an_epoch_that_fits_into_memory_can_be_kept_whole() -> None:
     assert not model.has_failed_memory
 
 
-def test_memory_is_given_up_although_a_later_batch_has_failed() -> None:
-    """An error that waits for its turn takes no slot and gives none."""
+def test_there_is_a_memory_error_although_a_later_batch_has_failed() -> None:
+    """A pending error takes no slot and frees none."""
     model = ready_model(workers=2, whole_batches=True, slots=0)
     model.plan(1)
     model.plan(1)
@@ -1023,8 +1022,8 @@ def test_memory_is_given_up_although_a_later_batch_has_failed() -> None:
     assert model.has_failed_memory
 
 
-def test_memory_is_asked_for_again_when_the_user_comes_back() -> None:
-    """What was short a moment ago may be there now, also while the error of a later batch waits."""
+def test_memory_is_requested_again_when_the_user_returns() -> None:
+    """It may be available now, also while the error of a later batch is pending."""
     model = ready_model(workers=2, whole_batches=True, slots=0)
     model.plan(1)
     model.plan(1)
@@ -1038,8 +1037,8 @@ def test_memory_is_asked_for_again_when_the_user_comes_back() -> None:
     assert not held.is_unplaced
 
 
-def test_memory_is_not_given_up_while_a_batch_with_a_slot_waits_for_a_worker() -> None:
-    """Workers that died are started again; the batch they had keeps its slot and will be loaded."""
+def test_there_is_no_memory_error_while_a_batch_with_a_slot_waits_for_a_worker() -> None:
+    """Dead workers are restarted; their batch keeps its slot and will be loaded."""
     model = ready_model_with_slots(workers=2, whole_batches=True, slots=1)
     model.plan(1)
     model.plan(1)
@@ -1056,7 +1055,7 @@ def test_memory_is_not_given_up_while_a_batch_with_a_slot_waits_for_a_worker() -
 # --- the window, epochs, close
 
 
-def test_the_window_is_how_many_may_be_planned() -> None:
+def test_the_window_limits_planned_batches() -> None:
     """Each delivery makes room for one more."""
     model = ready_model(workers=1, window=2)
     model.plan(1)
@@ -1069,8 +1068,8 @@ def test_the_window_is_how_many_may_be_planned() -> None:
     assert model.scheduler.room == 1
 
 
-def test_a_smaller_window_takes_nothing_back() -> None:
-    """Batches in flight when larger ones are met are delivered all the same; only then is there room again."""
+def test_a_smaller_window_withdraws_nothing() -> None:
+    """Batches in flight are still delivered; only then is there room again."""
     model = ready_model(workers=1, window=4)
     for _ in range(4):
         model.plan(1)
@@ -1085,8 +1084,8 @@ def test_a_smaller_window_takes_nothing_back() -> None:
     assert model.scheduler.room == 2
 
 
-def test_a_smaller_window_begins_nothing_new_until_there_is_room() -> None:
-    """What was planned under the larger window and not begun waits: memory in flight is bounded by the smaller one."""
+def test_a_smaller_window_starts_nothing_new_until_there_is_room() -> None:
+    """Batches that were planned and not started wait: the smaller window limits memory in flight."""
     model = ready_model_with_slots(workers=2, window=3, whole_batches=True)
     model.kill(W1)
     for _ in range(3):
@@ -1099,8 +1098,8 @@ def test_a_smaller_window_begins_nothing_new_until_there_is_room() -> None:
     assert len(model.tasks) == 1
 
 
-def test_a_smaller_window_does_not_hold_up_a_batch_that_must_be_loaded_again() -> None:
-    """The oldest batch goes out whatever else is in flight: all others wait for it."""
+def test_a_smaller_window_does_not_delay_a_batch_that_must_be_loaded_again() -> None:
+    """The oldest batch is sent whatever else is in flight: all others wait for it."""
     model = ready_model(workers=2, whole_batches=True, window=2)
     model.plan(1)
     model.plan(1)
@@ -1114,14 +1113,14 @@ def test_a_smaller_window_does_not_hold_up_a_batch_that_must_be_loaded_again() -
     assert model.delivered == [0, 1]
 
 
-def test_an_abandoned_epoch_leaves_room_at_once() -> None:
-    """What is left of it is forgotten, whether it was loaded or not, and the next epoch begins with the whole window."""
+def test_an_abandoned_epoch_makes_room_at_once() -> None:
+    """Its batches are dropped, loaded or not, and the next epoch begins with the whole window."""
     model = ready_model(workers=1, window=2, whole_batches=True)
     model.plan(1)
     model.plan(1)
     load_all(model)
 
-    assert model.tell(EpochAbandoned(1)) == []
+    assert model.emit(EpochAbandoned(1)) == []
     model.abandon()
 
     assert model.scheduler.room == 2
@@ -1129,8 +1128,8 @@ def test_an_abandoned_epoch_leaves_room_at_once() -> None:
     assert model.delivered == []
 
 
-def test_a_worker_with_an_abandoned_task_gets_no_other_before_it_answers() -> None:
-    """It may be stuck with it, and then the next epoch would be stuck behind it; whoever is done first takes that."""
+def test_a_worker_with_an_abandoned_task_gets_no_other_before_it_reports() -> None:
+    """It may be stuck, and would block the next epoch; whichever worker is done first takes that."""
     model = ready_model(workers=2, window=8)
     model.plan(1)
     (task,) = model.tasks.values()
@@ -1149,8 +1148,8 @@ def test_a_worker_with_an_abandoned_task_gets_no_other_before_it_answers() -> No
     assert [task.worker for task in model.tasks.values() if task.batch.batch == batch] == [W1]
 
 
-def test_an_abandoned_epoch_does_not_touch_what_is_prefetched_of_the_next() -> None:
-    """Leaving by break keeps the work that was done ahead."""
+def test_an_abandoned_epoch_does_not_affect_prefetched_batches_of_the_next() -> None:
+    """A break keeps the work that was done ahead."""
     model = ready_model(workers=1, whole_batches=True)
     model.plan(1)
     model.plan(1, of_next_epoch=True)
@@ -1162,8 +1161,8 @@ def test_an_abandoned_epoch_does_not_touch_what_is_prefetched_of_the_next() -> N
     assert model.delivered == [1]
 
 
-def test_a_worker_that_has_work_of_an_abandoned_epoch_goes_on_with_the_next() -> None:
-    """Nothing of the old epoch is sent, and the worker is not lost."""
+def test_a_worker_with_tasks_of_an_abandoned_epoch_continues_with_the_next() -> None:
+    """No more tasks of the old epoch are sent, and the worker is not lost."""
     model = ready_model(workers=1, whole_batches=True)
     model.plan(1)
     (old,) = model.tasks.values()
@@ -1183,8 +1182,8 @@ def test_a_worker_that_has_work_of_an_abandoned_epoch_goes_on_with_the_next() ->
     [WorkerReady(W0), WorkerDied(W0), BatchWanted(0), SlotFreed(SlotId(0)), EpochAbandoned(0), Closed()],
     ids=lambda event: type(event).__name__,
 )
-def test_a_closed_scheduler_asks_for_nothing(event: object) -> None:
-    """Whatever still happens after close is heard and left alone."""
+def test_a_closed_scheduler_requests_nothing(event: object) -> None:
+    """Events after close are ignored."""
     model = ready_model(workers=1)
     model.plan(1)
     load_all(model)

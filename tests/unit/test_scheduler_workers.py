@@ -1,4 +1,4 @@
-"""The scheduler with a crew whose size changes: each rule by hand. All under random schedules: ``test_schedules``."""
+"""The scheduler with a changing number of workers: each rule by itself. ``test_schedules`` tests all with random schedules."""
 
 from collections.abc import Iterable
 
@@ -18,11 +18,11 @@ W0, W1, W2 = map(WorkerId, range(3))
 
 
 def kinds_of(messages: Iterable[object]) -> list[type]:
-    """Of messages with the same contents: as tuples they are equal."""
+    """Returns the kinds of messages with the same contents: as tuples they are equal."""
     return [type(message) for message in messages]
 
 
-def test_a_worker_that_is_added_is_given_work_when_it_is_ready() -> None:
+def test_an_added_worker_gets_work_when_it_is_ready() -> None:
     """Before that no worker could take it."""
     model = ready_model_with_slots(workers=1)
     model.plan(4)
@@ -34,8 +34,8 @@ def test_a_worker_that_is_added_is_given_work_when_it_is_ready() -> None:
     assert sent(model, W1)
 
 
-def test_a_worker_that_is_released_gets_nothing_more() -> None:
-    """It does what it has; what comes after goes to others."""
+def test_a_released_worker_gets_nothing_more() -> None:
+    """It finishes its tasks; later ones go to others."""
     model = ready_model_with_slots(workers=2)
     model.plan(8)
     (task,) = sent(model, W1)
@@ -56,17 +56,17 @@ def test_a_worker_without_a_task_is_stopped_at_once() -> None:
     assert kinds_of(model.release(W1)) == [StopWorker]
 
 
-def test_a_worker_that_is_still_starting_can_be_released() -> None:
-    """Whoever grew too far need not wait for it; and if it is heard of all the same, nothing comes of it."""
+def test_a_starting_worker_can_be_released() -> None:
+    """Later messages of it have no effect."""
     model = EngineModel(ModelOptions(workers=2))
 
     assert kinds_of(model.release(W1)) == [StopWorker]
-    assert model.tell(WorkerReady(W1)) == []
-    assert model.tell(WorkerDied(W1)) == []
+    assert model.emit(WorkerReady(W1)) == []
+    assert model.emit(WorkerDied(W1)) == []
 
 
-def test_a_worker_that_dies_on_its_way_out_is_not_started_again() -> None:
-    """Its work is done by others."""
+def test_a_worker_that_dies_after_its_release_is_not_restarted() -> None:
+    """Others do its work."""
     model = ready_model_with_slots(workers=2)
     model.plan(2)
     (task,) = sent(model, W1)
@@ -80,7 +80,7 @@ def test_a_worker_that_dies_on_its_way_out_is_not_started_again() -> None:
 
 
 def test_abandoned_samples_are_dropped_before_their_worker_is_stopped() -> None:
-    """A message to a worker that is stopped would go nowhere."""
+    """A message to a stopped worker would be lost."""
     model = ready_model(workers=2, slots=0)
     model.plan(2)
     model.unplace(sent(model, W1)[0])
@@ -88,11 +88,11 @@ def test_abandoned_samples_are_dropped_before_their_worker_is_stopped() -> None:
 
     model.abandon()
 
-    kinds = kinds_of(model.story)
+    kinds = kinds_of(model.history)
     assert kinds.index(Drop) < kinds.index(StopWorker)
 
 
-def test_a_number_can_be_used_again() -> None:
+def test_a_number_can_be_reused() -> None:
     """A worker that has left is forgotten."""
     model = ready_model_with_slots(workers=2)
     model.release(W1)
@@ -103,16 +103,18 @@ def test_a_number_can_be_used_again() -> None:
     assert sent(model, W1)
 
 
-def test_the_oldest_batch_is_loaded_although_its_worker_left_by_dying() -> None:
-    """Nobody is started in its place, and the only other worker holds samples that wait for memory: it must help all the
-    same, or the loop would get a memory error although the batch has its slot."""
+def test_the_oldest_batch_is_loaded_although_its_released_worker_died() -> None:
+    """The dead worker is not replaced, and the only other worker holds samples that wait for memory.
+
+    It must load the batch, or the loop would get a memory error although the batch has its slot.
+    """
     model = ready_model(workers=2, slots=0)
     model.plan(1)
     model.plan(1)
     first, second = sorted(model.tasks.values(), key=lambda task: task.batch.batch)
     model.unplace(first)
     model.unplace(second)
-    model.limit = 1  # there is memory for one now, and it is asked for once more
+    model.limit = 1  # There is memory for one now, and it is requested again.
     model.want()
     assert first.slot is not None
     model.release(first.worker)
@@ -124,8 +126,8 @@ def test_the_oldest_batch_is_loaded_although_its_worker_left_by_dying() -> None:
     assert not model.has_failed_memory
 
 
-def test_deaths_of_a_crew_that_was_larger_are_borne_as_long_as_it_would_have() -> None:
-    """A machine that takes eight workers at once takes those that are left with them, and is not broken for that."""
+def test_the_limit_of_deaths_follows_the_largest_recent_number_of_workers() -> None:
+    """A machine that kills eight workers at once, and then the remaining ones, is not broken."""
     model = EngineModel(ModelOptions(workers=1))
     for _ in range(7):
         model.add()
@@ -140,8 +142,8 @@ def test_deaths_of_a_crew_that_was_larger_are_borne_as_long_as_it_would_have() -
     assert not model.has_failed_workers
 
 
-def test_the_first_batch_is_shared_by_those_that_stay() -> None:
-    """A part for a worker that leaves would wait for another."""
+def test_the_first_batch_is_shared_by_workers_that_stay() -> None:
+    """The part of a released worker would have to wait for another."""
     model = EngineModel(ModelOptions(workers=4, window=1))
     model.release(W2)
     model.release(WorkerId(3))
@@ -152,8 +154,8 @@ def test_the_first_batch_is_shared_by_those_that_stay() -> None:
     assert sorted((task.worker, task.grain_count) for task in model.tasks.values()) == [(0, 4), (1, 4)]
 
 
-def test_a_slot_is_leased_as_ever_while_workers_come_and_go() -> None:
-    """What was loaded by a worker that has left is delivered."""
+def test_slots_are_leased_while_workers_come_and_go() -> None:
+    """Batches loaded by a worker that has left are delivered."""
     model = ready_model_with_slots(workers=2)
     model.plan(2)
     for task in list(model.tasks.values()):

@@ -1,7 +1,7 @@
-"""The scheduler under random schedules: workers die, samples are bad, memory is short, epochs are left, all at any time.
+"""The scheduler under random schedules: workers die, samples are bad, memory is short, epochs are abandoned, at any time.
 
-A schedule is a seed's: the same every time, unless INFEED_FUZZ=1 asks for new ones. One that fails is made small, and printed
-so that it can be played again.
+Each schedule follows from a seed and is the same in every run, unless INFEED_FUZZ=1 draws new ones. A failing schedule is
+minimized, and printed in a form that reproduces it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Final
 
 import pytest
 
-from tests.unit.engine_model import TROUBLES, EngineModel, ModelOptions, play_in
+from tests.unit.engine_model import FAULTS, EngineModel, ModelOptions, play_in
 
 _SHORT: Final = 4000
 _PER_PART: Final = 10_000
-_LONG_PARTS: Final = 100  # a million
+_LONG_PARTS: Final = 100  # A million.
 _SHOWN: Final = 40
 
 Schedule = tuple[ModelOptions, bytes]
 
 
 def random_schedule(rng: random.Random) -> Schedule:
-    """Each without some kinds of trouble: what happens seldom is drowned where everything happens."""
+    """Returns a schedule without some kinds of faults: rare ones would be masked if all happened."""
     is_stream = rng.random() < 0.3
     is_bound = not is_stream and rng.random() < 0.2
     options = ModelOptions(
@@ -35,14 +35,14 @@ def random_schedule(rng: random.Random) -> Schedule:
         is_stream=is_stream,
         is_bound=is_bound,
         slots=rng.choice([0, 1, 2, 3, 20]),
-        never=tuple(kind for kind in TROUBLES if rng.random() < 0.5),
+        never=tuple(kind for kind in FAULTS if rng.random() < 0.5),
         often=rng.choice(["", "kill", "bad", "scale"]),
     )
     return options, rng.randbytes(rng.choice([20, 60, 150]))
 
 
-def trouble_with(schedule: Schedule) -> tuple[str, EngineModel] | None:
-    """What is wrong with a schedule, and the run up to there."""
+def failure_of(schedule: Schedule) -> tuple[str, EngineModel] | None:
+    """Returns the error of a schedule, and the run up to it."""
     model = EngineModel(schedule[0])
     try:
         play_in(model, schedule[1])
@@ -59,7 +59,7 @@ def trouble_with(schedule: Schedule) -> tuple[str, EngineModel] | None:
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], object]) -> Schedule:
-    """A schedule that fails as well, from which nothing can be deleted, and no number made zero."""
+    """Returns a schedule that also fails, from which nothing can be deleted, and in which no number can become zero."""
     options, script = schedule
     size = len(script)
     while size:
@@ -78,18 +78,18 @@ def shrunk(schedule: Schedule, fails: Callable[[Schedule], object]) -> Schedule:
     return options, script
 
 
-def assert_no_trouble(seed: object, count: int) -> None:
+def assert_no_failure(seed: object, count: int) -> None:
     rng = random.Random(f"schedules {seed}")
     for _ in range(count):
         schedule = random_schedule(rng)
-        if trouble_with(schedule) is not None:
-            options, script = shrunk(schedule, trouble_with)
-            found = trouble_with((options, script))
+        if failure_of(schedule) is not None:
+            options, script = shrunk(schedule, failure_of)
+            found = failure_of((options, script))
             assert found is not None
             reason, model = found
-            story = "\n  ".join(map(str, model.story[-_SHOWN:]))
+            history = "\n  ".join(map(str, model.hihistory[-_SHOWN:]))
             replay = f"play({options}, bytes.fromhex({script.hex()!r}))"
-            pytest.fail(f"{reason}\nafter\n  {story}\nplay it again:\n  {replay}", pytrace=False)
+            pytest.fail(f"{reason}\nafter\n  {history}\nplay it again:\n  {replay}", pytrace=False)
 
 
 def seed_of(part: int) -> object:
@@ -97,20 +97,20 @@ def seed_of(part: int) -> object:
 
 
 @pytest.mark.slow
-def test_promises_hold_under_thousands_of_schedules() -> None:
-    """Each batch once and in order, no stall, no slot in two hands: checked after every event (P1, P4, P6)."""
-    assert_no_trouble(seed_of(0), _SHORT)
+def test_invariants_hold_under_thousands_of_schedules() -> None:
+    """Each batch once and in order, no stall, no slot used twice: checked after every event (P1, P4, P6)."""
+    assert_no_failure(seed_of(0), _SHORT)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(1, _LONG_PARTS))
-def test_promises_hold_under_a_million_schedules(part: int) -> None:
-    """The same, of other seeds."""
-    assert_no_trouble(seed_of(part), _PER_PART)
+def test_invariants_hold_under_a_million_schedules(part: int) -> None:
+    """The same with other seeds."""
+    assert_no_failure(seed_of(part), _PER_PART)
 
 
-def test_a_schedule_that_fails_is_made_small() -> None:
-    """Whoever reads a failure sees only what leads to it."""
+def test_a_failing_schedule_is_minimized() -> None:
+    """The report contains only what leads to the failure."""
     schedule = ModelOptions(), bytes(range(100))
 
     options, script = shrunk(schedule, lambda one: sum(byte > 90 for byte in one[1]) >= 2)

@@ -1,6 +1,6 @@
-"""Seeding, at once and lazily: the same numbers, whoever draws them and however they got hold of the function.
+"""Eager and lazy seeding give the same numbers, however user code references the functions.
 
-Generators are a whole process's, and being lazy replaces functions of modules: each case runs in a fresh interpreter.
+A process shares its generators, and lazy seeding replaces functions of modules: each case runs in a new interpreter.
 """
 
 import random
@@ -12,7 +12,7 @@ import pytest
 from infeed.workers.rng import lent_generators, seed_generators
 from tests.unit.fresh import run_fresh
 
-# Each is run after seeding with 7, once lazily and once not. "before" runs before lazy seeding begins.
+# Each runs after seeding with 7, once lazily and once eagerly. "before" runs before lazy seeding starts.
 DRAWS = {
     "random": "random.random(), random.randint(0, 99), random.choice('abcdef')",
     "shuffle": "(lambda x: (random.shuffle(x), x))(list(range(9)))",
@@ -53,7 +53,7 @@ def drawn(expression: str, *, is_lazy: bool, before: str = "", after: str = "") 
 
 @pytest.mark.process
 def test_lazy_and_eager_seeding_give_the_same_numbers() -> None:
-    """Whatever is drawn, and also on the second time under the same seed: gauss keeps nothing back."""
+    """For every function, and also on the second seeding with the same seed: gauss keeps no value."""
     everything = "{" + ", ".join(f"{name!r}: ({draw})" for name, draw in DRAWS.items() if "user" not in name) + "}"
 
     lazy, eager = drawn(everything, is_lazy=True), drawn(everything, is_lazy=False)
@@ -65,8 +65,8 @@ def test_lazy_and_eager_seeding_give_the_same_numbers() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", [name for name in DRAWS if "user" in name])
-def test_the_users_own_seed_wins(name: str) -> None:
-    """What they set is what they draw from, as without infeed."""
+def test_the_users_own_seed_has_precedence(name: str) -> None:
+    """They draw from it as without infeed."""
     lazy = drawn(DRAWS[name], is_lazy=True)
 
     assert lazy == drawn(DRAWS[name], is_lazy=False)
@@ -93,29 +93,29 @@ print(random.random() == random.Random(9).random(), np.random.rand() == np.rando
         ("random.seed(1); np.random.seed(1)", "True True"),
         ("random.seed('a'); np.random.seed([1, 2])", "True True"),
         ("random.setstate(random.getstate()); np.random.set_state(np.random.get_state())", "True True"),
-        ("random.seed(7); np.random.seed(7)", "False False"),  # the worker's own seed
+        ("random.seed(7); np.random.seed(7)", "False False"),  # The worker's own seed.
         ("random.seed(); np.random.seed()", "False False"),
         ("random.random(); np.random.rand()", "False False"),
         ("np.random.seed(3)", "False True"),
     ],
 )
-def test_a_generator_that_was_seeded_for_the_worker_is_left_alone(seeds: str, kept: str) -> None:
+def test_a_generator_that_is_already_seeded_is_not_seeded_again(seeds: str, kept: str) -> None:
     """Until the process works for another loader."""
     assert run_fresh(SETUP + KEPT.format(seeds=seeds)).splitlines() == [kept, "True True"]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["numpy seeded by the user", "seeded by the user"])
-def test_a_seed_of_the_users_is_not_overwritten_by_ours(name: str) -> None:
-    """Ours is spent the moment they set their own, even if nothing was drawn before."""
+def test_a_seed_of_the_user_is_not_overwritten(name: str) -> None:
+    """infeed's seed is dropped as soon as the user sets one, even if nothing was drawn before."""
     plain = run_fresh(f"import random\nimport numpy as np\nprint({DRAWS[name]})\nprint({DRAWS[name]})")
 
     assert drawn(DRAWS[name], is_lazy=True) == plain
 
 
 @pytest.mark.process
-def test_functions_that_were_imported_by_name_are_seeded_too() -> None:
-    """``from random import random`` holds on to a trap, and draws the same numbers, grain after grain."""
+def test_functions_imported_by_name_are_seeded_too() -> None:
+    """``from random import random`` references the lazy wrapper, and draws the same numbers, grain after grain."""
     after = "from random import random as draw, shuffle\nfrom numpy.random import rand, randint"
     expression = "draw(), random.random(), draw(), rand(), np.random.rand(), int(randint(99))"
 
@@ -127,8 +127,8 @@ def test_functions_that_were_imported_by_name_are_seeded_too() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_was_held_before_draws_from_the_same_generator(name: str) -> None:
-    """Modules that were imported before the process became lazy see generators that are seeded by the first lazy draw."""
+def test_earlier_references_draw_from_the_same_generator(name: str) -> None:
+    """Modules imported before lazy seeding see generators that the first lazy draw has seeded."""
     before, expression = BEFORE[name]
     lazy = drawn(f"random.random(), np.random.rand(), {expression}", is_lazy=True, before=before)
 
@@ -137,7 +137,7 @@ def test_what_was_held_before_draws_from_the_same_generator(name: str) -> None:
 
 @pytest.mark.process
 def test_grains_without_draws_cost_nothing_and_change_nothing() -> None:
-    """Only the last seed counts, and it is set when something is drawn."""
+    """Only the last seed counts, and it is set at the first draw."""
     code = f"""{SETUP}
 seed_lazily()
 for seed in range(100):
@@ -152,7 +152,7 @@ print(random.random(), np.random.rand())
 @pytest.mark.process
 @pytest.mark.torch
 def test_torch_is_seeded_with_the_others() -> None:
-    """As torch.manual_seed would, for the whole range of seeds."""
+    """As with torch.manual_seed, for the whole range of seeds."""
     pytest.importorskip("torch")
     code = f"""{SETUP}
 import torch
@@ -166,8 +166,8 @@ for seed in (0, 7, (1 << 64) - 1):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1 << 32, (1 << 64) - 1], ids=["0", "1", "33 bits", "64 bits"])
-def test_any_seed_is_taken_and_gives_numbers_of_its_own(seed: int) -> None:
-    """The legacy generator of NumPy takes 32 bits only; that is no error for a longer seed."""
+def test_any_seed_is_accepted_and_gives_different_numbers(seed: int) -> None:
+    """NumPy's legacy generator takes only 32 bits; a longer seed is no error."""
     with lent_generators():
         seed_generators(seed)
         first = random.random(), float(np.random.rand())
@@ -181,8 +181,8 @@ def test_any_seed_is_taken_and_gives_numbers_of_its_own(seed: int) -> None:
     assert first[1] != other[1]
 
 
-def test_seeds_are_those_that_python_and_numpy_would_set() -> None:
-    """A user who seeds their own generators with the number finds the same sequence."""
+def test_seeds_are_those_of_python_and_numpy() -> None:
+    """Users who seed their own generators with the number get the same sequence."""
     with lent_generators():
         seed_generators(1234)
 
@@ -190,8 +190,8 @@ def test_seeds_are_those_that_python_and_numpy_would_set() -> None:
         assert np.random.rand() == np.random.RandomState(1234).rand()
 
 
-def test_lent_generators_come_back_as_they_were() -> None:
-    """Also what gauss keeps back, and after an exception: the user's process stays theirs."""
+def test_generators_are_restored_after_use() -> None:
+    """Also the value that gauss keeps, and after an exception: the user's process is unchanged."""
     random.gauss()
     np.random.randn()
     before = random.getstate(), repr(np.random.get_state())
@@ -210,7 +210,7 @@ def test_lent_generators_come_back_as_they_were() -> None:
 
 
 @pytest.mark.torch
-def test_the_generator_of_torch_is_lent_too(torch: ModuleType) -> None:
+def test_torchs_generator_is_restored_too(torch: ModuleType) -> None:
     """Its state is a tensor; equal before and after."""
     before = torch.default_generator.get_state()
     with lent_generators():

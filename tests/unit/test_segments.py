@@ -1,4 +1,4 @@
-"""Shared memory from the system: each kind of store gives, lends and takes back."""
+"""Shared memory of the system: each kind of store allocates, maps and releases."""
 
 import gc
 import os
@@ -52,14 +52,14 @@ def store(request: pytest.FixtureRequest) -> Iterator[SegmentStore]:
 
 
 def names() -> set[str]:
-    """Those of this process: other tests run at the same time."""
+    """Returns the names of this process: other tests run at the same time."""
     return shm_names(os.getpid())
 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)
 @pytest.mark.parametrize("size", [0, 1, PAGE_BYTES, PAGE_BYTES + 1])
-def test_a_segment_holds_at_least_what_was_asked_for(store: SegmentStore, size: int) -> None:
-    """It is whole pages, all zero and writable, and its handle says how large it is."""
+def test_a_segment_has_at_least_the_requested_size(store: SegmentStore, size: int) -> None:
+    """It consists of whole pages, zeroed and writable, and its handle contains its size."""
     segment = store.create(size)
 
     assert len(segment.memory) == segment.handle.size >= max(1, size)
@@ -69,8 +69,8 @@ def test_a_segment_holds_at_least_what_was_asked_for(store: SegmentStore, size: 
 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)
-def test_segments_are_numbered_and_do_not_touch(store: SegmentStore) -> None:
-    """What is written into one is not seen in another."""
+def test_segments_are_numbered_and_disjoint(store: SegmentStore) -> None:
+    """Writes to one are not visible in another."""
     made = [store.create(PAGE_BYTES) for _ in range(5)]
     for number, segment in enumerate(made):
         segment.memory[:] = bytes([number]) * PAGE_BYTES
@@ -80,8 +80,8 @@ def test_segments_are_numbered_and_do_not_touch(store: SegmentStore) -> None:
 
 
 @pytest.mark.parametrize("store", SHARED, indirect=True)
-def test_a_reader_sees_what_the_owner_writes_and_the_other_way_round(store: SegmentStore) -> None:
-    """Both map the same pages, also of a segment that is not the first."""
+def test_owner_and_reader_see_each_others_writes(store: SegmentStore) -> None:
+    """Both map the same pages, also of a later segment."""
     store.create(PAGE_BYTES)
     segment = store.create(2 * PAGE_BYTES)
     memory = open_reader(store.descriptor()).attach(segment.handle)
@@ -93,8 +93,8 @@ def test_a_reader_sees_what_the_owner_writes_and_the_other_way_round(store: Segm
 
 
 @pytest.mark.parametrize("store", SHARED, indirect=True)
-def test_a_private_mapping_is_copied_when_it_is_written_to(store: SegmentStore) -> None:
-    """What one worker does to the dataset, no other sees."""
+def test_a_private_mapping_is_copied_on_write(store: SegmentStore) -> None:
+    """Changes by one worker to the dataset are invisible to others."""
     segment = store.create(PAGE_BYTES)
     segment.memory[:3] = b"abc"
     reader = open_reader(store.descriptor())
@@ -107,7 +107,7 @@ def test_a_private_mapping_is_copied_when_it_is_written_to(store: SegmentStore) 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)
 def test_a_mapping_outlives_release_and_close(store: SegmentStore) -> None:
-    """Whoever still looks into a segment when it is given back is not hurt."""
+    """A segment that is released while it is mapped stays readable."""
     released, kept = store.create(PAGE_BYTES), store.create(PAGE_BYTES)
     released.memory[:1] = kept.memory[:1] = b"x"
 
@@ -120,16 +120,16 @@ def test_a_mapping_outlives_release_and_close(store: SegmentStore) -> None:
 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)
-def test_closing_twice_is_closing_once(store: SegmentStore) -> None:
-    """close is idempotent, in every kind."""
+def test_close_is_idempotent(store: SegmentStore) -> None:
+    """For every kind of store."""
     store.create(1)
     store.close()
     store.close()
 
 
 @LINUX
-def test_anonymous_memory_that_is_released_goes_back_to_the_system() -> None:
-    """Not at close but at once: a loader whose batches grow must not pile up what it left."""
+def test_released_anonymous_memory_returns_to_the_system() -> None:
+    """At once and not at close: a loader whose batches grow must not accumulate memory."""
     store = memfd_store()
     segment = store.create(64 * PAGE_BYTES)
     descriptor = store.descriptor()
@@ -144,8 +144,8 @@ def test_anonymous_memory_that_is_released_goes_back_to_the_system() -> None:
 
 @LINUX
 @pytest.mark.parametrize("make", [memfd_store, NamedStore], ids=["memfd", "named"])
-def test_memory_is_allocated_when_it_is_asked_for(make: Callable[[], SegmentStore]) -> None:
-    """Shortage is an error here and never a SIGBUS in the middle of a batch."""
+def test_memory_is_allocated_on_request(make: Callable[[], SegmentStore]) -> None:
+    """A shortage is an error here and never a SIGBUS in the middle of a batch."""
     store = make()
     segment = store.create(64 * PAGE_BYTES)
     descriptor = store.descriptor()
@@ -156,8 +156,8 @@ def test_memory_is_allocated_when_it_is_asked_for(make: Callable[[], SegmentStor
 
 
 @LINUX
-def test_anonymous_memory_takes_one_descriptor_however_many_segments() -> None:
-    """A worker is handed one at birth, and none after."""
+def test_anonymous_memory_takes_one_descriptor_for_all_segments() -> None:
+    """A worker gets it at start."""
     store = memfd_store()
     first = store.descriptor()
     before = len(os.listdir("/proc/self/fd"))
@@ -170,8 +170,8 @@ def test_anonymous_memory_takes_one_descriptor_however_many_segments() -> None:
 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)
-def test_shortage_says_how_much_was_asked_for_and_how_much_there_is(store: SegmentStore) -> None:
-    """More than the machine has is refused before it is tried."""
+def test_a_shortage_error_has_the_requested_and_the_available_size(store: SegmentStore) -> None:
+    """More than the machine has is rejected before it is attempted."""
     with pytest.raises(
         MemoryLimitError,
         match=r"^cannot allocate 1024\.0 TiB of shared memory: [\d.]+ [KMGT]?i?B is available; "
@@ -199,7 +199,7 @@ def test_the_commit_limit_of_windows_has_a_fix_for_windows() -> None:
 
 
 @HAS_SHM
-def test_names_are_gone_when_a_store_is_closed() -> None:
+def test_names_are_removed_when_a_store_is_closed() -> None:
     """A closed store leaves no name in the file system."""
     before = names()
     store = NamedStore()
@@ -213,8 +213,8 @@ def test_names_are_gone_when_a_store_is_closed() -> None:
 
 
 @HAS_SHM
-def test_names_are_gone_when_a_store_is_forgotten() -> None:
-    """The net under close."""
+def test_names_are_removed_when_a_store_is_garbage_collected() -> None:
+    """A fallback for close."""
     before = names()
     store = NamedStore()
     store.create(1)
@@ -225,7 +225,7 @@ def test_names_are_gone_when_a_store_is_forgotten() -> None:
 
 
 @HAS_SHM
-def test_a_name_is_gone_when_its_segment_is_released() -> None:
+def test_a_name_is_removed_when_its_segment_is_released() -> None:
     """Not only at close."""
     before = names()
     store = NamedStore()
@@ -237,8 +237,8 @@ def test_a_name_is_gone_when_its_segment_is_released() -> None:
 
 
 @HAS_SHM
-def test_a_reader_removes_the_names_it_attached_when_its_owner_was_killed() -> None:
-    """The owner cannot do it any more, so a worker does, and neither minds that the other was first."""
+def test_a_reader_removes_its_attached_names_if_the_owner_was_killed() -> None:
+    """The owner cannot, so a worker does; a name that is already gone is no error."""
     before = names()
     store = NamedStore()
     memory = NamedReader().attach(store.create(PAGE_BYTES).handle)
@@ -250,8 +250,8 @@ def test_a_reader_removes_the_names_it_attached_when_its_owner_was_killed() -> N
     store.close()
 
 
-def test_names_of_two_stores_never_meet() -> None:
-    """Many loaders, in many processes, use one file system; names fit into the 31 characters of macOS."""
+def test_names_of_two_stores_never_collide() -> None:
+    """Many loaders, in many processes, use one file system; names have at most 31 characters for macOS."""
     one, other = NamedStore(), NamedStore()
     handles = [store.create(1).handle for store in (one, other)]
 
@@ -262,7 +262,7 @@ def test_names_of_two_stores_never_meet() -> None:
 
 
 def test_the_best_store_of_the_platform_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anonymous memory where there is any, names elsewhere."""
+    """Anonymous memory where available, names elsewhere."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     store = open_store()
 
@@ -272,7 +272,7 @@ def test_the_best_store_of_the_platform_is_chosen(monkeypatch: pytest.MonkeyPatc
 
 
 @LINUX
-def test_linux_has_memory_without_a_name() -> None:
+def test_linux_has_anonymous_memory() -> None:
     """No name can leak or collide."""
     from infeed.memory.memfd import MemfdReader, MemfdStore
 
@@ -286,6 +286,6 @@ def test_linux_has_memory_without_a_name() -> None:
 
 @pytest.mark.parametrize(("size", "unit", "rounded"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
 def test_sizes_are_rounded_up(size: int, unit: int, rounded: int) -> None:
-    """To the next multiple, never down."""
+    """To the next multiple."""
     assert round_up(size, unit) == rounded
     assert segments.PAGE_BYTES == PAGE_BYTES

@@ -1,4 +1,4 @@
-"""The dataset's way to the workers: once, shared, each with a copy of its own to write to."""
+"""The serialized dataset: stored once, shared by workers, and writable by each as a private copy."""
 
 import re
 import threading
@@ -29,7 +29,7 @@ def delivered(obj: Any, store: SegmentStore) -> Any:
     [None, 5, [1, "a", {"k": (1.5, None)}], b"", {"x": b"bytes"}, range(10)],
     ids=["None", "int", "tree", "empty bytes", "bytes", "range"],
 )
-def test_plain_objects_arrive_with_their_own_types(obj: Any, store: SegmentStore) -> None:
+def test_plain_objects_keep_their_types(obj: Any, store: SegmentStore) -> None:
     """A list stays a list."""
     again = delivered(obj, store)
 
@@ -37,8 +37,8 @@ def test_plain_objects_arrive_with_their_own_types(obj: Any, store: SegmentStore
     assert type(again) is type(obj)
 
 
-def test_arrays_arrive_with_their_contents(store: SegmentStore) -> None:
-    """Of all sizes together, each at its place."""
+def test_arrays_keep_their_contents(store: SegmentStore) -> None:
+    """Of all sizes together."""
     arrays = [np.arange(n, dtype=dtype) for n in (0, 1, 63, 64, 65, 5000) for dtype in ("i1", "f8", ">i4")]
 
     for found, expected in zip(delivered(arrays, store), arrays, strict=True):
@@ -46,8 +46,8 @@ def test_arrays_arrive_with_their_contents(store: SegmentStore) -> None:
         assert np.array_equal(found, expected)
 
 
-def test_a_worker_that_writes_to_its_dataset_affects_no_other(store: SegmentStore) -> None:
-    """Pages are shared until one writes, which then is its own affair, as with a copy."""
+def test_writes_of_a_worker_to_its_dataset_affect_no_other(store: SegmentStore) -> None:
+    """Pages are shared until one worker writes, as with a copy."""
     original = {"x": np.zeros(10_000)}
     serialized = send({}, original, store)
     reader = open_reader(store.descriptor())
@@ -60,8 +60,8 @@ def test_a_worker_that_writes_to_its_dataset_affects_no_other(store: SegmentStor
     assert other["x"].sum() == 0
 
 
-def test_modules_are_named_for_the_fork_server(store: SegmentStore) -> None:
-    """What the dataset is made of is imported ahead."""
+def test_required_modules_are_listed_for_the_fork_server(store: SegmentStore) -> None:
+    """It imports the modules of the dataset ahead."""
     import fractions
 
     assert "fractions" in send({}, [fractions.Fraction(1, 3)], store).modules
@@ -77,8 +77,8 @@ class WithCache:
         self.cache = Cache()
 
 
-def test_what_cannot_be_sent_is_named_by_its_path_with_a_cure(store: SegmentStore) -> None:
-    """The user reads which attribute of which argument it is, of what type, and what to do."""
+def test_an_object_that_cannot_be_pickled_is_named_by_its_path_with_a_fix(store: SegmentStore) -> None:
+    """The error shows the argument, the attribute, the type, and the fix."""
     dataset = WithCache()
     text = (
         "dataset cannot be sent to workers: dataset.cache.lock is a _thread.lock, which cannot be pickled; open it on "
@@ -91,8 +91,8 @@ def test_what_cannot_be_sent_is_named_by_its_path_with_a_cure(store: SegmentStor
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_the_argument_at_fault_is_named(store: SegmentStore) -> None:
-    """Not always the dataset."""
+def test_the_argument_that_cannot_be_pickled_is_named(store: SegmentStore) -> None:
+    """It need not be the dataset."""
     lock = threading.Lock()
 
     def collate(samples: Any) -> Any:
@@ -110,8 +110,8 @@ class Refusing:
         raise ValueError("not today")
 
 
-def test_an_object_that_refuses_is_named_itself(store: SegmentStore) -> None:
-    """Whatever its own __reduce__ raises."""
+def test_an_object_that_refuses_pickling_is_named(store: SegmentStore) -> None:
+    """Whatever its __reduce__ raises."""
     with pytest.raises(WorkerStartError, match=r"dataset\[1\] is a .*Refusing, which cannot be pickled") as caught:
         send({"dataset": [1, Refusing()]}, [1, Refusing()], store)
     assert "not today" in str(caught.value)

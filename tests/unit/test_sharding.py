@@ -1,4 +1,4 @@
-"""Which part of an epoch is whose."""
+"""Which rank gets which part of an epoch."""
 
 from collections import Counter
 from typing import Any
@@ -31,7 +31,7 @@ def seen(plans: list[list[BatchPlan]]) -> Counter[int]:
 
 @given(LENGTHS, SIZES, WORLDS)
 def test_padded_ranks_have_equal_batches_and_repeat_less_than_one_sample_each(length: int, size: int, world: int) -> None:
-    """For training: every rank has as many batches, of the same sizes, and every sample is seen."""
+    """For training: every rank has equally many batches of the same sizes, and every sample is used."""
     plans = ranks(length, size, world)
 
     sizes = [[len(plan.indices) for plan in rank] for rank in plans]
@@ -43,8 +43,8 @@ def test_padded_ranks_have_equal_batches_and_repeat_less_than_one_sample_each(le
 
 
 @given(LENGTHS, SIZES, WORLDS)
-def test_without_padding_every_sample_comes_exactly_once(length: int, size: int, world: int) -> None:
-    """For evaluation: nothing twice, nothing left out, no batch too large."""
+def test_without_padding_every_sample_occurs_exactly_once(length: int, size: int, world: int) -> None:
+    """For evaluation: nothing repeated, nothing omitted, no batch too large."""
     plans = ranks(length, size, world, pad=False)
 
     assert seen(plans) == Counter(range(length))
@@ -52,10 +52,10 @@ def test_without_padding_every_sample_comes_exactly_once(length: int, size: int,
 
 
 @given(LENGTHS, st.integers(2, 9), WORLDS)
-def test_without_padding_ranks_have_as_many_batches_unless_there_are_fewer_samples_than_ranks(
+def test_without_padding_ranks_have_equally_many_batches_unless_there_are_fewer_samples_than_ranks(
     length: int, size: int, world: int
 ) -> None:
-    """A rank that waits for others in every step must not wait for ever."""
+    """A rank that waits for others in every step must not wait forever."""
     counts = [len(rank) for rank in ranks(length, size, world, pad=False)]
 
     if length >= world:
@@ -65,7 +65,7 @@ def test_without_padding_ranks_have_as_many_batches_unless_there_are_fewer_sampl
 
 
 @given(LENGTHS, SIZES, WORLDS)
-def test_drop_last_leaves_out_an_incomplete_step(length: int, size: int, world: int) -> None:
+def test_drop_last_omits_an_incomplete_step(length: int, size: int, world: int) -> None:
     """Every batch of every rank is full."""
     plans = ranks(length, size, world, drop_last=True)
 
@@ -74,7 +74,7 @@ def test_drop_last_leaves_out_an_incomplete_step(length: int, size: int, world: 
 
 
 @given(LENGTHS, SIZES, WORLDS, st.booleans())
-def test_full_batches_are_those_of_a_loader_that_is_alone(length: int, size: int, world: int, pad: bool) -> None:
+def test_full_batches_are_those_of_a_single_rank(length: int, size: int, world: int, pad: bool) -> None:
     """Batch s of rank r is batch s * world + r, with the same positions, and so with the same seeds."""
     alone = list(ordered_batches(ShuffledOrder(length, seed=1, epoch=0), Cut(size)))
     full = length // (size * world) - (0 if pad else 1)
@@ -88,7 +88,7 @@ def test_full_batches_are_those_of_a_loader_that_is_alone(length: int, size: int
 
 @given(LENGTHS, SIZES, WORLDS, st.booleans(), st.booleans())
 def test_all_ranks_are_at_the_same_position_after_a_step(length: int, size: int, world: int, pad: bool, drop: bool) -> None:
-    """So that a state of one is a state of all."""
+    """The state of one rank is valid for all."""
     stops = [[plan.stop for plan in rank] for rank in ranks(length, size, world, pad=pad, drop_last=drop)]
 
     for row in zip(*stops, strict=False):
@@ -96,7 +96,7 @@ def test_all_ranks_are_at_the_same_position_after_a_step(length: int, size: int,
 
 
 @given(LENGTHS, SIZES, WORLDS, SIZES, WORLDS, st.data())
-def test_another_number_of_ranks_and_batch_size_goes_on_where_all_are(
+def test_another_number_of_ranks_and_batch_size_continues_at_the_common_position(
     length: int, size: int, world: int, size_then: int, world_then: int, data: st.DataObject
 ) -> None:
     """Exactly once over both runs."""
@@ -110,8 +110,8 @@ def test_another_number_of_ranks_and_batch_size_goes_on_where_all_are(
 
 
 @given(LENGTHS, SIZES, WORLDS, st.booleans(), st.booleans(), st.integers(0, 50))
-def test_a_sampler_is_shared_out_like_an_order(length: int, size: int, world: int, pad: bool, drop: bool, start: int) -> None:
-    """Its length is not known before, and the result is the same."""
+def test_a_sampler_is_sharded_like_an_order(length: int, size: int, world: int, pad: bool, drop: bool, start: int) -> None:
+    """Its length is unknown in advance, and the result is the same."""
     for rank in range(world):
         cut = Cut(size, drop, Shard(rank, world), pad)
         expected = [(list(p.indices), p[1:]) for p in ordered_batches(SequentialOrder(length), cut, min(start, length))]
@@ -122,8 +122,8 @@ def test_a_sampler_is_shared_out_like_an_order(length: int, size: int, world: in
 
 
 @given(LENGTHS, SIZES, WORLDS, st.booleans(), st.booleans())
-def test_the_number_of_batches_is_known_before(length: int, size: int, world: int, pad: bool, drop: bool) -> None:
-    """What len() says is what comes."""
+def test_the_number_of_batches_is_known_in_advance(length: int, size: int, world: int, pad: bool, drop: bool) -> None:
+    """len() is right."""
     for rank, plans in enumerate(ranks(length, size, world, pad=pad, drop_last=drop)):
         steps = Steps(0, length, Cut(size, drop, Shard(rank, world), pad))
 
@@ -131,8 +131,8 @@ def test_the_number_of_batches_is_known_before(length: int, size: int, world: in
 
 
 @given(st.lists(st.integers(1, 4), max_size=12), WORLDS)
-def test_a_batch_sampler_is_shared_out_batch_by_batch(sizes: list[int], world: int) -> None:
-    """Each batch goes to one rank; the first come again for those who would have none at the end."""
+def test_a_batch_sampler_is_sharded_by_batches(sizes: list[int], world: int) -> None:
+    """Each batch goes to one rank; ranks without a batch in the last round repeat the first ones."""
     batches = [[number * 10 + row for row in range(size)] for number, size in enumerate(sizes)]
 
     plans = [[list(map(int, p.indices)) for p in user_batches(batches, Cut(1, shard=Shard(r, world)))] for r in range(world)]
@@ -142,7 +142,7 @@ def test_a_batch_sampler_is_shared_out_batch_by_batch(sizes: list[int], world: i
     assert given_out[: len(batches)] == batches
 
 
-def test_a_batch_sampler_goes_on_after_the_batches_that_were_had() -> None:
+def test_a_batch_sampler_continues_after_the_delivered_batches() -> None:
     """By the number of samples, whatever the sizes."""
     batches = [[1], [2, 3], [4], [5, 6, 7]]
 
@@ -163,15 +163,15 @@ def test_a_batch_sampler_goes_on_after_the_batches_that_were_had() -> None:
         ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "6"}, (1, 2)),
     ],
 )
-def test_a_launcher_says_which_rank_this_is(environ: dict[str, str], expected: tuple[int, int]) -> None:
-    """The usual launchers, the most particular first."""
+def test_the_environment_of_a_launcher_sets_the_rank(environ: dict[str, str], expected: tuple[int, int]) -> None:
+    """The common launchers, the most specific first."""
     assert find_shard(environ) == expected
 
 
 @pytest.mark.parametrize(
     "environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1", "WORLD_SIZE": "2"}]
 )
-def test_a_rank_that_cannot_be_is_refused(environ: dict[str, Any]) -> None:
-    """With the variable and the cure."""
+def test_an_invalid_rank_is_rejected(environ: dict[str, Any]) -> None:
+    """With the variable and the fix."""
     with pytest.raises(ConfigError, match=r"found RANK=.*WORLD_SIZE='2'.*pass shard="):
         find_shard(environ)

@@ -31,8 +31,8 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_is_the_same_array(name: str) -> None:
-    """Of any dtype and order of elements, here and where it was sent; contiguous."""
+def test_a_shared_array_equals_the_original(name: str) -> None:
+    """For any dtype and memory order, here and after pickling; contiguous."""
     array = ARRAYS[name]
     shared = infeed.share(array)
 
@@ -44,8 +44,8 @@ def test_an_array_is_the_same_array(name: str) -> None:
     assert shared.flags.f_contiguous == array.flags.f_contiguous or not array.flags.forc
 
 
-def test_an_array_cannot_be_written_to() -> None:
-    """Nor can what is indexed from it, nor where it was sent; and it cannot be made writable."""
+def test_a_shared_array_is_read_only() -> None:
+    """So are views of it, also after pickling; and it cannot be made writable."""
     shared = infeed.share(np.zeros(3))
 
     for array in (shared, shared[1:], pickle.loads(pickle.dumps(shared)), shared.reshape(3, 1)):
@@ -55,8 +55,8 @@ def test_an_array_cannot_be_written_to() -> None:
             array.flags.writeable = True
 
 
-def test_what_is_taken_from_a_shared_array_is_a_plain_one() -> None:
-    """Rows, slices, selections, results: samples and batches are what they always were."""
+def test_results_of_a_shared_array_are_plain_arrays() -> None:
+    """Rows, slices, selections, results: samples and batches have their usual types."""
     shared = infeed.share(np.arange(12.0).reshape(3, 4))
 
     for made in (
@@ -74,7 +74,7 @@ def test_what_is_taken_from_a_shared_array_is_a_plain_one() -> None:
 
 
 def test_a_pickle_of_an_array_is_a_reference() -> None:
-    """Whole, or reshaped."""
+    """The whole array, or reshaped."""
     shared = infeed.share(np.arange(10_000))
 
     for array in (shared, shared.reshape(100, 100), shared.T):
@@ -82,8 +82,8 @@ def test_a_pickle_of_an_array_is_a_reference() -> None:
         assert np.array_equal(pickle.loads(pickle.dumps(array)), array)
 
 
-def test_results_that_lie_elsewhere_are_pickled_by_value() -> None:
-    """What NumPy makes of a shared array and leaves its class is an array like any other."""
+def test_results_in_other_memory_are_pickled_by_value() -> None:
+    """NumPy keeps the class of some results; they are pickled like any array."""
     made = infeed.share(np.arange(3)).astype(np.float32)
 
     assert BINS.locate(pointer_of(made)) is None
@@ -92,15 +92,15 @@ def test_results_that_lie_elsewhere_are_pickled_by_value() -> None:
     assert copy.deepcopy(made).tolist() == [9.0, 1.0, 2.0]
 
 
-def test_copies_of_an_array_are_the_array() -> None:
-    """It cannot be changed."""
+def test_copies_of_an_array_are_the_same_object() -> None:
+    """It is immutable."""
     shared = infeed.share(np.arange(3))
 
     assert copy.copy(shared) is copy.deepcopy(shared) is infeed.share(shared) is shared
 
 
-def test_arrays_in_lists_and_dicts_lie_beside_their_elements() -> None:
-    """They come back as read-only views, not as copies."""
+def test_arrays_in_lists_and_dicts_are_stored_beside_their_elements() -> None:
+    """They are returned as read-only views, not as copies."""
     original = {
         "x": np.arange(6).reshape(2, 3, order="F"),
         "parts": [np.ones(2), {"deep": np.zeros(3, ">f4")}],
@@ -117,8 +117,8 @@ def test_arrays_in_lists_and_dicts_lie_beside_their_elements() -> None:
     assert [array.tolist() for array in listed] == [list(range(n)) for n in range(50)]
 
 
-def test_a_shared_array_in_a_dataset_is_not_copied_into_the_parcel() -> None:
-    """Nor is a slice of it, or what a shared list holds: all travel as where they lie."""
+def test_a_shared_array_in_a_dataset_is_not_serialized() -> None:
+    """Nor is a slice of it, or the contents of a shared list: all are pickled as references."""
     shared = infeed.share(np.arange(100_000))
     held = infeed.share([np.arange(50_000)])
     dataset = {"whole": shared, "part": shared[5:], "odd": shared[::-3], "element": held[0]}
@@ -150,8 +150,8 @@ def tensor(torch: ModuleType) -> Any:
 
 
 @pytest.mark.torch
-def test_a_tensor_is_the_same_tensor(torch: ModuleType, tensor: Any) -> None:
-    """Here and where it was sent; what is computed from it is a plain one."""
+def test_a_shared_tensor_equals_the_original(torch: ModuleType, tensor: Any) -> None:
+    """Here and after pickling; results computed from it are plain tensors."""
     shared = infeed.share(tensor)
 
     for one in (shared, pickle.loads(pickle.dumps(shared))):
@@ -165,7 +165,7 @@ def test_a_tensor_is_the_same_tensor(torch: ModuleType, tensor: Any) -> None:
 
 @pytest.mark.torch
 def test_a_pickle_of_a_tensor_is_a_reference(torch: ModuleType) -> None:
-    """Of its slices too, inside a dataset."""
+    """Also of its slices, inside a dataset."""
     shared = infeed.share(torch.arange(10_000))
     data, buffers = dump_by_value({"whole": shared, "part": shared[7:], "odd": shared.view(100, 100).T}, set())
     again = pickle.loads(data)
@@ -178,8 +178,8 @@ def test_a_pickle_of_a_tensor_is_a_reference(torch: ModuleType) -> None:
 
 
 @pytest.mark.torch
-def test_a_tensor_that_was_written_to_is_sent_as_it_is(torch: ModuleType) -> None:
-    """What a process writes it alone sees, so a reference would tell something else."""
+def test_a_tensor_that_was_written_to_is_pickled_by_value(torch: ModuleType) -> None:
+    """Writes are private to a process, so a reference would have other contents."""
     shared = infeed.share(torch.zeros(1000))
     reference = pickle.dumps(shared)
     shared[3] = 7
@@ -189,8 +189,8 @@ def test_a_tensor_that_was_written_to_is_sent_as_it_is(torch: ModuleType) -> Non
 
 
 @pytest.mark.torch
-def test_a_deep_copy_of_a_tensor_is_its_own(torch: ModuleType) -> None:
-    """Tensors can be written to, so a copy must be one."""
+def test_a_deep_copy_of_a_tensor_is_independent(torch: ModuleType) -> None:
+    """Tensors are writable, so a copy must be separate."""
     shared = infeed.share(torch.zeros(3))
     copied = copy.deepcopy(shared)
     copied[0] = 1
@@ -200,7 +200,7 @@ def test_a_deep_copy_of_a_tensor_is_its_own(torch: ModuleType) -> None:
 
 
 @pytest.mark.torch
-def test_tensors_in_lists_and_datasets(torch: ModuleType, tensor: Any) -> None:
+def test_tensors_in_lists_and_datasets_are_shared(torch: ModuleType, tensor: Any) -> None:
     """Beside their elements; and gathered, as a column."""
     shared = infeed.share([tensor, torch.zeros(0), {"deep": tensor}])
 
@@ -211,7 +211,7 @@ def test_tensors_in_lists_and_datasets(torch: ModuleType, tensor: Any) -> None:
 
 
 @pytest.mark.torch
-def test_what_is_no_plain_tensor_is_refused(torch: ModuleType) -> None:
+def test_unsupported_tensors_are_rejected(torch: ModuleType) -> None:
     """With a gradient, sparse, or a parameter."""
     for tensor in (torch.zeros(2, requires_grad=True), torch.zeros(2, 2).to_sparse(), torch.nn.Parameter(torch.zeros(2))):
         with pytest.raises(TypeError, match=r"^share\(\) accepts a list, tuple, dict, NumPy array or CPU tensor, not"):

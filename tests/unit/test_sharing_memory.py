@@ -1,4 +1,4 @@
-"""Where shared objects lie: few descriptors, given back with the last view, found by other processes."""
+"""Memory of shared objects: few descriptors, freed with the last view, found by other processes."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ def descriptors() -> int:
 
 @pytest.fixture(params=["anonymous", "named"])
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to hold memory; no small bin of another test is left open."""
+    """Both kinds of memory; no small bin of another test is left open."""
     if request.param == "named":
         make_portable(monkeypatch)
     gc.collect()
@@ -34,8 +34,8 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def test_memory_goes_with_the_last_view(memory: str) -> None:
-    """Of whatever kind: a slice, a row, an array inside a list, a private tensor."""
+def test_memory_is_freed_with_the_last_view(memory: str) -> None:
+    """Of any kind: a slice, a row, an array inside a list, a private tensor."""
     views: list[Any] = [
         infeed.share(["a", "b"])[1:],
         infeed.share(np.arange(10))[3:],
@@ -51,8 +51,8 @@ def test_memory_goes_with_the_last_view(memory: str) -> None:
     assert not BINS
 
 
-def test_a_large_object_gives_its_memory_back_while_others_stay(memory: str) -> None:
-    """It lies in a bin of its own."""
+def test_a_large_object_is_freed_while_others_stay(memory: str) -> None:
+    """It has its own bin."""
     small, large = infeed.share([1]), infeed.share(np.zeros(8 << 20, np.uint8))
     later = infeed.share([2])
     assert len(BINS) == 2
@@ -65,7 +65,7 @@ def test_a_large_object_gives_its_memory_back_while_others_stay(memory: str) -> 
 
 @LINUX
 def test_many_objects_take_few_descriptors() -> None:
-    """Small ones lie together."""
+    """Small ones share a bin."""
     before = descriptors()
     kept = [infeed.share([number]) for number in range(2000)]
 
@@ -74,7 +74,7 @@ def test_many_objects_take_few_descriptors() -> None:
 
 
 @LINUX
-def test_the_more_bins_there_are_the_larger_are_new_ones() -> None:
+def test_later_bins_are_larger() -> None:
     """Four objects per bin would need 250 bins."""
     bins = Bins(largest_bin=64 << 10)
     kept = [bins.allocate(15 << 10) for _ in range(1000)]
@@ -83,8 +83,8 @@ def test_the_more_bins_there_are_the_larger_are_new_ones() -> None:
     assert len(kept) == 1000
 
 
-def test_a_reference_outlives_nothing(memory: str) -> None:
-    """Opened when the object is gone, it says whose it was and what to do."""
+def test_a_reference_to_a_freed_object_is_an_error(memory: str) -> None:
+    """The error says which process had it and what to do."""
     reference = pickle.dumps(infeed.share(["a"]))
     gc.collect()
 
@@ -96,8 +96,8 @@ def test_a_reference_outlives_nothing(memory: str) -> None:
 
 
 @LINUX
-def test_a_number_that_was_used_again_is_not_mistaken(tmp_path: Path) -> None:
-    """The descriptor's number is another file's by now."""
+def test_a_reused_descriptor_is_not_mistaken(tmp_path: Path) -> None:
+    """The descriptor refers to another file by now."""
     shared = infeed.share(["a"])
     reference = pickle.dumps(shared)
     del shared
@@ -110,8 +110,8 @@ def test_a_number_that_was_used_again_is_not_mistaken(tmp_path: Path) -> None:
         file.close()
 
 
-def test_names_in_the_file_system_are_gone_with_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory has names."""
+def test_names_in_the_file_system_are_removed_with_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is named."""
     make_portable(monkeypatch)
     before = shm_names(os.getpid())
     shared = infeed.share(["a"])
@@ -154,8 +154,8 @@ def test_threads_get_different_memory() -> None:
 @LINUX
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_reads_shares_and_writes_nowhere_else(memory: str) -> None:
-    """It has what its parent had, and what it shares itself does not lie where the parent's next object does."""
+def test_a_forked_child_shares_objects_in_its_own_memory(memory: str) -> None:
+    """It has its parent's objects, and its own new objects do not overlap the parent's next one."""
     shared = infeed.share(["parent"])
     child_read, child_write = os.pipe()
     parent_read, parent_write = os.pipe()
@@ -165,11 +165,11 @@ def test_a_forked_child_reads_shares_and_writes_nowhere_else(memory: str) -> Non
         try:
             mine = infeed.share(["child"])
             os.write(child_write, b"x")
-            os.read(parent_read, 1)  # by now the parent has shared another
+            os.read(parent_read, 1)  # By now the parent has shared another.
             is_right = list(shared) == ["parent"] and list(mine) == ["child"]
             is_right = is_right and pickle.loads(pickle.dumps(shared)) == ["parent"]
             code = 0 if is_right else 2
-            mine = None  # who leaves by os._exit must let go first where memory has names
+            mine = None  # A process that ends with os._exit must release named memory first.
         finally:
             os._exit(code)
     os.read(child_read, 1)
@@ -187,7 +187,7 @@ def test_a_forked_child_reads_shares_and_writes_nowhere_else(memory: str) -> Non
 @pytest.mark.process
 @LINUX
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_that_ends_leaves_its_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_that_ends_keeps_its_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its finalizers run, and the names are not its own."""
     make_portable(monkeypatch)
     shared = infeed.share(["a"])

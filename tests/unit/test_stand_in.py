@@ -1,4 +1,4 @@
-"""The stand-in for Windows behaves as Windows does, where infeed could notice."""
+"""The stand-in behaves like Windows in everything that infeed could notice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.stand_in.windows_stand_in import active, live_names
 
 @pytest.mark.usefixtures("windows_stand_in")
 def test_named_memory_disappears_with_its_last_mapping() -> None:
-    """Also if its maker never removed the name, and not before."""
+    """Also if its creator never removed the name, and not earlier."""
     store = NamedStore(holds_segments=False)
     segment = store.create(1)
     other = NamedReader().attach(segment.handle)
@@ -44,7 +44,7 @@ def test_named_memory_disappears_with_its_last_mapping() -> None:
 
 
 @pytest.mark.usefixtures("windows_stand_in")
-def test_a_name_is_not_removed_while_somebody_holds_it() -> None:
+def test_a_name_is_not_removed_while_it_is_open() -> None:
     store = NamedStore()
     segment = store.create(1)
     store.release(segment.handle)
@@ -54,7 +54,7 @@ def test_a_name_is_not_removed_while_somebody_holds_it() -> None:
 
 
 @pytest.mark.usefixtures("windows_stand_in")
-def test_a_file_that_is_open_cannot_be_removed(tmp_path: Path) -> None:
+def test_an_open_file_cannot_be_removed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("w", encoding="utf-8"), pytest.raises(PermissionError):
         path.unlink()
@@ -80,7 +80,7 @@ def test_a_folder_with_an_open_file_cannot_be_removed(tmp_path: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_infeed_misses_what_windows_lacks_and_other_libraries_do_not() -> None:
+def test_infeed_lacks_what_windows_lacks_and_other_libraries_do_not() -> None:
     code = "found = [hasattr(os, 'fork'), hasattr(signal, 'SIGKILL'), hasattr(select, 'poll')]"
     names = {"os": os, "signal": signal, "select": select}
     with active():
@@ -89,7 +89,7 @@ def test_infeed_misses_what_windows_lacks_and_other_libraries_do_not() -> None:
         exec(code, theirs)
         assert (ours["found"], theirs["found"]) == ([False] * 3, [True] * 3)
         assert not can_use_poll()
-        assert memory_use() == MemoryUse()  # no /proc
+        assert memory_use() == MemoryUse()  # No /proc.
         assert open_process(os.getpid()) is None
         for ask in ("Path('/proc/self/stat').read_text()", "list(Path('/sys').iterdir())", "open('/proc/self/stat')"):
             exec(f"def ask(): {ask}", ours := {"Path": Path, "__name__": "infeed.somewhere"})
@@ -100,7 +100,7 @@ def test_infeed_misses_what_windows_lacks_and_other_libraries_do_not() -> None:
 
 
 @pytest.mark.process
-def test_a_program_has_a_console_of_windows_and_its_children_too(tmp_path: Path) -> None:
+def test_a_program_and_its_children_have_a_windows_console(tmp_path: Path) -> None:
     code = """
 from tests.stand_in.windows_stand_in import install
 install()

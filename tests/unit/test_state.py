@@ -1,4 +1,4 @@
-"""Reading and writing states: whatever is given, the answer is a cursor or one clear error."""
+"""Reading and writing states: any input gives a cursor or one clear error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infeed.plan.state import Cursor, Identity, ShareCursor, StreamCursor, read_
 from tests.helpers import Squares, Stream, assert_faster_than, collected, plain
 
 MOST = (1 << 63) - 1
-# More digits than Python writes out, and more than any other program means.
+# More digits than Python prints, and more than any other program supports.
 ENDLESS = 10**5000
 
 
@@ -53,14 +53,14 @@ def stream_states() -> dict[str, Any]:
 
 
 class Unshowable:
-    """Does not let itself be printed."""
+    """Its repr raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("not for you")
 
 
 class Agreeable:
-    """Says that it equals anything, and is greater and less than it too."""
+    """Compares as equal to anything, and as greater and less too."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -76,7 +76,7 @@ class Agreeable:
 
 
 class Refusing:
-    """Cannot be compared."""
+    """Comparisons raise."""
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("incomparable")
@@ -85,11 +85,11 @@ class Refusing:
 
 
 class Number(int):
-    """An integer that is not quite one."""
+    """A subclass of int."""
 
 
 class Traps(dict[str, Any]):
-    """A dict that does not want to be asked."""
+    """A dict whose methods raise."""
 
     def get(self, *_arguments: Any) -> Any:
         raise RuntimeError("do not ask")
@@ -130,7 +130,7 @@ HOSTILE: dict[str, Any] = {
 
 
 def assert_refused(state: Any, whose: Identity = PLAIN, match: str | None = None) -> StateError:
-    """Reading it gives one StateError with a message that can be shown, in no time."""
+    """Checks that reading it raises one StateError with a printable message, quickly."""
     with assert_faster_than(10), pytest.raises(StateError, match=match) as caught:
         read_state(state, whose)
     message = str(caught.value)
@@ -139,11 +139,11 @@ def assert_refused(state: Any, whose: Identity = PLAIN, match: str | None = None
     return caught.value
 
 
-# --- what is written can be read
+# --- valid states
 
 
 @pytest.mark.parametrize(("cursor", "whose"), [(PLAIN_CURSOR, PLAIN), (STREAM_CURSOR, STREAMED), (Cursor(), PLAIN)])
-def test_what_is_written_is_read(cursor: Cursor, whose: Identity) -> None:
+def test_a_written_state_can_be_read(cursor: Cursor, whose: Identity) -> None:
     """Through JSON, too."""
     state = json.loads(json.dumps(write_state(cursor, whose)))
 
@@ -160,8 +160,10 @@ _STEPS = st.integers(0, MOST)
     later=st.sets(st.integers(0, 1 << 30), max_size=20),
     seed=st.integers(-(1 << 200), 1 << 200),
 )
-def test_every_cursor_of_an_indexed_dataset_survives(epoch: int, step: int, position: int, later: set[int], seed: int) -> None:
-    """Whatever the numbers, what was written comes back."""
+def test_every_cursor_of_a_map_style_dataset_is_restored(
+    epoch: int, step: int, position: int, later: set[int], seed: int
+) -> None:
+    """For any numbers."""
     cursor = Cursor(epoch, step, position, tuple(sorted(step + number for number in later)))
     state = json.loads(json.dumps(write_state(cursor, identity(seed=seed))))
 
@@ -176,8 +178,8 @@ def test_every_cursor_of_an_indexed_dataset_survives(epoch: int, step: int, posi
         max_size=5,
     ),
 )
-def test_every_cursor_of_a_stream_survives(turn: int, shares: list[ShareCursor]) -> None:
-    """With as many workers as there are shares."""
+def test_every_cursor_of_an_iterable_dataset_is_restored(turn: int, shares: list[ShareCursor]) -> None:
+    """With as many workers as shards."""
     cursor = Cursor(0, 3, 12, (), StreamCursor(turn, tuple(shares)))
     whose = identity(order="stream", length=None, worker_count=len(shares))
     state = json.loads(json.dumps(write_state(cursor, whose)))
@@ -186,14 +188,14 @@ def test_every_cursor_of_a_stream_survives(turn: int, shares: list[ShareCursor])
 
 
 def test_a_drawn_seed_is_taken_from_the_state() -> None:
-    """A loader that was given none has no opinion."""
+    """The loader has no seed of its own."""
     assert read_state(states(), identity(seed=8, is_seed_given=False)) == (PLAIN_CURSOR, 7)
 
 
 @pytest.mark.parametrize(
     "changes", [{"batch_size": 3}, {"batch_size": None}, {"world_size": 2}, {"batch_size": 2, "world_size": 3}]
 )
-def test_another_cut_goes_on_at_the_same_position(changes: dict[str, Any]) -> None:
+def test_another_batch_size_continues_at_the_same_position(changes: dict[str, Any]) -> None:
     """The step is counted in batches of the new size."""
     whose = identity(**changes)
     cursor, _ = read_state(write_state(Cursor(3, 5, 20), PLAIN), whose)
@@ -202,23 +204,23 @@ def test_another_cut_goes_on_at_the_same_position(changes: dict[str, Any]) -> No
     assert cursor.step == 20 // whose.step_size
 
 
-def test_batches_that_came_early_need_the_same_cut() -> None:
-    """Their numbers mean nothing for batches of another size; the message shows both sides."""
+def test_steps_ahead_need_the_same_batch_size() -> None:
+    """Their numbers are meaningless for batches of another size; the message shows both sides."""
     assert_refused(states(), identity(batch_size=8), match=r"batch_size=4 .*batch_size=8 .*in_order=False")
 
 
-# --- what cannot be read
+# --- invalid states
 
 
-def test_what_is_no_dict_is_no_state() -> None:
-    """Also if it is very long, very deep, or an object of another program."""
+def test_only_a_dict_is_a_state() -> None:
+    """Other values may be very long, very deep, or an object of another program."""
     for state in HOSTILE.values():
         assert_refused(state)
 
 
 @pytest.mark.parametrize("name", states())
-def test_a_state_without_a_field_is_refused_or_read_without_it(name: str) -> None:
-    """Cut off anywhere; a batch size that is not known is another one, and ``ahead`` may be missing."""
+def test_a_state_without_a_field_is_rejected_or_read_without_it(name: str) -> None:
+    """Any field; an unknown batch size counts as another one, and ``ahead`` may be missing."""
     state = states()
     del state[name]
     if name == "ahead":
@@ -229,16 +231,16 @@ def test_a_state_without_a_field_is_refused_or_read_without_it(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in states() if name not in ("batch_size", "world_size")])
-def test_a_field_with_a_wrong_value_is_refused(name: str) -> None:
-    """Whatever it is: a type, a range, or an object that says it is equal."""
+def test_a_field_with_an_invalid_value_is_rejected(name: str) -> None:
+    """Wrong types, out of range, or an object that compares as equal."""
     for value in HOSTILE.values():
         if not (name == "num_samples" and value is None):
             assert_refused({**states(), name: value}, match=name)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "world_size"])
-def test_a_wrong_batch_size_or_number_of_ranks_is_refused_or_another_cut(name: str) -> None:
-    """It says only how the rest was cut: nothing but a cursor or a StateError may come of it."""
+def test_an_invalid_batch_size_or_number_of_ranks_is_rejected_or_counts_as_another(name: str) -> None:
+    """The result is a cursor or a StateError."""
     for value in HOSTILE.values():
         state = {**write_state(Cursor(3, 5, 20), PLAIN), name: value}
         try:
@@ -248,14 +250,14 @@ def test_a_wrong_batch_size_or_number_of_ranks_is_refused_or_another_cut(name: s
         assert cursor.position == 20
 
 
-def test_an_object_that_says_it_equals_the_batch_size_is_not_it() -> None:
-    """The step of a state whose cut is not known cannot be trusted."""
+def test_an_object_that_equals_the_batch_size_is_not_it() -> None:
+    """The step of a state with an unknown batch size cannot be trusted."""
     state = {**write_state(Cursor(3, 5, 21), PLAIN), "batch_size": Agreeable(), "world_size": Agreeable()}
     assert_refused(state)
 
 
 @pytest.mark.parametrize("name", ["stream", "turn", "shares", "rows", "ended", "share"])
-def test_a_wrong_value_inside_a_stream_is_refused(name: str) -> None:
+def test_an_invalid_value_inside_the_state_of_an_iterable_dataset_is_rejected(name: str) -> None:
     """Each level of it is checked."""
     for value in HOSTILE.values():
         state = stream_states()
@@ -267,14 +269,14 @@ def test_a_wrong_value_inside_a_stream_is_refused(name: str) -> None:
             state["stream"]["shares"][1] = value
         else:
             state["stream"]["shares"][1][name] = value
-        is_good = (name == "ended" and value is True) or (name == "stream" and value is None)  # the latter: see below
+        is_good = (name == "ended" and value is True) or (name == "stream" and value is None)  # For the latter, see below.
         if not is_good:
             assert_refused(state, STREAMED)
 
 
 @pytest.mark.parametrize("how", ["missing", "nothing"])
-def test_a_state_of_a_stream_under_way_without_the_stream_is_refused(how: str) -> None:
-    """It was cut off: going on at the beginning would give everything again."""
+def test_a_state_in_mid_epoch_without_its_iterable_dataset_is_rejected(how: str) -> None:
+    """It is truncated: starting from the beginning would repeat everything."""
     state = stream_states()
     if how == "missing":
         del state["stream"]
@@ -284,27 +286,27 @@ def test_a_state_of_a_stream_under_way_without_the_stream_is_refused(how: str) -
 
 
 @pytest.mark.parametrize("missing", ["turn", "shares"])
-def test_a_stream_that_was_cut_off_is_refused(missing: str) -> None:
-    """A part of its place is no place."""
+def test_a_truncated_state_of_an_iterable_dataset_is_rejected(missing: str) -> None:
+    """An incomplete position is invalid."""
     state = stream_states()
     del state["stream"][missing]
     assert_refused(state, STREAMED, match=missing)
 
 
 @pytest.mark.parametrize("missing", ["rows", "ended"])
-def test_a_share_that_was_cut_off_is_refused(missing: str) -> None:
-    """The same for each worker's share."""
+def test_a_truncated_state_of_a_shard_is_rejected(missing: str) -> None:
+    """The same for the shard of each worker."""
     state = stream_states()
     del state["stream"]["shares"][0][missing]
     assert_refused(state, STREAMED, match=missing)
 
 
-def test_a_dict_that_is_no_state_is_refused() -> None:
+def test_another_dict_is_rejected() -> None:
     """Such as a checkpoint that contains the state under another name."""
     assert_refused({"a": 1}, match="state has no 'version', so it is not a state of infeed; pass")
 
 
-def test_another_version_is_refused_with_both_numbers() -> None:
+def test_another_version_is_rejected_with_both_numbers() -> None:
     """Older and newer."""
     for version in (0, 2, 10**9):
         assert_refused({**states(), "version": version}, match=rf"version={version}, .*reads version 1")
@@ -320,18 +322,18 @@ def test_another_version_is_refused_with_both_numbers() -> None:
     ],
 )
 def test_a_state_of_another_loader_shows_both_sides(name: str, theirs: str, ours: str) -> None:
-    """What the state has, what this loader has, and what to do."""
+    """The state's values, the loader's values, and the fix."""
     values: dict[str, Any] = {"order": "sequential", "length": 99, "num_samples": 50, "seed": 8}
     error = assert_refused({**states(), name: values[name]}, match=f"it has {name}={theirs}, this loader has {name}={ours}")
     assert "same dataset and options" in str(error)
 
 
-def test_all_that_differs_is_shown_at_once() -> None:
-    """Nobody wants to correct one after another."""
+def test_all_differences_are_shown_at_once() -> None:
+    """Users need not correct them one by one."""
     assert_refused({**states(), "length": 99, "seed": 8}, match=r"length=99, seed=8, this loader has length=100, seed=7")
 
 
-def test_a_position_beyond_the_epoch_is_refused_with_both_numbers() -> None:
+def test_a_position_beyond_the_epoch_is_rejected_with_both_numbers() -> None:
     """It is not of this dataset."""
     assert_refused({**states(), "position": 101}, match=r"position=101.*100")
     assert_refused(write_state(Cursor(0, 6, 24), identity(num_samples=20)), identity(num_samples=20), match=r"24.*20")
@@ -339,43 +341,43 @@ def test_a_position_beyond_the_epoch_is_refused_with_both_numbers() -> None:
 
 @pytest.mark.parametrize("order", ["sampler", "batch_sampler"])
 def test_a_sampler_may_yield_more_than_the_dataset_has(order: str) -> None:
-    """Its epoch is as long as it likes, whatever the length of the dataset."""
+    """Its epoch may have any length."""
     whose = identity(order=order)
     assert read_state(write_state(Cursor(0, 30, 120), whose), whose)[0].position == 120
 
 
 @pytest.mark.parametrize("ahead", [[4], [10**30], ["7"], [7, None], [7.0], [True], 7, {"7": 7}, list(range(5, 5000)), "79"])
-def test_wrong_steps_ahead_are_refused(ahead: Any) -> None:
-    """Earlier than the step, too many, or none."""
+def test_invalid_steps_ahead_are_rejected(ahead: Any) -> None:
+    """Below the step, too many, or none."""
     assert_refused({**states(), "ahead": ahead}, match="ahead")
 
 
-def test_steps_ahead_come_sorted_and_once() -> None:
+def test_steps_ahead_are_sorted_and_unique() -> None:
     """In whatever order they were written."""
     assert read_state({**states(), "ahead": [9, 7, 9]}, PLAIN)[0].ahead == (7, 9)
 
 
-def test_shares_of_other_workers_are_refused_with_both_numbers() -> None:
-    """Nobody else knows how the dataset would cut itself."""
+def test_shards_of_other_workers_are_rejected_with_both_numbers() -> None:
+    """Only the dataset knows how it shards itself."""
     whose = identity(order="stream", length=None, worker_count=3)
     assert_refused(stream_states(), whose, match=r"with 2 workers.* 3; use num_workers=2")
 
 
-def test_very_many_shares_are_refused_at_once() -> None:
-    """Too many are damage."""
+def test_too_many_shards_are_rejected_at_once() -> None:
+    """The state is damaged."""
     state = stream_states()
     state["stream"]["shares"] *= 50_000
     assert_refused(state, STREAMED, match="shares")
 
 
-def test_a_dict_with_ideas_of_its_own_is_no_danger() -> None:
-    """A subclass may override anything, and nothing of it is called."""
+def test_a_dict_subclass_is_harmless() -> None:
+    """It may override anything, and none of its methods is called."""
     assert read_state(Traps(states()), PLAIN) == read_state(states(), PLAIN)
 
 
 # --- fuzzing
 
-LONG = 10**4000  # the most that Hypothesis can show
+LONG = 10**4000  # The most that Hypothesis can show.
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.just(LONG) | st.floats() | st.text(max_size=20),
     lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=10), children, max_size=4),
@@ -387,7 +389,7 @@ NAMES = [*states(), "stream"]
 @given(JSON | st.dictionaries(st.sampled_from(NAMES), JSON))
 @settings(max_examples=150, deadline=1000)
 def test_any_json_is_a_cursor_or_a_state_error(value: Any) -> None:
-    """And nothing else, quickly."""
+    """Quickly."""
     for whose in (PLAIN, STREAMED):
         try:
             cursor, seed = read_state(value, whose)
@@ -399,7 +401,7 @@ def test_any_json_is_a_cursor_or_a_state_error(value: Any) -> None:
 
 @st.composite
 def mutations(draw: st.DrawFn) -> tuple[Any, Identity]:
-    """A valid state with one or several parts, at any depth, replaced, removed or added to."""
+    """Returns a valid state with one or several parts, at any depth, replaced, removed or added."""
     state, whose = draw(st.sampled_from([(states(), PLAIN), (stream_states(), STREAMED)]))
     state = json.loads(json.dumps(state))
     for _ in range(draw(st.integers(1, 3))):
@@ -426,7 +428,7 @@ def mutations(draw: st.DrawFn) -> tuple[Any, Identity]:
 @given(mutations())
 @settings(max_examples=300, deadline=1000)
 def test_any_mutation_of_a_state_is_a_cursor_or_a_state_error(mutation: tuple[Any, Identity]) -> None:
-    """And nothing else, quickly."""
+    """Quickly."""
     state, whose = mutation
     try:
         cursor, _ = read_state(state, whose)
@@ -436,7 +438,7 @@ def test_any_mutation_of_a_state_is_a_cursor_or_a_state_error(mutation: tuple[An
     assert read_state(write_state(cursor, whose), whose)[0] == cursor
 
 
-# --- the loader works on
+# --- the loader stays usable
 
 
 def loaders() -> dict[str, infeed.DataLoader]:
@@ -448,8 +450,8 @@ def loaders() -> dict[str, infeed.DataLoader]:
 
 
 @pytest.mark.parametrize("kind", loaders())
-def test_a_loader_works_on_after_a_bad_state(kind: str) -> None:
-    """In mid-epoch, where it was, with the state that it had; and the next epoch is as it would have been."""
+def test_a_loader_works_after_an_invalid_state(kind: str) -> None:
+    """It continues in mid-epoch with its own state; the next epoch is unaffected."""
     loader, untouched = loaders()[kind], loaders()[kind]
     expected = collected(untouched) + collected(untouched)
     iterator = iter(loader)
@@ -480,8 +482,8 @@ def test_a_loader_works_on_after_a_bad_state(kind: str) -> None:
         pytest.param(-(1 << 300), id="long, negative"),
     ],
 )
-def test_a_seed_that_a_loader_takes_its_state_may_have(seed: int) -> None:
-    """What is accepted at the door can be resumed."""
+def test_a_valid_seed_of_a_loader_is_valid_in_a_state(seed: int) -> None:
+    """Every accepted seed can be resumed."""
     try:
         loader = infeed.DataLoader(Squares(20), batch_size=4, shuffle=True, seed=seed)
     except infeed.ConfigError:
@@ -492,14 +494,14 @@ def test_a_seed_that_a_loader_takes_its_state_may_have(seed: int) -> None:
 
 
 class Underestimated(Stream):
-    """A stream that says how long it is, about."""
+    """An iterable dataset whose length is an estimate."""
 
     def __len__(self) -> int:
         return 10
 
 
-def test_a_stream_may_be_longer_than_it_says() -> None:
-    """Its length is a guess; where it stands is counted."""
+def test_an_iterable_dataset_may_be_longer_than_its_length() -> None:
+    """Its length is an estimate; its position is counted."""
     loader = infeed.DataLoader(Underestimated(20), batch_size=4, seed=3)
     iterator = iter(loader)
     for _ in range(4):
@@ -509,8 +511,8 @@ def test_a_stream_may_be_longer_than_it_says() -> None:
 
 
 @pytest.mark.parametrize("kind", loaders())
-def test_a_state_cut_off_anywhere_does_no_harm(kind: str) -> None:
-    """As a file that was not written to its end: the loader refuses it, or goes on."""
+def test_a_truncated_state_is_harmless(kind: str) -> None:
+    """As in an incomplete file: the loader rejects it, or continues."""
     loader, other = loaders()[kind], loaders()[kind]
     next(iter(other))
     fields = list(other.state_dict().items())
@@ -524,12 +526,12 @@ def test_a_state_cut_off_anywhere_does_no_harm(kind: str) -> None:
     assert len(collected(loader)) == 5
 
 
-def test_a_share_that_is_said_to_be_far_ends_with_the_stream() -> None:
-    """A number of elements that the stream does not have is read no further than the stream goes."""
+def test_a_shard_with_a_huge_position_ends_with_the_dataset() -> None:
+    """The dataset is read only to its end."""
     loader = loaders()["stream"]
     next(iter(loader))
     state = loader.state_dict()
-    state["stream"]["shares"][0]["rows"] = 400_000  # with 2**62 it would never come back
+    state["stream"]["shares"][0]["rows"] = 400_000  # With 2**62 it would never return.
 
     loader.load_state_dict(state)
     with assert_faster_than(0.5):
@@ -538,8 +540,8 @@ def test_a_share_that_is_said_to_be_far_ends_with_the_stream() -> None:
 
 
 @pytest.mark.process
-def test_the_last_epoch_that_a_state_may_have_can_be_loaded(forkserver: dict[str, Any]) -> None:
-    """An epoch that is accepted is one that can be iterated, and the one after it too."""
+def test_the_last_possible_epoch_of_a_state_can_be_loaded(forkserver: dict[str, Any]) -> None:
+    """An accepted epoch can be iterated, and the next one too."""
     with infeed.DataLoader(Squares(8), batch_size=4, seed=3, **forkserver) as loader:
         state = {**loader.state_dict(), "epoch": MOST}
         try:
@@ -547,6 +549,6 @@ def test_the_last_epoch_that_a_state_may_have_can_be_loaded(forkserver: dict[str
         except infeed.StateError:
             return
         counts = []
-        with suppress(struct.error):  # with its traceback it would hold the engine
+        with suppress(struct.error):  # Its traceback would reference the engine.
             counts = [len(collected(loader)) for _ in range(2)]
         assert counts == [2, 2]

@@ -1,4 +1,4 @@
-"""What workers note of themselves, read from the other side."""
+"""The status board: written by workers, read from the other side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infeed.workers.status import UNKNOWN, Cell, StatusBoard
 W0, W1 = WorkerId(0), WorkerId(1)
 
 
-def test_what_a_worker_notes_is_read_through_shared_memory() -> None:
+def test_the_status_of_a_worker_is_read_through_shared_memory() -> None:
     store = open_store()
     status_board = StatusBoard((W0, W1), store)
     status_board.clear(W1)
@@ -44,7 +44,7 @@ def test_what_a_worker_notes_is_read_through_shared_memory() -> None:
     store.close()
 
 
-def test_threads_share_a_board_in_their_own_memory() -> None:
+def test_threads_share_a_status_board_in_their_own_memory() -> None:
     status_board = StatusBoard((W0,), None)
     status_board.cell(W0).begin(TaskId(5))
     assert status_board.doing(W0).task == 5

@@ -1,4 +1,4 @@
-"""Frames over pipes: whole, in order, however the bytes are cut, without ever blocking the engine."""
+"""Frames over pipes: complete and in order, however the bytes are split, without ever blocking the engine."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ def joined(frames: list[bytes]) -> bytes:
 FRAMES = [b"", b"a", b"x" * 5000, b"\0\0\0\0"]
 
 
-def test_frames_arrive_whole_and_in_order_in_both_directions(channel: Channel) -> None:
+def test_frames_arrive_complete_and_in_order_in_both_directions(channel: Channel) -> None:
     """Empty ones too."""
     channel.link.send(FRAMES)
     assert [channel.end.receive() for _ in FRAMES] == FRAMES
@@ -77,8 +77,8 @@ def test_frames_arrive_whole_and_in_order_in_both_directions(channel: Channel) -
 
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=8), cuts=st.lists(st.integers(0, 2500), max_size=12))
 @settings(max_examples=100, deadline=None)
-def test_frames_may_be_cut_anywhere(frames: list[bytes], cuts: list[int]) -> None:
-    """In the middle of a length, of a frame or between two: what is cut here is put together there."""
+def test_frames_may_be_split_anywhere(frames: list[bytes], cuts: list[int]) -> None:
+    """In the middle of a length, of a frame or between two; the receiver joins the pieces."""
     data = joined(frames)
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     channel = open_channel()
@@ -94,8 +94,8 @@ def test_frames_may_be_cut_anywhere(frames: list[bytes], cuts: list[int]) -> Non
     assert received == frames
 
 
-def test_a_worker_puts_cut_frames_together_as_well(channel: Channel) -> None:
-    """Its end blocks until a frame is whole."""
+def test_a_worker_joins_split_frames_as_well(channel: Channel) -> None:
+    """Its end blocks until a frame is complete."""
     data = joined([b"abc", b"defg"])
     reader = threading.Thread(target=lambda: received.extend([channel.end.receive(), channel.end.receive()]))
     received: list[bytes] = []
@@ -107,13 +107,13 @@ def test_a_worker_puts_cut_frames_together_as_well(channel: Channel) -> None:
     assert received == [b"abc", b"defg"]
 
 
-def test_nothing_to_receive_is_nothing_received(channel: Channel) -> None:
+def test_receiving_from_an_empty_pipe_returns_nothing(channel: Channel) -> None:
     """The engine's end never waits."""
     assert channel.link.receive() == []
 
 
-def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipePoller) -> None:
-    """A worker that does not read delays no other, and gets everything, in order, once it does."""
+def test_unsent_bytes_of_a_full_pipe_are_queued(channel: Channel, poller: PipePoller) -> None:
+    """A worker that does not read delays no other, and gets everything in order once it does."""
     poller.add(channel.link)
     frames = [bytes([number % 256]) * 10_000 for number in range(300)]
     for frame in frames:
@@ -132,20 +132,20 @@ def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: PipeP
 
 
 @pytest.mark.linux("sets the size of a pipe")
-def test_a_pipe_that_is_too_small_is_made_larger(channel: Channel) -> None:
-    """What is kept goes out only when the engine is asked for a batch, and meanwhile the worker has nothing to do."""
+def test_a_pipe_that_is_too_small_is_enlarged(channel: Channel) -> None:
+    """Queued bytes are sent only when a batch is requested, and meanwhile the worker has nothing to do."""
     channel.link.send([b"x" * 800_000])
     assert not channel.link.has_outgoing
     assert channel.end.receive() == b"x" * 800_000
 
-    channel.end.send(b"y" * 800_000)  # would wait for a reader
+    channel.end.send(b"y" * 800_000)  # It would wait for a reader.
     received: list[bytes] = []
     while not received:
         received = channel.link.receive()
     assert received == [b"y" * 800_000]
 
 
-def test_a_worker_may_wait_for_a_while_only(channel: Channel) -> None:
+def test_a_worker_may_wait_with_a_timeout(channel: Channel) -> None:
     for timeout_s in (0.0, 0.001):
         with pytest.raises(TimeoutError):
             channel.end.receive(timeout_s)
@@ -154,8 +154,8 @@ def test_a_worker_may_wait_for_a_while_only(channel: Channel) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 16, MIB, 5 * MIB], ids=["64 KiB", "1 MiB", "5 MiB"])
-def test_a_large_frame_arrives_whole(channel: Channel, poller: PipePoller, size: int) -> None:
-    """Many times the size of a pipe, while both sides are at work."""
+def test_a_large_frame_arrives_complete(channel: Channel, poller: PipePoller, size: int) -> None:
+    """Many times the size of a pipe, while both sides work."""
     frame = os.urandom(1024) * (size // 1024)
     poller.add(channel.link)
     writer = threading.Thread(target=lambda: [channel.end.send(one) for one in (frame, b"end")])
@@ -170,7 +170,7 @@ def test_a_large_frame_arrives_whole(channel: Channel, poller: PipePoller, size:
 
 
 def test_the_end_of_a_worker_comes_after_its_last_message(channel: Channel, poller: PipePoller) -> None:
-    """Results come before deaths."""
+    """Results are handled before deaths."""
     poller.add(channel.link)
     channel.end.send(b"last")
     channel.close_worker()
@@ -183,8 +183,8 @@ def test_the_end_of_a_worker_comes_after_its_last_message(channel: Channel, poll
     poller.remove(channel.link)
 
 
-def test_a_frame_that_was_begun_and_never_ended_is_an_end(channel: Channel) -> None:
-    """A worker that is killed in the middle of a word has not said it."""
+def test_an_incomplete_frame_is_an_end(channel: Channel) -> None:
+    """A worker was killed while it wrote."""
     os.write(channel.worker_write, joined([b"whole", b"half"])[:-2])
     channel.close_worker()
 
@@ -194,7 +194,7 @@ def test_a_frame_that_was_begun_and_never_ended_is_an_end(channel: Channel) -> N
 
 
 def test_the_end_of_the_engine_reaches_the_worker(channel: Channel) -> None:
-    """After what was sent before."""
+    """After the messages that were sent before."""
     channel.link.send([b"last"])
     channel.link.close()
 
@@ -203,8 +203,8 @@ def test_the_end_of_the_engine_reaches_the_worker(channel: Channel) -> None:
         channel.end.receive()
 
 
-def test_sending_to_a_worker_that_is_gone_is_silent(channel: Channel, poller: PipePoller) -> None:
-    """Its end is heard by receiving; nothing is kept for it."""
+def test_sending_to_a_dead_worker_is_silent(channel: Channel, poller: PipePoller) -> None:
+    """Receiving reports its end; nothing is queued for it."""
     poller.add(channel.link)
     channel.close_worker()
 
@@ -216,8 +216,8 @@ def test_sending_to_a_worker_that_is_gone_is_silent(channel: Channel, poller: Pi
     poller.remove(channel.link)
 
 
-def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, poller: PipePoller) -> None:
-    """The wait does not spin over an unread pipe."""
+def test_queued_bytes_for_a_dead_worker_are_dropped(channel: Channel, poller: PipePoller) -> None:
+    """The wait does not busy-loop on an unread pipe."""
     poller.add(channel.link)
     channel.link.send([b"x" * 3 * MIB])
     assert channel.link.has_outgoing
@@ -229,8 +229,8 @@ def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, polle
     poller.remove(channel.link)
 
 
-def test_a_wait_ends_by_a_wake_up(poller: PipePoller) -> None:
-    """From another thread or from before; each wake-up ends one wait, and many are as good as one."""
+def test_a_wake_up_ends_a_wait(poller: PipePoller) -> None:
+    """From another thread or earlier; each wake-up ends one wait, and several count once."""
     for _ in range(3):
         poller.wake()
     assert poller.wait(None) == []
@@ -241,7 +241,7 @@ def test_a_wait_ends_by_a_wake_up(poller: PipePoller) -> None:
     thread.join()
 
 
-def test_a_wait_ends_with_its_time(poller: PipePoller, channel: Channel) -> None:
+def test_a_wait_ends_after_its_timeout(poller: PipePoller, channel: Channel) -> None:
     """Without messages, nothing is returned. Repeated short waits must not keep a core busy."""
     poller.add(channel.link)
 
@@ -252,23 +252,23 @@ def test_a_wait_ends_with_its_time(poller: PipePoller, channel: Channel) -> None
     poller.remove(channel.link)
 
 
-@pytest.mark.parametrize("timeout_s", [float("inf"), 1e9], ids=["for ever", "thirty years"])
-def test_a_very_long_time_is_no_error(poller: PipePoller, timeout_s: float) -> None:
-    """As an option, such a timeout means what it says; poll takes 32 bits of milliseconds."""
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e9], ids=["forever", "thirty years"])
+def test_a_very_long_timeout_is_valid(poller: PipePoller, timeout_s: float) -> None:
+    """Such a timeout works as an option; poll takes 32 bits of milliseconds."""
     poller.wake()
 
     assert poller.wait(timeout_s) == []
 
 
-def test_waking_and_closing_after_close_are_silent(poller: PipePoller) -> None:
-    """A loader may be closed from another thread at any time."""
+def test_wake_up_and_close_after_close_are_silent(poller: PipePoller) -> None:
+    """Another thread may close a loader at any time."""
     poller.close()
     poller.wake()
     poller.close()
 
 
 def test_all_links_with_messages_are_returned(poller: PipePoller) -> None:
-    """And those without are not."""
+    """No others."""
     channels = [open_channel() for _ in range(3)]
     try:
         for channel in channels:

@@ -1,4 +1,4 @@
-"""Frames over connections of ``multiprocessing``, as on Windows: whole, in order, and without ever blocking the engine."""
+"""Frames over connections of ``multiprocessing``, as on Windows: complete and in order, without ever blocking the engine."""
 
 import os
 import sys
@@ -47,7 +47,7 @@ def channel(poller: ConnectionPoller) -> Iterator[Channel]:
     made.close_worker()
 
 
-def test_frames_arrive_whole_and_in_order_in_both_directions(channel: Channel) -> None:
+def test_frames_arrive_complete_and_in_order_in_both_directions(channel: Channel) -> None:
     frames = [b"a", b"x" * 5000, b"\0\0\0\0"]
     channel.link.send(frames)
     assert [channel.end.receive() for _ in frames] == frames
@@ -58,8 +58,8 @@ def test_frames_arrive_whole_and_in_order_in_both_directions(channel: Channel) -
 
 
 @pytest.mark.parametrize("frames", [FRAMES, [os.urandom(1024) * 5 * 1024, b"end"]], ids=["many", "5 MiB"])
-def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: ConnectionPoller, frames: list[bytes]) -> None:
-    """A worker that does not read holds up nobody, and gets everything, in order, once it does."""
+def test_unsent_frames_of_a_full_pipe_are_queued(channel: Channel, poller: ConnectionPoller, frames: list[bytes]) -> None:
+    """A worker that does not read delays no other, and gets everything in order once it does."""
     for frame in frames:
         channel.link.send([frame])
     assert channel.link.has_outgoing
@@ -75,8 +75,8 @@ def test_a_full_pipe_keeps_what_it_does_not_take(channel: Channel, poller: Conne
     assert received == frames
 
 
-def test_what_is_kept_goes_out_during_one_wait(channel: Channel, poller: ConnectionPoller) -> None:
-    """One that has no time limit: the answer ends it."""
+def test_queued_frames_are_sent_during_one_wait(channel: Channel, poller: ConnectionPoller) -> None:
+    """A wait without a timeout: the reply ends it."""
     channel.link.send(FRAMES)
 
     def work() -> None:
@@ -93,7 +93,7 @@ def test_what_is_kept_goes_out_during_one_wait(channel: Channel, poller: Connect
 
 
 def test_a_link_with_unsent_frames_closes(channel: Channel, poller: ConnectionPoller) -> None:
-    """At once; whatever is sent afterwards is dropped."""
+    """At once; later frames are dropped."""
     channel.link.send(FRAMES)
     poller.remove(channel.link)
     channel.link.close()
@@ -101,7 +101,7 @@ def test_a_link_with_unsent_frames_closes(channel: Channel, poller: ConnectionPo
     assert not channel.link.has_outgoing
 
 
-def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, poller: ConnectionPoller) -> None:
+def test_queued_frames_for_a_dead_worker_are_dropped(channel: Channel, poller: ConnectionPoller) -> None:
     channel.link.send(FRAMES)
     channel.close_worker()
 
@@ -109,10 +109,10 @@ def test_what_was_kept_for_a_worker_that_dies_is_dropped(channel: Channel, polle
     assert not channel.link.has_outgoing
     with pytest.raises(EOFError):
         channel.link.receive()
-    channel.link.send(FRAMES)  # silent, as its end is heard by receiving
+    channel.link.send(FRAMES)  # Silent: receiving reports its end.
 
 
-def test_many_wake_ups_are_as_good_as_one(poller: ConnectionPoller) -> None:
+def test_several_wake_ups_count_once(poller: ConnectionPoller) -> None:
     """Also if nothing waits meanwhile: they never block."""
     for _ in range(100_000):
         poller.wake()

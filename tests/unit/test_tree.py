@@ -1,4 +1,4 @@
-"""Samples as trees: taken apart into columns and put together again."""
+"""Samples as trees: split into columns and rebuilt."""
 
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ class Computed:
 
 
 class Params(UserDict[str, Any]):
-    """A mapping that can be made from a dict."""
+    """A mapping that can be created from a dict."""
 
 
 class Fussy(Mapping[str, Any]):
@@ -58,7 +58,7 @@ class Fussy(Mapping[str, Any]):
 
 
 class MyList(list[Any]):
-    """A subclass is the user's own type: a leaf."""
+    """A subclass is a user-defined type: a leaf."""
 
 
 class MyTuple(tuple[Any, ...]):
@@ -98,7 +98,7 @@ def split(samples: list[Any]) -> list[Column]:
 
 @pytest.mark.parametrize(("make", "joined", "paths"), TREES.values(), ids=TREES)
 def test_a_tree_of_samples_becomes_a_tree_of_columns(make: Callable[[Any, Any], Any], joined: Any, paths: list[str]) -> None:
-    """One column per leaf, left to right, and the batch is built of the same containers as the samples."""
+    """One column per leaf, left to right, and the batch has the containers of the samples."""
     samples = [make("a0", "b0"), make("a1", "b1"), make("a2", "b2")]
     node = structure_of(samples[0])
     columns = split(samples)
@@ -113,18 +113,18 @@ def test_a_tree_of_samples_becomes_a_tree_of_columns(make: Callable[[Any, Any], 
     assert type(batch) is type(joined)
 
 
-def test_columns_hold_the_values_in_order() -> None:
-    """The order of samples, leaf by leaf."""
+def test_columns_keep_the_order_of_samples() -> None:
+    """Leaf by leaf."""
     assert list(map(list, split([{"x": 1, "y": (2, 3)}, {"x": 4, "y": (5, 6)}]))) == [[1, 4], [2, 5], [3, 6]]
 
 
-def test_keys_may_come_in_any_order() -> None:
-    """Two dicts with the same keys are the same structure."""
+def test_keys_may_have_any_order() -> None:
+    """Two dicts with the same keys have the same structure."""
     assert list(map(list, split([{"a": 1, "b": 2}, {"b": 4, "a": 3}]))) == [[1, 3], [2, 4]]
 
 
-def test_a_record_is_built_without_calling_its_constructor() -> None:
-    """What __post_init__ computed per sample is a column like the others."""
+def test_a_dataclass_is_built_without_calling_its_constructor() -> None:
+    """Attributes computed by __post_init__ are columns like the others."""
     samples = [Computed(1), Computed(5)]
     node = structure_of(samples[0])
 
@@ -135,7 +135,7 @@ def test_a_record_is_built_without_calling_its_constructor() -> None:
 
 
 def test_equal_structures_are_equal_and_hash_alike() -> None:
-    """Workers know a layout by its value."""
+    """Workers compare layouts by value."""
     one, other = structure_of({"a": (1, [2])}), structure_of({"a": ("x", [None])})
 
     assert one == other
@@ -163,17 +163,17 @@ MISMATCHES: dict[str, tuple[list[Any], tuple[str, int, str, str]]] = {
 }
 
 
-@pytest.mark.parametrize(("samples", "told"), MISMATCHES.values(), ids=MISMATCHES)
-def test_a_mismatch_is_reported_with_path_row_and_both_sides(samples: list[Any], told: tuple[str, int, str, str]) -> None:
-    """The user reads where in the sample it is, which sample, what was expected and what was found."""
+@pytest.mark.parametrize(("samples", "expected"), MISMATCHES.values(), ids=MISMATCHES)
+def test_a_mismatch_is_reported_with_path_row_and_both_sides(samples: list[Any], expected: tuple[str, int, str, str]) -> None:
+    """The user sees the path in the sample, the sample, and the expected and actual structure."""
     with pytest.raises(StructureMismatch) as caught:
         split(samples)
 
-    assert (caught.value.path, caught.value.row, caught.value.expected, caught.value.found) == told
+    assert (caught.value.path, caught.value.row, caught.value.expected, caught.value.found) == expected
 
 
-def test_taking_samples_apart_leaves_them_as_they_are() -> None:
-    """A defaultdict does not get keys by being asked."""
+def test_splitting_samples_does_not_change_them() -> None:
+    """A defaultdict gets no new keys."""
     sample: defaultdict[str, list[int]] = defaultdict(list, a=[1])
     with pytest.raises(StructureMismatch):
         split([defaultdict(list, b=[2]), sample])

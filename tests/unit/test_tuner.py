@@ -1,4 +1,4 @@
-"""The tuner on machines that are not there: it comes to the best number of workers, by few steps, and stays."""
+"""The tuner on simulated machines: it reaches the best number of workers in few steps, and stays there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from infeed.autotune.tuner import Reading, Tuner, WorkerLimits
 from tests.unit.simulated_machine import Simulation, Work
 
-# Readings, of a tenth of a second: by then it has come to rest...
+# Readings, of a tenth of a second: by then it has settled...
 REST = 150
-# ...and so long it is watched.
+# ...and is observed for this long.
 LONG = 400
 GOOD = 0.95
 MOST_CHANGES = 12
@@ -31,7 +31,7 @@ def simulate(work: Work, readings: int = LONG, **options: Any) -> Simulation:
 
 @st.composite
 def works(draw: st.DrawFn) -> Work:
-    """Work that computes, that waits, that does some of both; with a loop that is slow, fast, or does nothing at all."""
+    """CPU-bound, I/O-bound and mixed work; with a loop that is slow, fast, or has no step."""
     whole_s = 10 ** draw(st.floats(-3.5, -1.5))
     computing = draw(st.sampled_from([1.0, 0.02]) | st.floats(0.1, 0.9))
     cores = draw(st.sampled_from([1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0]))
@@ -49,9 +49,9 @@ def works(draw: st.DrawFn) -> Work:
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(work=works(), seed=st.integers(0, 1000))
-def test_it_comes_near_the_best_by_few_steps(work: Work, seed: int) -> None:
-    """Whatever the work is: within a tenth of the best number there is, where single batches can be measured."""
-    # Where rates go up and down by more than there is to gain, it cannot be told from chance: one run in a thousand goes wrong.
+def test_it_comes_close_to_the_best_number_in_few_steps(work: Work, seed: int) -> None:
+    """For any work: within a tenth of the best number, if single batches can be measured."""
+    # If rates vary by more than the possible gain, it cannot be distinguished from chance: one run in a thousand goes wrong.
     runs = sorted((simulate(work, REST, seed=seed + number) for number in range(3)), key=lambda run: run.share_of_best)
 
     assert runs[1].share_of_best >= 0.9 - 0.15 * work.noise, runs[1].changes
@@ -61,41 +61,41 @@ def test_it_comes_near_the_best_by_few_steps(work: Work, seed: int) -> None:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(work=works())
-def test_once_at_rest_it_stays(work: Work) -> None:
-    """Nothing is tried over and over."""
+def test_it_stays_settled(work: Work) -> None:
+    """Nothing is tried repeatedly."""
     run = simulate(Work(**{**work.__dict__, "noise": 0.0}))
 
     assert [at for at in run.change_times if at > REST] == []
     assert run.tuner.is_settled
 
 
-def test_a_loop_that_waits_now_and_then_is_not_said_to_be_tuned_for_ever() -> None:
-    """Every other look it waits, for single slow samples: too often to rest, and too seldom to try something."""
+def test_a_loop_that_waits_occasionally_settles() -> None:
+    """Every other reading has a wait for a single slow sample: too often to rest, and too rarely to try something."""
     tuner = Tuner(WorkerLimits(8.0, 16))
     sums = dict.fromkeys(("batches", "waited", "away", "busy"), 0)
     for number in range(40):
         waited = 50_000_000 * (number % 2)
         for name, more in (("batches", 10), ("waited", waited), ("away", 120_000_000 - waited), ("busy", 50_000_000)):
             sums[name] += more
-        told = Reading(
+        reading = Reading(
             sums["waited"] + sums["away"], sums["batches"], 32 * sums["batches"], sums["waited"], sums["away"], sums["busy"],
             sums["busy"] // 2, tuner.count, tuner.count,
         )  # fmt: skip
-        assert tuner.consider(told) is None
+        assert tuner.consider(reading) is None
     assert tuner.is_settled
 
 
-def test_samples_that_take_a_minute_are_tuned_for_too() -> None:
-    """No sample arrives between two looks, so that there is no rate to compare with."""
+def test_samples_of_a_minute_are_tuned_for_too() -> None:
+    """No sample arrives between two readings, so there is no rate to compare with."""
     assert simulate(Work(compute_s=0.001, wait_s=60, cores=16), 2000).count > 1
 
 
-def test_it_says_whether_it_still_tries_something() -> None:
+def test_it_reports_whether_it_is_still_searching() -> None:
     run = Simulation(Work(cores=16), WorkerLimits(16.0, 64))
     assert not run.tuner.is_settled
     while not run.changes:
         run.run(1)
-    assert not run.tuner.is_settled  # the step has to prove itself
+    assert not run.tuner.is_settled  # The step is being judged.
     run.run(REST)
     assert run.tuner.is_settled
     run.become(compute_s=10 * run.work.compute_s, wait_s=10 * run.work.compute_s)
@@ -115,39 +115,39 @@ def test_it_says_whether_it_still_tries_something() -> None:
     ],
     ids=["cores", "many cores", "one core", "as the loop needs", "slow loop"],
 )
-def test_workers_that_compute_are_as_many_as_are_needed_and_no_more_than_cores(work: Work, count: int) -> None:
-    """Beyond that they only take the processor from each other."""
+def test_cpu_bound_workers_are_as_many_as_needed_and_at_most_as_many_as_cores(work: Work, count: int) -> None:
+    """More would only compete for cores."""
     run = simulate(work)
 
     assert run.count == count
     assert max([change.worker_count for change in run.changes], default=0) <= work.cores
 
 
-def test_the_first_step_comes_soon_and_goes_all_the_way() -> None:
+def test_the_first_step_is_early_and_large() -> None:
     """Epochs are short: after half a second all cores work."""
     run = simulate(Work(cores=16), 6)
 
     assert run.count == 16
 
 
-def test_workers_that_wait_may_be_more_than_the_cores() -> None:
-    """Until the disk has enough of them."""
+def test_io_bound_workers_may_exceed_the_cores() -> None:
+    """Until the disk is the bottleneck."""
     run = simulate(Work(compute_s=0.0001, wait_s=0.02, cores=2, io_limit=10), most=64)
 
     assert 10 <= run.count <= 20
     assert run.share_of_best >= GOOD
 
 
-def test_no_more_than_the_user_allows() -> None:
-    """Their number is the most, whatever could be gained."""
+def test_the_users_maximum_is_respected() -> None:
+    """Whatever could be gained."""
     run = simulate(Work(compute_s=0.0001, wait_s=0.02), most=5)
 
     assert max(change.worker_count for change in run.changes) == 5
 
 
 @pytest.mark.parametrize(("computing", "most"), [(1.0, 2), (0.5, 4), (0.25, 8)])
-def test_a_budget_of_cores_is_kept_whatever_could_be_gained(computing: float, most: int) -> None:
-    """Two of eight cores: so many workers as use them up."""
+def test_the_limit_of_cores_is_respected(computing: float, most: int) -> None:
+    """Two of eight cores: as many workers as use them up."""
     work = Work(compute_s=0.01 * computing, wait_s=0.01 * (1 - computing), cores=8)
 
     run = simulate(work, limit=2.0, is_strict=True)
@@ -156,8 +156,8 @@ def test_a_budget_of_cores_is_kept_whatever_could_be_gained(computing: float, mo
     assert max([change.worker_count for change in run.changes], default=0) <= most
 
 
-def test_no_more_than_there_is_memory_for() -> None:
-    """A process that the kernel kills for memory is no help."""
+def test_available_memory_is_respected() -> None:
+    """A process that the OOM killer ends is no help."""
     run = simulate(Work(cores=16, worker_bytes=1 << 30), free_bytes=6 << 30)
 
     assert run.count == 6
@@ -170,19 +170,19 @@ def test_no_more_than_there_is_memory_for() -> None:
         ({"worker_bytes": 1 << 30}, {"free_bytes": 6 << 30, "is_budget": True}, "memory_limit"),
         ({"worker_bytes": 1 << 30}, {"free_bytes": 60 << 30}, ""),
         ({}, {"limit": 2.0, "is_strict": True, "has_more": True}, "cores"),
-        ({}, {"limit": 2.0, "is_strict": True}, ""),  # there are no others that a larger limit would allow
+        ({}, {"limit": 2.0, "is_strict": True}, ""),  # There are no other reasons that a larger limit would remove.
         ({"compute_s": 0.001, "wait_s": 0.009}, {"limit": 0.5, "is_strict": True, "has_more": True}, "cores"),
         ({}, {"most": 4}, ""),
         ({"io_limit": 3.0, "compute_s": 0.0, "wait_s": 0.01}, {"limit": 8.0, "is_strict": True, "has_more": True}, ""),
         ({"away_s": 0.02}, {"free_bytes": 6 << 30}, ""),
     ],
 )
-def test_it_knows_what_allows_no_more(changes: dict[str, Any], options: dict[str, Any], bound: str) -> None:
+def test_it_reports_the_limiting_resource(changes: dict[str, Any], options: dict[str, Any], bound: str) -> None:
     assert simulate(Work(**{"cores": 16, **changes}), **options).tuner.bound == bound
 
 
-def test_fewer_when_memory_runs_out() -> None:
-    """Somebody else needs it: workers leave before the kernel takes them."""
+def test_workers_are_removed_when_memory_runs_out() -> None:
+    """Another process needs it: workers end before the OOM killer strikes."""
     run = simulate(Work(cores=16, worker_bytes=1 << 30), free_bytes=20 << 30)
     assert run.count == 16
     run.free_bytes = 8 << 30
@@ -195,7 +195,7 @@ def test_fewer_when_memory_runs_out() -> None:
 
 @pytest.mark.parametrize("away_s", [0.0, 0.003, 0.012])
 def test_a_pause_of_the_loop_changes_nothing(away_s: float) -> None:
-    """It saves its model, and comes back."""
+    """The loop saves its model and continues."""
     run = simulate(Work(cores=4, away_s=away_s), REST)
     settled, changes = run.count, len(run.changes)
     for _ in range(5):
@@ -205,8 +205,8 @@ def test_a_pause_of_the_loop_changes_nothing(away_s: float) -> None:
     assert (run.count, len(run.changes)) == (settled, changes)
 
 
-def test_a_pause_does_not_spoil_a_step_that_is_being_judged() -> None:
-    """The loop gave its first batches to a check of its own, say, just when there were more workers."""
+def test_a_pause_does_not_distort_the_judgment_of_a_step() -> None:
+    """For example, the loop validates its first batches just when workers were added."""
     run = simulate(Work(cores=16), 8)
     assert run.count == 16
     run.pause(60)
@@ -216,7 +216,7 @@ def test_a_pause_does_not_spoil_a_step_that_is_being_judged() -> None:
 
 
 def test_a_burst_of_slow_samples_changes_nothing() -> None:
-    """Half a second of them is gone before more workers were there."""
+    """Half a second passes before workers could be added."""
     run = simulate(Work(cores=8, away_s=0.004), REST)
     settled, changes = run.count, len(run.changes)
     for _ in range(5):
@@ -229,7 +229,7 @@ def test_a_burst_of_slow_samples_changes_nothing() -> None:
 
 
 def test_changed_work_is_measured_again() -> None:
-    """What brought nothing for one kind of samples may bring much for another: files instead of a cache, say."""
+    """More workers may help with new samples, for example from files instead of a cache."""
     run = simulate(Work(compute_s=0.01, cores=4), REST, most=64)
     assert run.count == 4
     run.become(compute_s=0.0005, wait_s=0.04)
@@ -242,8 +242,8 @@ def test_changed_work_is_measured_again() -> None:
     assert run.count <= 4
 
 
-def test_a_step_is_not_judged_by_a_loop_that_has_become_slower() -> None:
-    """Validation begins just when there are more workers, say: that is no loss that they brought."""
+def test_a_step_is_not_judged_by_a_slower_loop() -> None:
+    """For example, validation begins just when workers were added: they caused no loss."""
     run = simulate(Work(wait_s=0.04, compute_s=0.001, away_s=0.002, cores=16), 9, most=64)
     assert len(run.changes) == 1
     run.become(away_s=0.03)
@@ -253,7 +253,7 @@ def test_a_step_is_not_judged_by_a_loop_that_has_become_slower() -> None:
 
 
 def test_a_loop_that_hardly_waits_needs_no_more_workers() -> None:
-    """Three looks in a row at which it waited are no reason, if it did not at most of those before."""
+    """Three readings in a row with a wait are no reason if most earlier ones had none."""
     tuner = Tuner(WorkerLimits(cores=16, most_workers=64))
     at = waited = 0
     for step, share in enumerate([0.0, 0.0, *[0.0, 0.0, 0.06] * 3, 0.06, 0.06]):
@@ -261,7 +261,7 @@ def test_a_loop_that_hardly_waits_needs_no_more_workers() -> None:
         assert tuner.consider(Reading(at, step * 10, step * 40, waited, at - waited, 2 * at, 2 * at, 2, 2)) is None
 
 
-def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
+def test_workers_that_could_not_be_started_are_not_requested_again() -> None:
     """The system has an unknown limit."""
     limits = WorkerLimits(cores=16, most_workers=64)
     tuner, asked = Tuner(limits), []
@@ -275,7 +275,7 @@ def test_workers_that_could_not_be_started_are_not_asked_for_again() -> None:
 
 
 def test_every_change_is_explained() -> None:
-    """In a sentence for the log, with figures."""
+    """A sentence for the log, with figures."""
     run = simulate(Work(cores=4), 10)
 
     assert [change.why for change in run.changes] == [

@@ -1,4 +1,4 @@
-"""The order in which a worker does things: in turn, but what it holds is placed first."""
+"""The order in which a worker handles messages: in sequence, except that held samples are placed first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DROP = DropTask(TaskId(2))
 
 
 class Desk:
-    """What a worker has: an inbox, and samples that it holds."""
+    """A worker's inbox and held samples."""
 
     def __init__(self, *messages: object) -> None:
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -49,13 +49,13 @@ def placing_threads() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "infeed:placing"]
 
 
-def test_one_thing_after_another() -> None:
+def test_messages_are_handled_in_sequence() -> None:
     desk = Desk("a", PLACE, "b")
     assert [desk.turns.next() for _ in range(3)] == ["a", PLACE, "b"]
 
 
-def test_what_is_held_is_placed_before_what_was_sent_ahead() -> None:
-    """And then all else, in its order."""
+def test_held_samples_are_placed_before_queued_tasks() -> None:
+    """Then everything else, in order."""
     desk = Desk("a", "b", DROP, "c", PLACE, "d")
     desk.held = 2
     assert [desk.turns.next(), desk.turns.next()] == [DROP, PLACE]
@@ -63,8 +63,8 @@ def test_what_is_held_is_placed_before_what_was_sent_ahead() -> None:
     assert [desk.turns.next() for _ in range(4)] == ["a", "b", "c", "d"]
 
 
-def test_while_the_worker_is_at_something_else_a_thread_places_what_is_held() -> None:
-    """It stops when nothing is held, and what it heard besides is done in turn."""
+def test_a_thread_places_held_samples_while_the_worker_is_busy() -> None:
+    """It stops when no samples are held, and other messages it received are handled in order."""
     desk = Desk("a", "b")
     desk.held = 1
     assert desk.turns.next() == "a"
@@ -78,7 +78,7 @@ def test_while_the_worker_is_at_something_else_a_thread_places_what_is_held() ->
     wait_until(lambda: not placing_threads(), "its end")
 
 
-def test_a_read_error_of_the_thread_is_raised_in_its_turn() -> None:
+def test_a_read_error_of_the_thread_is_raised_in_order() -> None:
     desk = Desk("a")
     desk.held = 1
     assert desk.turns.next() == "a"
@@ -101,7 +101,7 @@ def test_the_thread_leaves_the_end_of_the_channel_to_the_worker() -> None:
     wait_until(lambda: not placing_threads(), "its end")
 
 
-def test_the_thread_keeps_out_of_what_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_is_not_used_for_short_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infeed.workers.loop.LONG_S", DEADLINE_S)
     desk = Desk("a", "b", "c")
     desk.held = 1

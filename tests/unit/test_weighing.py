@@ -50,8 +50,8 @@ def test_a_large_list_is_found_by_its_path() -> None:
     ],
     ids=["slots", "dict", "tuples", "mixed", "array"],
 )
-def test_kinds_of_heavy_things(dataset: Any, what: str) -> None:
-    """Each in its words."""
+def test_kinds_of_large_objects(dataset: Any, what: str) -> None:
+    """Each has its description."""
     assert [one.what for one in find_heavy(dataset, "dataset")] == [what]
 
 
@@ -83,12 +83,12 @@ class StaysHome(Files):
     ids=["small", "modules", "not plain", "one object", "cached ints", "left out", "small array"],
 )
 def test_small_or_unpicklable_objects_are_not_reported(dataset: Any) -> None:
-    """A warning without gain is a nuisance. (Of a list of one object pointers are left, eight bytes each.)"""
+    """A warning without gain is a nuisance. (A list of one object stores only pointers, eight bytes each.)"""
     assert find_heavy(dataset, "dataset") == []
 
 
 def test_shared_objects_are_not_reported() -> None:
-    """That is what the advice was."""
+    """They need no advice."""
     dataset = Files(100_000)
     dataset.samples = infeed.share(dataset.samples)
 
@@ -96,7 +96,7 @@ def test_shared_objects_are_not_reported() -> None:
 
 
 def test_the_search_is_bounded() -> None:
-    """However deep and wide a dataset is, and if it holds itself."""
+    """For any depth and width of a dataset, and if it contains itself."""
     loop: list[Any] = []
     loop.append(loop)
     wide = [[Files(0) for _ in range(60)] for _ in range(60)]
@@ -108,18 +108,20 @@ def test_the_search_is_bounded() -> None:
         assert find_heavy(dataset, "dataset") == []
 
 
-def told(caplog: pytest.LogCaptureFixture, dataset: Any, workers: int, available: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def logged(
+    caplog: pytest.LogCaptureFixture, dataset: Any, workers: int, available: int, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     monkeypatch.setattr(search, "available_bytes", lambda: available)
     with caplog.at_level(logging.INFO, "infeed"):
         advise(dataset, [1 << 30], workers)
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_the_words(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Path, what it is, what it costs, what to do; a warning, because 4 times 80 MB is more than 5 % of 2 GB."""
+def test_the_message_for_a_list(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Path, type, cost, fix; a warning, because 4 times 80 MB is more than 5% of 2 GB."""
     size = find_heavy(Files(1_000_000), "dataset")[0].size
 
-    assert told(caplog, Files(1_000_000), 4, 2_000_000_000, monkeypatch) == [
+    assert logged(caplog, Files(1_000_000), 4, 2_000_000_000, monkeypatch) == [
         (
             "WARNING",
             f"dataset.samples is a list of 1,000,000 str, about {format_bytes(size)} in each of 4 workers; "
@@ -128,27 +130,27 @@ def test_the_words(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_the_words_for_an_array(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers share a copy already, so it is only worth a word; the size of one copy is what counts."""
-    assert told(caplog, [np.zeros(5_000_000)], 4, 1 << 40, monkeypatch) == [
+def test_the_message_for_an_array(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers already share a copy, so it is only logged as info; the size of one copy counts."""
+    assert logged(caplog, [np.zeros(5_000_000)], 4, 1 << 40, monkeypatch) == [
         ("INFO", "dataset[0] is an array of float64, 38.1 MiB, copied once for 4 workers; infeed.share(...) avoids the copy")
     ]
     caplog.clear()
-    assert told(caplog, [np.zeros(5_000_000)], 4, 1 << 28, monkeypatch)[0][0] == "WARNING"
+    assert logged(caplog, [np.zeros(5_000_000)], 4, 1 << 28, monkeypatch)[0][0] == "WARNING"
 
 
 @pytest.mark.parametrize(("workers", "level"), [(1, "INFO"), (40, "WARNING")])
-def test_a_warning_only_if_much_is_lost(
+def test_there_is_a_warning_only_if_much_is_lost(
     workers: int, level: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight megabytes are nothing; forty times eight are more than 256 MB."""
-    ((found, message),) = told(caplog, Files(100_000), workers, 1 << 40, monkeypatch)
+    """8 MB are logged as info; 40 times 8 MB are more than 256 MB."""
+    ((found, message),) = logged(caplog, Files(100_000), workers, 1 << 40, monkeypatch)
 
     assert found == level
     assert f"in each of {workers} worker{'s' if workers > 1 else ''};" in message
 
 
-def test_a_small_pickle_is_not_looked_into(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_pickle_is_not_examined(caplog: pytest.LogCaptureFixture) -> None:
     """Most datasets are small: they pay nothing."""
     with caplog.at_level(logging.INFO, "infeed"):
         advise(Files(100_000), [1000, 1000], 4)

@@ -1,4 +1,4 @@
-"""tools/windows.py around the tests: exit codes, time limits, repeated tests. Wine is a shell script here."""
+"""tools/windows.py: exit codes, time limits, repeated tests. Wine is a shell script here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAILED = "FAILED tests/test_a.py::test_one[5 MiB] - assert 1 == 2"
 
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The tool as a module, with a complete prefix in a temporary folder, and a ``wine`` that ``tell`` has written."""
+    """The tool as a module, with a complete prefix in a temporary folder, and a ``wine`` written by ``set_wine``."""
     spec = importlib.util.spec_from_file_location("infeed_windows_script", ROOT / "tools" / "windows.py")
     assert spec is not None
     assert spec.loader is not None
@@ -33,8 +33,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def tell(tool: ModuleType, *bodies: str) -> None:
-    """Let ``wine`` do this, the next time that, and ``wineserver`` nothing."""
+def set_wine(tool: ModuleType, *bodies: str) -> None:
+    """Makes each call of ``wine`` run the next of these commands, and ``wineserver`` nothing."""
     home = tool.HOME
     cases = "".join(f"{number}) {body};;\n" for number, body in enumerate(bodies, 1))
     for name, text in (("wineserver", ""), ("wine", f"echo >> {home}/count\ncase $(wc -l < {home}/count) in\n{cases}esac\n")):
@@ -43,29 +43,29 @@ def tell(tool: ModuleType, *bodies: str) -> None:
 
 
 def test_tests_that_pass_when_repeated_are_counted(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """And named: a green run does not hide them."""
+    """They are listed: a successful run does not hide them."""
     other = FAILED.replace("test_one", "test_two")
-    tell(tool, f'echo "{FAILED}"; echo "{other}"; exit 1', f'echo "{other}"; echo "1 failed in 2.0s"; exit 1')
+    set_wine(tool, f'echo "{FAILED}"; echo "{other}"; exit 1', f'echo "{other}"; echo "1 failed in 2.0s"; exit 1')
     assert tool.run_tests(tool.Prefix("3.11"), []) == 1
     assert "passed when repeated: 1\n  tests/test_a.py::test_one[5 MiB]\n" in capsys.readouterr().out
 
 
 def test_a_repetition_without_a_summary_is_no_success(tool: ModuleType) -> None:
-    """A test that ends the process of pytest ends it with any exit code, also with 0."""
-    tell(tool, f'echo "{FAILED}"; exit 1', "echo .; exit 0")
+    """A test that ends the process of pytest does so with any exit code, even 0."""
+    set_wine(tool, f'echo "{FAILED}"; exit 1', "echo .; exit 0")
     assert tool.run_tests(tool.Prefix("3.11"), []) == tool.ENDED_EARLY
 
 
 def test_a_run_that_does_not_end_is_killed(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
-    tell(tool, "echo started; exec sleep 60")
+    set_wine(tool, "echo started; exec sleep 60")
     assert tool.Prefix("3.11").run([], limit_s=0.2) == tool.TOOK_TOO_LONG
     assert "started\n" in capfd.readouterr().out
 
 
-def test_a_machine_without_wine_is_told_apart_from_a_failed_set_up(
+def test_a_machine_without_wine_differs_from_a_failed_set_up(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the first is no failure of a run of CI."""
+    """A missing Wine is no failure in CI."""
     monkeypatch.setattr(tool, "_find_library", lambda full: Path(full))
     monkeypatch.setattr(tool, "ROOT", tool.HOME)
     monkeypatch.setenv("PATH", str(tool.HOME))
@@ -73,15 +73,15 @@ def test_a_machine_without_wine_is_told_apart_from_a_failed_set_up(
     assert "Wine is not complete: wine, wineboot" in capsys.readouterr().out
 
     monkeypatch.setattr(tool, "_install_wine", lambda: None)
-    tell(tool, "")
+    set_wine(tool, "")
     (tool.HOME / "wineboot").write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
     (tool.HOME / "wineboot").chmod(0o755)
     assert tool.main([]) == tool.SETUP_FAILED
     assert "wineboot -i failed: broken" in capsys.readouterr().out
 
 
-def test_a_download_is_tried_again(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three times; the error has the reason that pip gives."""
+def test_a_download_is_retried(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times; the error has pip's reason."""
     pip = tool.HOME / "pip"
     pip.write_text(f"#!/bin/sh\necho >> {tool.HOME}/tries\necho no network >&2\nexit 1\n")
     pip.chmod(0o755)
