@@ -510,7 +510,7 @@ install()
 """
 
 
-# --- workers that are chosen
+# --- choosing the kind of worker
 
 
 def always_threads(monkeypatch: Any) -> None:
@@ -519,9 +519,7 @@ def always_threads(monkeypatch: Any) -> None:
     from infeed.engine.scaling import WorkerTuning
 
     reconsider = WorkerTuning.reconsider
-    monkeypatch.setattr(
-        "infeed.engine.scaling.better_kind", lambda *_args, **_options: KindAdvice("thread", "threads: told to")
-    )
+    monkeypatch.setattr("infeed.engine.scaling.better_kind", lambda *_args, **_options: KindAdvice("thread", "threads: forced"))
     monkeypatch.setattr("infeed.engine.scaling.WORSE", 1e9)
     monkeypatch.setattr(
         WorkerTuning,

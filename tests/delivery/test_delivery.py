@@ -186,7 +186,7 @@ def test_a_gpu_is_not_touched_if_another_device_is_requested(monkeypatch: pytest
     torch = pytest.importorskip("torch")
 
     def ask() -> bool:
-        raise AssertionError("somebody asked for a GPU")
+        raise AssertionError("a GPU was requested")
 
     monkeypatch.setattr(torch.cuda, "is_available", ask)
     with infeed.DataLoader(Tree(8, coded), batch_size=4, num_workers=1, worker="thread", device=device) as loader:

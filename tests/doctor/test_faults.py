@@ -23,7 +23,7 @@ class Base(Dataset):
     def __len__(self): return 64
     def __getitem__(self, index): return torch.zeros(4)
 
-def step(): time.sleep(0.03)  # as a GPU does: it leaves the processors alone
+def step(): time.sleep(0.03)  # Like a GPU: it uses no CPU.
 """
 
 CLEAN = """

@@ -369,7 +369,7 @@ def test_the_arguments_are_checked() -> None:
         infeed.DataLoader(Restless(3, []), on_error="replace")
 
 
-# --- what a review found
+# --- edge cases
 
 
 def test_ranks_that_share_an_iterable_dataset_continue_after_a_bad_element() -> None:

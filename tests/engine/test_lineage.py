@@ -300,7 +300,7 @@ def test_an_iterable_dataset_that_shards_itself_cannot_be_replayed(forkserver: d
             loader.replay(0)
 
 
-# --- explain: what was asked, under which seeds
+# --- explain: indices and seeds
 
 
 def drawn_under(seeds: list[int], grain_size: int, count: int) -> list[float]:
@@ -423,7 +423,7 @@ def test_a_lineage_has_a_short_repr() -> None:
         assert "elements of an iterable dataset" in str(loader.explain(0))
 
 
-# --- what is known, and what is not
+# --- available and missing information
 
 
 def test_past_epochs_are_known_from_the_plan() -> None:

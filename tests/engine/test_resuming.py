@@ -41,7 +41,7 @@ CASES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "stream": lambda: (Log(), {}),
     "stream, full batches": lambda: (Log(), {"batch_size": 7}),
     "stream, singly": lambda: (Log(), {"batch_size": None}),
-    "stream that begins anew": lambda: (ResetLog(), {}),
+    "stream that restarts": lambda: (ResetLog(), {}),
     "stream and iterator": lambda: (Both(), {}),
     "iterator of a stream": lambda: (IteratorOnly(), {}),
     "stream that is its iterator": lambda: (OnItsOwn(), {}),

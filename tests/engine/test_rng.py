@@ -41,7 +41,7 @@ def alone() -> dict[int, float]:
     return by_index()
 
 
-# --- the same whoever loads
+# --- equal for all workers
 
 
 def test_draws_are_the_same_in_every_kind_of_worker(alone: dict[int, float], every_engine: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def test_a_sample_that_is_loaded_again_draws_the_same_numbers(tmp_path: Path, fo
     assert dataset.deaths == 2
 
 
-# --- different where it should be
+# --- distinct generators
 
 
 def test_samples_epochs_and_seeds_draw_differently(alone: dict[int, float]) -> None:
@@ -149,7 +149,7 @@ def test_a_repeated_sample_draws_different_numbers() -> None:
     assert len(set(values)) == 12
 
 
-# --- the generator itself
+# --- the generator object
 
 
 def test_get_rng_returns_the_same_object_within_a_sample(light_engine: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ def test_after_a_sample_that_raised_it_is_unseeded_again() -> None:
     assert len(values) == 2
 
 
-# --- where there is more than one sample
+# --- several samples at once
 
 
 class Together:
@@ -402,7 +402,7 @@ def test_other_loaders_get_no_warning(caplog: pytest.LogCaptureFixture, forkserv
     assert logged(caplog, RandomDataset(40), **{**forkserver, "worker": "process"}) == []
 
 
-# --- whatever is left out
+# --- skipped samples
 
 
 def drawn_unless_bad(index: int) -> tuple[int, float]:

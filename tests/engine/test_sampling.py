@@ -41,7 +41,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-# --- which samples
+# --- selected samples
 
 
 def test_samples_repeat_with_replacement(light_engine: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_later_changes_of_weights_have_no_effect() -> None:
         assert flat(collected(loader)) == expected
 
 
-# --- wrong uses
+# --- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_ranks_without_a_seed_share_one() -> None:
     assert "shard" not in repr(alone[0])
 
 
-# --- found by itself
+# --- ranks from the environment
 
 
 @pytest.mark.parametrize("names", LAUNCHERS.values(), ids=LAUNCHERS)

@@ -193,7 +193,7 @@ def test_the_users_process_is_unchanged(engine: dict[str, Any]) -> None:
     assert things() == before
 
 
-# --- who am I
+# --- worker info
 
 
 def test_worker_init_fn_runs_once_in_each_worker_with_its_number(engine: dict[str, Any], tmp_path: Any) -> None:

@@ -191,7 +191,7 @@ def test_arrays_need_no_set_epoch(light_engine: dict[str, Any]) -> None:
         assert len(collected(loader)) == 2
 
 
-# --- set by the user
+# --- set_epoch of the user
 
 
 def test_set_epoch_gives_the_order_of_that_epoch(light_engine: dict[str, Any]) -> None:
@@ -382,7 +382,7 @@ def test_an_epoch_that_could_not_start_is_not_counted() -> None:
         assert collected(loader) == expected
 
 
-# --- workers that die, datasets that refuse
+# --- deaths and exceptions
 
 
 class Mortal(Epochs):
@@ -442,7 +442,7 @@ def test_an_exception_of_set_epoch_reaches_the_user(light_engine: dict[str, Any]
         assert set(flat(collected(loader))) == {2}
 
 
-# --- odd datasets
+# --- unusual datasets
 
 
 class Odd(Squares):
@@ -563,7 +563,7 @@ def test_a_dataset_that_holds_its_loader_does_not_reset_it() -> None:
         loader.close()
 
 
-# --- the same answer everywhere
+# --- equal for all workers
 
 
 class Redrawing(Epochs):

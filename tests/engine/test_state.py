@@ -257,7 +257,7 @@ def test_a_batch_that_failed_is_loaded_again_after_resume() -> None:
         assert loader.state_dict()["position"] == 12
 
 
-# --- what states look like
+# --- format of states
 
 
 def test_a_state_is_small_plain_and_readable() -> None:

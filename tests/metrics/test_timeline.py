@@ -222,7 +222,7 @@ def test_a_picture_does_not_change_matplotlibs_settings(tmp_path: Path) -> None:
         import matplotlib
         matplotlib.rcParams["font.size"] = 31
         matplotlib.rcParams["axes.facecolor"] = "red"
-        def settings():  # the back end is chosen, and pyplot loaded, by whoever asks for its name
+        def settings():  # Reading the name of the back end chooses it and loads pyplot.
             return {{name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}}
         before = settings()
         from infeed.metrics.timeline import write_timeline

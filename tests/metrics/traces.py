@@ -150,7 +150,7 @@ def faulty_trace() -> Trace:
     """A long run in which a worker died."""
     marks = (
         Mark(2_300 * MS, 2, "death", "worker 2 (pid 1002) was killed by signal 9 (SIGKILL), perhaps for want of memory"),
-        Mark(2_330 * MS, 2, "restart", "worker 2 was started again; 2 tasks were loaded once more"),
+        Mark(2_330 * MS, 2, "restart", "worker 2 was started again; 2 tasks were loaded again"),
         Mark(2_400 * MS, LOOP, "epoch", "epoch 1"),
     )
     return make_trace(batches=300, load_ms=7.5, marks=marks)

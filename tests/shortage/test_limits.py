@@ -210,7 +210,7 @@ def test_one_cpu_and_no_folder_for_temporary_files_suffice(tmp_path: Path) -> No
     assert lines(result) == ["works"] * 6
 
 
-# --- in a mount namespace of its own, with less in it
+# --- in a mount namespace
 
 
 def run_with_mounts(folder: Path, mounts: str, code: str) -> ScriptResult:

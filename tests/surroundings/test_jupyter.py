@@ -42,7 +42,7 @@ def run(cell):
 def workers():
     return [p for p in kernel.children(recursive=True) if p.name().startswith("infeed:worker")]
 
-# --- a kernel, and cells in it
+# --- a kernel and its cells
 manager = KernelManager(kernel_name="python3", transport="ipc", ip=os.path.abspath("kernel"))
 manager.start_kernel()
 kernel = psutil.Process(manager.provisioner.pid)
@@ -66,7 +66,7 @@ for factor in (1, 10):
     print("used:", run(use))
     print("again:", run(use))
 
-# --- a cell that is interrupted in the middle of an epoch
+# --- a cell interrupted in mid-epoch
 client.execute('''
 class Slow(Data):
     def __getitem__(self, i):
@@ -85,7 +85,7 @@ while True:
 print("interrupted:", answer["content"]["ename"])
 print("after it:", run(use))
 
-# --- a restart with workers at work
+# --- a restart while workers load
 print("at work:", run('''
 class FirstQuick(Data):
     def __getitem__(self, i):
@@ -103,7 +103,7 @@ client = connected()
 run(define.format(factor=3))
 print("restarted:", run(use))
 
-# --- the end, as a notebook's server asks for it
+# --- shutdown by the notebook server
 before = [*workers(), *kernel.children()]
 client.stop_channels()
 manager.shutdown_kernel()

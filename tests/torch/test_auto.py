@@ -86,7 +86,7 @@ class Naps(Numbers):
         return index
 
 
-@pytest.mark.parametrize("is_persistent", [False, True], ids=["started anew", "persistent"])
+@pytest.mark.parametrize("is_persistent", [False, True], ids=["restarted", "persistent"])
 def test_the_kind_of_worker_is_remembered_from_epoch_to_epoch(is_persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch draws an order once per epoch, so the change takes effect in the next epoch, and stays."""
 

@@ -866,7 +866,7 @@ class Sharing:
 
     def __getitem__(self, index):
         if index < 2:
-            self.barrier.wait(30)  # both workers, with their first sample; later ones go to whoever is free
+            self.barrier.wait(30)  # Both workers, with their first sample; later ones go to an idle worker.
         with self.lock, self.semaphore, self.value.get_lock():
             self.value.value += 1
         self.array[0] = 1.5
@@ -1068,7 +1068,7 @@ def test_every_worker_opens_the_iterable_dataset_once_per_epoch(tmp_path: Path) 
     assert sorted(journal.lines()) == ["opened in 0", "opened in 1"]
 
 
-# --- lives of loaders
+# --- lifetime of loaders
 
 
 @pytest.mark.process

@@ -710,7 +710,7 @@ def test_a_plain_iterable_is_rejected_alike(num_workers: int) -> None:
             list(cls(Stream(3), num_workers=num_workers))
 
 
-# --- what the user taught default_collate
+# --- types registered with default_collate
 
 
 class Coin:
@@ -746,7 +746,7 @@ def test_a_registered_function_for_tensors_replaces_torchs(num_workers: int, mon
     assert_equal_outcomes(lambda: (Tree(5, SAMPLES["tensor int64"]), {"batch_size": 2}), num_workers)
 
 
-# --- what only the same process can hand over
+# --- objects that only the same process can deliver
 
 
 class Unpicklable:

@@ -269,7 +269,7 @@ def test_an_iterator_keeps_the_options_from_its_creation() -> None:
     assert_alike(seen)
 
 
-# --- how far ahead
+# --- reading ahead
 
 
 class Counting:

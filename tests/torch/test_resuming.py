@@ -141,7 +141,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "stream with a state, full batches": lambda: (Log(), {"batch_size": 7}),
     "stream with a state, drop_last": lambda: (Log(), {"drop_last": True}),
     "stream with a state, singly": lambda: (Log(), {"batch_size": None}),
-    "stream that begins anew": lambda: (ResetLog(), {}),
+    "stream that restarts": lambda: (ResetLog(), {}),
     "stream with a pending state": lambda: (PendingLog(), {}),
     "stream with a pending state, singly": lambda: (PendingLog(), {"batch_size": None}),
     "stream and iterator with states": lambda: (Both(), {}),
@@ -247,7 +247,7 @@ def test_a_run_with_persistent_workers_resumed_at_some_steps_equals_the_uninterr
     assert_resumes(case, {"num_workers": 2, "persistent_workers": True}, every=7)
 
 
-# --- by the process's own generator
+# --- with the process's generator
 
 
 def test_resuming_does_not_change_the_default_generator() -> None:
@@ -341,7 +341,7 @@ def test_draws_between_iter_and_the_first_batch_are_repeated(case: str) -> None:
     assert list(resumed) == batches[2:]
 
 
-# --- moments
+# --- when states are taken
 
 
 @pytest.mark.parametrize("num_workers", [0, 2], ids=["inline", "threads"])
@@ -402,7 +402,7 @@ def test_taking_a_state_does_not_keep_earlier_ones() -> None:
     assert sum(copy() is not None for copy in copies) <= 4
 
 
-# --- what has a state
+# --- stateful objects
 
 
 class Litdata(Stream):

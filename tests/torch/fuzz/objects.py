@@ -523,7 +523,7 @@ BATCH_SAMPLERS: Final = (
 )  # fmt: skip
 
 
-# --- functions of the user
+# --- user functions
 
 
 MARK: Final[dict[str, int]] = {}
