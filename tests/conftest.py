@@ -21,7 +21,7 @@ from hypothesis import settings
 pytest.register_assert_rewrite("tests.helpers")
 
 from tests.helpers import DEADLINE_S  # noqa: E402  # after the line that is about it
-from tests.possessions import possessions  # noqa: E402
+from tests.resources import current_resources  # noqa: E402
 
 # Terminated processes take a moment to exit. When torch's iterator is collected, it waits 5 s for each of its
 # workers before it kills them.
@@ -96,13 +96,13 @@ def engine_params(*names: str) -> list[Any]:
 @pytest.fixture(autouse=True)
 def leak_guard() -> Iterator[None]:
     """Fails a test that leaves a thread, process, descriptor or shared memory behind."""
-    before = possessions()
+    before = current_resources()
     yield
     idle = sys.modules.get("infeed.workers.launcher")
     if idle is not None:
         idle.IDLE_WORKERS.clear()  # Otherwise they stay idle for a minute, for the next loader.
     deadline = time.monotonic() + _VANISH_S
-    while left := possessions().beyond(before):
+    while left := current_resources().new_since(before):
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n  " + "\n  ".join(left))

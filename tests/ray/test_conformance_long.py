@@ -10,10 +10,10 @@ from tests.engine import (
     test_conformance,
     test_epochs,
     test_errors,
+    test_iterable_datasets,
     test_rng,
     test_seeds,
     test_state,
-    test_streams,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
@@ -33,7 +33,7 @@ for _suite in (
     test_rng,
     test_seeds,
     test_state,
-    test_streams,
+    test_iterable_datasets,
 ):
     _topic = _suite.__name__.rpartition("test_")[2]
     for _name, _value in list(vars(_suite).items()):

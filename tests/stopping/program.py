@@ -169,7 +169,7 @@ def go_on() -> None:
 
 def end_inside() -> None:
     """Endings that the process survives, one after another; the test reads what each left behind."""
-    from tests.possessions import possessions
+    from tests.resources import current_resources
 
     endings: list[Callable[[], None]] = [_break, _raise, _collect, _close_from_two_threads, _close_in_next, _drop_in_thread]
     warm = make_loader()  # Imports and the fork server do not count as leaks.
@@ -178,15 +178,15 @@ def end_inside() -> None:
     gc.collect()
     for ending in endings:
         JOURNAL.path.unlink(missing_ok=True)
-        before = possessions()
+        before = current_resources()
         start = time.monotonic()
         ending()
         gc.collect()
         IDLE_WORKERS.clear()  # They would stay idle for a minute, for the next loader.
         took = time.monotonic() - start
-        left = possessions().beyond(before)
+        left = current_resources().new_since(before)
         while left and time.monotonic() < start + 10:
-            left = possessions().beyond(before)
+            left = current_resources().new_since(before)
         took_all = time.monotonic() - start
         ENDED.write(f"{ending.__name__} took {took:.2f} s, all gone after {took_all:.2f} s, left: {left}")
     JOURNAL.write("leaving")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tests.helpers import descendants, has_ended, is_foreign, is_fork_server, shm_names
 
 
-class Possessions(NamedTuple):
+class Resources(NamedTuple):
     """Resources of a process that can leak."""
 
     threads: dict[int, str]
@@ -23,7 +23,7 @@ class Possessions(NamedTuple):
     descriptors: dict[int, str]
     names: set[str]
 
-    def beyond(self, before: Possessions) -> list[str]:
+    def new_since(self, before: Resources) -> list[str]:
         """Returns what is new compared with before, one line each."""
         lines = [f"thread {name}" for ident, name in self.threads.items() if ident not in before.threads]
         lines += [f"process {pid}: {text}" for pid, text in self.processes.items() if pid not in before.processes]
@@ -35,7 +35,7 @@ class Possessions(NamedTuple):
         return lines
 
 
-def possessions() -> Possessions:
+def current_resources() -> Resources:
     import psutil
 
     processes: dict[int, str] = {}
@@ -55,7 +55,7 @@ def possessions() -> Possessions:
     for fd in [fd for fd, target in descriptors.items() if target.startswith("socket:")][:server_sockets]:
         del descriptors[fd]
     threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
-    return Possessions(threads, processes, descriptors, shm_names())
+    return Resources(threads, processes, descriptors, shm_names())
 
 
 def _descriptors() -> dict[int, str]:
