@@ -1,4 +1,4 @@
-"""The end of a process that uses a loader: exit, Ctrl+C, kill -9. Soon, in silence, and nothing is left (P5)."""
+"""How a process that uses a loader ends: exit, Ctrl+C, SIGKILL. Quickly, without output, and without leftovers (P5)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable", "thread", "inline"))
 PROCESS_METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable"))
 
-# Arguments: way of starting workers, journal, seconds per sample, what to do after the first batch.
+# Arguments: start method, journal, seconds per sample, action after the first batch.
 SCRIPT = """
 import sys, time, os
 {head}
@@ -65,7 +65,7 @@ def script(method: str, body: str, *, head: str = "", tail: str = "") -> str:
 
 
 @METHODS
-def test_the_interpreter_exits_soon_and_silently_with_iterator_and_batch(tmp_path: Path, method: str) -> None:
+def test_the_interpreter_exits_quickly_and_silently_with_iterator_and_batch(tmp_path: Path, method: str) -> None:
     assert_exits_silently(tmp_path, method, "kept = batch; break", "iterator = iter(loader); next(iterator)", 0)
 
 
@@ -78,12 +78,12 @@ def test_the_interpreter_exits_soon_and_silently_with_iterator_and_batch(tmp_pat
         pytest.param("sys.exit(3)", "", 3, id="sys.exit"),
     ],
 )
-def test_the_interpreter_exits_soon_and_silently(tmp_path: Path, method: str, body: str, tail: str, code: int) -> None:
+def test_the_interpreter_exits_quickly_and_silently(tmp_path: Path, method: str, body: str, tail: str, code: int) -> None:
     assert_exits_silently(tmp_path, method, body, tail, code)
 
 
 def assert_exits_silently(tmp_path: Path, method: str, body: str, tail: str, code: int) -> None:
-    """Without close(), in the middle of an epoch, with work in flight."""
+    """Without close(), in mid-epoch, with batches in flight."""
     with assert_faster_than(20):
         result = run_script(tmp_path, script(method, body, tail=tail), method, str(tmp_path / "journal"), "0.01", "")
     assert result.code == code, result.err
@@ -108,15 +108,15 @@ came.wait()
 
 
 @METHODS
-def test_a_daemon_thread_that_iterates_does_not_disturb_the_end(tmp_path: Path, method: str) -> None:
-    """Python closes the loader under it and does not wait for it."""
+def test_a_daemon_thread_that_iterates_does_not_disturb_the_exit(tmp_path: Path, method: str) -> None:
+    """Python closes the loader and does not wait for the thread."""
     code = script(method, "break", tail=DAEMON)
     assert_clean(run_script(tmp_path, code, method, str(tmp_path / "journal"), "0.001", ""))
 
 
 @PROCESS_METHODS
-def test_finalizers_that_were_there_before_are_no_trouble(tmp_path: Path, method: str) -> None:
-    """Another library's weakref.finalize (tempfile has one) changes the order in which things end; still in silence."""
+def test_earlier_finalizers_do_not_disturb_the_exit(tmp_path: Path, method: str) -> None:
+    """Another library's weakref.finalize (tempfile has one) changes the order of finalization; there is still no output."""
     head = "import tempfile; folder = tempfile.TemporaryDirectory()"
     result = run_script(tmp_path, script(method, "break", head=head), method, str(tmp_path / "journal"), "0.01", "")
     assert_clean(result)
@@ -132,14 +132,17 @@ def test_an_error_in_the_loop_is_the_only_traceback(tmp_path: Path, method: str)
 
 
 def last_line(err: str) -> str:
-    """The last line of a traceback. On Windows, Python may complain of a wait of its own that Ctrl+C interrupted."""
+    """Returns the last line of a traceback.
+
+    On Windows, Ctrl+C may interrupt a wait of Python itself, which prints a message.
+    """
     return [line for line in err.splitlines() if line and "destroying Overlapped object" not in line][-1]
 
 
 @METHODS
 @pytest.mark.parametrize("seconds", ["0.01", "60"], ids=["quick samples", "slow samples"])
-def test_ctrl_c_ends_it_with_one_traceback(tmp_path: Path, method: str, seconds: str) -> None:
-    """SIGINT to the process group, as a terminal sends it: one KeyboardInterrupt, in the user's process, and soon."""
+def test_ctrl_c_ends_the_process_with_one_traceback(tmp_path: Path, method: str, seconds: str) -> None:
+    """SIGINT to the process group, as a terminal sends it: one quick KeyboardInterrupt, in the main process."""
     journal = Journal(tmp_path / "journal")
     running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "", has_console=True)
     running.wait_line(journal, "loading" if seconds == "60" else "first batch")
@@ -153,8 +156,8 @@ def test_ctrl_c_ends_it_with_one_traceback(tmp_path: Path, method: str, seconds:
 
 @METHODS
 @pytest.mark.parametrize("seconds", ["0.01", "60"], ids=["quick samples", "slow samples"])
-def test_kill_9_of_the_user_s_process_takes_all_of_ours_along(tmp_path: Path, method: str, seconds: str) -> None:
-    """Nothing outlives it, not even a worker in the middle of a sample that takes a minute, and no shared memory either."""
+def test_sigkill_of_the_main_process_ends_all_workers(tmp_path: Path, method: str, seconds: str) -> None:
+    """Nothing outlives it, not even a worker in a sample that takes a minute, nor shared memory."""
     journal = Journal(tmp_path / "journal")
     running = start_script(tmp_path, script(method, "pass"), method, str(journal.path), seconds, "")
     running.wait_line(journal, "loading" if seconds == "60" else "first batch")
@@ -167,8 +170,8 @@ def test_kill_9_of_the_user_s_process_takes_all_of_ours_along(tmp_path: Path, me
 
 @pytest.mark.linux("needs os.fork")
 @PROCESS_METHODS
-def test_kill_9_also_if_the_user_s_process_has_forked_children(tmp_path: Path, method: str) -> None:
-    """A forked child inherits all descriptors and may live on: our processes must not live on with it."""
+def test_sigkill_ends_all_workers_although_a_forked_child_lives(tmp_path: Path, method: str) -> None:
+    """A forked child inherits all descriptors and may live on: infeed's processes must not."""
     head = "import os, signal\n"
     body = "\n    ".join([
         "pass",
@@ -199,8 +202,8 @@ def test_kill_9_also_if_the_user_s_process_has_forked_children(tmp_path: Path, m
 
 
 @pytest.mark.linux("on Windows SIGTERM is TerminateProcess")
-def test_sigterm_ends_it_as_it_ends_any_process(tmp_path: Path) -> None:
-    """The default of SIGTERM is left as it is: the process is gone at once, and so is all of ours."""
+def test_sigterm_ends_the_process_as_usual(tmp_path: Path) -> None:
+    """infeed keeps the default of SIGTERM: the process ends at once, and so do all workers."""
     journal = Journal(tmp_path / "journal")
     running = start_script(tmp_path, script("forkserver", "pass"), "forkserver", str(journal.path), "0.01", "")
     running.wait_line(journal, "first batch")
@@ -211,8 +214,8 @@ def test_sigterm_ends_it_as_it_ends_any_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.linux("needs os.killpg")
-def test_a_handler_of_the_users_for_ctrl_c_goes_on_with_the_loop(tmp_path: Path) -> None:
-    """A handler that does not raise (save a checkpoint, then go on) does not disturb the loader."""
+def test_a_sigint_handler_of_the_user_may_continue_the_loop(tmp_path: Path) -> None:
+    """A handler that does not raise (save a checkpoint, then continue) does not disturb the loader."""
     code = """
     import os, signal, time
     import infeed
@@ -268,8 +271,8 @@ def test_an_interrupted_loader_can_be_used_again(tmp_path: Path) -> None:
     assert result.out == "interrupted\n[[0, 1], [2, 3], [4, 5], [6, 7]]\n"
 
 
-def test_a_loader_in_a_daemon_thread_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    """A background thread that iterates for ever is cut off when the main thread is done, in silence."""
+def test_a_loader_in_a_daemon_thread_does_not_delay_the_exit(tmp_path: Path) -> None:
+    """A background thread that iterates endlessly is ended with the main thread, without output."""
     code = """
     import threading
     import infeed
@@ -289,8 +292,8 @@ def test_a_loader_in_a_daemon_thread_does_not_hold_up_the_end(tmp_path: Path) ->
 
 
 @pytest.mark.linux("needs SIGALRM")
-def test_a_loader_may_end_in_the_middle_of_anything_another_does(tmp_path: Path) -> None:
-    """A finalizer runs where the garbage collector or a signal strikes, also inside another loader: no deadlock (P4)."""
+def test_a_loader_may_be_finalized_inside_another(tmp_path: Path) -> None:
+    """A finalizer runs wherever the garbage collector or a signal interrupts, also inside another loader: no deadlock (P4)."""
     code = """
     import signal
     import infeed

@@ -1,4 +1,4 @@
-"""Workers have the settings of libraries and the globals of the user's modules that the program has set since their import."""
+"""Workers get the library settings and the module globals that the program has set since it imported them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ import config, data
 
 
 def shown(folder: Path, method: str, code: str) -> str:
-    """Return what a script prints that uses the two modules above."""
+    """Returns the output of a script that uses the two modules above."""
     (folder / "config.py").write_text(CONFIG)
     (folder / "data.py").write_text(DATA)
     script, start_method = (WINDOWS, "auto") if method == "portable" else ("", method)
@@ -112,9 +112,9 @@ def shown(folder: Path, method: str, code: str) -> str:
 
 @METHODS
 def test_globals_of_user_modules_reach_workers(tmp_path: Path, method: str) -> None:
-    """Also those changed by a function, in place or after an import of the name, and those that did not exist at import.
+    """Changes by a function, in place, after an import of the name, and globals that did not exist at import.
 
-    What a module has opened for itself is opened by the worker too, and what registers itself at import does so once.
+    A worker opens what a module opens on import, and objects that register themselves on import do so once.
     """
     out = shown(
         tmp_path,
@@ -136,7 +136,7 @@ def test_globals_of_user_modules_reach_workers(tmp_path: Path, method: str) -> N
 
 @METHODS
 def test_attributes_of_classes_and_objects_of_user_modules_reach_workers(tmp_path: Path, method: str) -> None:
-    """A module often has its configuration in a class or in one object. An object that has connected itself is left alone."""
+    """A module often keeps its configuration in a class or an object. An object that has opened a connection is not changed."""
     out = shown(
         tmp_path,
         method,
@@ -208,8 +208,8 @@ def test_settings_of_torch_reach_workers(tmp_path: Path) -> None:
     assert out == "(torch.float64, True, True, False)\n"
 
 
-def test_nothing_is_imported_for_the_state_of_modules(tmp_path: Path) -> None:
-    """Neither a library with settings nor a module of the user. What a sample imports later has its state."""
+def test_nothing_is_imported_to_transfer_the_state_of_modules(tmp_path: Path) -> None:
+    """Neither a library with settings nor a user module. A module that a sample imports later has its state."""
     (tmp_path / "other.py").write_text("VALUE = 1\n")
     out = shown(
         tmp_path,
@@ -236,7 +236,7 @@ def test_nothing_is_imported_for_the_state_of_modules(tmp_path: Path) -> None:
 
 
 @METHODS
-def test_a_worker_that_replaces_another_has_the_state_of_the_first(tmp_path: Path, method: str) -> None:
+def test_a_replacement_worker_has_the_state_of_the_first(tmp_path: Path, method: str) -> None:
     out = shown(
         tmp_path,
         method,

@@ -35,7 +35,7 @@ from tests.helpers import (
 
 
 class Shared:
-    """A dataset whose parts are all shared."""
+    """A dataset with only shared parts."""
 
     def __init__(self, length: int) -> None:
         self.names = infeed.share([f"name {number}" for number in range(length)])
@@ -57,7 +57,7 @@ class Shared:
 
 
 def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(every_engine: dict[str, Any]) -> None:
-    """Inline, in threads, forked, spawned, and where memory has names: the same samples; two epochs, and a second loader."""
+    """Without workers, in threads, forked, spawned, and with named memory; two epochs, and a second loader."""
     dataset = Shared(20)
     for _ in range(2):
         with infeed.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, **every_engine) as loader:
@@ -70,14 +70,14 @@ def test_a_dataset_of_shared_parts_loads_in_every_kind_of_worker(every_engine: d
 
 
 def test_a_shared_list_is_a_dataset(process_engine: dict[str, Any]) -> None:
-    """And so is a shared dict of whole numbers from 0."""
+    """So is a shared dict with integer keys from 0."""
     for dataset in (infeed.share([10, 20, 30]), infeed.share({0: 10, 1: 20, 2: 30})):
         with infeed.DataLoader(dataset, batch_size=2, **process_engine) as loader:
             assert [batch.tolist() for batch in loader] == [[10, 20], [30]]
 
 
-def test_what_is_sent_of_a_shared_dataset_is_small() -> None:
-    """A list of a million and an array of eight megabytes travel as where they lie."""
+def test_a_shared_dataset_is_pickled_by_reference() -> None:
+    """A list of a million elements and an array of 8 MB are pickled as references."""
     store = open_store()
     dataset = Shared(5)
     dataset.names = infeed.share(list(range(1_000_000)))
@@ -90,8 +90,8 @@ def test_what_is_sent_of_a_shared_dataset_is_small() -> None:
 
 
 @pytest.mark.process
-def test_a_worker_that_is_replaced_finds_it_again(forkserver: dict[str, Any]) -> None:
-    """Workers come and go, the object stays."""
+def test_a_replacement_worker_finds_the_shared_object(forkserver: dict[str, Any]) -> None:
+    """The object outlives workers."""
     with infeed.DataLoader(Shared(40), batch_size=2, **forkserver) as loader:
         labels: list[int] = []
         for step, batch in enumerate(loader):
@@ -102,10 +102,10 @@ def test_a_worker_that_is_replaced_finds_it_again(forkserver: dict[str, Any]) ->
 
 
 @pytest.mark.process
-def test_an_object_that_is_gone_is_an_error_with_a_cure(forkserver: dict[str, Any]) -> None:
-    """Not a hang: a dataset that holds only the reference is the user's mistake, and raises."""
-    gc.collect()  # loaders of other tests, whose datasets may lie in the same memory
-    IDLE_WORKERS.clear()  # on Windows memory stays as long as any process has it
+def test_a_reference_to_a_freed_object_is_an_error_with_a_fix(forkserver: dict[str, Any]) -> None:
+    """A dataset that holds only the reference is a user error, and does not hang."""
+    gc.collect()  # Loaders of other tests, whose datasets may be in the same memory.
+    IDLE_WORKERS.clear()  # On Windows memory stays as long as any process has mapped it.
     reference = pickle.dumps(infeed.share(["gone"]))
 
     class Dangling:
@@ -122,11 +122,11 @@ def test_an_object_that_is_gone_is_an_error_with_a_cure(forkserver: dict[str, An
         list(loader)
 
 
-# --- the user's own processes
+# --- processes of the user
 
 
 def total(shared: Any) -> tuple[int, Any]:
-    """What another process finds in a shared object."""
+    """Returns what another process reads from a shared object."""
     return os.getpid(), sum(shared["numbers"]) + shared["array"].sum() + len(shared["more"]["names"])
 
 
@@ -138,8 +138,8 @@ def total_of_parts(numbers: Any, array: Any, more: Any) -> tuple[int, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_of_the_user_read_it(method: str) -> None:
-    """concurrent.futures with every start method; what they return of it is the same object again."""
+def test_processes_of_the_user_read_shared_objects(method: str) -> None:
+    """concurrent.futures with every start method; objects that they return are shared objects again."""
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"there is no {method} here")
     numbers, array = infeed.share(list(range(1000))), infeed.share(np.arange(1000))
@@ -176,8 +176,8 @@ print(type(shared).__name__, len(shared), shared[-1])
 
 
 @pytest.mark.process
-def test_a_process_that_is_no_relative_reads_it() -> None:
-    """Between ranks of one machine: sent by any pickle."""
+def test_an_unrelated_process_reads_shared_objects() -> None:
+    """Between ranks of one machine, pickled in any way."""
     shared = infeed.share([f"sample {number}" for number in range(5000)])
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
@@ -205,8 +205,8 @@ time.sleep(1000)
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_portable", [False, True], ids=["best", "portable"])
-def test_it_outlives_its_owner_where_it_was_opened_and_is_gone_elsewhere(is_portable: bool, tmp_path: Path) -> None:
-    """After kill -9 of the owner: processes that had opened it read on, later ones get an error."""
+def test_an_object_outlives_its_owner_where_it_was_opened(is_portable: bool, tmp_path: Path) -> None:
+    """After SIGKILL of the owner: processes that had opened it still read it, later ones get an error."""
     if is_portable and sys.platform != "linux":
         pytest.skip("the usual way there")
     script = start_script(tmp_path, (PORTABLE if is_portable else "") + HOLDER)
@@ -221,7 +221,7 @@ def test_it_outlives_its_owner_where_it_was_opened_and_is_gone_elsewhere(is_port
     if is_portable:
         from infeed.memory.segments import remove_attached_names
 
-        remove_attached_names()  # as a worker does when it ends
+        remove_attached_names()  # As a worker does when it ends.
     with pytest.raises(infeed.InfeedError, match=rf"cannot open a shared object of process {script.pid}"):
         pickle.loads(reference)
 
@@ -255,8 +255,8 @@ for options in ({}, {"start_method": "spawn"}):
 
 @pytest.mark.process
 @pytest.mark.parametrize("prelude", ["", PORTABLE], ids=["best", "portable"])
-def test_elements_of_a_class_of_the_script(prelude: str, tmp_path: Path) -> None:
-    """Without a main guard: workers never run the script, and know its classes all the same."""
+def test_elements_may_have_a_class_of_the_script(prelude: str, tmp_path: Path) -> None:
+    """Without a main guard: workers never run the script, and still know its classes."""
     if prelude and sys.platform != "linux":
         pytest.skip("the usual way there")
     assert_clean(run_script(tmp_path, prelude + MAIN))
@@ -290,8 +290,8 @@ time.sleep(1000)
 
 @pytest.mark.process
 @pytest.mark.parametrize("prelude", ["", PORTABLE], ids=["best", "portable"])
-def test_nothing_is_left_of_a_killed_process_and_its_workers(prelude: str, tmp_path: Path) -> None:
-    """Neither process nor name: where memory has names, the workers remove them."""
+def test_a_killed_process_and_its_workers_leave_nothing(prelude: str, tmp_path: Path) -> None:
+    """Neither process nor name: where memory is named, the workers remove the names."""
     if prelude and sys.platform != "linux":
         pytest.skip("the usual way there")
     script = start_script(tmp_path, prelude + KILLED)
@@ -323,7 +323,7 @@ with open("done", "w"):
 
 @pytest.mark.process
 @pytest.mark.linux("needs os.fork")
-def test_a_forked_child_that_outlives_its_parent_still_sends_it_to_workers(tmp_path: Path) -> None:
+def test_a_forked_child_that_outlives_its_parent_can_send_objects_to_workers(tmp_path: Path) -> None:
     """It has the descriptor too."""
     script = start_script(tmp_path, DAEMON)
     result = script.finish()
@@ -332,13 +332,13 @@ def test_a_forked_child_that_outlives_its_parent_still_sends_it_to_workers(tmp_p
     assert (tmp_path / "done").exists()
 
 
-# --- torch, and the advice
+# --- torch and the advice
 
 
 @pytest.mark.process
 @pytest.mark.torch
 @pytest.mark.slow
-def test_tensors_in_workers(torch: ModuleType, forkserver: dict[str, Any]) -> None:
+def test_shared_tensors_in_workers(torch: ModuleType, forkserver: dict[str, Any]) -> None:
     """Whole, as samples, and through torch's loader."""
     import infeed.torch
 
@@ -381,20 +381,20 @@ class Files:
 def test_a_loader_logs_the_advice_once(
     forkserver: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not again when its workers are started again, and not for threads; another loader logs its own."""
+    """Not again when its workers are restarted, and not for threads; another loader logs its own."""
     caplog.set_level(logging.INFO, "infeed")
     dataset = Files(200_000)
 
-    def told() -> int:
+    def advice_count() -> int:
         return sum("dataset.samples is a list of 200,000 str, about" in record.getMessage() for record in caplog.records)
 
     with infeed.DataLoader(dataset, batch_size=4, **forkserver) as loader:
-        for _ in zip(loader, loader, strict=True):  # two engines of one loader
+        for _ in zip(loader, loader, strict=True):  # Two engines of one loader.
             pass
-        assert told() == 1
+        assert advice_count() == 1
     with infeed.DataLoader(dataset, batch_size=4, num_workers=2, worker="thread") as loader:
         list(loader)
-    assert told() == 1
+    assert advice_count() == 1
     with infeed.DataLoader(dataset, batch_size=4, **forkserver) as loader:
         list(loader)
-    assert told() == 2
+    assert advice_count() == 2

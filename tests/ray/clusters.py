@@ -15,7 +15,7 @@ import ray
 
 STORE_BYTES = 200 << 20
 CPUS = 3
-# A node whose raylet was killed counts as dead after 1.5 s, not after 15 s: tests wait for it.
+# A node whose raylet was killed counts as dead after 1.5 s instead of 15 s, because tests wait for it.
 _SYSTEM = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_timeout_ms": 500}
 
 
@@ -25,7 +25,7 @@ class TwoNodes:
     def __enter__(self) -> TwoNodes:
         os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Ray itself
+            warnings.simplefilter("ignore")  # Of Ray itself.
             head = {"num_cpus": CPUS, "object_store_memory": STORE_BYTES, "include_dashboard": False, "_system_config": _SYSTEM}
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self.second = self.add_node()
@@ -48,15 +48,15 @@ class TwoNodes:
         return self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, resources=resources)
 
     def kill_node(self, node: Any) -> None:
-        """Kill the raylet of a node with SIGKILL; its workers and its object store go with it."""
+        """Kills the raylet of a node with SIGKILL, which ends its workers and its object store."""
         os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
 
     def remove(self, node: Any) -> None:
-        """Clean up what is left of a killed node, or end a node."""
+        """Cleans up after a killed node, or ends a node."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     def left_behind(self) -> list[str]:
-        """What is in use on the cluster."""
+        """Returns what is in use on the cluster."""
         has, free = ray.cluster_resources(), ray.available_resources()
         lines = [
             f"{has[name] - free.get(name, 0.0):g} {name} in use"
@@ -67,7 +67,7 @@ class TwoNodes:
         return lines + [f"placement group {one}" for one in groups]
 
     def settle(self, limit_s: float) -> None:
-        """Wait until nothing is in use, or the limit has passed."""
+        """Waits until nothing is in use, or until the timeout."""
         deadline = time.monotonic() + limit_s
         while self.left_behind() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine, and the guard against what a loader could leave behind on it."""
+"""A real Ray cluster of two nodes on this machine, and the leak guard for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RUNNING: list[TwoNodes] = []
 @pytest.fixture
 def cluster() -> TwoNodes:
     """Two nodes of 3 CPUs and 200 MB of object store each, for all tests of this folder; this process is on the first."""
-    from tests.ray.clusters import TwoNodes  # imports Ray
+    from tests.ray.clusters import TwoNodes  # Imports Ray.
 
     if not _RUNNING:
         _RUNNING.append(TwoNodes().__enter__())
@@ -39,7 +39,7 @@ def cluster() -> TwoNodes:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the cluster after the last test of this folder: an idle cluster takes CPU time from the tests that follow."""
+    """Ends the cluster after the last test of this folder: an idle cluster takes CPU time from the tests that follow."""
     if nextitem is None or _FOLDER not in nextitem.path.parents:
         while _RUNNING:
             _RUNNING.pop().__exit__(None, None, None)
@@ -47,7 +47,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(autouse=True)
 def leak_guard(cluster: TwoNodes) -> Iterator[None]:
-    """Whatever a test does, afterwards there is no actor, placement group or object on the cluster, and no thread of infeed."""
+    """Fails a test that leaves an actor, placement group or object on the cluster, or a thread of infeed."""
     cluster.settle(_VANISH_S)
     yield
     deadline = time.monotonic() + _VANISH_S
@@ -67,7 +67,7 @@ _RAY: dict[str, Any] = {"num_workers": 2, "worker": "ray", "timeout": 2 * DEADLI
 
 @pytest.fixture
 def engine(cluster: TwoNodes) -> dict[str, Any]:
-    """The fixture of the same name in the tests of the engine, for workers on the cluster."""
+    """The fixture of the same name in the engine tests, for workers on the cluster."""
     return _RAY
 
 

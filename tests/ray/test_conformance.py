@@ -1,6 +1,6 @@
-"""The tests of every kind of worker, with workers on a Ray cluster, which the fixtures of ``conftest.py`` beside it choose.
+"""Tests of the engine with workers on a Ray cluster, which the fixtures of ``conftest.py`` choose.
 
-These are a part of them; ``test_conformance_long.py`` has all.
+This is a subset; ``test_conformance_long.py`` has all.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.engine import (
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 
-# Workers on a cluster have the environment of their node, and memory of their own.
+# Workers on a cluster have the environment of their node, and their own memory.
 _LOCAL_ONLY = {
     "test_workers_have_the_environment_and_folder_of_the_user",
     "test_a_worker_that_cannot_start_does_not_break_others",
@@ -40,4 +40,4 @@ for _suite in (
         if _name.startswith("test_") and _name not in _LOCAL_ONLY:
             globals()[f"test_{_topic}_{_name.removeprefix('test_')}"] = _value
         elif not _name.startswith(("_", "test_", "pytestmark")):
-            globals().setdefault(_name, _value)  # fixtures
+            globals().setdefault(_name, _value)  # Fixtures.

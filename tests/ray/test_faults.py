@@ -1,4 +1,4 @@
-"""Actors and nodes are killed at random moments: batches are the same as without faults, exactly once and in order."""
+"""Actors and nodes are killed at random times: batches are the same as without faults, exactly once and in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
 
 
 def actors() -> list[int]:
-    """The processes of all remote workers, on all nodes of this test's cluster."""
+    """Returns the processes of all remote workers, on all nodes of this test's cluster."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, IndexError):
@@ -49,7 +49,7 @@ def actors() -> list[int]:
 
 @contextmanager
 def repeated(act: Callable[[], bool], every_s: Callable[[], float], most: int) -> Iterator[list[float]]:
-    """Call ``act`` from another thread until it has returned True ``most`` times; yields the times at which it has."""
+    """Calls ``act`` from another thread until it has returned True ``most`` times; yields the times at which it has."""
     times: list[float] = []
     is_over = threading.Event()
 
@@ -71,7 +71,7 @@ ARGUMENTS: dict[str, Any] = {"batch_size": 10, "shuffle": True, "seed": 3}
 
 
 def assert_survives_kills(count: int, kills: int, worker: Any, seed: int) -> None:
-    """Kill an actor at random moments between batches, until there were enough kills."""
+    """Kills an actor at random times between batches, until there were enough kills."""
     with infeed.DataLoader(Work(count), **ARGUMENTS) as inline:
         expected = list(inline)
     draw = random.Random(seed)
@@ -99,7 +99,7 @@ def test_batches_survive_killed_actors() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("worker", ["ray", infeed.RayWorkers(local=1)], ids=["remote", "mixed"])
 def test_batches_survive_fifty_kills(worker: Any) -> None:
-    """Fifty kills by another thread, at any moment: while actors start, load, or send a batch.
+    """Fifty kills by another thread, at any time: while actors start, load, or send a batch.
 
     At least one batch arrives between two kills: eight actors that die before they load anything are an error.
     """
@@ -138,8 +138,8 @@ def _epochs_until(loader: Any, expected: list[Any], is_enough: Callable[[], bool
         assert_same(list(loader), expected)
 
 
-def test_a_lost_node_and_one_that_joins_in_mid_epoch(cluster: TwoNodes, caplog: pytest.LogCaptureFixture) -> None:
-    """The node's batches are loaded again elsewhere; its workers start on the node that joins."""
+def test_a_node_is_lost_and_another_joins_in_mid_epoch(cluster: TwoNodes, caplog: pytest.LogCaptureFixture) -> None:
+    """The lost node's batches are loaded again elsewhere; its workers start on the node that joins."""
     with infeed.DataLoader(Work(1000), **ARGUMENTS) as inline:
         expected = list(inline)
     third = cluster.add_node(cpus=3)
@@ -163,7 +163,7 @@ def test_a_lost_node_and_one_that_joins_in_mid_epoch(cluster: TwoNodes, caplog: 
 
 @pytest.mark.long
 def test_batches_survive_twelve_lost_nodes(cluster: TwoNodes) -> None:
-    """A node is killed again and again, and another joins."""
+    """A node is killed repeatedly, and another joins."""
     with infeed.DataLoader(Work(3000), **ARGUMENTS) as inline:
         expected = list(inline)
     draw = random.Random(4)
@@ -185,7 +185,7 @@ def test_batches_survive_twelve_lost_nodes(cluster: TwoNodes) -> None:
 
 
 def test_an_iterable_dataset_continues_after_a_kill() -> None:
-    """The replacement reads on where its predecessor was."""
+    """The replacement continues after the last delivered element."""
 
     class Stream:
         def __iter__(self) -> Iterator[int]:
@@ -205,7 +205,7 @@ def test_an_iterable_dataset_continues_after_a_kill() -> None:
 
 
 def test_a_sample_that_kills_every_worker_is_an_error_with_its_indices() -> None:
-    """Not an endless series of new actors."""
+    """There is no endless series of new actors."""
 
     class Deadly:
         def __len__(self) -> int:
@@ -224,7 +224,7 @@ def test_a_sample_that_kills_every_worker_is_an_error_with_its_indices() -> None
 
 
 def test_a_dataset_that_cannot_be_built_on_a_node_is_an_error() -> None:
-    """It is not tried again and again."""
+    """It is not retried endlessly."""
 
     class Unbuildable:
         def __len__(self) -> int:
@@ -300,4 +300,4 @@ def test_the_training_process_leaves_no_actor_when_it_is_killed(cluster: TwoNode
     process.kill()
     process.wait()
     process.stdout.close()
-    # The guard of all tests here then waits until nothing is in use.
+    # The leak guard then waits until nothing is in use.

@@ -1,4 +1,4 @@
-"""The pool of workers on a cluster with a cluster that fails in ways that a real one seldom does."""
+"""The pool of workers on a simulated cluster, which fails in ways that a real one rarely does."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from infeed.workers.ray_pool import RayPool
 from infeed.workers.status import StatusBoard
 from tests.helpers import DEADLINE_S
 
-pytestmark = pytest.mark.slow  # like all tests here: their guard starts a cluster
+pytestmark = pytest.mark.slow  # Like all tests here: their leak guard starts a cluster.
 
 
 class FakeRay:
-    """A cluster whose actors never answer, except that their first call fails."""
+    """A cluster whose actors never reply, except that their first call fails."""
 
     exceptions = ray.exceptions
 
@@ -74,7 +74,7 @@ def fake_pool(fake: FakeRay) -> RayPool:
 
 
 def test_an_unexpected_error_in_the_thread_of_the_pool_reaches_the_training_loop() -> None:
-    """With its cause; waiting for a batch ends."""
+    """With its cause; the wait for a batch ends."""
 
     def fail(actor: Any) -> None:
         del actor
@@ -92,8 +92,8 @@ def test_an_unexpected_error_in_the_thread_of_the_pool_reaches_the_training_loop
     pool.close()
 
 
-def test_no_actor_is_called_over_another_connection() -> None:
-    """After ray.shutdown() and ray.init(), actors of this pool belong to no one."""
+def test_no_actor_is_called_through_another_connection() -> None:
+    """After ray.shutdown() and ray.init(), actors of this pool have no owner."""
     killed: list[Any] = []
     fake = FakeRay(kill=killed.append)
     pool = fake_pool(fake)

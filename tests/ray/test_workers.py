@@ -1,4 +1,4 @@
-"""What is particular to workers on a Ray cluster: placing, errors, limits, mixed pools."""
+"""Features of workers on a Ray cluster: placement, errors, limits, mixed pools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"num_workers": 2, "worker": "ray", "timeout": 2 * DEA
 
 
 class Noisy:
-    """Samples with random numbers, of which some hold text."""
+    """Samples with random numbers, some of which contain text."""
 
     def __len__(self) -> int:
         return 60
@@ -38,8 +38,8 @@ class Noisy:
         return {"x": np.random.rand(3, 4).astype(np.float32), "i": index, "t": str(index)}
 
 
-def test_every_mix_of_workers_gives_the_same_batches() -> None:
-    """Local, remote and both together: bit for bit what the main process loads."""
+def test_every_mix_of_workers_delivers_the_same_batches() -> None:
+    """Local, remote and both together: bit-identical to the main process."""
     arguments: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 5}
     with infeed.DataLoader(Noisy(), **arguments) as inline:
         expected = [list(inline), list(inline)]
@@ -49,7 +49,7 @@ def test_every_mix_of_workers_gives_the_same_batches() -> None:
 
 
 class Slow:
-    """Samples that take 10 ms and say which process loaded them."""
+    """Samples that take 10 ms and return the process that loaded them."""
 
     def __len__(self) -> int:
         return 400
@@ -67,7 +67,7 @@ def test_a_mixed_pool_uses_local_and_remote_workers() -> None:
         seen: set[int] = set()
         indices: list[int] = []
         epochs = 0
-        deadline = time.monotonic() + 2 * DEADLINE_S  # a busy machine starts actors late
+        deadline = time.monotonic() + 2 * DEADLINE_S  # A busy machine starts actors late.
         while len(seen) < 3 and time.monotonic() < deadline:
             epochs += 1
             for index, pid in loader:
@@ -78,7 +78,7 @@ def test_a_mixed_pool_uses_local_and_remote_workers() -> None:
 
 
 def test_workers_are_spread_over_the_nodes(cluster: TwoNodes) -> None:
-    """Not packed onto the first node, whose cores the training process needs."""
+    """They are not packed onto the first node, whose cores the training process needs."""
 
     class Where:
         def __len__(self) -> int:
@@ -96,7 +96,7 @@ def test_workers_are_spread_over_the_nodes(cluster: TwoNodes) -> None:
     assert len(nodes) == 2
 
 
-def test_an_error_names_index_position_worker_and_node() -> None:
+def test_an_error_has_index_position_worker_and_node() -> None:
     """With the type that it has in the dataset, and the traceback of the worker."""
 
     class Broken:
@@ -119,7 +119,7 @@ def test_an_error_names_index_position_worker_and_node() -> None:
     assert f"on node {ray.util.get_node_ip_address()} (" in note
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_an_object_that_cannot_be_pickled_is_named() -> None:
     """As for workers on this machine."""
 
     class Locked:
@@ -140,7 +140,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 
 def test_shared_objects_are_copied_to_the_workers() -> None:
-    """Memory of this machine cannot be mapped on another, so its contents travel."""
+    """Memory of this machine cannot be mapped on another, so its contents are copied."""
 
     class Sharing:
         def __init__(self) -> None:
@@ -185,7 +185,7 @@ def test_a_large_dataset_is_stored_once_and_read_without_a_copy() -> None:
 
 @pytest.mark.long
 def test_workers_without_resources_are_reported_and_the_others_load(caplog: pytest.LogCaptureFixture) -> None:
-    """A pool that is larger than the cluster works with those workers that fit, and says what the others wait for."""
+    """A pool that is larger than the cluster works with the workers that fit, and reports why the others wait."""
     with (
         caplog.at_level(logging.WARNING, "infeed"),
         infeed.DataLoader(range(20), batch_size=4, num_workers=9, worker="ray", timeout=2 * DEADLINE_S) as loader,
@@ -215,7 +215,7 @@ class Sleeping:
 
 
 def test_a_hanging_worker_is_reported_with_index_node_and_stack(caplog: pytest.LogCaptureFixture) -> None:
-    """While user code runs, another thread of the actor answers what it is doing."""
+    """While user code runs, another thread of the actor reports its status."""
     with (
         caplog.at_level(logging.WARNING, "infeed"),
         infeed.DataLoader(Sleeping(4.0), batch_size=1, hang_warning=1.0, **OPTIONS) as loader,
@@ -226,8 +226,8 @@ def test_a_hanging_worker_is_reported_with_index_node_and_stack(caplog: pytest.L
     assert "in doze" in caplog.text
 
 
-def test_a_sample_over_its_limit_is_given_up_and_its_worker_replaced() -> None:
-    """sample_timeout kills the actor, and on_error='skip' leaves the sample out."""
+def test_a_sample_that_exceeds_its_timeout_is_skipped_and_its_worker_replaced() -> None:
+    """sample_timeout kills the actor, and on_error='skip' omits the sample."""
     with infeed.DataLoader(Sleeping(3600.0), batch_size=2, sample_timeout=1.0, on_error="skip", **OPTIONS) as loader:
         assert [plain(batch) for batch in loader] == [[0, 1], [2], [4, 5]]
         (bad,) = loader.bad_samples
@@ -245,7 +245,7 @@ def test_close_does_not_wait_for_user_code() -> None:
 
 
 def test_results_in_flight_do_not_fill_the_object_store() -> None:
-    """Tasks wait in the training process while the results of others would take about half of a node's store."""
+    """Tasks wait in the training process while results of others would take about half of a node's store."""
 
     class Big:
         def __len__(self) -> int:
@@ -263,8 +263,8 @@ def test_results_in_flight_do_not_fill_the_object_store() -> None:
     assert least > 0.3 * STORE_BYTES
 
 
-def test_a_state_moves_between_kinds_of_workers() -> None:
-    """A run on a cluster continues in the main process, and the other way round."""
+def test_a_state_can_be_loaded_with_another_kind_of_worker() -> None:
+    """A run on a cluster continues in the main process, and vice versa."""
     arguments: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 5}
     with infeed.DataLoader(Noisy(), **arguments) as inline:
         expected = list(inline)
@@ -284,18 +284,18 @@ def test_a_state_moves_between_kinds_of_workers() -> None:
 
 
 def test_statistics_count_the_work_of_remote_workers() -> None:
-    """Samples and times arrive with the answers."""
+    """Samples and times arrive with the replies."""
     with infeed.DataLoader(Slow(), batch_size=20, **OPTIONS) as loader:
         for _ in loader:
             pass
         seen = loader.statistics()
     assert seen.sample_count == 400
     assert sum(one.sample_count for one in seen.workers) == 400
-    assert seen.sample_times["median"] > 0.009  # a busy machine takes longer than the 10 ms that a sample sleeps
+    assert seen.sample_times["median"] > 0.009  # A busy machine takes longer than the 10 ms that a sample sleeps.
 
 
 class Stream:
-    """Numbers, split among the workers."""
+    """Numbers, sharded among the workers."""
 
     def __iter__(self) -> Iterator[int]:
         info = infeed.get_worker_info()
@@ -303,7 +303,7 @@ class Stream:
 
 
 def test_an_iterable_dataset_is_shared_among_local_and_remote_workers() -> None:
-    """Every element comes once."""
+    """Every element is delivered once."""
     with infeed.DataLoader(
         Stream(), batch_size=4, num_workers=3, worker=infeed.RayWorkers(local=1), timeout=2 * DEADLINE_S
     ) as loader:
@@ -332,7 +332,7 @@ def test_the_torch_loader_has_remote_workers_too() -> None:
     assert [batch[1].tolist() for batch in batches] == [[0] * 3, [1] * 3] * 2
 
 
-def test_without_a_cluster_the_error_says_what_to_do() -> None:
+def test_without_a_cluster_the_error_has_the_fix() -> None:
     """infeed starts no cluster by itself."""
     program = "import infeed; next(iter(infeed.DataLoader(range(4), num_workers=1, worker='ray')))"
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -342,14 +342,14 @@ def test_without_a_cluster_the_error_says_what_to_do() -> None:
     assert "ConfigError: worker='ray' needs a Ray cluster; call ray.init() first, or set RAY_ADDRESS" in done.stderr
 
 
-def test_nothing_imports_ray_unasked() -> None:
-    """Neither infeed nor a loader with other workers."""
+def test_ray_is_imported_only_on_request() -> None:
+    """Neither infeed nor a loader with other workers imports it."""
     program = "import sys, infeed; list(infeed.DataLoader(range(4), num_workers=1)); assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
 
 
 def test_auto_adds_workers_on_the_cluster() -> None:
-    """With one core here, the tuner goes on beyond it: with workers on the cluster."""
+    """With one core here, the tuner continues with workers on the cluster."""
     with infeed.DataLoader(
         Slow(), batch_size=4, num_workers="auto", worker=infeed.RayWorkers(local=1), cpu_limit=1, timeout=2 * DEADLINE_S
     ) as loader:
@@ -374,7 +374,7 @@ def test_ranks_share_the_cluster_that_auto_may_use(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_loader_that_gets_no_worker_times_out() -> None:
-    """Other loaders may hold all CPUs for ever."""
+    """Other loaders may hold all CPUs forever."""
     nowhere = infeed.RayWorkers(resources={"node_that_never_joins": 1})
     with (
         infeed.DataLoader(range(4), num_workers=1, worker=nowhere, timeout=1) as loader,
@@ -394,7 +394,7 @@ class Arrays:
 
 
 def test_a_held_batch_keeps_its_values() -> None:
-    """While later batches, and those of the next epoch, arrive in other memory."""
+    """Later batches, and those of the next epoch, arrive in other memory."""
     with infeed.DataLoader(Arrays(), batch_size=2, prefetch=2, **OPTIONS) as loader:
         batches = iter(loader)
         held = next(batches)
@@ -413,7 +413,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     return fake
 
 
-def test_a_slot_is_not_filled_again_while_the_device_reads_it(device: FakeBackend) -> None:
+def test_a_slot_is_not_reused_while_the_device_reads_it(device: FakeBackend) -> None:
     """The copy from pinned memory is late, and the user does not keep the batch."""
     copies = []
     with infeed.DataLoader(Arrays(), batch_size=2, prefetch=2, pin_memory=True, **OPTIONS) as loader:

@@ -1,4 +1,4 @@
-"""Every test has a cache folder of its own, so that no index of another test is found."""
+"""Each test has its own cache folder, so that it finds no index of another test."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture(scope="session")
 def obstore_threads() -> None:
-    """Start obstore's threads, which stay until the process ends, before the leak guard of a test looks."""
+    """Starts obstore's threads, which stay until the process ends, before the leak guard of a test checks."""
     obstore = pytest.importorskip("obstore")
     obstore.put(obstore.store.MemoryStore(), "a", b"")
 
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory, obstore_threads: None) -> Iterator[Server]:
-    """One S3 server for all tests of this process. Every test uses keys of its own."""
+    """One S3 server for all tests of this process. Every test uses its own keys."""
     with serving(tmp_path_factory.mktemp("s3")) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Servers in memory with the listing and the headers of S3, Azure and HTTP, for answers that the real S3 server never gives."""
+"""In-memory servers with the listing and headers of S3, Azure and HTTP, for responses that the real S3 server never gives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NO_REUSE: Final = {"pool_max_idle_per_host": "0"}
 
 
 class Fake:
-    """Objects by name, and how the server answers a request for a missing one."""
+    """Objects by name, and the response to a request for a missing one."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.missing = 404
         self.port = 0
-        self.read: list[str] = []  # names of objects whose content was requested
-        self.not_found: list[str] = []  # names of missing objects that were requested
+        self.read: list[str] = []  # Names of objects whose content was requested.
+        self.not_found: list[str] = []  # Names of missing objects that were requested.
 
     def s3(self) -> dict[str, Any]:
         """Return the storage options for ``s3://bucket/...``."""
@@ -126,7 +126,7 @@ def _listed_by_s3(objects: dict[str, bytes], prefix: str) -> bytes:
 
 
 def _listed_by_azure(objects: dict[str, bytes], prefix: str) -> bytes:
-    """As Azure does: ETags without quotes, which the headers of GET and HEAD have."""
+    """Like Azure: ETags without quotes, which the headers of GET and HEAD have."""
     entries = "".join(
         f"<Blob><Name>{name}</Name><Properties><Last-Modified>{DATE}</Last-Modified><Etag>{_etag(data)}</Etag>"
         f"<Content-Length>{len(data)}</Content-Length><Content-Type>a/b</Content-Type></Properties></Blob>"

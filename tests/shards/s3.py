@@ -1,6 +1,6 @@
 """A real S3 server (s3rver, of npm) for tests, and a proxy before it that makes it fail.
 
-s3rver is installed with npm into a folder of the user's cache, once. ``INFEED_S3RVER`` names a folder that has it already.
+npm installs s3rver once into the user's cache folder. ``INFEED_S3RVER`` is a folder that already contains it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ process.stdin.on("end", () => process.exit());
 
 
 def _modules() -> Path:
-    """Return the folder of s3rver's modules; skip the test if it cannot be installed."""
+    """Returns the folder of s3rver's modules; skips the test if it cannot be installed."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("needs node and npm for the S3 server")
     folder = Path(os.environ.get("INFEED_S3RVER") or Path.home() / ".cache" / "infeed-tests" / "s3rver")
     from infeed.data.locks import file_lock
 
-    with file_lock(folder / ".lock"):  # processes of xdist start at the same time
+    with file_lock(folder / ".lock"):  # Processes of xdist start at the same time.
         if not (folder / "node_modules" / "s3rver").is_dir():
             command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), "s3rver@3"]
             try:
@@ -56,7 +56,7 @@ class Server:
         self.port = port
 
     def options(self, port: int | None = None, **more: Any) -> dict[str, Any]:
-        """Return the storage options to reach it, or a proxy before it."""
+        """Returns the storage options to reach it, or a proxy for it."""
         return {
             "endpoint": f"http://127.0.0.1:{port or self.port}",
             "access_key_id": "S3RVER",
@@ -98,15 +98,15 @@ def serving(folder: Path) -> Iterator[Server]:
             process.kill()
 
 
-# What a proxy does with a connection: the request's first bytes and the number of the request decide.
+# How a proxy treats a connection: the request's first bytes and the number of the request decide.
 Fault = Callable[[bytes, int], str | None]
 
 
 class Proxy:
     """Forwards connections, one request each, and lets some fail.
 
-    ``fault`` returns ``None`` to forward, ``"drop"`` to close without an answer, ``"cut"`` to break off within the body,
-    ``"503"`` to answer so, or ``"slow"`` to answer after a second.
+    ``fault`` returns ``None`` to forward, ``"drop"`` to close without a response, ``"cut"`` to stop within the body,
+    ``"503"`` to respond with it, or ``"slow"`` to respond after a second.
     """
 
     def __init__(self, target: int, fault: Fault) -> None:

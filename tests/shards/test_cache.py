@@ -1,4 +1,4 @@
-"""The local cache: shared, limited, and whole whatever process is killed when."""
+"""The local cache: shared, limited, and intact whenever a process is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATS = {"a": Stat(len(DATA), "1"), "b": Stat(len(DATA), "1")}
 
 
 class Counting(Storage):
-    """Every shard is DATA; records what is downloaded."""
+    """Every shard is DATA; records the downloads."""
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
@@ -60,8 +60,8 @@ def cache_in(folder: Path, limit: int = 100 * PIECE) -> PieceCache:
     return PieceCache(folder, limit, PIECE)
 
 
-def test_ranges_are_cut_out_of_pieces(tmp_path: Path) -> None:
-    """Within one, over several, at the end of the shard, and empty ones."""
+def test_ranges_are_read_from_pieces(tmp_path: Path) -> None:
+    """Within one, across several, at the end of the shard, and empty ones."""
     storage = Counting()
     ranges = [Range("a", 5, 10), Range("a", 990, 2500), Range("b", 10_400, 100), Range("a", 0, 0), Range("b", 0, 10_500)]
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_another_version_is_another_piece(tmp_path: Path) -> None:
     assert len(storage.ranges) == 2
 
 
-def test_the_limit_holds_and_the_least_recently_used_pieces_go(tmp_path: Path) -> None:
+def test_the_least_recently_used_pieces_are_removed_at_the_limit(tmp_path: Path) -> None:
     storage = Counting()
     cache = cache_in(tmp_path, 6 * PIECE)
     for number in range(10):
@@ -88,10 +88,10 @@ def test_the_limit_holds_and_the_least_recently_used_pieces_go(tmp_path: Path) -
         cache.read([Range("a", 0, 10)], STATS, storage)
         assert sum(path.stat().st_size for path in pieces(tmp_path)) <= 6 * PIECE
 
-    assert len(storage.ranges) == 10  # the first piece was always used
+    assert len(storage.ranges) == 10  # The first piece was always used.
 
 
-def test_processes_that_want_the_same_piece_download_it_once(tmp_path: Path) -> None:
+def test_processes_that_need_the_same_piece_download_it_once(tmp_path: Path) -> None:
     storage = Counting()
     caches = [cache_in(tmp_path) for _ in range(8)]
     threads = [threading.Thread(target=cache.read, args=([Range("a", 0, 10)], STATS, storage)) for cache in caches]
@@ -113,7 +113,7 @@ def test_missing_pieces_are_downloaded_concurrently(tmp_path: Path) -> None:
 
 
 def test_a_piece_of_a_wrong_size_is_downloaded_again(tmp_path: Path) -> None:
-    """As a power failure may leave it."""
+    """A power failure may leave such a piece."""
     storage = Counting()
     cache_in(tmp_path).read([Range("a", 0, 10)], STATS, storage)
     pieces(tmp_path)[0].write_bytes(b"")
@@ -123,7 +123,7 @@ def test_a_piece_of_a_wrong_size_is_downloaded_again(tmp_path: Path) -> None:
 
 
 def test_old_temporary_files_are_removed(tmp_path: Path) -> None:
-    """They are of processes that were killed while they wrote."""
+    """They belong to processes that were killed while they wrote."""
     for name, age in (("old.part", 1), ("new.part", None)):
         (tmp_path / name).write_bytes(b"x")
         if age is not None:
@@ -133,7 +133,7 @@ def test_old_temporary_files_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.part")] == ["new.part"]
 
 
-def test_a_cache_that_cannot_be_written_is_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_is_disabled_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = cache_in(tmp_path / "file")
     for _ in range(3):
@@ -158,7 +158,7 @@ while True:
 
 @pytest.mark.process
 @pytest.mark.linux("sends SIGKILL")
-def test_processes_are_killed_while_they_write_and_the_cache_stays_whole(tmp_path: Path) -> None:
+def test_the_cache_stays_intact_when_writers_are_killed(tmp_path: Path) -> None:
     """Neither a wrong byte nor a lock remains."""
     (tmp_path / "shards").mkdir()
     pattern = write_shards(tmp_path / "shards", 2, 20, 5000)
@@ -193,7 +193,7 @@ def test_a_changed_shard_is_noticed_although_it_was_cached(tmp_path: Path) -> No
     assert infeed.open(pattern, **options)[0]["cls"] == b"0"
     path = tmp_path / "shards" / "train-000.tar"
     path.write_bytes(path.read_bytes().replace(b"000000.cls", b"000000.cls").replace(b"0 0 0", b"9 9 9"))
-    os.utime(path, ns=(7_000, 7_000))  # Windows counts in units of 100 ns
+    os.utime(path, ns=(7_000, 7_000))  # Windows counts in units of 100 ns.
 
     assert version_of(path.stat()) == "7000"
     assert infeed.open(pattern, **options)[0]["bin"].startswith(b"9 9 9")

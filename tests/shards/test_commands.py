@@ -28,7 +28,7 @@ def images(folder: Path, count: int = 10) -> Path:
 
 
 def test_a_folder_is_packed_and_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of one basename are one sample, and shards have the size asked for."""
+    """Files with one basename are one sample, and shards have the requested size."""
     images(tmp_path / "in")
     code = main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "10240", "--prefix", "train"])
 
@@ -42,7 +42,7 @@ def test_a_folder_is_packed_and_opened(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_size_of_a_shard_includes_headers_and_padding(tmp_path: Path) -> None:
-    """A label of three bytes takes 1 KiB; a long name takes headers of its own."""
+    """A label of three bytes takes 1 KiB; a long name takes additional headers."""
     (tmp_path / "in").mkdir()
     for number in range(60):
         name = f"{number:03d}" if number % 2 else f"{number:03d}{'é' * 60}"
@@ -55,13 +55,13 @@ def test_the_size_of_a_shard_includes_headers_and_padding(tmp_path: Path) -> Non
     assert [int(one["cls"]) for one in infeed.open(tmp_path / "out")] == list(range(60))
 
 
-def test_a_sample_larger_than_a_shard_has_a_shard_of_its_own(tmp_path: Path) -> None:
+def test_a_sample_larger_than_a_shard_has_its_own_shard(tmp_path: Path) -> None:
     samples = [Sample(str(number), {"x": bytes(size)}) for number, size in enumerate((10, 30_000, 10))]
 
     assert list(write_shards(samples, tmp_path, "shard", 20_000, 0)) == [0, 1, 2]
 
 
-def test_files_that_are_no_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without extension, hidden, or in a folder about the archive, which infeed.open would skip."""
     for name in ("README", ".hidden", "b.", "__meta__/a.jpg", "a.jpg", "sub/__x__/c.jpg"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def test_files_that_are_no_samples_are_counted(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.linux("file systems elsewhere may ignore case")
-def test_files_that_would_be_the_same_column_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_with_colliding_columns_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     for name in ("a.JPG", "a.jpg"):
         (tmp_path / "in" / name).write_text(name)
@@ -86,20 +86,20 @@ def test_files_that_would_be_the_same_column_are_refused(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("names", [("x", "X"), ("x", "x.npy")])
-def test_columns_that_would_be_the_same_are_refused(names: tuple[str, str]) -> None:
+def test_colliding_columns_are_rejected(names: tuple[str, str]) -> None:
     with pytest.raises(infeed.ConfigError, match="keys that differ only in case"):
         list(samples_of_dataset([{name: np.arange(2) for name in names}]))
 
 
 @pytest.mark.parametrize("name", ["a/b", "a/b.c", "a/", "", "x\0y", 7, None])
-def test_a_column_whose_name_would_change_is_refused(name: Any) -> None:
+def test_a_column_whose_name_would_change_is_rejected(name: Any) -> None:
     """The sample would lack it when the shards are read."""
     with pytest.raises(infeed.ConfigError, match=f"sample 1, column {name!r}: .* (rename it|use a str)".replace("\\", r"\\")):
         list(samples_of_dataset([{"x": b""}, {name: np.arange(2)}]))
 
 
 def test_columns_keep_their_names(tmp_path: Path) -> None:
-    """Also unusual ones; those of WebDataset about a sample are left out."""
+    """Also unusual ones; WebDataset's columns about a sample are omitted."""
     names = ["a b", ".", "x.", "__x", "é", "seg.png", "__y__.z", "mynpy"]
     samples = samples_of_dataset([dict.fromkeys([*names, "__key__", "__url__"], b"1")])
     list(write_shards(samples, tmp_path, "s", 1 << 20, 0))
@@ -108,20 +108,20 @@ def test_columns_keep_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", [{}, (), {"__key__": "a"}])
-def test_a_sample_without_columns_is_refused(sample: Any) -> None:
+def test_a_sample_without_columns_is_rejected(sample: Any) -> None:
     """It would be missing in the shards, and later samples would have other indices."""
     with pytest.raises(infeed.ConfigError, match="sample 1 has no columns"):
         list(samples_of_dataset([{"x": b""}, sample]))
 
 
 @pytest.mark.parametrize("value", [np.array([None, "a"]), {1j: 0}, "\ud800"], ids=["objects", "keys", "surrogate"])
-def test_a_value_that_cannot_be_written_is_named(value: Any) -> None:
+def test_a_value_that_cannot_be_written_is_reported(value: Any) -> None:
     with pytest.raises(infeed.ConfigError, match=r"sample 0, column 'x': .* cannot be written"):
         list(samples_of_dataset([{"x": value}]))
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Complete shards stay as they are; the result is that of an undisturbed run."""
+    """Complete shards are kept; the result is that of an uninterrupted run."""
     images(tmp_path / "in")
     arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--shard-size", "10240"]
     main(["pack", *arguments])
@@ -143,7 +143,7 @@ def test_shards_in_the_packed_folder_are_not_packed(tmp_path: Path, capsys: pyte
     for _ in range(2):
         assert main(["pack", *arguments]) == 0
         assert "wrote 10 samples to 4 shards" in capsys.readouterr().out
-        assert len(infeed.open(tmp_path / "shards")) == 10  # leaves an index there, too
+        assert len(infeed.open(tmp_path / "shards")) == 10  # This leaves an index there, too.
 
 
 def test_a_folder_is_not_packed_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

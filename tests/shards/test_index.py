@@ -1,4 +1,4 @@
-"""The index is built once, found again, and built again where it does not fit."""
+"""The index is built once, found again, and rebuilt where it does not fit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_changed_shards_are_indexed_again(tmp_path: Path, reads: Reads) -> 
     ],
     ids=["cut", "empty", "flipped"],
 )
-def test_a_damaged_index_is_built_again_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any) -> None:
+def test_a_damaged_index_is_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any) -> None:
     pattern = write_shards(tmp_path, 2, 3)
     infeed.open(pattern)
     (index,) = index_files(tmp_path)
@@ -93,7 +93,7 @@ def test_a_damaged_index_is_built_again_with_a_warning(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, MemoryError, SyntaxError])
-def test_an_index_whose_damage_confuses_the_reader_is_built_again(
+def test_an_index_whose_damage_confuses_the_reader_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     """Wrong bytes make zipfile find an encrypted or unknown member, and NumPy an array of any size."""
@@ -108,7 +108,7 @@ def test_an_index_whose_damage_confuses_the_reader_is_built_again(
         assert len(infeed.open(pattern)) == 6
 
 
-def test_a_folder_in_the_place_of_the_index_is_left_alone(tmp_path: Path, cache_folder: Path, reads: Reads) -> None:
+def test_a_folder_in_place_of_the_index_is_not_touched(tmp_path: Path, cache_folder: Path, reads: Reads) -> None:
     pattern = write_shards(tmp_path, 1, 3)
     infeed.open(pattern)
     (index,) = index_files(tmp_path)
@@ -140,7 +140,7 @@ def test_a_folder_that_is_not_writable_has_its_index_in_the_cache_folder(
     assert len(index_files(cache_folder)) == 1
 
 
-def test_the_index_may_have_a_folder_of_its_own(tmp_path: Path, reads: Reads) -> None:
+def test_the_index_may_have_its_own_folder(tmp_path: Path, reads: Reads) -> None:
     (tmp_path / "shards").mkdir()
     pattern = write_shards(tmp_path / "shards", 1, 3)
     infeed.open(pattern, index=tmp_path / "index")
@@ -151,7 +151,7 @@ def test_the_index_may_have_a_folder_of_its_own(tmp_path: Path, reads: Reads) ->
     assert [path.parent.name for path in index_files(tmp_path)] == ["index"]
 
 
-def test_other_lists_of_shards_have_other_indices(tmp_path: Path) -> None:
+def test_other_lists_of_shards_have_separate_indices(tmp_path: Path) -> None:
     write_shards(tmp_path, 3, 2)
 
     assert labels(infeed.open([tmp_path / "train-002.tar", tmp_path / "train-000.tar"])) == [4, 5, 0, 1]
@@ -178,7 +178,7 @@ def test_concurrent_callers_scan_each_shard_once(tmp_path: Path, monkeypatch: py
     assert len(scans) == 4
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported(tmp_path: Path) -> None:
     write_shards(tmp_path, 2, 3)
     with pytest.raises(infeed.StorageError, match=r"train-002\.tar: .*check the path"):
         infeed.open(f"{tmp_path}/train-{{000..002}}.tar")

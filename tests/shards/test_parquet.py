@@ -97,7 +97,7 @@ def test_a_value_does_not_depend_on_the_rows_read_with_it(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("kind", ["string_view", "binary_view"])
-def test_views_of_texts_are_read(tmp_path: Path, kind: str) -> None:
+def test_string_view_columns_are_read(tmp_path: Path, kind: str) -> None:
     """pyarrow cannot take rows of them."""
     make = getattr(pa, kind, None) or pytest.skip("pyarrow has no such type")
     values = [None, "b" * 30, "c"] if kind == "string_view" else [None, b"b" * 30, b"c"]
@@ -106,7 +106,7 @@ def test_views_of_texts_are_read(tmp_path: Path, kind: str) -> None:
     assert [one["x"] for one in infeed.open(tmp_path).__getitems__([2, 0, 1])] == [values[2], values[0], values[1]]
 
 
-def test_lists_are_arrays_that_may_be_written(tmp_path: Path) -> None:
+def test_lists_are_writable_arrays(tmp_path: Path) -> None:
     """As torch expects; a transform may work in place."""
     lists = {"a": [[1], [2, 3]], "b": pa.array([[1], [2]], pa.list_(pa.int16(), 1)), "c": [[None], [2]], "d": [None, [1]]}
     parquet.write_table(pa.table(lists), tmp_path / "a.parquet")
@@ -117,19 +117,19 @@ def test_lists_are_arrays_that_may_be_written(tmp_path: Path) -> None:
     assert [array.tolist() for array in dataset[1].values()] == [[2, 3], [2], [2], [1]]
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_with_one_name_are_rejected(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["x", "x"]), tmp_path / "a.parquet")
     with pytest.raises(infeed.ShardError, match=r"a\.parquet has two columns named 'x'"):
         infeed.open(tmp_path)
 
 
-def test_columns_that_only_tar_shards_have_are_refused(tmp_path: Path) -> None:
+def test_columns_that_exist_only_in_tar_shards_are_rejected(tmp_path: Path) -> None:
     for column in ("__url__", "__key__"):
         with pytest.raises(infeed.ConfigError, match=f"columns has '{column}', which is in no shard"):
             infeed.open(write(tmp_path), columns=[column, "label"])
 
 
-def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
+def test_files_with_other_types_are_rejected(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"x": [1], "y": ["a"]}), tmp_path / "0.parquet")
     parquet.write_table(pa.table({"x": [1], "y": [2.0]}), tmp_path / "1.parquet")
     with pytest.raises(infeed.ShardError, match=r"1\.parquet has column 'y' of type double, but .*0\.parquet has string"):
@@ -137,7 +137,7 @@ def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
 
 
 def test_lists_of_one_type_may_name_their_elements_differently(tmp_path: Path) -> None:
-    """As libraries do."""
+    """Libraries do this."""
     for number, name in enumerate(("item", "element")):
         field = pa.field(name, pa.int64(), nullable=number == 0)
         parquet.write_table(pa.table({"x": pa.array([[number]], pa.list_(field))}), tmp_path / f"{number}.parquet")
@@ -145,7 +145,7 @@ def test_lists_of_one_type_may_name_their_elements_differently(tmp_path: Path) -
     assert [one["x"].tolist() for one in infeed.open(tmp_path)] == [[0], [1]]
 
 
-def test_rows_come_in_the_order_asked_for_with_the_columns_asked_for(tmp_path: Path) -> None:
+def test_rows_have_the_requested_order_and_columns(tmp_path: Path) -> None:
     dataset = infeed.open(f"{write(tmp_path)}/*.parquet", columns=["name", "label"], decode={"label": lambda n: n * 2})
 
     assert [list(one.items()) for one in dataset.__getitems__([70, 2, -1])] == [
@@ -164,7 +164,7 @@ def test_workers_load_the_same_batches_as_the_main_process(tmp_path: Path, light
     assert found == [index for batch in infeed.DataLoader(range(75), 7, shuffle=True, seed=3) for index in batch.tolist()]
 
 
-def test_a_block_shuffle_takes_row_groups_as_blocks(tmp_path: Path) -> None:
+def test_a_block_shuffle_uses_row_groups_as_blocks(tmp_path: Path) -> None:
     dataset = infeed.open(write(tmp_path), columns=["label"])
     sampler = infeed.RandomSampler(block_size="auto", window=1)
     labels = [label for batch in infeed.DataLoader(dataset, 5, sampler=sampler) for label in batch["label"].tolist()]
@@ -174,7 +174,7 @@ def test_a_block_shuffle_takes_row_groups_as_blocks(tmp_path: Path) -> None:
     assert np.count_nonzero(np.diff(groups)) == 8
 
 
-def test_only_the_row_groups_and_columns_asked_for_are_read(s3: Server, tmp_path: Path) -> None:
+def test_only_the_requested_row_groups_and_columns_are_read(s3: Server, tmp_path: Path) -> None:
     """One request for the footer and one for the chunks; none while the row group is kept."""
     s3.put("parquet/0.parquet", (write(tmp_path, 1, 30_000, 10_000) / "0.parquet").read_bytes())
     infeed.open("s3://data/parquet/", storage_options=s3.options())
@@ -196,14 +196,14 @@ def test_only_the_row_groups_and_columns_asked_for_are_read(s3: Server, tmp_path
         assert len(sizes) == 2
 
 
-def test_files_with_other_columns_are_refused(tmp_path: Path) -> None:
+def test_files_with_other_columns_are_rejected(tmp_path: Path) -> None:
     write(tmp_path, 1)
     parquet.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
     with pytest.raises(infeed.ShardError, match=r"other\.parquet has columns \['x'\], but .*0\.parquet has \['label'"):
         infeed.open(tmp_path)
 
 
-def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(infeed.ShardError, match=r"a\.parquet is not a Parquet file"):
         infeed.open(tmp_path)
@@ -216,7 +216,7 @@ def test_a_pickled_copy_reads_the_files_itself(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(dataset))[30] == {"label": 30}
 
 
-def test_row_groups_beyond_the_memory_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_that_exceed_the_memory_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infeed.data.parquet.MEMORY_BYTES", 100)
     dataset = infeed.open(write(tmp_path), columns=["label"])
 

@@ -39,7 +39,7 @@ def test_braces_expand_as_in_a_shell(pattern: str, expanded: list[str]) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["{0..", "{abc}", "{a..C}", "{0..3..0}", "{0..99999999}"])
-def test_wrong_braces_are_refused(pattern: str) -> None:
+def test_invalid_braces_are_rejected(pattern: str) -> None:
     with pytest.raises(infeed.ConfigError, match="pattern="):
         expand_braces(pattern)
 
@@ -79,7 +79,7 @@ def test_a_signature_is_not_shown() -> None:
 
 
 def test_folders_are_not_searched_recursively(tmp_path: Path) -> None:
-    """On a disk as on object storage; ``**`` searches subfolders."""
+    """On a disk as in object storage; ``**`` searches subfolders."""
     (tmp_path / "val").mkdir()
     for name in ("a.tar", "val/b.tar"):
         (tmp_path / name).touch()
@@ -89,8 +89,8 @@ def test_folders_are_not_searched_recursively(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.TAR.ZST"])
-def test_a_folder_with_compressed_shards_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
-    """Leaving them out would lose data without a word."""
+def test_a_folder_with_compressed_shards_is_rejected_with_the_reason(tmp_path: Path, name: str) -> None:
+    """Skipping them would lose data silently."""
     (tmp_path / "b.tar").touch()
     (tmp_path / name).touch()
     (tmp_path / "labels.csv.gz").touch()
@@ -109,7 +109,7 @@ def test_a_folder_with_compressed_shards_is_refused_with_the_reason(tmp_path: Pa
         (["s3://b/z/3.tar", "s3://b/z/*"], "lists 's3://b/z/3.tar' twice"),
     ],
 )
-def test_a_pattern_without_shards_is_refused(pattern: Any, message: str) -> None:
+def test_a_pattern_without_shards_is_rejected(pattern: Any, message: str) -> None:
     with pytest.raises(infeed.ConfigError, match=message):
         expand(pattern, list_urls)
 

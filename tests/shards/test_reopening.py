@@ -1,4 +1,4 @@
-"""Read-only handles of datasets are opened again in workers; the others are errors that say what to do."""
+"""Read-only handles of datasets are opened again in workers; others raise an error with the fix."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _read_lmdb(environment: Any, index: int) -> bytes:
         return found
 
 
-# How the handle is opened, and how sample ``index`` is read from it: 10 + index.
+# How to open the handle, and how to read sample ``index`` from it: 10 + index.
 HANDLES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, int], Any]]] = {
     "h5py file": (_h5py, lambda file, index: file["group/x"][index]),
     "h5py group": (lambda folder: _h5py(folder)["group"], lambda group, index: group["x"][index]),
@@ -109,7 +109,7 @@ def test_a_read_only_handle_is_opened_again_in_workers(tmp_path: Path, name: str
     with infeed.DataLoader(Data(handle, read), 2, num_workers=2, timeout=DEADLINE_S) as loader:
         assert [batch.tolist() for batch in loader] == [[10, 11], [12, 13]]
 
-    assert Data(handle, read)[1] == 11  # the original is still open
+    assert Data(handle, read)[1] == 11  # The original is still open.
 
 
 def _database(folder: Path, **options: Any) -> sqlite3.Connection:
@@ -158,7 +158,7 @@ def test_a_handle_whose_copy_would_give_other_results_is_not_opened_again(tmp_pa
 
 
 @pytest.mark.parametrize("text", [str, bytes])
-def test_a_database_is_opened_again_whatever_its_types_and_texts(tmp_path: Path, text: Any, opened: list[Any]) -> None:
+def test_a_database_is_opened_again_for_any_types_and_texts(tmp_path: Path, text: Any, opened: list[Any]) -> None:
     opened.append(_database(tmp_path))
     opened[0].text_factory = text
     function, arguments = reduce_handle(opened[0])
@@ -170,10 +170,10 @@ def test_a_database_is_opened_again_whatever_its_types_and_texts(tmp_path: Path,
 @pytest.mark.process
 @pytest.mark.torch
 @pytest.mark.linux("torch forks its workers there")
-def test_the_torch_loader_keeps_such_datasets_on_its_own_workers(
+def test_the_torch_loader_keeps_such_datasets_on_infeeds_workers(
     tmp_path: Path, opened: list[Any], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """It does not fall back to torch's workers, so that they resume and survive crashes too."""
+    """It does not use torch's workers, so these loaders resume and survive crashes too."""
     ours = pytest.importorskip("infeed.torch")
     handle = _h5py(tmp_path)
     opened.append(handle)
@@ -195,8 +195,8 @@ RELATIVE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.linux("the open files of a process are not listed everywhere")
 @pytest.mark.parametrize("name", RELATIVE)
-def test_a_relative_path_that_names_another_file_by_now_is_not_opened(tmp_path: Path, name: str, opened: list[Any]) -> None:
-    """As after os.chdir: the copy would read other data without an error."""
+def test_a_relative_path_to_another_file_is_not_opened(tmp_path: Path, name: str, opened: list[Any]) -> None:
+    """After os.chdir, the copy would read other data without an error."""
     make, file = RELATIVE[name]
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
@@ -223,7 +223,7 @@ WRITABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", WRITABLE)
-def test_a_handle_that_may_write_is_an_error_that_says_how_to_open_it(tmp_path: Path, name: str, opened: list[Any]) -> None:
+def test_a_writable_handle_is_an_error_with_the_fix(tmp_path: Path, name: str, opened: list[Any]) -> None:
     make, text = WRITABLE[name]
     handle = make(tmp_path)
     opened.append(handle)
@@ -237,7 +237,7 @@ def test_a_handle_that_may_write_is_an_error_that_says_how_to_open_it(tmp_path: 
 
 
 @pytest.mark.process
-def test_a_parquet_file_is_an_error_that_says_how_to_open_it(tmp_path: Path, opened: list[Any]) -> None:
+def test_a_parquet_file_is_an_error_with_the_fix(tmp_path: Path, opened: list[Any]) -> None:
     """pyarrow does not keep the path."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -252,8 +252,8 @@ def test_a_parquet_file_is_an_error_that_says_how_to_open_it(tmp_path: Path, ope
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["transaction", "database"])
-def test_a_part_of_an_lmdb_environment_is_an_error_that_says_what_to_keep(tmp_path: Path, name: str, opened: list[Any]) -> None:
-    """LMDB does not say which environment it belongs to."""
+def test_a_part_of_an_lmdb_environment_is_an_error_with_the_fix(tmp_path: Path, name: str, opened: list[Any]) -> None:
+    """LMDB does not expose the environment of such a part."""
     environment = _lmdb(tmp_path, readonly=True, lock=False)
     opened.append(environment)
     part = environment.begin() if name == "transaction" else environment.open_db()

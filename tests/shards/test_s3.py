@@ -1,4 +1,4 @@
-"""Shards on a real S3 server, which is slow, fails, and changes."""
+"""Shards on a real S3 server that is slow, fails, and changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_patterns_list_the_bucket(s3: Server, pattern: str) -> None:
 
 
 def test_many_shards_are_looked_up_by_listing(s3: Server) -> None:
-    """One request for their sizes and versions instead of one for each."""
+    """One request for all sizes and versions instead of one per shard."""
     pattern = upload(s3, "many", 40, 1)
     infeed.open(pattern, storage_options=s3.options())
     with Proxy(s3.port, no_fault) as proxy:
@@ -94,7 +94,7 @@ def test_neighbours_are_one_request_and_others_run_concurrently(s3: Server) -> N
         assert proxy.request_count == before + 1
         assert labels(dataset.__getitems__([0, 21, 41, 61, 81, 101])) == [0, 21, 41, 61, 81, 101]
         assert proxy.request_count == before + 7
-        assert proxy.most_at_once >= 4  # on a busy machine, some may begin late
+        assert proxy.most_at_once >= 4  # On a busy machine, some may begin late.
 
 
 FAULTS: dict[str, Callable[[bytes, int], str | None]] = {
@@ -136,7 +136,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_text(s3: Server, forkserver: di
             next(iter(loader))
 
 
-def test_a_shard_that_changes_while_it_is_read_is_noticed(s3: Server) -> None:
+def test_a_shard_that_changes_while_it_is_read_is_detected(s3: Server) -> None:
     pattern = upload(s3, "changing", 1, 10)
     dataset = infeed.open(pattern, storage_options=s3.options())
     assert labels([dataset[3]]) == [3]
@@ -147,7 +147,7 @@ def test_a_shard_that_changes_while_it_is_read_is_noticed(s3: Server) -> None:
     assert labels(infeed.open(pattern, storage_options=s3.options())) == list(range(50, 60))
 
 
-def test_a_missing_shard_and_missing_rights_are_named(s3: Server) -> None:
+def test_a_missing_shard_and_missing_permissions_are_reported(s3: Server) -> None:
     with pytest.raises(infeed.StorageError, match=r"s3://data/none/0\.tar cannot be opened: .*check URL, credentials"):
         infeed.open("s3://data/none/0.tar", storage_options=s3.options())
     wrong = s3.options() | {"secret_access_key": "wrong"}
@@ -157,7 +157,7 @@ def test_a_missing_shard_and_missing_rights_are_named(s3: Server) -> None:
         infeed.open("s3://data/none/0.tar", storage_options={"no_such_option": 1})
 
 
-def test_shuffle_is_by_blocks_unless_a_sampler_asks_for_single_samples(s3: Server) -> None:
+def test_shuffle_uses_blocks_unless_a_sampler_requests_single_samples(s3: Server) -> None:
     """Blocks of a megabyte: more than all of these samples."""
     dataset = infeed.open(upload(s3, "blocks", 2, 10), columns=["cls"], decode={"cls": int}, storage_options=s3.options())
 
@@ -172,7 +172,7 @@ def test_shuffle_is_by_blocks_unless_a_sampler_asks_for_single_samples(s3: Serve
 
 
 def kill_one(pids: list[Any]) -> None:
-    """Kill the first of these processes that still runs."""
+    """Kills the first of these processes that is still running."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -180,8 +180,8 @@ def kill_one(pids: list[Any]) -> None:
 
 
 @pytest.mark.linux("kills workers")
-def test_workers_are_killed_and_the_run_is_resumed_and_every_sample_arrives_once(s3: Server) -> None:
-    """With a server that fails now and then: exactly once, in the order of an undisturbed run."""
+def test_a_run_resumed_after_killed_workers_delivers_every_sample_once(s3: Server) -> None:
+    """From a server that fails sometimes: exactly once, in the order of an undisturbed run."""
     pattern = upload(s3, "resumed", 4, 50)
     options: dict[str, Any] = {"batch_size": 8, "shuffle": "block", "seed": 5, "timeout": 60}
     columns: dict[str, Any] = {"columns": ["cls"], "decode": {"cls": int}}
@@ -205,7 +205,7 @@ def test_workers_are_killed_and_the_run_is_resumed_and_every_sample_arrives_once
     assert sorted(label for batch in whole for label in batch) == list(range(200))
 
 
-def test_a_resumed_epoch_begins_at_once(s3: Server) -> None:
+def test_a_resumed_epoch_reads_nothing_again(s3: Server) -> None:
     """Nothing that was delivered is read again."""
     pattern = upload(s3, "begins", 2, 100)
     infeed.open(pattern, storage_options=s3.options())
@@ -218,7 +218,7 @@ def test_a_resumed_epoch_begins_at_once(s3: Server) -> None:
         assert proxy.request_count - before <= 2
 
 
-def test_the_cache_serves_what_was_read_before(s3: Server, tmp_path: Path) -> None:
+def test_the_cache_serves_data_that_was_read_before(s3: Server, tmp_path: Path) -> None:
     pattern = upload(s3, "cached", 2, 10)
     infeed.open(pattern, storage_options=s3.options())
     with Proxy(s3.port, no_fault) as proxy:

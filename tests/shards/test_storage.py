@@ -1,4 +1,4 @@
-"""What servers and file systems answer, beyond what the real S3 server does."""
+"""Responses of servers and file systems, beyond those of the real S3 server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_etag_is_the_same_version_with_and_without_quotes(tag: str) -> None:
     assert version_from({"e_tag": tag, "last_modified": None}) == "0x8D"
 
 
-def test_shards_that_azure_lists_are_unchanged_when_they_are_read(server: Fake) -> None:
+def test_shards_listed_by_azure_are_unchanged_when_they_are_read(server: Fake) -> None:
     """More than 32 are listed; the ETags of a listing have no quotes."""
     server.objects = {f"d/{number:02d}.tar": shard([number]) for number in range(40)}
     dataset = infeed.open("az://c/d/{00..39}.tar", storage_options=server.azure())
@@ -36,8 +36,8 @@ def test_shards_that_azure_lists_are_unchanged_when_they_are_read(server: Fake) 
     assert [int(dataset[number]["cls"]) for number in (0, 39)] == [0, 39]
 
 
-def test_of_two_stored_indices_the_one_with_more_unchanged_shards_is_used(server: Fake) -> None:
-    """A published index goes stale; only the first call afterwards scans what has changed."""
+def test_the_stored_index_with_more_unchanged_shards_is_used(server: Fake) -> None:
+    """A published index becomes stale; only the first call afterwards scans what has changed."""
     server.objects = {f"d/{number}.tar": shard([number]) for number in range(3)}
     build_index("s3://b/d/*.tar", None, None, server.s3())
     server.objects["d/1.tar"] = shard([7, 8])
@@ -48,12 +48,12 @@ def test_of_two_stored_indices_the_one_with_more_unchanged_shards_is_used(server
         scanned.append([name for name in server.read if name.endswith(".tar")])
 
     assert scanned == [["d/1.tar"], []]
-    assert server.read == []  # the local copy fits, so that the published one is not downloaded
+    assert server.read == []  # The local copy fits, so the published one is not downloaded.
 
 
 @pytest.mark.parametrize("code", [401, 403])
-def test_an_index_that_may_not_be_read_is_treated_as_missing(server: Fake, code: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Without the right to list a bucket, S3 answers 403 for a missing object."""
+def test_an_index_without_read_permission_counts_as_missing(server: Fake, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Without permission to list a bucket, S3 responds with 403 for a missing object."""
     server.objects, server.missing = {"d/0.tar": shard([1])}, code
     with caplog.at_level(logging.INFO, "infeed"):
         for _ in range(2):
@@ -64,9 +64,7 @@ def test_an_index_that_may_not_be_read_is_treated_as_missing(server: Fake, code:
     assert server.read == []
 
 
-def test_an_index_that_cannot_be_read_is_a_warning_and_the_shards_are_scanned(
-    server: Fake, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_index_is_a_warning_and_the_shards_are_scanned(server: Fake, caplog: pytest.LogCaptureFixture) -> None:
     server.objects, server.missing = {"d/0.tar": shard([1])}, 500
     with caplog.at_level(logging.WARNING, "infeed"):
         assert len(infeed.open("s3://b/d/0.tar", storage_options=server.s3())) == 1
@@ -76,7 +74,7 @@ def test_an_index_that_cannot_be_read_is_a_warning_and_the_shards_are_scanned(
     assert "damaged" not in caplog.text
 
 
-def test_writing_never_touches_the_temporary_file_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_never_touches_the_temporary_file_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process ids repeat: on other machines that share the folder, and in containers."""
     (tmp_path / f"a.{os.getpid()}.tmp").write_bytes(b"of another")
     LocalStorage().write(str(tmp_path / "a"), b"mine")
@@ -108,7 +106,7 @@ def test_the_index_of_shards_in_several_buckets_is_in_the_cache_folder(server: F
 
 
 @pytest.mark.parametrize(("limit", "is_by_blocks"), [(16 << 20, True), (48 << 20, False)])
-def test_shuffle_is_by_blocks_unless_the_cache_holds_all_shards(
+def test_shuffle_uses_blocks_unless_the_cache_holds_all_shards(
     server: Fake, tmp_path: Path, limit: int, is_by_blocks: bool
 ) -> None:
     """Otherwise most samples would download a piece of 8 MiB."""
@@ -121,13 +119,13 @@ def test_shuffle_is_by_blocks_unless_the_cache_holds_all_shards(
 def test_an_empty_member_is_read(server: Fake) -> None:
     """Alone, between others, and at the end of the shard."""
     members = [("0.a", b""), ("0.b", b"x"), ("1.a", b""), ("2.b", b"y"), ("3.a", b"")]
-    server.objects = {"d/0.tar": tar_bytes(members)[: 7 * 512]}  # without the end marker
+    server.objects = {"d/0.tar": tar_bytes(members)[: 7 * 512]}  # Without the end marker.
     dataset = infeed.open("s3://b/d/0.tar", storage_options=server.s3())
 
     assert [[one.get("a"), one.get("b")] for one in dataset] == [[b"", b"x"], [b"", None], [None, b"y"], [b"", None]]
 
 
-def test_a_request_that_fails_is_repeated_only_by_the_client(server: Fake) -> None:
+def test_a_failed_request_is_retried_only_by_the_client(server: Fake) -> None:
     """As often as max_retries says."""
     server.objects = {"d/0.tar": shard([1])}
     retry = {"max_retries": 2, "backoff": {"init_backoff": timedelta(milliseconds=1)}}

@@ -1,4 +1,4 @@
-"""Tar shards as a map-style dataset: what is in a sample, and which archives are refused."""
+"""Tar shards as a map-style dataset: the contents of a sample, and which archives are rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarf
 
 
 def scanned(data: bytes, ahead: ReadAhead = LOCAL) -> list[tuple[str, str, bytes]]:
-    """Key, column and content of every member."""
+    """Returns key, column and content of every member."""
     found = scan_tar("a.tar", lambda offset, size: data[offset : offset + size], len(data), ahead)
     keys = np.repeat(np.array(found.keys, dtype=object), found.counts).tolist()
     return [
@@ -32,7 +32,7 @@ def scanned(data: bytes, ahead: ReadAhead = LOCAL) -> list[tuple[str, str, bytes
 
 
 def test_samples_are_dicts_of_key_url_and_members(tmp_path: Path) -> None:
-    """The order of indices is the order of shards and of samples in them."""
+    """Indices have the order of shards and of samples in them."""
     dataset = infeed.open(write_shards(tmp_path, 3, 4))
 
     assert len(dataset) == 12
@@ -41,8 +41,8 @@ def test_samples_are_dicts_of_key_url_and_members(tmp_path: Path) -> None:
         assert dataset[number] == {**expected, **sample(number)}
 
 
-def test_several_samples_are_returned_in_the_order_asked_for(tmp_path: Path) -> None:
-    """Also negative indices and repeated ones."""
+def test_several_samples_are_returned_in_the_requested_order(tmp_path: Path) -> None:
+    """Also negative and repeated indices."""
     dataset = infeed.open(write_shards(tmp_path, 2, 3), columns=["cls"], decode={"cls": int})
 
     assert [one["cls"] for one in dataset.__getitems__([5, 0, -1, 0])] == [5, 0, 5, 0]
@@ -91,13 +91,13 @@ def test_an_exception_of_decode_keeps_its_type_and_names_the_sample(tmp_path: Pa
         ({"format": "zip"}, "format='zip' is not supported"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     pattern = write_shards(tmp_path, 1, 2)
     with pytest.raises(infeed.ConfigError, match=message):
         infeed.open(pattern, **options)
 
 
-def test_a_sample_without_a_requested_column_is_named(tmp_path: Path) -> None:
+def test_a_sample_without_a_requested_column_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes([("0.cls", b"0"), ("1.cls", b"1"), ("1.txt", b"t")]))
     dataset = infeed.open(tmp_path / "a.tar", columns=["txt"])
 
@@ -107,7 +107,7 @@ def test_a_sample_without_a_requested_column_is_named(tmp_path: Path) -> None:
 
 
 def test_shards_may_have_different_columns(tmp_path: Path) -> None:
-    """Numbers of columns are common to all shards."""
+    """All shards share the numbering of columns."""
     (tmp_path / "a.tar").write_bytes(tar_bytes([("0.x", b"0"), ("0.y", b"1")]))
     (tmp_path / "b.tar").write_bytes(tar_bytes([("1.z", b"2"), ("1.y", b"3"), ("1.x", b"4")]))
     dataset = infeed.open(tmp_path)
@@ -120,8 +120,8 @@ def test_shards_may_have_different_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("ahead", [LOCAL, REMOTE, ReadAhead(600, 512, 0)], ids=["local", "remote", "short"])
-def test_every_tar_format_is_read_as_tarfile_reads_it(name: str, ahead: ReadAhead) -> None:
-    """Long names take several headers, in each format others; empty and odd sizes are padded."""
+def test_every_tar_format_is_read_as_by_tarfile(name: str, ahead: ReadAhead) -> None:
+    """Long names take several headers, which differ by format; empty and odd sizes are padded."""
     members = [
         ("a/1.jpg", b"x" * 511),
         ("a/1.cls", b""),
@@ -138,7 +138,7 @@ def test_every_tar_format_is_read_as_tarfile_reads_it(name: str, ahead: ReadAhea
     ]
 
 
-def test_members_that_are_no_columns_are_skipped() -> None:
+def test_members_that_are_not_columns_are_skipped() -> None:
     """As in WebDataset: folders, names without extension, hidden files, and members about the archive."""
     data = tar_bytes([("README", b"a"), (".hidden", b"b"), ("__meta__/x.json", b"c"), ("1.txt", b"d")])
 
@@ -151,7 +151,7 @@ def test_members_with_an_empty_extension_are_skipped() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_hard_link_has_the_content_of_its_target(name: str) -> None:
-    """Tar writes a file with several names once. Names of more than 100 characters take a header of their own."""
+    """Tar writes a file with several names once. Names of more than 100 characters take an additional header."""
     folder = "d" * (40 if name == "ustar" else 120)
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=FORMATS[name]) as archive:
@@ -177,14 +177,14 @@ def test_a_hard_link_has_the_content_of_its_target(name: str) -> None:
     ]
 
 
-def test_a_hard_link_to_nothing_is_refused() -> None:
+def test_a_hard_link_without_a_target_is_rejected() -> None:
     info = tarfile.TarInfo("b.jpg")
     info.type, info.linkname = tarfile.LNKTYPE, "a.jpg"
     with pytest.raises(infeed.ShardError, match=r"a\.tar: 'b\.jpg' is a hard link to 'a\.jpg'"):
         scanned(info.tobuf())
 
 
-# What GNU tar writes for files with holes, with --format=gnu and =posix.
+# What GNU tar writes for sparse files, with --format=gnu and =posix.
 SPARSE = {
     "gnu": lambda: _sparse_header(tarfile.GNU_FORMAT, {}, b"S"),
     "pax 0": lambda: _sparse_header(tarfile.PAX_FORMAT, {"GNU.sparse.size": "9", "GNU.sparse.map": "0,1"}, b"0"),
@@ -199,14 +199,14 @@ def _sparse_header(format: int, fields: dict[str, str], kind: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_members_are_refused(name: str) -> None:
+def test_sparse_members_are_rejected(name: str) -> None:
     """Their bytes in the shard are not the content: the holes are missing."""
     with pytest.raises(infeed.ShardError, match=r"'a\.jpg' is a sparse file; .*without --sparse"):
         scanned(SPARSE[name]())
 
 
-def test_too_many_columns_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys with dots make every sample a column of its own."""
+def test_too_many_columns_are_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys with dots make every sample a separate column."""
     monkeypatch.setattr("infeed.data.tar_scan.MOST_COLUMNS", 3)
 
     assert len(scanned(tar_bytes((f"v.{number}.jpg", b"") for number in range(3)))) == 3
@@ -214,7 +214,7 @@ def test_too_many_columns_are_refused_with_the_reason(monkeypatch: pytest.Monkey
         scanned(tar_bytes((f"v.{number}.jpg", b"") for number in range(4)))
 
 
-def test_too_many_columns_in_all_shards_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_columns_in_all_shards_together_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infeed.data.tar.MOST_COLUMNS", 3)
     for number in range(2):
         (tmp_path / f"{number}.tar").write_bytes(tar_bytes((f"v.{number}{letter}.jpg", b"") for letter in "ab"))
@@ -223,7 +223,7 @@ def test_too_many_columns_in_all_shards_together_are_refused(tmp_path: Path, mon
 
 
 def test_a_checksum_of_signed_bytes_is_accepted() -> None:
-    """As some old programs write it; it differs for names that are not ASCII."""
+    """Some old programs write it; it differs for names that are not ASCII."""
     data = tar_bytes([("é.txt", b"d")])
     unsigned, signed = tarfile.calc_chksums(data[:512])  # type: ignore[attr-defined]
     assert unsigned != signed
@@ -252,14 +252,14 @@ def test_a_shard_without_end_marker_is_complete() -> None:
     ],
     ids=["header", "member", "text", "damaged", "checksum", "gzip", "zstd", "twice"],
 )
-def test_a_file_that_is_no_usable_shard_is_refused_with_the_reason(tmp_path: Path, data: bytes, message: str) -> None:
+def test_an_unusable_file_is_rejected_with_the_reason(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.tar").write_bytes(data)
     with pytest.raises(infeed.ShardError, match=f"a.tar: .*{message}"):
         infeed.open(tmp_path / "a.tar")
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar.zst"])
-def test_a_compressed_extension_is_refused_without_reading(name: str) -> None:
+def test_a_compressed_extension_is_rejected_without_reading(name: str) -> None:
     with pytest.raises(infeed.ConfigError, match="compressed as a whole"):
         infeed.open(f"/nowhere/{name}")
 
@@ -282,14 +282,14 @@ def test_more_files_than_may_be_open_are_read_in_turn(tmp_path: Path, monkeypatc
         assert [one["cls"] for one in dataset.__getitems__(order)] == order
 
 
-def test_a_file_that_ends_early_is_named_with_the_offset(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_with_the_offset(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     with pytest.raises(infeed.StorageError, match=r"a: reading 9 bytes at offset 3 failed: the file ends at 5"):
         LocalStorage().read([(str(tmp_path / "a"), 3, 9)], unversioned)  # type: ignore[list-item]
 
 
-def test_a_shard_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
-    """The index tells where samples were; bytes of another version would be garbage."""
+def test_a_shard_that_changes_while_it_is_read_is_detected(tmp_path: Path) -> None:
+    """The index has the offsets of samples; bytes of another version would be garbage."""
     dataset = infeed.open(write_shards(tmp_path, 1, 3))
     dataset[0]
     path = tmp_path / "train-000.tar"
@@ -309,7 +309,7 @@ def test_workers_load_the_same_batches_as_the_main_process(tmp_path: Path, every
     assert [label for batch in batches for label in batch] == order
 
 
-def test_stat_is_what_the_file_system_says(tmp_path: Path) -> None:
+def test_stat_matches_the_file_system(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"123")
 
     assert LocalStorage().stat([str(tmp_path / "a")]) == [Stat(3, str((tmp_path / "a").stat().st_mtime_ns))]

@@ -1,4 +1,4 @@
-"""Shards for tests: written by tarfile, so that infeed does not read only what it wrote itself."""
+"""Shards for tests: written by tarfile, so that infeed reads not only what it wrote itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tar_bytes(members: Iterable[tuple[str, bytes]], format: int = tarfile.USTAR_
 
 
 def sample(number: int, size: int = 40) -> Mapping[str, bytes]:
-    """Sample ``number`` of the shards below; its bytes say which it is."""
+    """Sample ``number`` of the shards below; its bytes depend on the number."""
     return {"bin": (b"%d " % number * size)[:size], "cls": b"%d" % number}
 
 
@@ -30,7 +30,7 @@ def shard(numbers: Iterable[int], size: int = 40) -> bytes:
 
 
 def write_shards(folder: Path, shards: int, samples: int, size: int = 40) -> str:
-    """Write shards of consecutive samples, and return their pattern."""
+    """Writes shards of consecutive samples, and returns their pattern."""
     for number in range(shards):
         data = shard(range(number * samples, (number + 1) * samples), size)
         (folder / f"train-{number:03d}.tar").write_bytes(data)

@@ -1,4 +1,4 @@
-"""A shared list, tuple or dict reads as the original does."""
+"""A shared list, tuple or dict reads like the original."""
 
 import copy
 import math
@@ -50,7 +50,7 @@ TREES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
-# One kind of element for all, which is what is stored in a way of its own, or any.
+# One type for all elements, which has its own storage format, or any types.
 ELEMENTS = [
     st.integers(-100, 100),
     st.integers(-(2**63), 2**63 - 1),
@@ -62,14 +62,14 @@ ELEMENTS = [
     TREES,
 ]
 LISTS = st.one_of([st.lists(elements, max_size=30) for elements in ELEMENTS])
-# NaN is found by identity only, also within a tuple, and a key that was pickled is another object.
+# NaN is found only by identity, also within a tuple, and a pickled key is another object.
 _FINDABLE = ATOMS.filter(lambda key: key == key)
 KEYS = st.one_of(_FINDABLE, st.tuples(_FINDABLE, TEXT), st.frozensets(st.integers() | TEXT, max_size=3))
 DICTS = st.dictionaries(KEYS, TREES, max_size=20)
 
 
 def exact(value: Any) -> Any:
-    """Something that is equal for two values only if types, signs of zero and all else are."""
+    """Returns something that is equal for two values only if types, signs of zero and all else are equal."""
     if isinstance(value, list | tuple) and not isinstance(value, Point):
         return type(value), [exact(part) for part in value]
     if isinstance(value, dict):
@@ -80,7 +80,7 @@ def exact(value: Any) -> Any:
 
 
 def outcome(call: Any) -> Any:
-    """What a call gives, or the type of what it raises."""
+    """Returns the result of a call, or the type of its exception."""
     try:
         return exact(call())
     except Exception as error:
@@ -88,7 +88,7 @@ def outcome(call: Any) -> Any:
 
 
 @given(LISTS)
-def test_elements_come_back_with_their_own_types_and_values(values: list[Any]) -> None:
+def test_elements_keep_their_types_and_values(values: list[Any]) -> None:
     """1 is not True and not 1.0, minus zero keeps its sign, half a surrogate is a str."""
     shared = infeed.share(values)
 
@@ -99,8 +99,8 @@ def test_elements_come_back_with_their_own_types_and_values(values: list[Any]) -
 
 
 @given(LISTS, st.integers(-40, 40))
-def test_an_index_finds_what_it_finds_in_the_original(values: list[Any], index: int) -> None:
-    """From either end, given as any kind of integer, or IndexError."""
+def test_an_index_returns_what_the_original_returns(values: list[Any], index: int) -> None:
+    """From either end, with any kind of integer, or IndexError."""
     for original in (values, tuple(values)):
         shared = infeed.share(original)
         for one in (index, np.int64(index), np.int8(index)):
@@ -108,7 +108,7 @@ def test_an_index_finds_what_it_finds_in_the_original(values: list[Any], index: 
 
 
 @given(LISTS, st.slices(30), st.slices(30))
-def test_a_slice_is_a_view_that_reads_as_the_slice(values: list[Any], first: slice, second: slice) -> None:
+def test_a_slice_is_a_view_that_reads_like_the_slice(values: list[Any], first: slice, second: slice) -> None:
     """Also a slice of a slice."""
     shared = infeed.share(values)
 
@@ -118,9 +118,9 @@ def test_a_slice_is_a_view_that_reads_as_the_slice(values: list[Any], first: sli
 
 
 @given(LISTS, st.data())
-def test_searching_finds_the_same(values: list[Any], data: st.DataObject) -> None:
+def test_searching_gives_the_same_results(values: list[Any], data: st.DataObject) -> None:
     """in, index, count."""
-    values = [value for value in values if value == value]  # copies of what is not equal to itself are found by nobody
+    values = [value for value in values if value == value]  # Copies of values that differ from themselves are never found.
     wanted = data.draw(st.sampled_from(values)) if values and data.draw(st.booleans()) else data.draw(ATOMS)
     shared = infeed.share(values)
     wanted = pickle.loads(pickle.dumps(wanted))
@@ -132,8 +132,8 @@ def test_searching_finds_the_same(values: list[Any], data: st.DataObject) -> Non
 
 
 @given(LISTS.filter(lambda values: values == pickle.loads(pickle.dumps(values))), LISTS)
-def test_it_equals_what_the_original_equals(values: list[Any], others: list[Any]) -> None:
-    """Lists equal lists, tuples tuples, shared or not, from either side."""
+def test_it_equals_everything_that_the_original_equals(values: list[Any], others: list[Any]) -> None:
+    """Lists equal lists, tuples equal tuples, shared or not, from either side."""
     shared, shared_tuple = infeed.share(values), infeed.share(tuple(values))
 
     assert shared == values
@@ -146,8 +146,8 @@ def test_it_equals_what_the_original_equals(values: list[Any], others: list[Any]
     assert (shared != others) is (values != others)
 
 
-def test_what_is_made_of_it_is_plain() -> None:
-    """Adding, multiplying and copying give lists that can be changed."""
+def test_results_of_operations_are_plain() -> None:
+    """Addition, multiplication and copies return mutable lists."""
     shared = infeed.share([1, 2])
 
     for made, expected in (
@@ -164,7 +164,7 @@ def test_what_is_made_of_it_is_plain() -> None:
 
 
 @given(DICTS)
-def test_a_dict_reads_as_the_original_does(values: dict[Any, Any]) -> None:
+def test_a_dict_reads_like_the_original(values: dict[Any, Any]) -> None:
     """Order, keys, values, items, and every key is found."""
     shared = infeed.share(values)
 
@@ -183,8 +183,8 @@ def test_a_dict_reads_as_the_original_does(values: dict[Any, Any]) -> None:
 
 
 @given(DICTS, KEYS | TREES)
-def test_a_dict_finds_a_key_if_and_only_if_the_original_does(values: dict[Any, Any], key: Any) -> None:
-    """KeyError and TypeError (of a key that is not hashable) included."""
+def test_a_dict_finds_exactly_the_keys_of_the_original(values: dict[Any, Any], key: Any) -> None:
+    """Including KeyError, and TypeError for a key that is not hashable."""
     shared = infeed.share(values)
 
     assert outcome(lambda: shared[key]) == outcome(lambda: values[key])
@@ -193,8 +193,8 @@ def test_a_dict_finds_a_key_if_and_only_if_the_original_does(values: dict[Any, A
 
 
 @given(st.dictionaries(TEXT | st.integers(), st.integers()), st.dictionaries(TEXT | st.integers(), st.integers()))
-def test_a_dict_equals_what_the_original_equals(values: dict[Any, Any], others: dict[Any, Any]) -> None:
-    """Whatever the order, from either side, shared or not."""
+def test_a_dict_equals_everything_that_the_original_equals(values: dict[Any, Any], others: dict[Any, Any]) -> None:
+    """In any order, from either side, shared or not."""
     shared = infeed.share(values)
 
     assert shared == values == dict(reversed(values.items()))
@@ -226,14 +226,14 @@ def test_a_dict_equals_what_the_original_equals(values: dict[Any, Any], others: 
     ],
     ids=str,
 )
-def test_keys_that_are_equal_are_one_key(stored: Any, asked: Any) -> None:
-    """As in a dict, though the hashes of this process are not those of another."""
+def test_equal_keys_are_one_key(stored: Any, asked: Any) -> None:
+    """As in a dict, although hashes differ between processes."""
     assert {stored: "found"}[asked] == "found"
     assert infeed.share({stored: "found"})[asked] == "found"
 
 
 class Sly(str):
-    """Equal to its text, but hashed as something else: a dict does not find one by the other."""
+    """Equals its text, but has another hash: a dict does not find one by the other."""
 
     __slots__ = ()
 
@@ -243,8 +243,8 @@ class Sly(str):
     __eq__ = str.__eq__
 
 
-def test_a_key_with_a_hash_of_its_own_is_looked_for_as_python_does() -> None:
-    """Nothing is known of it, so Python's own table is asked."""
+def test_a_key_with_a_custom_hash_is_looked_up_as_in_python() -> None:
+    """Its hash is unknown, so Python's own table is used."""
     assert stable_hash(Sly("a")) is None
     assert Sly("a") not in infeed.share({"a": 1})
     assert infeed.share({Sly("a"): 1, "b": 2})[Sly("a")] == 1
@@ -252,23 +252,23 @@ def test_a_key_with_a_hash_of_its_own_is_looked_for_as_python_does() -> None:
 
 
 class SlyNumber(float):
-    """As above, for a number."""
+    """The same for a number."""
 
     __slots__ = ()
 
     def __hash__(self) -> int:
-        return id(SlyNumber)  # another in each process
+        return id(SlyNumber)  # Different in each process.
 
     __eq__ = float.__eq__
 
 
-def test_a_number_with_a_hash_of_its_own_is_looked_for_as_python_does() -> None:
+def test_a_number_with_a_custom_hash_is_looked_up_as_in_python() -> None:
     assert stable_hash(SlyNumber(2.5)) is None
     assert infeed.share({SlyNumber(2.5): 1})[SlyNumber(2.5)] == 1
 
 
-def test_many_keys_are_all_found() -> None:
-    """More than fit into one bucket, and of those that are not there none."""
+def test_all_of_many_keys_are_found() -> None:
+    """More keys than fit into one bucket; missing ones are not found."""
     values = {f"key {number}": number for number in range(5000)} | {number: str(number) for number in range(5000)}
     shared = infeed.share(values)
 
@@ -277,7 +277,7 @@ def test_many_keys_are_all_found() -> None:
 
 
 def test_hashes_are_the_same_in_another_process() -> None:
-    """Python's own differ from one to the next."""
+    """Python's own hashes differ."""
     from tests.unit.fresh import run_fresh
 
     keys = ["text", b"bytes", 5, 2.5, None, ("a", 1), frozenset(["a", "b"])]
@@ -314,7 +314,7 @@ DICT_WRITES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LIST_WRITES)
 def test_a_list_cannot_be_changed(name: str) -> None:
-    """With a text that says what to do instead."""
+    """The error has the fix."""
     shared = infeed.share([1, 2])
 
     with pytest.raises(
@@ -327,7 +327,7 @@ def test_a_list_cannot_be_changed(name: str) -> None:
 
 @pytest.mark.parametrize("name", DICT_WRITES)
 def test_a_dict_cannot_be_changed(name: str) -> None:
-    """Likewise."""
+    """The error has the fix."""
     shared = infeed.share({1: 2})
 
     with pytest.raises(
@@ -339,13 +339,13 @@ def test_a_dict_cannot_be_changed(name: str) -> None:
 
 
 def test_a_tuple_cannot_be_changed() -> None:
-    """TypeError, as of any tuple."""
+    """TypeError, as for any tuple."""
     with pytest.raises(TypeError, match=r"is read-only; .* a copy: tuple\("):
         infeed.share((1, 2))[0] = 3
 
 
-def test_no_kind_of_writing_was_forgotten() -> None:
-    """Whatever a list or dict has that a shared one lacks only orders lists or is a constructor."""
+def test_all_mutating_methods_are_covered() -> None:
+    """Methods that a shared list or dict lacks only compare lists or are constructors."""
     assert set(dir([])) - set(dir(infeed.share([]))) == {"__ge__", "__gt__", "__le__", "__lt__"} - set(dir(infeed.share([])))
     assert set(dir({})) - set(dir(infeed.share({}))) == {"fromkeys"}
 
@@ -359,13 +359,13 @@ def test_no_kind_of_writing_was_forgotten() -> None:
         ({"a": 1}, "<shared dict of 1 items, 320 B>"),
     ],
 )
-def test_the_repr_is_short_and_says_what_it_is(obj: Any, text: str) -> None:
-    """Nobody wants two million strings on the screen."""
+def test_the_repr_is_short_and_descriptive(obj: Any, text: str) -> None:
+    """It does not print two million strings."""
     assert repr(infeed.share(obj)) == text
 
 
-def test_texts_of_errors_are_those_of_the_original() -> None:
-    """A list says that it is a list."""
+def test_error_messages_are_those_of_the_original() -> None:
+    """The type is called list."""
     for original in ([1], (1,)):
         shared, name = infeed.share(original), type(original).__name__
         with pytest.raises(IndexError, match=f"^{name} index out of range$"):
@@ -377,8 +377,8 @@ def test_texts_of_errors_are_those_of_the_original() -> None:
 
 
 @pytest.mark.parametrize("obj", [[1, 2], (1, "a"), {"a": [1]}], ids=repr)
-def test_copies_are_the_object_itself(obj: Any) -> None:
-    """It cannot be changed, so one is as good as two. And sharing again is sharing once."""
+def test_copies_are_the_same_object(obj: Any) -> None:
+    """It is immutable. Sharing it again returns it."""
     shared = infeed.share(obj)
 
     assert copy.copy(shared) is shared
@@ -390,7 +390,7 @@ def test_copies_are_the_object_itself(obj: Any) -> None:
     "obj", [["a"] * 5000, tuple(range(5000)), {str(n): n for n in range(5000)}], ids=["list", "tuple", "dict"]
 )
 def test_a_pickle_is_a_reference(obj: Any) -> None:
-    """However large it is; what is built again is equal."""
+    """For any size; the restored object is equal."""
     shared = infeed.share(obj)
     pickled = pickle.dumps(shared)
 
@@ -399,15 +399,15 @@ def test_a_pickle_is_a_reference(obj: Any) -> None:
     assert type(pickle.loads(pickled)) is type(shared)
 
 
-def test_an_element_is_a_copy_each_time() -> None:
-    """Who changes what they were given changes nothing that is shared."""
+def test_each_access_returns_a_copy_of_an_element() -> None:
+    """Changing it does not change the shared object."""
     shared = infeed.share([[1], [2]])
     shared[0].append(5)
 
     assert shared[0] == [1]
 
 
-def test_a_local_class_comes_back_as_itself() -> None:
+def test_a_local_class_is_kept() -> None:
     """Objects of classes that no other process could import keep their class."""
 
     class Local:
@@ -421,9 +421,9 @@ def test_a_local_class_comes_back_as_itself() -> None:
     assert [element.value for element in again] == [1, 2]
 
 
-def test_a_shared_object_inside_another_is_kept_by_it() -> None:
+def test_a_shared_object_keeps_nested_shared_objects_alive() -> None:
     """The inner one has no other reference."""
-    long = "x" * 8_000_000  # has memory of its own, which nothing else holds
+    long = "x" * 8_000_000  # It has its own memory, which nothing else references.
     shared = infeed.share([infeed.share([long]), infeed.share({"a": 1}), infeed.share(np.arange(3))])
 
     assert list(shared[0]) == [long]
@@ -431,7 +431,7 @@ def test_a_shared_object_inside_another_is_kept_by_it() -> None:
     assert shared[2].tolist() == [0, 1, 2]
 
 
-def test_reading_inside_reading() -> None:
+def test_nested_reads_do_not_interfere() -> None:
     """An object that reads another shared one while it is built does not disturb the first."""
     shared = infeed.share([(np.arange(2), Reader(infeed.share([np.arange(3)])), np.arange(4))])
     first, middle, last = shared[0]
@@ -460,22 +460,22 @@ class Reader:
     ],
     ids=["str", "set", "OrderedDict", "named tuple", "object array"],
 )
-def test_what_cannot_be_shared_is_refused_with_a_cure(obj: Any, text: str) -> None:
-    """The rule first, then what was given, then what to do."""
+def test_unsupported_objects_are_rejected_with_a_fix(obj: Any, text: str) -> None:
+    """The rule first, then the value, then the fix."""
     rule = "share() accepts a list, tuple, dict, NumPy array or CPU tensor, "
 
     with pytest.raises(TypeError, match="^" + re.escape(rule) + ".*" + re.escape(text)):
         infeed.share(obj)
 
 
-def test_an_element_that_does_not_pickle_is_an_error_at_once() -> None:
+def test_an_element_that_cannot_be_pickled_is_an_error_at_once() -> None:
     """Not when a worker reads it."""
     with pytest.raises(TypeError, match="cannot pickle 'generator' object"):
         infeed.share([(number for number in range(3))])
 
 
-def test_shortage_of_memory_says_how_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And speaks of sharing, not of batches."""
+def test_a_memory_shortage_error_has_the_available_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is about sharing, not about batches."""
     monkeypatch.setattr("infeed.memory.segments.available_bytes", lambda: 1000)
 
     with pytest.raises(
