@@ -36,7 +36,7 @@ def test_a_short_wait_is_not_reported() -> None:
 
 @pytest.mark.parametrize(("wait", "reason"), [(0.15, "transfer"), (0.02, "few-workers")])
 def test_workers_that_could_deliver_more_are_not_too_few(wait: float, reason: str) -> None:
-    """Two workers could deliver a batch every 0.1 s; the step takes 0.1 s, and the loop waits nevertheless."""
+    """Two workers could deliver a batch every 0.1 s; the step takes 0.1 s, and the training loop waits nevertheless."""
     probe = Probe(sample_count=100, sample_s=0.02, median_s=0.02, cpu_s=0.02, switches=0.0)
     found = {finding.name: finding for finding in examine(run(loader(wait=wait, away=0.1, probe=probe)))}
 
@@ -317,7 +317,7 @@ def test_a_missing_batch_is_reported(waiting_s: float, found: bool) -> None:
         ({"has_init": True}, False),
         ({"shards_itself": True}, False),
         ({"is_stream": False}, False),
-        ({"wait": 0.0}, True),  # Whether or not the loop waits.
+        ({"wait": 0.0}, True),  # Whether or not the training loop waits.
     ],
 )
 def test_an_iterable_dataset_that_every_worker_reads_repeats_its_samples(options: dict[str, Any], is_reported: bool) -> None:
@@ -404,7 +404,7 @@ def test_workers_are_proposed_only_if_a_batch_is_worth_its_transfer(sample_s: fl
 
 @pytest.mark.parametrize(("library", "found"), [("torch", False), ("infeed", True)])
 def test_transfer_of_large_batches_takes_longer_with_torch(library: str, found: bool) -> None:
-    """Batches of 25 MB take 10 ms to load; infeed's workers write them to memory that the loop reads."""
+    """Batches of 25 MB take 10 ms to load; infeed's workers write them to memory that the training loop reads."""
     given: dict[str, Any] = {"num_workers": 0, "kind": "inline", "batch_bytes": 25_000_000, "probe": costly(1e-3)}
     seen = loader(wait=0.01, away=0.01, batches=100, library=library, **given)
 

@@ -31,7 +31,7 @@ def doctor(tmp_path: Path, code: str, *options: str, program: str = "program.py"
 
 
 def test_an_endless_program_is_stopped_in_the_middle_of_its_epoch(tmp_path: Path) -> None:
-    """Code after the loop does not run. The program's output is shown."""
+    """Code after the training loop does not run. The program's output is shown."""
     code = "print('begun', flush=True)\ntry:\n    load(10_000_000)\nfinally:\n    print('went on')"
 
     with assert_faster_than(30):

@@ -1,4 +1,4 @@
-"""The first lines of a report (how long the loop waited, how the program ended), and a report on a narrow terminal."""
+"""The first lines of a report (how long the training loop waited, how the program ended), and a report on a narrow terminal."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_slow_storage_gets_the_remaining_fixes(changes: dict[str, Any], torch: s
 
 
 def test_slow_storage_costs_the_wait_or_the_whole_run_without_a_loop() -> None:
-    """The loop waits one of ten seconds; the doctor without a program only loads."""
+    """The training loop waits one of ten seconds; the doctor without a program only loads."""
     assert found(reading())["slow-storage"].cost == pytest.approx(0.9 * 0.1)
     assert found(reading(), has_own_loop=False)["slow-storage"].cost == pytest.approx(0.9)
 
@@ -205,7 +205,7 @@ def test_a_slow_sample_is_reported_with_the_median() -> None:
 
 
 def test_slow_samples_cost_no_more_than_the_total_wait() -> None:
-    """The loop waits one of ten seconds. If the doctor only loads, they cost their share of the run."""
+    """The training loop waits one of ten seconds. If the doctor only loads, they cost their share of the run."""
     findings = found(slow())
 
     assert findings["slow-samples"].cost == pytest.approx(0.495 * 0.1)
@@ -264,7 +264,7 @@ def test_a_sufficient_number_of_workers_is_proposed_with_figures() -> None:
     ],
 )
 def test_the_limit_on_the_number_of_workers_is_reported(seen: LoaderSeen, cores: int, best: int, why: str) -> None:
-    """The proposed workers do not keep up with the loop."""
+    """The proposed workers do not keep up with the training loop."""
     finding = found(seen, core_count=cores)["num-workers"]
 
     assert (finding.numbers["workers"], finding.numbers["limit"]) == (best, why)
@@ -283,13 +283,13 @@ def test_advice_of_no_workers_excludes_transfer_and_slow_samples() -> None:
 
 
 def test_a_loader_without_workers_is_not_told_to_use_none() -> None:
-    """The loop waits longer than the probe took, as with a cold disk cache."""
+    """The training loop waits longer than the probe took, as with a cold disk cache."""
     assert "num-workers" not in found(loader(wait=0.05, away=0.001, probe=costly(1e-4), **INLINE))
 
 
 @pytest.mark.parametrize(("count", "rest"), [(1, 1.0), (4, 1 - 4 * 0.296 / 1.984)])
 def test_the_cost_of_slow_samples_is_not_counted_again_for_workers(count: int, rest: float) -> None:
-    """They cause the wait of the loop, of which 1.32 s were observed."""
+    """They cause the wait of the training loop, of which 1.32 s were observed."""
     finding = found(uneven(count), seconds=10.0)["num-workers"]
     gain = finding.numbers["gain"]
 
@@ -297,7 +297,7 @@ def test_the_cost_of_slow_samples_is_not_counted_again_for_workers(count: int, r
 
 
 def test_all_cores_load_for_a_loop_without_a_step() -> None:
-    """The loop's clock did not advance between two batches."""
+    """The training loop's clock did not advance between two batches."""
     seen = loader(away=0.0, probe=costly(0.01))
 
     assert best_workers(run(seen), seen) == 4

@@ -228,7 +228,7 @@ class StopsTogether:
 def test_stop_iteration_of_user_code_is_an_error_and_not_the_end(light_engine: dict[str, Any], options: dict[str, Any]) -> None:
     """It becomes a RuntimeError, as in a generator (PEP 479): an epoch never ends early without an error."""
     if "worker_init_fn" in options and light_engine["num_workers"] == 0:
-        pytest.skip("there is no worker to initialise")
+        pytest.skip("there is no worker to initialize")
     loader = infeed.DataLoader(**{"batch_size": 2, **options}, **light_engine)
     with loader, pytest.raises(RuntimeError, match="StopIteration"):
         list(loader)
@@ -279,7 +279,7 @@ def test_a_wrong_number_of_samples_from_getitems_is_an_error(engine: dict[str, A
 def test_an_error_in_worker_init_fn_keeps_its_type(engine: dict[str, Any], error: type[Exception]) -> None:
     """A note says that it came from starting a worker, and no sample is blamed."""
     if engine["num_workers"] == 0:
-        pytest.skip("there is no worker to initialise")
+        pytest.skip("there is no worker to initialize")
 
     def fail(number: int) -> None:
         raise error("no database")
@@ -598,7 +598,7 @@ def test_worker_init_fn_that_fails_in_one_worker_fails_a_short_epoch(
 ) -> None:
     """The other worker has loaded everything before, and some or all of it may be delivered before the error."""
     if light_engine["num_workers"] == 0:
-        pytest.skip("there is no worker to initialise")
+        pytest.skip("there is no worker to initialize")
     if how == "exit" and light_engine.get("worker") == "thread":
         pytest.skip("a thread cannot die")
     journal = Journal(tmp_path / "loaded")
@@ -678,7 +678,7 @@ def test_an_exception_that_cannot_be_printed_keeps_its_type(engine: dict[str, An
 
 
 def test_system_exit_is_not_a_bad_sample(light_engine: dict[str, Any]) -> None:
-    """``sys.exit()`` in a dataset ends the loop as it would without a loader, whatever ``on_error`` is."""
+    """``sys.exit()`` in a dataset ends the training loop as it would without a loader, whatever ``on_error`` is."""
 
     def load(index: int) -> int:
         if index == 4:

@@ -224,7 +224,7 @@ def test_a_worker_without_signals_is_asked_for_its_stack_through_its_pipe(
 
 
 class Answering:
-    """Every tenth sample blocks until the loop has the one before it, whose size may exceed all earlier ones."""
+    """Every tenth sample blocks until the training loop has the one before it, whose size may exceed all earlier ones."""
 
     def __init__(self, folder: Path, *, grows: bool) -> None:
         self.folder, self.grows = folder, grows
@@ -259,7 +259,7 @@ class AnsweringStream:
 def test_loaded_samples_are_delivered_while_their_worker_loads_a_slow_one(
     kind: str, is_stream: bool, grows: bool, tmp_path: Path
 ) -> None:
-    """Also if they need a larger slot. An iterable dataset may wait for what the loop does with them."""
+    """Also if they need a larger slot. An iterable dataset may wait for what the training loop does with them."""
     answering = Answering(tmp_path, grows=grows)
     dataset: Any = AnsweringStream(answering) if is_stream else answering
     options: dict[str, Any] = {"worker": "thread"} if kind == "thread" else {"start_method": kind}

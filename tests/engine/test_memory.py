@@ -278,7 +278,7 @@ def test_named_memory_of_the_portable_pool_is_gone_after_close(monkeypatch: pyte
 
 @pytest.mark.parametrize("limit", [9, 13])
 def test_a_transfer_to_a_device_does_not_exhaust_memory(limit: int) -> None:
-    """Fewer batches are in flight instead: the loop is not waiting yet, and releases its batch after the step."""
+    """Fewer batches are in flight instead: the training loop is not waiting yet, and releases its batch after the step."""
     pytest.importorskip("torch")
     loader = infeed.DataLoader(megabytes(1, 80), 4, num_workers=2, worker="thread", device="cpu", memory_limit=limit * MIB)
     with loader:

@@ -43,7 +43,7 @@ CASES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "stream, singly": lambda: (Log(), {"batch_size": None}),
     "stream that restarts": lambda: (ResetLog(), {}),
     "stream and iterator": lambda: (Both(), {}),
-    "iterator of a stream": lambda: (IteratorOnly(), {}),
+    "iterator of an iterable dataset": lambda: (IteratorOnly(), {}),
     "stream that is its iterator": lambda: (OnItsOwn(), {}),
     "dataset": lambda: (Counting(), {"shuffle": True}),
 }
@@ -99,7 +99,7 @@ def test_a_run_with_a_thread_resumed_at_any_step_equals_the_uninterrupted_run(ca
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("case", ["sampler", "stream", "iterator of a stream"])
+@pytest.mark.parametrize("case", ["sampler", "stream", "iterator of an iterable dataset"])
 def test_a_run_with_processes_resumed_at_some_steps_equals_the_uninterrupted_run(case: str) -> None:
     assert_resumes(case, {"num_workers": 2, "timeout": DEADLINE_S}, every=4)
 

@@ -471,7 +471,7 @@ def test_changing_ranks_of_an_iterable_dataset_resumes_or_raises(world: int, the
 
 
 def test_without_workers_a_sampler_is_read_on_demand() -> None:
-    """A sampler that depends on the loop's actions sees all of them, and nothing is lost if the loop is left."""
+    """A sampler that depends on the training loop's actions sees all of them, and nothing is lost if the loop is left."""
     done: list[int] = []
     adaptive = infeed.DataLoader(range(9), sampler=Adaptive(done))
     for batch in adaptive:
@@ -483,7 +483,7 @@ def test_without_workers_a_sampler_is_read_on_demand() -> None:
 
 
 class Adaptive:
-    """Yields how many samples the loop has received."""
+    """Yields how many samples the training loop has received."""
 
     def __init__(self, done: list[int]) -> None:
         self.done = done

@@ -144,7 +144,7 @@ class StartsSlowly:
 
 @pytest.mark.parametrize("ends_by", ["looking", "closing"])
 def test_a_worker_that_never_starts_can_be_removed(process_engine: dict[str, Any], tmp_path: Path, ends_by: str) -> None:
-    """It is killed after a moment, when the loop requests a batch or at close, without a wait."""
+    """It is killed after a moment, when the training loop requests a batch or at close, without a wait."""
     options: dict[str, Any] = {"batch_size": 2, "worker_init_fn": StartsSlowly(tmp_path), **process_engine}
     with closing(infeed.DataLoader(Tree(100_000, lambda i: i), **options)) as loader:
         batches = iter(loader)

@@ -199,7 +199,7 @@ def test_creating_an_iterator_does_not_consume_the_state() -> None:
 
 
 def test_a_state_after_an_epoch_starts_the_next() -> None:
-    """The state is taken after the loop has ended."""
+    """The state is taken after the training loop has ended."""
     with made(batch_size=8, shuffle=True) as loader, made(batch_size=8, shuffle=True) as other:
         collected(loader)
         state = loader.state_dict()
@@ -209,7 +209,7 @@ def test_a_state_after_an_epoch_starts_the_next() -> None:
 
 
 def test_a_state_of_the_last_step_has_an_empty_rest() -> None:
-    """It is taken in the loop at the last batch: the epoch is not over, and nothing of it is left."""
+    """It is taken in the training loop at the last batch: the epoch is not over, and nothing of it is left."""
     with made(batch_size=8, shuffle=True) as loader:
         _, state = after(loader, len(loader))
         loader.load_state_dict(state)

@@ -110,7 +110,7 @@ class Killer:
                 if self._is_stopped:
                     return
                 self._next = self._came + self._rng.randint(_APART, 2 * _APART)
-            time.sleep(self._rng.random() * 0.005)  # Anywhere in what the loop does then.
+            time.sleep(self._rng.random() * 0.005)  # Anywhere in what the training loop does then.
             with self.truce, suppress(psutil.NoSuchProcess):  # It died with its server, or has been replaced.
                 self._strike()
 

@@ -61,7 +61,7 @@ def amounts_of(statistics: Statistics) -> Amounts:
 
 
 def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) -> Statistics:
-    """Ten seconds in which the loop waits for six. They are also the recent part, unless ``recent`` is set."""
+    """Ten seconds in which the training loop waits for six. They are also the recent part, unless ``recent`` is set."""
     base = Statistics(
         epoch=0,
         batch_count=200,
@@ -93,7 +93,7 @@ def run(workers: int = 2, each: dict[str, Any] | None = None, **changes: Any) ->
 
 
 def lately(**changes: int) -> Amounts:
-    """Ten seconds of two CPU-bound workers, in which the loop waits for six."""
+    """Ten seconds of two CPU-bound workers, in which the training loop waits for six."""
     base = Amounts(
         batch_count=200, waited_ns=6 * S, away_ns=4 * S, blocked_ns=6 * S, load_ns=19 * S, alive_ns=20 * S, cpu_ns=19 * S
     )  # fmt: skip
@@ -257,7 +257,7 @@ def test_a_sample_that_did_not_delay_the_loop_is_not_named(slow_s: float, change
 
 @pytest.mark.parametrize(("recent_s", "is_named"), [(0.0, False), (0.05, False), (3.5, True)])
 def test_a_sample_is_not_reported_for_waits_long_after_it(recent_s: float, is_named: bool) -> None:
-    """It caused most of the total wait, but the loop waited for six of the last ten seconds."""
+    """It caused most of the total wait, but the training loop waited for six of the last ten seconds."""
     others: dict[str, Any] = {"slowest": (SlowSample(0, 5, 5, 30.0, recent_s),), "histogram": ((0.01, 1999), (30.0, 1))}
     for busy in ({}, {"load_ns": 3 * S, "manned_ns": 12 * S, "idled_ns": 9 * S}):
         assert (lately_diagnosed(busy, **others, waited_s=40.0).bottleneck == "slow-samples") is is_named
@@ -302,7 +302,7 @@ def test_the_peak_rate_is_that_of_the_fastest_slice() -> None:
 
 
 def test_samples_loaded_ahead_are_not_counted() -> None:
-    """Twice as much was loaded as the loop received: the rest is for the next epoch."""
+    """Twice as much was loaded as the training loop received: the rest is for the next epoch."""
     found = diagnose(run(workers=8, waited_s=0.1, away_s=9.9, each={"load_s": 2.0, "sample_count": 500}))
     assert (found.action, found.numbers["workers"]) == ("fewer-workers", 2)
 
@@ -344,7 +344,7 @@ IN_BURSTS = {"load_ns": 10 * S, "cpu_ns": 10 * S, "manned_ns": 12 * S}
 
 
 def test_workers_that_are_idle_only_during_steps_may_be_too_few() -> None:
-    """After long steps the loop requests batches faster than they load.
+    """After long steps the training loop requests batches faster than they load.
 
     They are idle half of the time, but not during waits.
     """
@@ -547,7 +547,7 @@ def test_loading_is_not_hidden_by_a_loop_without_a_step() -> None:
     for own in ({}, {"own_cpu_ns": 101 * S // 10, "loop_queued_ns": S}):
         found = lately_diagnosed({**NO_STEP, **own}, **INLINE)
         assert (found.action, found.numbers["num_workers"]) == ("worker-per-core", 2)
-        # One worker would do the work of the loop.
+        # One worker would do the work of the training loop.
         alone = lately_diagnosed({**NO_STEP, **own}, **{**INLINE, "core_count": 1.0})
         assert (alone.action, alone.numbers["num_workers"]) == ("workers-if-io-bound", 2)
     assert lately_diagnosed(NO_STEP, **INLINE, loads_by="__iter__").action == "iterable-workers"
@@ -596,7 +596,7 @@ def test_work_of_other_workers_is_not_recent() -> None:
     [(4.0, 3.5, True), (2.0, 6.0, False), (6.0, 2.0, False), (0.0, 6.0, False)],
 )
 def test_a_sample_that_is_still_loading_is_the_bottleneck(pending_s: float, waiting_s: float, is_named: bool) -> None:
-    """If the loop waits now, and that is most of the wait of six seconds; the median is 9 ms."""
+    """If the training loop waits now, and that is most of the wait of six seconds; the median is 9 ms."""
     statistics = run(workers=2, waiting_s=waiting_s)
     late = replace(statistics.workers[1], pending_s=pending_s)
     found = diagnose(replace(statistics, workers=(statistics.workers[0], late)))

@@ -340,7 +340,7 @@ def test_idle_workers_during_waits_are_counted() -> None:
         options: dict[str, Any] = {"num_workers": 2, "worker": "thread", "collate_fn": np.stack, "prefetch": prefetch}
         with infeed.DataLoader(Napping(), 2, **options) as loader:
             for number, _ in enumerate(loader):
-                if number == 20:  # Before the last batches, for which the loop may wait alone.
+                if number == 20:  # Before the last batches, for which the training loop may wait alone.
                     break
             recent = loader.statistics().recent
         assert recent is not None

@@ -87,7 +87,7 @@ def test_every_span_is_written_once_with_its_details(tmp_path: Path) -> None:
 
 
 def test_each_lane_has_a_name(tmp_path: Path) -> None:
-    """Workers by number, the training loop, and delivery separate from the loop's own work."""
+    """Workers by number, the training loop, and delivery separate from the training loop's own work."""
     events = events_of(make_trace(workers=2), tmp_path)
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     kinds = defaultdict(set)
@@ -115,7 +115,7 @@ def test_overlapping_spans_get_a_second_row(tmp_path: Path) -> None:
 
 
 def test_events_are_marked_in_their_lane(tmp_path: Path) -> None:
-    """A worker's death in the worker's lane, an epoch in the loop's."""
+    """A worker's death in the worker's lane, an epoch in the training loop's."""
     marks = [one for one in events_of(faulty_trace(), tmp_path) if one["ph"] == "i"]
 
     assert [(one["name"], one["s"]) for one in marks] == [("death", "t"), ("restart", "t"), ("epoch", "t")]

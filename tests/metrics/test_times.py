@@ -102,7 +102,7 @@ def test_the_last_step_of_an_abandoned_loop_is_not_counted() -> None:
     "options", [{}, {"num_workers": 1, "worker": "thread"}, {"device": "cpu"}], ids=["inline", "thread", "device"]
 )
 def test_an_unfinished_step_counts_as_work_so_far(options: dict[str, Any]) -> None:
-    """In the middle of the step; no figure decreases if the loop is left then."""
+    """In the middle of the step; no figure decreases if the training loop is left then."""
     if "device" in options:
         pytest.importorskip("torch")
     with infeed.DataLoader(Squares(64), 4, **options) as loader:
@@ -258,7 +258,7 @@ def test_only_existing_batches_are_in_flight() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["replaced", "added"])
 def test_start_up_time_of_workers_is_counted_separately(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop waits while a replacement or an additional worker starts: that is no work on batches."""
+    """The training loop waits while a replacement or an additional worker starts: that is no work on batches."""
     started: list[int] = []
     start = ProcessPool.start
 
@@ -277,7 +277,7 @@ def test_start_up_time_of_workers_is_counted_separately(how: str, monkeypatch: p
         before = loader.statistics()
         monkeypatch.setattr(ProcessPool, "start", slowly)
         if how == "added":
-            engine.scaling.aim(2)  # Like the tuner, while the loop waits.
+            engine.scaling.aim(2)  # Like the tuner, while the training loop waits.
         else:
             kill_process(engine.worker_processes()[0].pid)
         wait_until(lambda: next(batches) is not None and started, "another worker")

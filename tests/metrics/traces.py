@@ -34,7 +34,7 @@ def make_trace(
     diagnosis: str = "The loop waits for data 31 % of its time: more workers would help.",
     settings: dict[str, str] | None = None,
 ) -> Trace:
-    """Returns a plausible run: workers take the next grain, the loop takes batches in order."""
+    """Returns a plausible run: workers take the next grain, the training loop takes batches in order."""
     rng = random.Random(seed)
     lanes: dict[int, list[Span]] = {worker: [] for worker in (*range(max(1, workers)), LOOP)}
     points = [Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 0, 80_000_000, 0)]
@@ -45,7 +45,7 @@ def make_trace(
         for worker, at in enumerate(free):
             lanes[worker].append(Span(worker, "start", 0, at, 0, 0, None, 0))
     now = waited = away = busy = 0
-    taken: list[int] = []  # When the loop took each batch.
+    taken: list[int] = []  # When the training loop took each batch.
     for batch in range(batches):
         ready = 0
         for position in range(batch * batch_size, (batch + 1) * batch_size, grain):

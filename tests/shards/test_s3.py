@@ -83,7 +83,7 @@ def test_the_index_is_in_the_cache_folder_and_not_written_to_the_bucket(s3: Serv
     assert len(list(cache_folder.rglob("*.npz"))) == 1
 
 
-def test_neighbours_are_one_request_and_others_run_concurrently(s3: Server) -> None:
+def test_neighbors_are_one_request_and_others_run_concurrently(s3: Server) -> None:
     """Requests for a block of samples: one. For samples of several shards: one for each shard, at the same time."""
     pattern = upload(s3, "merged", 6, 20)
     infeed.open(pattern, storage_options=s3.options())

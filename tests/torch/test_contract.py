@@ -310,7 +310,7 @@ class Sized(Numbers):
 def test_a_dataset_longer_than_its_length_warns_only_if_len_was_called(num_workers: int) -> None:
     """After len(loader) and not before."""
     loader = load(Sized(6), num_workers=num_workers)
-    list(loader)  # Nobody has called len.
+    list(loader)  # len has not been called.
     assert len(loader) == 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -647,7 +647,7 @@ def has_worker_info(index: int) -> bool:
 
 
 def test_there_is_no_worker_info_without_workers() -> None:
-    """Neither in the loop nor in the dataset."""
+    """Neither in the training loop nor in the dataset."""
     assert not torch.cat(list(load(Tree(3, has_worker_info)))).any()
 
 

@@ -310,7 +310,7 @@ def test_a_sampler_is_read_ahead_as_far_as_by_torch(kind: str, num_workers: int,
 
 
 def test_an_adaptive_sampler_observes_the_loop() -> None:
-    """Without workers it is called when the loop requests a batch."""
+    """Without workers it is called when the training loop requests a batch."""
 
     def seen(cls: Any) -> Any:
         done: list[int] = []
@@ -350,7 +350,7 @@ def shuffles() -> dict[str, Callable[[Any], dict[str, Any]]]:
 @pytest.mark.parametrize("name", shuffles())
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
 def test_after_break_the_generator_state_is_that_of_torch(num_workers: int, name: str, batch_size: int) -> None:
-    """Wherever the loop is left: before, at and after the last batch."""
+    """Wherever the training loop is left: before, at and after the last batch."""
 
     def seen(cls: Any) -> Any:
         generator = torch.Generator().manual_seed(1)

@@ -265,7 +265,7 @@ def test_resuming_does_not_change_the_default_generator() -> None:
 
 
 def test_a_run_that_draws_resumes_exactly_if_the_default_generator_is_restored() -> None:
-    """The loop draws from it too, so the orders of later epochs depend on its state."""
+    """The training loop draws from it too, so the orders of later epochs depend on its state."""
 
     def drawing(loader: DataLoader[Any], rest: int = 0) -> Iterator[tuple[Any, float, Any, Any]]:
         for _ in range(3):
@@ -383,7 +383,7 @@ def test_a_state_after_loading_is_the_one_that_was_loaded() -> None:
 
 
 def test_taking_a_state_does_not_keep_earlier_ones() -> None:
-    """If a sampler's states are large, only those ahead of the loop are kept."""
+    """If a sampler's states are large, only those ahead of the training loop are kept."""
     copies: list[Any] = []
 
     class Large(list[int]):

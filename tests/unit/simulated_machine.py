@@ -71,7 +71,7 @@ class Simulation:
         return self
 
     def pause(self, seconds: float) -> None:
-        """The loop pauses, for example to save its model."""
+        """The training loop pauses, for example to save its model."""
         for name in ("at", "away"):
             self._sums[name] += seconds
 
@@ -80,7 +80,7 @@ class Simulation:
         work = replace(self.work, compute_s=self.work.compute_s * factor, wait_s=self.work.wait_s * factor)
         samples = work.rate(self.count) * seconds
         away = min(seconds, samples * work.away_s)
-        # Workers that the loop waits for are always busy, even if they wait for a core.
+        # Workers that the training loop waits for are always busy, even if they wait for a core.
         is_scarce = away < 0.97 * seconds
         busy = self.count * seconds if is_scarce else min(self.count * seconds, samples * (work.compute_s + work.wait_s))
         for name, amount in {

@@ -36,7 +36,7 @@ class Bench:
         self.marks.append(what)
 
     def second(self, *, waited: float, busy: float, workers: int = 2) -> None:
-        """Advances by one second, in which the loop waited, and each worker was busy, for these shares."""
+        """Advances by one second, in which the training loop waited, and each worker was busy, for these shares."""
         last = self.latest or Point(0, 0, 0, 0, 0, 0, workers, 0, 0, 0, 0, 0)
         self.tick_count += 1
         self.latest = last._replace(
@@ -174,7 +174,7 @@ def test_reaching_the_limit_of_workers_is_logged_once(
 
 
 def test_short_epochs_are_measured_together() -> None:
-    """One reading per epoch, and long pauses between them, in which the loop's time does not advance."""
+    """One reading per epoch, and long pauses between them, in which the training loop's time does not advance."""
     bench = Bench(tuner=Tuner(WorkerLimits(cores=8, most_workers=8)))
     for _ in range(5):
         bench.second(waited=0.9, busy=1.0)

@@ -35,7 +35,7 @@ def test_every_command_needs_an_extra_that_exists(dev: ModuleType, pyproject: di
 
 
 def test_the_demo_extra_is_part_of_the_dev_extra(pyproject: dict[str, Any]) -> None:
-    """Whoever runs the tests can run the demo, with the same versions."""
+    """An environment for the tests can run the demo too, with the same versions."""
     extras = pyproject["project"]["optional-dependencies"]
     assert set(extras["demo"]) <= set(extras["dev"])
 

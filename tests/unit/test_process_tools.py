@@ -79,7 +79,7 @@ def test_unrelated_variables_have_no_effect(
 def test_another_c_library_is_not_configured(
     settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None
 ) -> None:
-    """musl declares the function for glibc's version, but has no value for it."""
+    """musl defines the name of glibc's version, but returns no value for it."""
 
     def confstr(name: str) -> str | None:
         if isinstance(answer, Exception):

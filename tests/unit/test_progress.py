@@ -110,7 +110,7 @@ def test_several_failed_batches_are_passed_when_the_loop_continues() -> None:
 
 
 def test_the_last_of_several_failed_batches_is_pending() -> None:
-    """The loop continued after the first."""
+    """The training loop continued after the first."""
     progress = Progress(Cursor())
     progress.failed(step(0))
     progress.failed(step(1))

@@ -167,7 +167,7 @@ ANSWERS: dict[str, FromWorker] = {
     "started": Started(),
     "start failed": StartFailed(FAILURE),
     "rows": RowsLoaded(TASK, 1 << 40, 64, None, []),
-    "rows of a stream": RowsLoaded(TASK, 5, 64, None, [], StreamNote(shards_itself=True)),
+    "rows of an iterable dataset": RowsLoaded(TASK, 5, 64, None, [], StreamNote(shards_itself=True)),
     "rows with a layout": RowsLoaded(TASK, 5, 64, LAYOUT, []),
     "rows with objects beside": RowsLoaded(TASK, 5, 2, None, [["a", None], [b"x", {1}]]),
     "rows with empty columns beside": RowsLoaded(TASK, 5, 0, None, [[], []]),

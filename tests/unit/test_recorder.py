@@ -199,14 +199,14 @@ class Doer:
         monkeypatch.setattr("infeed.workers.recorder.perf_counter_ns", lambda: self.now)
         self.recorder, self.reader, self.numbers = new_recorder(**options)
         self.count = 0  # Tasks.
-        self.looked_at: list[int] = []
+        self.timed_at: list[int] = []
 
     def do(self, us: int, pause_us: int = 1) -> None:
         recorder = self.recorder
         self.now += pause_us * US
         recorder.begin(self.now, epoch=0, position=4 * self.count)
         if recorder.is_fine:
-            self.looked_at.append(self.now)
+            self.timed_at.append(self.now)
         self.now += us * US * 3 // 4
         if recorder.is_fine:
             recorder.loaded(4 * self.count, range(4))
@@ -225,8 +225,8 @@ def test_one_tiny_task_per_ten_milliseconds_is_timed(monkeypatch: pytest.MonkeyP
     for _ in range(1000):
         doer.do(200, pause_us)
         assert doer.reader.sums().sample_count == sum(doer.reader.histogram()) == 4 * doer.count
-    assert all(one - other >= 10 * MS for other, one in pairwise(doer.looked_at))
-    assert len(doer.looked_at) > 10
+    assert all(one - other >= 10 * MS for other, one in pairwise(doer.timed_at))
+    assert len(doer.timed_at) > 10
     doer.recorder.flush()
     sums = doer.reader.sums()
     assert (sums.load_ns, sums.write_ns, sums.sample_count) == (150 * MS, 50 * MS, 4000)
@@ -265,7 +265,7 @@ def test_after_an_unexpectedly_long_task_the_next_is_timed(monkeypatch: pytest.M
     doer.do(50_000)
     began = doer.now
     doer.do(3000)
-    assert doer.looked_at[1:] == [began + US]
+    assert doer.timed_at[1:] == [began + US]
     assert doer.recorder.is_fine
 
 

@@ -125,7 +125,7 @@ def test_slow_grains_are_sent_one_by_one() -> None:
 
 @pytest.mark.parametrize(("grain_ns", "count"), [(100_000, 3), (900_000, 3), (3_000_000, 2), (8_000_000, 1)])
 def test_a_worker_has_its_next_task_queued_unless_it_is_long(grain_ns: int, count: int) -> None:
-    """The loop's thread may be late when workers use all cores; they continue meanwhile."""
+    """The training loop's thread may be late when workers use all cores; they continue meanwhile."""
     model = ready_model(workers=1, window=8)
     for _ in range(8):
         model.plan(10)

@@ -106,7 +106,7 @@ def test_a_number_can_be_reused() -> None:
 def test_the_oldest_batch_is_loaded_although_its_released_worker_died() -> None:
     """The dead worker is not replaced, and the only other worker holds samples that wait for memory.
 
-    It must load the batch, or the loop would get a memory error although the batch has its slot.
+    It must load the batch, or the training loop would get a memory error although the batch has its slot.
     """
     model = ready_model(workers=2, slots=0)
     model.plan(1)

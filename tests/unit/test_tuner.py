@@ -195,7 +195,7 @@ def test_workers_are_removed_when_memory_runs_out() -> None:
 
 @pytest.mark.parametrize("away_s", [0.0, 0.003, 0.012])
 def test_a_pause_of_the_loop_changes_nothing(away_s: float) -> None:
-    """The loop saves its model and continues."""
+    """The training loop saves its model and continues."""
     run = simulate(Work(cores=4, away_s=away_s), REST)
     settled, changes = run.count, len(run.changes)
     for _ in range(5):
@@ -206,7 +206,7 @@ def test_a_pause_of_the_loop_changes_nothing(away_s: float) -> None:
 
 
 def test_a_pause_does_not_distort_the_judgment_of_a_step() -> None:
-    """For example, the loop validates its first batches just when workers were added."""
+    """For example, the training loop validates its first batches just when workers were added."""
     run = simulate(Work(cores=16), 8)
     assert run.count == 16
     run.pause(60)
