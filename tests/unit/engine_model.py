@@ -153,12 +153,12 @@ class EngineModel:
 
     def emit(self, event: Event) -> list[Action]:
         """Handles one event and the resulting actions, and runs all checks."""
-        actions = self._tell(event)
+        actions = self._emit(event)
         if not self.is_closed:
             self._compare()
         return actions
 
-    def _tell(self, event: Event) -> list[Action]:
+    def _emit(self, event: Event) -> list[Action]:
         self.history.append(event)
         actions = self.scheduler.handle(event)
         self.history += actions
@@ -340,9 +340,9 @@ class EngineModel:
                 self.is_growth_refused = self.slot_count >= self.limit
                 if not self.is_growth_refused:
                     self.slot_count += 1
-                    self._tell(SlotsAdded((SlotId(self.slot_count - 1),)))
+                    self._emit(SlotsAdded((SlotId(self.slot_count - 1),)))
                 else:
-                    self._tell(GrowthRefused())
+                    self._emit(GrowthRefused())
             case Deliver(batch_id, slot):
                 batch = self._take_delivered(batch_id, "delivered")
                 assert batch.loaded == set(range(batch.grain_count)), f"{action}: grains are missing"
@@ -389,7 +389,7 @@ class EngineModel:
                 assert self.live(self.wanted), "the epoch is over: there is nothing to wait for"
                 self.has_failed_workers = True
                 self.is_closed = True
-                self._tell(Closed())
+                self._emit(Closed())
             case FailMemory():
                 assert self.wanted is not None, "no loop waits"
                 assert self.live(self.wanted), "the epoch is over: there is nothing to wait for"
@@ -445,7 +445,7 @@ class EngineModel:
         if self._is_too_small(task):
             batch.slot = None
             self.is_growth_refused = True
-            self._tell(PlaceRefused(task.worker, task.task))
+            self._emit(PlaceRefused(task.worker, task.task))
             return
         task.is_unplaced = False
         task.slot = slot
