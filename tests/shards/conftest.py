@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,20 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("INFEED_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """Let this process open 40 more files only, enough for 8 downloads."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[40], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,14 @@ class Counting(Storage):
         pass
 
 
+class Zeros(Counting):
+    """Shards of any size."""
+
+    def read(self, ranges: Sequence[Range], versions: Any) -> list[bytes]:
+        self.ranges += ranges
+        return [bytes(one.size) for one in ranges]
+
+
 def pieces(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.piece"))
 
@@ -70,6 +80,50 @@ def test_ranges_are_read_from_pieces(tmp_path: Path) -> None:
 
     assert len(storage.ranges) == len(set(storage.ranges)) == 4 + 11
     assert len(pieces(tmp_path)) == 15
+
+
+def test_a_cold_cache_keeps_only_the_wanted_bytes_in_memory(tmp_path: Path) -> None:
+    """Whatever the number of pieces that a call reads, memory holds those that are being downloaded."""
+    length = 1 << 18
+    stats = {"a": Stat(64 * length, "1")}
+
+    cache = PieceCache(tmp_path, 100 * length, length)
+    tracemalloc.start()
+    try:
+        found = cache.read([Range("a", number * length, 3) for number in range(64)], stats, Zeros())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert found == [bytes(3)] * 64
+    assert peak < 24 * length  # 8 downloads, and as many again for copies
+
+
+@pytest.mark.linux("sets a limit of open files")
+def test_a_call_may_read_more_pieces_than_files_can_be_open(tmp_path: Path, few_files: None) -> None:
+    storage = Zeros()
+    stats = {"a": Stat(100 * PIECE, "1")}
+    ranges = [Range("a", number * PIECE, 5) for number in range(100)]
+    cache = cache_in(tmp_path, 200 * PIECE)
+    for _ in range(2):
+        assert cache.read(ranges, stats, storage) == [bytes(5)] * 100
+
+    assert len(storage.ranges) == 100
+
+
+@pytest.mark.linux("sets a limit of open files")
+def test_a_piece_that_cannot_be_opened_is_not_downloaded_again(tmp_path: Path, few_files: None) -> None:
+    storage = Counting()
+    cache = cache_in(tmp_path)
+    cache.read([Range("a", 0, 5)], STATS, storage)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            while True:
+                stack.enter_context(open(os.devnull, "rb"))
+        with pytest.raises(infeed.StorageError, match=r"cache=.* cannot be read: .*Too many open files"):
+            cache.read([Range("a", 0, 5)], STATS, storage)
+
+    assert len(storage.ranges) == 1
 
 
 def test_another_version_is_another_piece(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 from zlib import crc32
 
 from infeed.data.locks import file_lock
 from infeed.data.storage import OpenFile, Range, Stat, Storage
-from infeed.errors import ConfigError
+from infeed.errors import ConfigError, StorageError
 
 _LOG: Final = logging.getLogger("infeed")
 
@@ -38,6 +38,8 @@ _ROOM_PART: Final = 16
 _OLD_S: Final = 600.0
 _SUFFIX: Final = ".piece"
 _PART_SUFFIX: Final = ".part"
+
+_Cut: TypeAlias = tuple[int, int]  # offset in a piece, and size
 
 
 @final
@@ -66,68 +68,73 @@ class PieceCache:
         """Return the bytes of each range. Download the pieces that are missing, concurrently.
 
         Raises:
-            StorageError: A piece could not be downloaded.
+            StorageError: A piece could not be downloaded, or the cache cannot be read.
         """
-        length = self._piece_bytes
-        held: dict[tuple[str, int], OpenFile | bytes | None] = {}
-        for url, offset, size in ranges:
-            for number in range(offset // length, (offset + max(size, 1) - 1) // length + 1):
-                if (url, number) not in held:
-                    held[url, number] = self._open(self._path(url, stats[url], number), self._size(stats[url], number))
-        missing = [piece for piece, file in held.items() if file is None]
+        cuts: dict[tuple[str, int], list[_Cut]] = {}
+        for one in ranges:
+            for number, cut in self._cuts(one):
+                cuts.setdefault((one.url, number), []).append(cut)
+        # Only what the caller wants is kept of each piece, and only downloads keep files open.
+        held = {piece: self._cached(self._path(piece, stats), self._size(piece, stats), cuts[piece]) for piece in cuts}
+        missing = [piece for piece, parts in held.items() if parts is None]
 
-        def fetch(piece: tuple[str, int]) -> OpenFile | bytes:
-            url, number = piece
-            return self._fetch(url, stats[url], number, storage)
+        def fetch(piece: tuple[str, int]) -> list[bytes]:
+            return self._fetch(piece, cuts[piece], stats, storage)
 
         if len(missing) == 1:
             held[missing[0]] = fetch(missing[0])
         elif missing:
             with ThreadPoolExecutor(min(_DOWNLOADS, len(missing)), "infeed-cache") as pool:
                 held.update(zip(missing, pool.map(fetch, missing), strict=True))
-        return [b"".join(self._parts(one, held)) for one in ranges]
+        parts = {piece: iter(found or ()) for piece, found in held.items()}
+        return [b"".join(next(parts[one.url, number]) for number, _ in self._cuts(one)) for one in ranges]
 
-    def _parts(self, wanted: Range, held: Mapping[tuple[str, int], OpenFile | bytes | None]) -> Iterator[bytes]:
-        url, offset, rest = wanted
+    def _cuts(self, wanted: Range) -> Iterator[tuple[int, _Cut]]:
+        """Yield the numbers of the pieces that contain a range, and where it lies in each."""
+        _, offset, rest = wanted
         while rest:
             number, begin = divmod(offset, self._piece_bytes)
             size = min(rest, self._piece_bytes - begin)
-            piece = held[url, number]
-            assert piece is not None
-            yield piece[begin : begin + size] if isinstance(piece, bytes) else piece.read(size, begin)
+            yield number, (begin, size)
             offset, rest = offset + size, rest - size
 
-    def _size(self, stat: Stat, number: int) -> int:
-        return min(self._piece_bytes, stat.size - number * self._piece_bytes)
+    def _size(self, piece: tuple[str, int], stats: Mapping[str, Stat]) -> int:
+        url, number = piece
+        return min(self._piece_bytes, stats[url].size - number * self._piece_bytes)
 
-    def _path(self, url: str, stat: Stat, number: int) -> str:
+    def _path(self, piece: tuple[str, int], stats: Mapping[str, Stat]) -> str:
+        url, number = piece
         name = self._names.get(url)
         if name is None:
-            identity = f"{url}\0{stat.version}\0{stat.size}\0{self._piece_bytes}"
+            identity = f"{url}\0{stats[url].version}\0{stats[url].size}\0{self._piece_bytes}"
             name = self._names[url] = str(self._folder / hashlib.sha256(identity.encode()).hexdigest()[:32])
         return f"{name}-{number}{_SUFFIX}"
 
-    def _open(self, path: str, size: int) -> OpenFile | None:
-        """Open a piece for this call only: an open file would keep its disk space after eviction."""
+    def _cached(self, path: str, size: int, cuts: Sequence[_Cut]) -> list[bytes] | None:
+        """Return parts of a piece, or ``None`` if it is missing. The file is closed: open, it would keep its disk space."""
         try:
             file = OpenFile(path)
             if os.fstat(file.fd).st_size != size:  # after a power failure
                 return None
-        except OSError:  # it does not exist, or belongs to another user
+            found = [file.read(length, begin) for begin, length in cuts]
+        except (FileNotFoundError, NotADirectoryError, PermissionError):  # the latter: it belongs to another user
             return None
+        except OSError as error:
+            raise StorageError(f"cache={self._folder} cannot be read: {error}") from error
         with suppress(OSError):
             os.utime(path)  # marks the piece as used
-        return file
+        return found
 
-    def _fetch(self, url: str, stat: Stat, number: int, storage: Storage) -> OpenFile | bytes:
-        path, size = self._path(url, stat, number), self._size(stat, number)
+    def _fetch(self, piece: tuple[str, int], cuts: Sequence[_Cut], stats: Mapping[str, Stat], storage: Storage) -> list[bytes]:
+        url, number = piece
+        path, size = self._path(piece, stats), self._size(piece, stats)
         with self._locked(f"{crc32(path.encode()) % _LOCKS}.lock"):
-            file = self._open(path, size)
-            if file is not None:  # another process has downloaded it meanwhile
-                return file
-            (data,) = storage.read([Range(url, number * self._piece_bytes, size)], lambda _: stat.version)
+            found = self._cached(path, size, cuts)
+            if found is not None:  # another process has downloaded it meanwhile
+                return found
+            (data,) = storage.read([Range(url, number * self._piece_bytes, size)], lambda _: stats[url].version)
             self._store(path, data)
-        return data
+        return [data[begin : begin + length] for begin, length in cuts]
 
     def _store(self, path: str, data: bytes) -> None:
         part = f"{path}.{os.getpid()}-{threading.get_ident()}{_PART_SUFFIX}"
