@@ -282,6 +282,17 @@ def test_more_files_than_may_be_open_are_read_in_turn(tmp_path: Path, monkeypatc
         assert [one["cls"] for one in dataset.__getitems__(order)] == order
 
 
+@pytest.mark.linux("sets a limit of open files")
+def test_a_call_may_read_more_shards_than_files_can_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_files: None
+) -> None:
+    monkeypatch.setattr("infeed.data.storage.OPEN_FILES", 20)
+    dataset = infeed.open(write_shards(tmp_path, 60, 1), columns=["cls"], decode={"cls": int})
+    order = [number * 7 % 60 for number in range(60)]
+
+    assert [one["cls"] for one in dataset.__getitems__(order)] == order
+
+
 def test_a_truncated_file_is_reported_with_the_offset(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     with pytest.raises(infeed.StorageError, match=r"a: reading 9 bytes at offset 3 failed: the file ends at 5"):

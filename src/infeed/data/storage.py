@@ -31,8 +31,8 @@ _CONCURRENCY: Final = 32
 _MERGE_GAP: Final = 1 << 18
 # Merged ranges grow to at most this size, so that large reads are spread over several connections.
 _MERGE_SIZE: Final = 1 << 23
-# Open local files per process. Opening takes 10 microseconds, and the usual limit is 1024 descriptors.
-OPEN_FILES: Final = 256
+# Open local files per process. Opening takes 10 microseconds, and the limit is 256 descriptors on macOS, else usually 1024.
+OPEN_FILES: Final = 128
 # obstore retries failed requests itself, but not a response body that breaks off.
 _BODY_ATTEMPTS: Final = 5
 _BODY_BACKOFF_S: Final = 0.1
@@ -183,14 +183,14 @@ class LocalStorage(Storage):
         self.__init__()
 
     def read(self, ranges: Sequence[Range], versions: Callable[[str], str | None]) -> list[bytes]:
-        checked: dict[str, OpenFile] = {}
-        found = []
-        for url, offset, size in ranges:
-            file = checked.get(url)
+        found = [b""] * len(ranges)
+        path, file = "", None
+        for row in sorted(range(len(ranges)), key=lambda row: ranges[row][:2]):
+            url, offset, size = ranges[row]
             try:
-                if file is None:
-                    file = checked[url] = self._checked(url, offset, versions(url))
-                found.append(file.read(size, offset))
+                if file is None or url != path:  # one file at a time: the call may read more than can be open
+                    path, file = url, self._checked(url, offset, versions(url))
+                found[row] = file.read(size, offset)
             except OSError as error:
                 raise _unreadable(url, offset, size, error) from error
         return found
