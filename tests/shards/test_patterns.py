@@ -10,6 +10,7 @@ import pytest
 import infeed
 from infeed.data.patterns import expand, expand_braces
 from infeed.data.storage import common_prefix
+from tests.shards.writing import write_shards
 
 OBJECTS = [f"s3://b/{name}" for name in ("x/0.tar", "x/1.tar", "x/y/2.tar", "x/readme", "z/3.tar")]
 
@@ -86,6 +87,25 @@ def test_folders_are_not_searched_recursively(tmp_path: Path) -> None:
 
     assert expand(tmp_path, list_urls) == [str(tmp_path / "a.tar")]
     assert expand(f"{tmp_path}/**/*.tar", list_urls) == [str(tmp_path / name) for name in ("a.tar", "val/b.tar")]
+
+
+OWN = ["infeed-0123456789abcdef.npz", f"infeed-0123456789abcdef.npz.{'a' * 32}.tmp", "shard-000001.part"]
+
+
+def test_globs_leave_out_the_files_of_infeed_itself(tmp_path: Path) -> None:
+    """The index is beside the shards, and an interrupted write leaves temporary files there."""
+    for name in ("a.tar", *OWN):
+        (tmp_path / name).touch()
+    names = ["d/a.tar", *(f"d/{name}" for name in OWN)]
+
+    assert expand(str(tmp_path / "*"), list_urls) == [str(tmp_path / "a.tar")]
+    assert expand("s3://b/d/*", lambda prefix: [f"s3://b/{name}" for name in names]) == ["s3://b/d/a.tar"]
+
+
+def test_a_glob_of_all_files_matches_the_same_shards_again(tmp_path: Path) -> None:
+    write_shards(tmp_path, 2, 3)
+
+    assert [len(infeed.open(tmp_path / "*")) for _ in range(2)] == [6, 6]
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.TAR.ZST"])

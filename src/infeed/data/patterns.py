@@ -18,6 +18,8 @@ _LETTERS: Final = re.compile(r"([a-z])\.\.([a-z])(?:\.\.(\d+))?|([A-Z])\.\.([A-Z
 # Extensions of tar files that are compressed as a whole.
 COMPRESSED: Final = (".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4", ".tgz", ".txz", ".tbz2")
 _WILDCARD: Final = re.compile(r"[*?\[]")
+# What infeed itself writes beside shards: indices, and what an interrupted write or `infeed pack` leaves.
+_OWN: Final = re.compile(r"infeed-[0-9a-f]{16}\.npz(\.[0-9a-f]{32}\.tmp)?|.*-[0-9]{6}\.part")
 
 
 def scheme_of(url: str) -> str:
@@ -116,7 +118,7 @@ def _local(pattern: str) -> list[str]:
     if os.path.isdir(path):
         return sorted(os.path.join(path, name) for name in os.listdir(path) if is_shard(name))
     if _WILDCARD.search(path) and not os.path.exists(path):
-        return sorted(found for found in glob.glob(path, recursive=True) if os.path.isfile(found))
+        return sorted(found for found in glob.glob(path, recursive=True) if os.path.isfile(found) and not _is_own(found))
     return [path]
 
 
@@ -136,7 +138,7 @@ def _remote(url: str, list_urls: Callable[[str], list[str]]) -> list[str]:
         return [url]
     prefix = url[: url.rindex("/", 0, wildcard.start()) + 1]
     matches = re.compile(_translated(url)).fullmatch
-    return sorted(found for found in list_urls(prefix) if matches(found))
+    return sorted(found for found in list_urls(prefix) if matches(found) and not _is_own(found))
 
 
 def _translated(pattern: str) -> str:
@@ -147,6 +149,10 @@ def _translated(pattern: str) -> str:
         known[part] if part in known else part.replace("[!", "[^") if part[:1] == "[" and number % 2 else re.escape(part)
         for number, part in enumerate(parts)
     )
+
+
+def _is_own(path: str) -> bool:
+    return _OWN.fullmatch(os.path.basename(path)) is not None
 
 
 def is_shard(name: str) -> bool:
