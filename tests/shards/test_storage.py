@@ -125,6 +125,16 @@ def test_an_empty_member_is_read(server: Fake) -> None:
     assert [[one.get("a"), one.get("b")] for one in dataset] == [[b"", b"x"], [b"", None], [None, b"y"], [b"", None]]
 
 
+def test_samples_without_stored_columns_need_no_request(server: Fake) -> None:
+    server.objects = {"d/0.tar": shard(range(3))}
+    dataset = infeed.open("s3://b/d/0.tar", columns=["__key__"], storage_options=server.s3())
+    server.read.clear()
+
+    assert dataset.__getitems__([]) == []
+    assert [one["__key__"] for one in dataset] == [f"train/{number:06d}" for number in range(3)]
+    assert server.read == []
+
+
 def test_a_failed_request_is_retried_only_by_the_client(server: Fake) -> None:
     """As often as max_retries says."""
     server.objects = {"d/0.tar": shard([1])}

@@ -281,8 +281,8 @@ class ObjectStorage(Storage):
 
     def read(self, ranges: Sequence[Range], versions: Callable[[str], str | None]) -> list[bytes]:
         whole, parts = merged(ranges)
-        if len(whole) == 1:
-            views = [self._fetch(whole[0], versions)]
+        if len(whole) <= 1:
+            views = [self._fetch(one, versions) for one in whole]
         else:
             # Threads end with the call: a process that loads in its main thread keeps none. Starting one takes 50 microseconds.
             with ThreadPoolExecutor(min(_CONCURRENCY, len(whole)), "infeed-storage") as pool:
