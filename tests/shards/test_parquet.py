@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import infeed
+from infeed.data.storage import LocalStorage
+from tests.shards.fakes import fake
 from tests.shards.s3 import Proxy, Server
 
 pa = pytest.importorskip("pyarrow")
@@ -194,6 +196,36 @@ def test_only_the_requested_row_groups_and_columns_are_read(s3: Server, tmp_path
         assert sum(sizes) < 130_000
         assert [one["label"] for one in dataset.__getitems__([10_001, 19_999])] == [10_001, 19_999]
         assert len(sizes) == 2
+
+
+def test_the_chunks_of_a_column_with_a_dot_are_one_request(obstore_threads: None, tmp_path: Path) -> None:
+    """Beside a column that has the part before the dot as its name, and those of a struct."""
+    columns = {"a.b": [1, 2], "a": [3, 4], "c": [{"b": 5}, {"b": 6}]}
+    parquet.write_table(pa.table(columns), tmp_path / "0.parquet")
+    with fake() as server:
+        server.objects = {"d/0.parquet": (tmp_path / "0.parquet").read_bytes()}
+        for name, values in columns.items():
+            dataset = infeed.open("s3://b/d/0.parquet", columns=[name], storage_options=server.s3())
+            server.read.clear()
+            assert [one[name] for one in dataset] == values
+            assert len(server.read) == 2  # with the footer
+
+
+def test_a_storage_error_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A footer of more than 64 KiB is read in two parts."""
+    parquet.write_table(pa.table({f"{number:0500}": [number] for number in range(150)}), tmp_path / "0.parquet")
+    dataset = infeed.open(tmp_path)
+    read, reads = LocalStorage.read, []
+
+    def failing(storage: LocalStorage, ranges: Any, versions: Any) -> list[bytes]:
+        reads.append(ranges)
+        if len(reads) == 2:
+            raise infeed.StorageError("503 Slow Down")
+        return read(storage, ranges, versions)
+
+    monkeypatch.setattr(LocalStorage, "read", failing)
+    with pytest.raises(infeed.StorageError, match="503 Slow Down"):
+        dataset[0]
 
 
 def test_files_with_other_columns_are_rejected(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader, decoded
 from infeed.data.index import Index, Part, Scan, texts
 from infeed.data.storage import Range, Stat, Storage, unversioned
-from infeed.errors import ConfigError, ShardError
+from infeed.errors import ConfigError, InfeedError, ShardError
 
 _SEPARATOR: Final = "\0"
 # Decoded row groups that one process keeps. Samples of a row group are read together or soon after each other.
@@ -139,9 +139,9 @@ class ParquetDataset(ShardDataset):
             found = parquet.ParquetFile(file, metadata=footer).read_row_group(
                 number, columns=list(self.columns), use_threads=False
             )
+        except InfeedError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, ShardError):
-                raise
             raise ShardError(
                 f"{url}: row group {number} cannot be read: {error}; the shard is damaged, copy or write it again"
             ) from error
@@ -201,6 +201,8 @@ def _footer(url: str, size: int, read: Callable[[Sequence[Range]], list[bytes]])
     file.fetch([(size - tail, tail)])
     try:
         return parquet.read_metadata(file)
+    except InfeedError:  # such as a request that failed
+        raise
     except (OSError, ValueError) as error:
         raise ShardError(f"{url} is not a Parquet file: {error}") from error
 
@@ -210,7 +212,8 @@ def _chunks(group: Any, columns: set[str]) -> list[tuple[int, int]]:
     found = []
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if chunk.path_in_schema.partition(".")[0] in columns:
+        path = chunk.path_in_schema  # of a leaf; names may have dots, too
+        if any(path == name or path.startswith(f"{name}.") for name in columns):
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)
