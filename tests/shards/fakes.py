@@ -21,6 +21,7 @@ class Fake:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.missing = 404
+        self.has_etags = True
         self.port = 0
         self.read: list[str] = []  # Names of objects whose content was requested.
         self.not_found: list[str] = []  # Names of missing objects that were requested.
@@ -79,7 +80,7 @@ def fake() -> Iterator[Fake]:
                 found.not_found.append(name)
                 self._answer(found.missing, b"")
                 return
-            headers = {"ETag": f'"{_etag(data)}"', "Last-Modified": DATE}
+            headers = {"Last-Modified": DATE} | ({"ETag": f'"{_etag(data)}"'} if found.has_etags else {})
             if self.command == "GET":
                 found.read.append(name)
             wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or self.headers.get("x-ms-range") or "")

@@ -17,7 +17,7 @@ import pytest
 
 import infeed
 from infeed.data.cache import PieceCache
-from infeed.data.storage import Range, Stat, Storage, version_of
+from infeed.data.storage import Range, Stat, Storage, stat_of
 from tests.shards.writing import write_shards
 
 PIECE = 1000
@@ -249,5 +249,5 @@ def test_a_changed_shard_is_noticed_although_it_was_cached(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes().replace(b"000000.cls", b"000000.cls").replace(b"0 0 0", b"9 9 9"))
     os.utime(path, ns=(7_000, 7_000))  # Windows counts in units of 100 ns.
 
-    assert version_of(path.stat()) == "7000"
+    assert stat_of(path.stat()).version == "7000"
     assert infeed.open(pattern, **options)[0]["bin"].startswith(b"9 9 9")

@@ -105,6 +105,16 @@ def test_the_index_of_shards_in_several_buckets_is_in_the_cache_folder(server: F
     assert len(list(cache_folder.rglob("*.npz"))) == 1
 
 
+def test_an_object_whose_size_changes_is_noticed_without_an_etag(server: Fake) -> None:
+    """The time of modification counts in seconds."""
+    server.has_etags = False
+    server.objects = {"0.tar": shard([1])}
+    dataset = infeed.open(f"http://127.0.0.1:{server.port}/d/0.tar")
+    server.objects = {"0.tar": shard(range(2, 30))}
+    with pytest.raises(infeed.ShardError, match="the shard has changed since it was indexed"):
+        dataset[0]
+
+
 @pytest.mark.parametrize(("limit", "is_by_blocks"), [(16 << 20, True), (48 << 20, False)])
 def test_shuffle_uses_blocks_unless_the_cache_holds_all_shards(
     server: Fake, tmp_path: Path, limit: int, is_by_blocks: bool

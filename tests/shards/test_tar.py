@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.data.storage import LocalStorage, Stat, unversioned
+from infeed.data.storage import LocalStorage, Stat, any_version
 from infeed.data.tar_scan import LOCAL, REMOTE, ReadAhead, scan_tar
 from tests.shards.writing import sample, shard, tar_bytes, write_shards
 
@@ -296,7 +296,7 @@ def test_a_call_may_read_more_shards_than_files_can_be_open(
 def test_a_truncated_file_is_reported_with_the_offset(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     with pytest.raises(infeed.StorageError, match=r"a: reading 9 bytes at offset 3 failed: the file ends at 5"):
-        LocalStorage().read([(str(tmp_path / "a"), 3, 9)], unversioned)  # type: ignore[list-item]
+        LocalStorage().read([(str(tmp_path / "a"), 3, 9)], any_version)  # type: ignore[list-item]
 
 
 def test_a_shard_that_changes_while_it_is_read_is_detected(tmp_path: Path) -> None:
@@ -308,6 +308,17 @@ def test_a_shard_that_changes_while_it_is_read_is_detected(tmp_path: Path) -> No
     os.utime(path, ns=(1, 1))
     with pytest.raises(infeed.ShardError, match=r"train-000\.tar: the shard has changed since it was indexed"):
         dataset[1]
+
+
+def test_a_shard_whose_size_changes_is_noticed_although_its_time_does_not(tmp_path: Path) -> None:
+    """As cp -p and rsync -t leave it."""
+    dataset = infeed.open(write_shards(tmp_path, 1, 3))
+    path = tmp_path / "train-000.tar"
+    before = path.stat()
+    path.write_bytes(shard(range(3, 100)))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(infeed.ShardError, match=r"train-000\.tar: the shard has changed since it was indexed"):
+        dataset[0]
 
 
 @pytest.mark.process

@@ -132,7 +132,7 @@ class PieceCache:
             found = self._cached(path, size, cuts)
             if found is not None:  # another process has downloaded it meanwhile
                 return found
-            (data,) = storage.read([Range(url, number * self._piece_bytes, size)], lambda _: stats[url].version)
+            (data,) = storage.read([Range(url, number * self._piece_bytes, size)], stats.__getitem__)
             self._store(path, data)
         return [data[begin : begin + length] for begin, length in cuts]
 

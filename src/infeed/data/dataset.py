@@ -34,10 +34,7 @@ class ShardReader:
     def read(self, ranges: Sequence[Range]) -> list[bytes]:
         if self._cache is not None:
             return self._cache.read(ranges, self._stats, self._storage)
-        return self._storage.read(ranges, self._version)
-
-    def _version(self, url: str) -> str:
-        return self._stats[url].version
+        return self._storage.read(ranges, self._stats.__getitem__)
 
     def can_cache(self, byte_count: int) -> bool:
         """Whether there is a local cache that can hold this much."""

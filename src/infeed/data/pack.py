@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from infeed.data.storage import LocalStorage, Range, unversioned
+from infeed.data.storage import LocalStorage, Range, any_version
 from infeed.data.tar_scan import LOCAL, scan_tar, split_name
 from infeed.errors import ConfigError, ShardError
 
@@ -165,7 +165,7 @@ def written_shards(out: Path, prefix: str) -> tuple[list[Path], int, str | None]
         storage = LocalStorage()
 
         def read(offset: int, size: int, path: Path = path, storage: LocalStorage = storage) -> bytes:
-            return storage.read([Range(str(path), offset, size)], unversioned)[0]
+            return storage.read([Range(str(path), offset, size)], any_version)[0]
 
         found = scan_tar(str(path), read, path.stat().st_size, LOCAL)
         shards.append(path)

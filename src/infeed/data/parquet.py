@@ -15,7 +15,7 @@ import numpy as np
 
 from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader, decoded
 from infeed.data.index import Index, Part, Scan, texts
-from infeed.data.storage import Range, Stat, Storage, unversioned
+from infeed.data.storage import Range, Stat, Storage, any_version
 from infeed.errors import ConfigError, InfeedError, ShardError
 
 _SEPARATOR: Final = "\0"
@@ -30,7 +30,7 @@ def parquet_scan(storage: Storage) -> Scan:
     """Return how to index Parquet files."""
 
     def scan(url: str, stat: Stat) -> Part:
-        footer = _footer(url, stat.size, lambda ranges: storage.read(ranges, unversioned))
+        footer = _footer(url, stat.size, lambda ranges: storage.read(ranges, any_version))
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         schema = footer.schema.to_arrow_schema()
         names, _ = texts([_SEPARATOR.join(schema.names)])

@@ -67,11 +67,11 @@ class Storage(ABC):
     """Reads ranges of shards. Objects are pickled without open files and connections."""
 
     @abstractmethod
-    def read(self, ranges: Sequence[Range], versions: Callable[[str], str | None]) -> list[bytes]:
+    def read(self, ranges: Sequence[Range], expected: Callable[[str], Stat | None]) -> list[bytes]:
         """Return the bytes of each range.
 
         Args:
-            versions: Function that returns the expected version of a shard, or ``None`` to accept any.
+            expected: Function that returns size and version of a shard when it was indexed, or ``None`` to accept any.
 
         Raises:
             StorageError: A range could not be read.
@@ -121,9 +121,12 @@ def storage_for(url: str, options: dict[str, Any] | None = None) -> Storage:
     return ObjectStorage(options or {})
 
 
-def changed(url: str, offset: int, expected: str, found: str) -> ShardError:
-    return ShardError(
-        f"{url}: the shard has changed since it was indexed (offset {offset}: version {found}, index {expected}); "
+def _check_unchanged(url: str, offset: int, expected: Stat | None, found: Stat) -> None:
+    if expected is None or found == expected:
+        return
+    raise ShardError(
+        f"{url}: the shard has changed since it was indexed (offset {offset}: {found.size} bytes of version {found.version}, "
+        f"index {expected.size} bytes of version {expected.version}); "
         "open the dataset again to index it, and do not write to shards that are being read"
     )
 
@@ -164,8 +167,8 @@ class OpenFile:
         return os.pread(self.fd, size, offset)
 
 
-def version_of(stat: os.stat_result) -> str:
-    return str(stat.st_mtime_ns)
+def stat_of(found: os.stat_result) -> Stat:
+    return Stat(found.st_size, str(found.st_mtime_ns))
 
 
 @final
@@ -182,25 +185,27 @@ class LocalStorage(Storage):
     def __setstate__(self, _state: dict[str, Any]) -> None:
         self.__init__()
 
-    def read(self, ranges: Sequence[Range], versions: Callable[[str], str | None]) -> list[bytes]:
+    def read(self, ranges: Sequence[Range], expected: Callable[[str], Stat | None]) -> list[bytes]:
         found = [b""] * len(ranges)
         path, file = "", None
         for row in sorted(range(len(ranges)), key=lambda row: ranges[row][:2]):
             url, offset, size = ranges[row]
             try:
                 if file is None or url != path:  # one file at a time: the call may read more than can be open
-                    path, file = url, self._checked(url, offset, versions(url))
+                    path, file = url, self._checked(url, offset, expected(url))
                 found[row] = file.read(size, offset)
             except OSError as error:
                 raise _unreadable(url, offset, size, error) from error
         return found
 
-    def _checked(self, path: str, offset: int, version: str | None) -> OpenFile:
+    def _checked(self, path: str, offset: int, expected: Stat | None) -> OpenFile:
         file = self._files.get(path) or self._open(path)
-        if version is not None and (now := version_of(os.fstat(file.fd))) != version:
+        try:
+            _check_unchanged(path, offset, expected, stat_of(os.fstat(file.fd)))
+        except ShardError:
             with self._lock:
                 self._files.pop(path, None)
-            raise changed(path, offset, version, now)
+            raise
         return file
 
     def _open(self, path: str) -> OpenFile:
@@ -214,10 +219,9 @@ class LocalStorage(Storage):
         found = []
         for path in urls:
             try:
-                stat = os.stat(path)
+                found.append(stat_of(os.stat(path)))
             except OSError as error:
                 raise StorageError(f"{path}: {error.strerror or error}; check the path") from error
-            found.append(Stat(stat.st_size, version_of(stat)))
         return found
 
     def list_urls(self, prefix: str) -> list[str]:
@@ -279,21 +283,20 @@ class ObjectStorage(Storage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["options"])
 
-    def read(self, ranges: Sequence[Range], versions: Callable[[str], str | None]) -> list[bytes]:
+    def read(self, ranges: Sequence[Range], expected: Callable[[str], Stat | None]) -> list[bytes]:
         whole, parts = merged(ranges)
         if len(whole) <= 1:
-            views = [self._fetch(one, versions) for one in whole]
+            views = [self._fetch(one, expected) for one in whole]
         else:
             # Threads end with the call: a process that loads in its main thread keeps none. Starting one takes 50 microseconds.
             with ThreadPoolExecutor(min(_CONCURRENCY, len(whole)), "infeed-storage") as pool:
-                views = list(pool.map(lambda one: self._fetch(one, versions), whole))
+                views = list(pool.map(lambda one: self._fetch(one, expected), whole))
         return [bytes(views[number][start : start + size]) for number, start, size in parts]
 
-    def _fetch(self, wanted: Range, versions: Callable[[str], str | None]) -> memoryview:
+    def _fetch(self, wanted: Range, expected: Callable[[str], Stat | None]) -> memoryview:
         url, offset, size = wanted
         if not size:  # no server accepts an empty range
             return memoryview(b"")
-        version = versions(url)
         store, path = self._locate(url)
         obstore = _obstore()
         for attempt in range(_BODY_ATTEMPTS):
@@ -301,9 +304,7 @@ class ObjectStorage(Storage):
             try:
                 result = obstore.get(store, path, options={"range": (offset, offset + size)})
                 has_response = True
-                found = version_from(result.meta)
-                if version is not None and found != version:
-                    raise changed(url, offset, version, found)
+                _check_unchanged(url, offset, expected(url), _stat_from(result.meta))
                 data = memoryview(result.bytes())
             except (obstore.exceptions.BaseError, OSError) as error:
                 is_broken_off = has_response and isinstance(error, obstore.exceptions.GenericError)
@@ -357,7 +358,7 @@ class ObjectStorage(Storage):
         except (obstore.exceptions.BaseError, OSError) as error:
             cause = " ".join(str(error).split())[:300]
             raise StorageError(f"{url} cannot be opened: {cause}; check URL, credentials and storage_options") from error
-        return Stat(meta["size"], version_from(meta))
+        return _stat_from(meta)
 
     def list_urls(self, prefix: str) -> list[str]:
         return [url for url, _ in self._listed(prefix)]
@@ -369,7 +370,7 @@ class ObjectStorage(Storage):
         try:
             for page in obstore.list(store, path or None):
                 for meta in page:
-                    yield f"{base}/{meta['path']}", Stat(meta["size"], version_from(meta))
+                    yield f"{base}/{meta['path']}", _stat_from(meta)
         except (obstore.exceptions.BaseError, OSError) as error:
             cause = " ".join(str(error).split())[:300]
             raise StorageError(f"{prefix} cannot be listed: {cause}; check URL, credentials and storage_options") from error
@@ -426,6 +427,10 @@ def version_from(meta: Any) -> str:
     return str(tag).removeprefix("W/").strip('"') if tag else str(meta["last_modified"].isoformat())
 
 
+def _stat_from(meta: Any) -> Stat:
+    return Stat(meta["size"], version_from(meta))
+
+
 def _split(url: str) -> tuple[str, str]:
     """Split a URL into the bucket or host, and the path in it.
 
@@ -475,7 +480,7 @@ def merged(ranges: Sequence[Range]) -> tuple[list[Range], list[tuple[int, int, i
     return whole, parts
 
 
-def unversioned(_url: str) -> None:
+def any_version(_url: str) -> None:
     """Accept any version of a shard."""
 
 

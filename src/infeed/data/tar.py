@@ -11,7 +11,7 @@ import numpy as np
 from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader, decoded
 from infeed.data.index import Index, Part, Scan, texts
 from infeed.data.patterns import scheme_of
-from infeed.data.storage import Range, Stat, Storage, unversioned
+from infeed.data.storage import Range, Stat, Storage, any_version
 from infeed.data.tar_scan import LOCAL, MOST_COLUMNS, REMOTE, scan_tar, too_many_columns
 from infeed.errors import ShardError
 
@@ -26,7 +26,7 @@ def tar_scan(storage: Storage) -> Scan:
 
     def scan(url: str, stat: Stat) -> Part:
         def read(offset: int, size: int) -> bytes:
-            return storage.read([Range(url, offset, size)], unversioned)[0]
+            return storage.read([Range(url, offset, size)], any_version)[0]
 
         found = scan_tar(url, read, stat.size, REMOTE if scheme_of(url) else LOCAL)
         names, _ = texts([_SEPARATOR.join(found.names)])
