@@ -23,6 +23,7 @@ class Fake:
         self.missing = 404
         self.has_etags = True
         self.port = 0
+        self.read: list[str] = []  # names of objects whose content was requested
         self.read: list[str] = []  # Names of objects whose content was requested.
         self.not_found: list[str] = []  # Names of missing objects that were requested.
 
@@ -68,6 +69,10 @@ def fake() -> Iterator[Fake]:
                 self._answer(200, _listed_by_azure(found.objects, query.get("prefix", "")))
             else:
                 self._answer_object(urllib.parse.unquote(url.path).lstrip("/").partition("/")[2])
+
+        def do_CONNECT(self) -> None:
+            found.tunnels.append(self.path)
+            self._answer(502, b"")
 
         def do_PUT(self) -> None:
             name = urllib.parse.unquote(self.path).lstrip("/").partition("/")[2]

@@ -28,6 +28,47 @@ def test_an_etag_is_the_same_version_with_and_without_quotes(tag: str) -> None:
     assert version_from({"e_tag": tag, "last_modified": None}) == "0x8D"
 
 
+ENDPOINTS = ["endpoint", "aws_endpoint", "config", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"]
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_an_endpoint_without_tls_may_be_named_in_any_way(server: Fake, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.objects = {"0.tar": shard([1])}
+    options = server.s3()
+    endpoint = options.pop("endpoint")
+    if name.isupper():
+        monkeypatch.setenv(name, endpoint)
+    else:
+        options[name] = {"endpoint": endpoint} if name == "config" else endpoint
+
+    assert len(infeed.open("s3://b/0.tar", storage_options=options)) == 1
+
+
+@pytest.mark.parametrize("name", ["AWS_PROXY_URL", "HTTP_PROXY"])
+def test_a_proxy_may_be_named_by_a_variable(server: Fake, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """infeed passes timeouts, which would make obstore ignore its own variables."""
+    server.objects = {"0.tar": shard([1])}
+    monkeypatch.setenv(name, f"http://127.0.0.1:{server.port}")
+
+    assert len(infeed.open("s3://b/0.tar", storage_options=server.s3() | {"endpoint": "http://nowhere.invalid"})) == 1
+
+
+@pytest.mark.parametrize("host", ["bucket.s3.us-east-1.amazonaws.com", "account.blob.core.windows.net"])
+def test_https_urls_of_clouds_are_read_without_credentials(server: Fake, host: str) -> None:
+    options = {"client_options": {"proxy_url": f"http://127.0.0.1:{server.port}"}, "retry_config": {"max_retries": 0}}
+    with pytest.raises(infeed.StorageError, match="cannot be opened: Generic HTTP error"):
+        infeed.open(f"https://{host}/container/0.tar", storage_options=options)
+
+    assert server.tunnels == [f"{host}:443"]
+
+
+@pytest.mark.parametrize("name", ["my%20data.tar", "my data.tar"])
+def test_paths_of_http_urls_may_be_escaped(server: Fake, name: str) -> None:
+    server.objects = {"my data.tar": shard([1])}
+
+    assert len(infeed.open(f"http://127.0.0.1:{server.port}/d/{name}")) == 1
+
+
 def test_shards_listed_by_azure_are_unchanged_when_they_are_read(server: Fake) -> None:
     """More than 32 are listed; the ETags of a listing have no quotes."""
     server.objects = {f"d/{number:02d}.tar": shard([number]) for number in range(40)}

@@ -19,6 +19,7 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Final, NamedTuple, final
+from urllib.parse import unquote
 from uuid import uuid4
 
 from infeed.data.patterns import scheme_of
@@ -42,10 +43,17 @@ _RETRY: Final[dict[str, Any]] = {
     "retry_timeout": timedelta(seconds=120),
 }
 _CLIENT: Final[dict[str, Any]] = {
+    "allow_http": True,  # where the URL or the endpoint begins with http://
     "connect_timeout": timedelta(seconds=5),
     "read_timeout": timedelta(seconds=20),
     "timeout": timedelta(seconds=60),
 }
+# Variables such as AWS_PROXY_URL set options of the client. obstore ignores them where a program passes any.
+_PREFIXES: Final = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "http": "", "https": ""}
+_CLIENT_VARIABLES: Final = (
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "pool_idle_timeout"),
+    *("pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "read_timeout", "timeout", "user_agent"),
+)
 
 
 class Stat(NamedTuple):
@@ -326,13 +334,12 @@ class ObjectStorage(Storage):
         return store, path
 
     def _connect(self, base: str) -> Any:
-        from_url = _obstore().store.from_url
+        store = _obstore().store
         options = dict(self._options)
-        client = {**_CLIENT, **(options.pop("client_options", None) or {})}
-        plain = base.startswith("http://") or str(options.get("endpoint", "")).startswith("http://")
-        if plain:
-            client.setdefault("allow_http", True)
+        client = {**_CLIENT, **_client_variables(scheme_of(base)), **(options.pop("client_options", None) or {})}
         retry = {**_RETRY, **(options.pop("retry_config", None) or {})}
+        # `from_url` would take the hosts of clouds for their own protocols, which need credentials.
+        from_url = store.HTTPStore.from_url if _is_http(base) else store.from_url
         try:
             return from_url(base, client_options=client, retry_config=retry, **options)
         except Exception as error:  # obstore raises several types
@@ -342,7 +349,7 @@ class ObjectStorage(Storage):
         """List the common folder if there are many shards, which takes one request per 1000 objects; else ask for each."""
         prefix = common_prefix(urls)
         known: dict[str, Stat] = {}
-        if len(urls) > _CONCURRENCY and scheme_of(prefix) not in ("http", "https") and _split(prefix)[1]:
+        if len(urls) > _CONCURRENCY and not _is_http(prefix) and _split(prefix)[1]:
             known = dict(self._listed(prefix))
         missing = [url for url in urls if url not in known]
         if missing:
@@ -432,14 +439,25 @@ def _stat_from(meta: Any) -> Stat:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Split a URL into the bucket or host, and the path in it.
+    """Split a URL into the bucket or host, and the path in it, which is escaped in HTTP URLs only.
 
-    >>> _split("s3://bucket/a/b.tar")
-    ('s3://bucket', 'a/b.tar')
+    >>> _split("s3://bucket/a/b.tar"), _split("https://host/my%20data.tar")
+    (('s3://bucket', 'a/b.tar'), ('https://host', 'my data.tar'))
     """
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
-    return f"{scheme}://{host}", path
+    return f"{scheme}://{host}", unquote(path) if _is_http(url) else path
+
+
+def _is_http(url: str) -> bool:
+    return scheme_of(url) in ("http", "https")
+
+
+def _client_variables(scheme: str) -> dict[str, str]:
+    """Return the options of the client that environment variables set."""
+    prefix = _PREFIXES.get(scheme, "AZURE")
+    found = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in _CLIENT_VARIABLES if prefix}
+    return {name: value for name, value in found.items() if value}
 
 
 def common_prefix(urls: Sequence[str]) -> str:
