@@ -24,6 +24,7 @@ class Fake:
         self.has_etags = True
         self.port = 0
         self.read: list[str] = []  # names of objects whose content was requested
+        self.sizes: list[int] = []  # of the ranges that were requested
         self.read: list[str] = []  # Names of objects whose content was requested.
         self.not_found: list[str] = []  # Names of missing objects that were requested.
 
@@ -93,6 +94,7 @@ def fake() -> Iterator[Fake]:
                 self._answer(200, data, headers)
                 return
             first, last = int(wanted[1]), min(int(wanted[2] or len(data) - 1), len(data) - 1)
+            found.sizes.append(last + 1 - first)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             self._answer(206, data[first : last + 1], headers)
 

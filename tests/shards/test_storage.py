@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 
 import infeed
 from infeed.data.opening import build_index
-from infeed.data.storage import LocalStorage, version_from
+from infeed.data.storage import LocalStorage, ObjectStorage, Range, any_version, version_from
 from tests.shards.fakes import Fake, fake
 from tests.shards.writing import shard, tar_bytes
 
@@ -184,6 +186,21 @@ def test_samples_without_stored_columns_need_no_request(server: Fake) -> None:
     assert dataset.__getitems__([]) == []
     assert [one["__key__"] for one in dataset] == [f"train/{number:06d}" for number in range(3)]
     assert server.read == []
+
+
+@pytest.mark.parametrize("sizes", [[20], [10, 10], [1] * 20, [3, 17]], ids=str)
+def test_large_ranges_are_several_requests(server: Fake, sizes: list[int]) -> None:
+    """Of 8 MiB each, also where small ranges are merged. One request for all would take minutes on a slow link."""
+    content = random.Random(1).randbytes(20 << 20)
+    server.objects = {"a": content}
+    stops = list(accumulate(size << 20 for size in sizes))
+    ranges = [Range("s3://b/a", begin, stop - begin) for begin, stop in pairwise([0, *stops])]
+    storage = ObjectStorage(server.s3())
+
+    assert storage.read(ranges[::-1], any_version)[::-1] == [content[one.offset :][: one.size] for one in ranges]
+    assert max(server.sizes) <= 8 << 20
+    assert len(server.read) <= 5
+    storage.close()
 
 
 def test_a_failed_request_is_retried_only_by_the_client(server: Fake) -> None:

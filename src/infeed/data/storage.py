@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
+from itertools import islice
 from typing import Any, Final, NamedTuple, final
 from urllib.parse import unquote
 from uuid import uuid4
@@ -30,11 +31,11 @@ _LOG: Final = logging.getLogger("infeed")
 _CONCURRENCY: Final = 32
 # Ranges of one object are merged if the gap between them is at most this long: reading it takes less time than a request.
 _MERGE_GAP: Final = 1 << 18
-# Merged ranges grow to at most this size, so that large reads are spread over several connections.
-_MERGE_SIZE: Final = 1 << 23
+# Bytes per request, merged or not: large reads use several connections, and a request that fails repeats little.
+_MOST_BYTES: Final = 1 << 23
 # Open local files per process. Opening takes 10 microseconds, and the limit is 256 descriptors on macOS, else usually 1024.
 OPEN_FILES: Final = 128
-# obstore retries failed requests itself, but not a response body that breaks off.
+# obstore continues a response body that breaks off, but only until `retry_timeout`, and only if the server sends ETags.
 _BODY_ATTEMPTS: Final = 5
 _BODY_BACKOFF_S: Final = 0.1
 _RETRY: Final[dict[str, Any]] = {
@@ -46,7 +47,7 @@ _CLIENT: Final[dict[str, Any]] = {
     "allow_http": True,  # where the URL or the endpoint begins with http://
     "connect_timeout": timedelta(seconds=5),
     "read_timeout": timedelta(seconds=20),
-    "timeout": timedelta(seconds=60),
+    "timeout": timedelta(seconds=300),  # for slow links: 32 parts of 8 MiB at 1 MiB/s
 }
 # Variables such as AWS_PROXY_URL set options of the client. obstore ignores them where a program passes any.
 _PREFIXES: Final = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "http": "", "https": ""}
@@ -292,14 +293,20 @@ class ObjectStorage(Storage):
         self.__init__(state["options"])
 
     def read(self, ranges: Sequence[Range], expected: Callable[[str], Stat | None]) -> list[bytes]:
-        whole, parts = merged(ranges)
+        cuts = [
+            Range(url, begin, min(_MOST_BYTES, offset + size - begin))
+            for url, offset, size in ranges
+            for begin in range(offset, offset + max(1, size), _MOST_BYTES)
+        ]
+        whole, parts = merged(cuts)
         if len(whole) <= 1:
             views = [self._fetch(one, expected) for one in whole]
         else:
             # Threads end with the call: a process that loads in its main thread keeps none. Starting one takes 50 microseconds.
             with ThreadPoolExecutor(min(_CONCURRENCY, len(whole)), "infeed-storage") as pool:
                 views = list(pool.map(lambda one: self._fetch(one, expected), whole))
-        return [bytes(views[number][start : start + size]) for number, start, size in parts]
+        found = (views[number][start : start + size] for number, start, size in parts)
+        return [b"".join(islice(found, max(1, -(-size // _MOST_BYTES)))) for _, _, size in ranges]
 
     def _fetch(self, wanted: Range, expected: Callable[[str], Stat | None]) -> memoryview:
         url, offset, size = wanted
@@ -489,7 +496,7 @@ def merged(ranges: Sequence[Range]) -> tuple[list[Range], list[tuple[int, int, i
             last = whole[-1]
             stop = last.offset + last.size
             grown = max(stop, offset + size) - last.offset
-            if offset <= stop or (offset - stop <= _MERGE_GAP and grown <= _MERGE_SIZE):
+            if offset - stop <= _MERGE_GAP and grown <= _MOST_BYTES:
                 whole[-1] = Range(url, last.offset, grown)
                 parts[row] = (len(whole) - 1, offset - last.offset, size)
                 continue
