@@ -72,6 +72,24 @@ def test_globs_and_folders_match_local_files(tmp_path: Path) -> None:
     assert expand(f"file://{tmp_path}/a.tar", list_urls) == both[:1]
 
 
+def test_globs_are_relative_to_a_folder_whose_name_has_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "[v1]").mkdir()
+    (tmp_path / "[v1]" / "a.tar").touch()
+    monkeypatch.chdir(tmp_path / "[v1]")
+
+    assert expand("*.tar", list_urls) == [str(tmp_path / "[v1]" / "a.tar")]
+
+
+def test_shards_and_index_may_be_file_urls(tmp_path: Path) -> None:
+    """As pathlib writes them, with escapes."""
+    folder = tmp_path / "a b"
+    (folder / "index").mkdir(parents=True)
+    write_shards(folder, 1, 3)
+
+    assert len(infeed.open((folder / "train-000.tar").as_uri(), index=(folder / "index").as_uri())) == 3
+    assert len(list((folder / "index").iterdir())) == 1
+
+
 def test_a_signature_is_not_shown() -> None:
     with pytest.raises(infeed.ConfigError) as caught:
         expand("https://h/0.tar?sig=secret", list_urls)

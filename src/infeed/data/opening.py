@@ -10,7 +10,7 @@ from infeed.data.cache import PieceCache
 from infeed.data.dataset import Decode, ShardDataset, ShardReader
 from infeed.data.index import Index, IndexStore
 from infeed.data.parquet import ParquetDataset, parquet_scan
-from infeed.data.patterns import COMPRESSED, expand, scheme_of
+from infeed.data.patterns import COMPRESSED, expand, local_path, scheme_of
 from infeed.data.storage import Storage, storage_for
 from infeed.data.tar import TarDataset, tar_scan
 from infeed.errors import ConfigError
@@ -142,7 +142,7 @@ def _format_of(url: str) -> Format:
 
 def index_store(found: Shards, given: str | None, options: dict[str, Any] | None) -> IndexStore:
     scan = tar_scan if found.format == "tar" else parquet_scan
-    return IndexStore(found.urls, found.storage, scan(found.storage), given, options)
+    return IndexStore(found.urls, found.storage, scan(found.storage), given and local_path(given), options)
 
 
 def _dataset(

@@ -32,6 +32,15 @@ def scheme_of(url: str) -> str:
     return match[1].lower() if match else ""
 
 
+def local_path(url: str) -> str:
+    """Return the path that a ``file://`` URL means; other URLs and paths as they are."""
+    if scheme_of(url) != "file":
+        return url
+    from urllib.request import url2pathname  # takes 20 ms to import
+
+    return url2pathname(url[len("file://") :])
+
+
 def expand_braces(pattern: str) -> list[str]:
     """Expand ranges and alternatives in braces, as shells and WebDataset do.
 
@@ -95,9 +104,7 @@ def expand(
     for given in patterns:
         if not isinstance(given, str | os.PathLike):
             raise ConfigError(f"pattern={given!r} must be a path, a URL, or a list of them")
-        pattern = os.fspath(given)
-        if scheme_of(pattern) == "file":
-            pattern = pattern[len("file://") :]
+        pattern = local_path(os.fspath(given))
         # A literal path may contain braces.
         alternatives = [pattern] if not scheme_of(pattern) and os.path.exists(pattern) else expand_braces(pattern)
         for one in alternatives:
@@ -117,8 +124,9 @@ def _local(pattern: str) -> list[str]:
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
         return sorted(os.path.join(path, name) for name in os.listdir(path) if is_shard(name))
-    if _WILDCARD.search(path) and not os.path.exists(path):
-        return sorted(found for found in glob.glob(path, recursive=True) if os.path.isfile(found) and not _is_own(found))
+    if _WILDCARD.search(pattern) and not os.path.exists(path):  # the current folder may have brackets, too
+        matched = map(os.path.abspath, glob.glob(pattern, recursive=True))
+        return sorted(found for found in matched if os.path.isfile(found) and not _is_own(found))
     return [path]
 
 
