@@ -17,6 +17,7 @@ import pytest
 
 import infeed
 from infeed.data.cache import PieceCache
+from infeed.data.locks import file_lock
 from infeed.data.storage import Range, Stat, Storage, stat_of
 from tests.shards.writing import write_shards
 
@@ -185,6 +186,29 @@ def test_old_temporary_files_are_removed(tmp_path: Path) -> None:
     cache_in(tmp_path).read([Range("a", 0, 10)], STATS, Counting())
 
     assert [path.name for path in tmp_path.glob("*.part")] == ["new.part"]
+
+
+def test_temporary_files_count_towards_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "new.part").write_bytes(bytes(3 * PIECE))
+    cache = cache_in(tmp_path, 6 * PIECE)
+    for number in range(10):
+        cache.read([Range("a", number * PIECE, 10)], STATS, Counting())
+        assert len(pieces(tmp_path)) <= 3
+
+
+@pytest.mark.linux("finds the descriptor in /proc")
+def test_a_lock_is_released_although_a_forked_process_has_a_copy_of_it(tmp_path: Path) -> None:
+    import fcntl
+
+    path = (tmp_path / "a").resolve()
+    with file_lock(path):
+        (held,) = (int(one.name) for one in Path("/proc/self/fd").iterdir() if os.path.realpath(one) == str(path))
+        copy = os.dup(held)
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(copy)
 
 
 def test_a_cache_that_cannot_be_written_is_disabled_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

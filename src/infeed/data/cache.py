@@ -161,11 +161,12 @@ class PieceCache:
         for entry in os.scandir(self._folder):
             with suppress(OSError):  # another process removed it
                 stat = entry.stat()
-                if entry.name.endswith(_SUFFIX):
-                    entries.append((stat.st_mtime_ns, stat.st_size, entry.path))
-                    total += stat.st_size
-                elif entry.name.endswith(_PART_SUFFIX) and time.time() - stat.st_mtime > _OLD_S:
+                if entry.name.endswith(_PART_SUFFIX) and time.time() - stat.st_mtime > _OLD_S:
                     os.unlink(entry.path)
+                elif entry.name.endswith((_SUFFIX, _PART_SUFFIX)):
+                    total += stat.st_size
+                    if entry.name.endswith(_SUFFIX):
+                        entries.append((stat.st_mtime_ns, stat.st_size, entry.path))
         if total <= self.limit:
             return
         entries.sort()

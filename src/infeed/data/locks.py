@@ -43,9 +43,13 @@ def file_lock(path: Path) -> Iterator[None]:
             import fcntl
 
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                # Closing would release it only when processes that were forked meanwhile have closed their copies, too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
-        os.close(descriptor)  # releases the lock
+        os.close(descriptor)
 
 
 def cache_folder() -> Path:
