@@ -68,12 +68,13 @@ def test_decode_may_be_a_function_of_the_sample(tmp_path: Path) -> None:
     assert list(dataset) == [0, 1]
 
 
-def test_an_exception_of_decode_keeps_its_type_and_names_the_sample(tmp_path: Path) -> None:
-    dataset = infeed.open(write_shards(tmp_path, 1, 2), decode={"bin": int})
+@pytest.mark.parametrize(("decode", "where"), [({"bin": int}, r"decode['bin']"), (lambda one: int(one["bin"]), "decode")])
+def test_an_exception_of_decode_keeps_its_type_and_names_the_sample(tmp_path: Path, decode: Any, where: str) -> None:
+    dataset = infeed.open(write_shards(tmp_path, 2, 2), decode=decode)
     with pytest.raises(ValueError, match="invalid literal") as caught:
-        dataset[1]
+        dataset[3]
 
-    assert "decode['bin'] for 'train/000001' of" in caught.value.__notes__[0]
+    assert caught.value.__notes__ == [f"infeed: raised by {where} for 'train/000003' of {tmp_path / 'train-001.tar'}"]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,13 @@ def test_a_hard_link_has_the_content_of_its_target(name: str) -> None:
         ("b", "cls", b"1"),
         ("c", "jpg", b"image"),
     ]
+
+
+def test_an_empty_file_is_refused() -> None:
+    """As by tarfile. An archive without members has an end marker."""
+    assert scanned(tar_bytes([])) == []
+    with pytest.raises(infeed.ShardError, match=r"a\.tar: the file is empty"):
+        scanned(b"")
 
 
 def test_a_hard_link_without_a_target_is_rejected() -> None:

@@ -92,11 +92,26 @@ class ShardDataset(ABC):
             raise IndexError(f"index {index} is out of bounds for a dataset of length {self._length}")
         samples = self._load(rows)
         decode = self._decode_sample
-        return samples if decode is None else [decode(sample) for sample in samples]
+        if decode is None:
+            return samples
+        return [self._decoded(decode, sample, row) for sample, row in zip(samples, rows.tolist(), strict=True)]
 
     @abstractmethod
     def _load(self, rows: Integers) -> list[dict[str, Any]]:
         """Return the samples with their columns decoded."""
+
+    @abstractmethod
+    def _described(self, row: int) -> str:
+        """Return what a message calls a sample."""
+
+    def _decoded(self, function: Callable[[Any], Any], value: Any, row: int, column: str | None = None) -> Any:
+        """Return ``function(value)``; an exception gets a note that names the sample."""
+        try:
+            return function(value)
+        except Exception as error:
+            where = "decode" if column is None else f"decode[{column!r}]"
+            error.add_note(f"infeed: raised by {where} for {self._described(row)}")
+            raise
 
     @property
     def prefers_block_shuffle(self) -> bool:
@@ -153,12 +168,3 @@ def _checked_decoders(
         if columns is not None and name not in columns:
             raise ConfigError(f"decode has {name!r}, which is not among columns={list(columns)}; add it there")
     return dict(decode)
-
-
-def decoded(function: Callable[[Any], Any], value: Any, column: str, sample: Callable[[], str]) -> Any:
-    """Return ``function(value)``; an exception gets a note that names the sample."""
-    try:
-        return function(value)
-    except Exception as error:
-        error.add_note(f"infeed: raised by decode[{column!r}] for {sample()}")
-        raise

@@ -7,13 +7,12 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, Final, final
 
 import numpy as np
 
-from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader, decoded
+from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader
 from infeed.data.index import Index, Part, Scan, texts
 from infeed.data.storage import Range, Stat, Storage, any_version
 from infeed.errors import ConfigError, InfeedError, ShardError
@@ -102,9 +101,12 @@ class ParquetDataset(ShardDataset):
                 decode = self._decoders.get(name)
                 for place, value in zip(places.tolist(), values, strict=True):
                     if decode is not None:
-                        value = decoded(decode, value, name, partial("row {} of the dataset".format, int(rows[place])))
+                        value = self._decoded(decode, value, int(rows[place]), name)
                     samples[place][name] = value
         return samples
+
+    def _described(self, row: int) -> str:
+        return f"row {row} of the dataset"
 
     def _table(self, group: int) -> Any:
         with self._lock:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 
-from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader, decoded
+from infeed.data.dataset import Decode, Integers, ShardDataset, ShardReader
 from infeed.data.index import Index, Part, Scan, texts
 from infeed.data.patterns import scheme_of
 from infeed.data.storage import Range, Stat, Storage, any_version
@@ -93,7 +92,7 @@ class TarDataset(ShardDataset):
             for code in codes:
                 name, value = names[code], next(contents)
                 if name in decoders:
-                    value = decoded(decoders[name], value, name, partial(self._described, row, urls[shard]))
+                    value = self._decoded(decoders[name], value, row, name)
                 sample[name] = value
             if self._required is not None:
                 sample = self._arranged(sample, self._required, row, urls[shard])
@@ -112,8 +111,8 @@ class TarDataset(ShardDataset):
                 "columns"
             ) from None
 
-    def _described(self, row: int, url: str) -> str:
-        return f"{self.key(row)!r} of {url}"
+    def _described(self, row: int) -> str:
+        return f"{self.key(row)!r} of {self._urls[int(np.searchsorted(self._stops, row, side='right'))]}"
 
     def key(self, row: int) -> str:
         """Return the key of a sample: its path in the shard without extension."""

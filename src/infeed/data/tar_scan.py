@@ -99,6 +99,8 @@ def scan_tar(url: str, read: Callable[[int, int], bytes], file_size: int, ahead:
     Raises:
         ShardError: The file is compressed, cut off, or no tar file, or has members that cannot be read at random.
     """
+    if not file_size:
+        raise ShardError(f"{url}: the file is empty; copy or write it again")
     headers = _Headers(read, file_size, ahead)
     keys: list[str] = []
     counts: list[int] = []
