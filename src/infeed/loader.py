@@ -35,8 +35,9 @@ class DataLoader:
             load several samples at once), iterable has ``__iter__``. NumPy arrays, and tuples and dicts of arrays of equal
             length, are datasets whose rows are samples.
         batch_size: number of samples per batch; ``None`` yields single samples unchanged.
-        shuffle: use a new order in every epoch, derived from ``seed``; ``"block"`` shuffles blocks of samples. Datasets of
-            ``infeed.open`` on object storage do so by default; ``sampler=infeed.RandomSampler()`` shuffles single samples.
+        shuffle: use a new order in every epoch, derived from ``seed``; ``"block"`` shuffles blocks of samples. With ``True``,
+            datasets of ``infeed.open`` do so on object storage, and so do Parquet files with more than 256 MiB in the columns
+            that are read; ``sampler=infeed.RandomSampler()`` shuffles single samples.
         sampler: an iterable of indices in the order of loading, or an ``infeed.RandomSampler``.
         batch_sampler: an iterable of lists of indices, one list per batch.
         num_workers: number of workers; 0 loads in the main process, ``"auto"`` adds workers while they help. It starts with

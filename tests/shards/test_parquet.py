@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,22 @@ def test_a_pickled_copy_reads_the_files_itself(tmp_path: Path) -> None:
     dataset[3]
 
     assert pickle.loads(pickle.dumps(dataset))[30] == {"label": 30}
+
+
+def test_only_the_columns_that_are_read_decide_about_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels fit into the memory for decoded row groups, and images do not."""
+    monkeypatch.setattr("infeed.data.parquet.MEMORY_BYTES", 20_000)
+    images = [random.Random(number).randbytes(1000) for number in range(60)]
+    columns = {"label": list(range(60)), "image": images, "a.b": [[number] for number in range(60)]}
+    for number in range(2):
+        parquet.write_table(pa.table(columns), tmp_path / f"{number}.parquet", row_group_size=20)
+
+    def described(*names: str) -> tuple[bool, int]:
+        dataset = infeed.open(tmp_path, columns=names)
+        return dataset.prefers_block_shuffle, dataset.shuffle_window
+
+    assert described("label", "a.b") == (False, 16)
+    assert described("image") == described("image", "label") == (True, 1)
 
 
 def test_row_groups_that_exceed_the_memory_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

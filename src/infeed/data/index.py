@@ -27,7 +27,7 @@ from infeed.data.storage import Stat, Storage, common_prefix, in_parallel, stora
 from infeed.errors import ConfigError, StorageError
 
 _LOG: Final = logging.getLogger("infeed")
-_VERSION: Final = 2
+_VERSION: Final = 3
 # Threads that scan shards: of local files, whose headers are mostly parsed under the GIL, and of remote ones, which wait.
 _LOCAL_SCANS: Final = 4
 _REMOTE_SCANS: Final = 16

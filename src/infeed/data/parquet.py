@@ -6,7 +6,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Any, Final, final
 
@@ -34,14 +34,20 @@ def parquet_scan(storage: Storage) -> Scan:
         schema = footer.schema.to_arrow_schema()
         names, _ = texts([_SEPARATOR.join(schema.names)])
         types, _ = texts([_SEPARATOR.join(map(_type_text, schema.types))])
+        column_bytes = dict.fromkeys(schema.names, 0)
+        for leaf in range(footer.num_columns):
+            column = _column_of(footer.schema.column(leaf).path, column_bytes)
+            if column is not None:
+                column_bytes[column] += sum(group.column(leaf).total_uncompressed_size for group in groups)
         return {
             "rows": np.array([group.num_rows for group in groups], dtype=np.int64),
             "bytes": np.array([group.total_byte_size for group in groups], dtype=np.int64),
+            "column_bytes": np.array([column_bytes[name] for name in schema.names], dtype=np.int64),
             "names": names,
             "types": types,
         }
 
-    return Scan("parquet", ("rows", "bytes", "names", "types"), scan)
+    return Scan("parquet", ("rows", "bytes", "column_bytes", "names", "types"), scan)
 
 
 @final
@@ -57,9 +63,12 @@ class ParquetDataset(ShardDataset):
         shard_stops = np.concatenate([[0], self._group_stops])[np.cumsum(counts)]
         super().__init__(index, reader, shard_stops, columns, decode, known)
         self._sizes = {url: stat.size for url, stat in zip(index.urls, index.stats, strict=True)}
-        sizes = index.arrays["bytes"]
-        self._decoded_bytes = int(sizes.sum())
-        self._group_bytes = int(sizes.max(initial=1))
+        # By shard, of all columns and of those that are read. Row groups of a shard have about the same proportions.
+        sizes = index.arrays["column_bytes"].reshape(len(index.urls), len(known))
+        wanted = sizes[:, [known.index(name) for name in self.columns]].sum(axis=1)
+        shares = np.repeat(wanted / np.maximum(1, sizes.sum(axis=1)), counts)
+        self._decoded_bytes = int(wanted.sum())
+        self._group_bytes = int((index.arrays["bytes"] * shares).max(initial=1))
         self._reset()
 
     def _reset(self) -> None:
@@ -76,7 +85,10 @@ class ParquetDataset(ShardDataset):
 
     @property
     def prefers_block_shuffle(self) -> bool:
-        """Whether ``shuffle=True`` shuffles row groups: if reading single rows would decode them again and again."""
+        """Whether ``shuffle=True`` shuffles row groups: if reading single rows would decode them again and again.
+
+        A process keeps 256 MiB of decoded columns. With more, each row of an exact order would decode a row group.
+        """
         return super().prefers_block_shuffle or self._decoded_bytes > MEMORY_BYTES
 
     @property
@@ -214,13 +226,21 @@ def _chunks(group: Any, columns: set[str]) -> list[tuple[int, int]]:
     found = []
     for number in range(group.num_columns):
         chunk = group.column(number)
-        path = chunk.path_in_schema  # of a leaf; names may have dots, too
-        if any(path == name or path.startswith(f"{name}.") for name in columns):
+        if _column_of(chunk.path_in_schema, columns) is not None:
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)
             found.append((begin, chunk.total_compressed_size))
     return found
+
+
+def _column_of(path: str, columns: Collection[str]) -> str | None:
+    """Return which of these columns contains a leaf of the schema. Names of columns may have dots, too."""
+    while path not in columns:
+        if "." not in path:
+            return None
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _taken(column: Any, rows: Integers) -> list[Any]:
