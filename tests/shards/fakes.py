@@ -1,10 +1,11 @@
-"""In-memory servers with the listing and headers of S3, Azure and HTTP, for responses that the real S3 server never gives."""
+"""In-memory servers with the listing and headers of S3, GCS, Azure and HTTP, for responses that the real S3 server never gives."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import http.server
+import json
 import re
 import threading
 import urllib.parse
@@ -45,6 +46,16 @@ class Fake:
             "endpoint": f"http://127.0.0.1:{self.port}",
             "account_name": "account",
             "account_key": "a2V5",
+            "client_options": _NO_REUSE,
+            "retry_config": {"max_retries": 0},
+        }
+
+    def gcs(self) -> dict[str, Any]:
+        """Return the storage options for ``gs://bucket/...``, whose listing is that of S3."""
+        key = {"gcs_base_url": f"http://127.0.0.1:{self.port}", "disable_oauth": True}
+        secrets = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        return {
+            "service_account_key": json.dumps({**key, **secrets}),
             "client_options": _NO_REUSE,
             "retry_config": {"max_retries": 0},
         }

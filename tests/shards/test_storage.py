@@ -79,6 +79,21 @@ def test_shards_listed_by_azure_are_unchanged_when_they_are_read(server: Fake) -
     assert [int(dataset[number]["cls"]) for number in (0, 39)] == [0, 39]
 
 
+def test_shards_on_gcs_are_listed_and_read_and_their_index_is_published(server: Fake) -> None:
+    server.objects = {f"d/{number:02d}.tar": shard([number]) for number in range(40)}
+    dataset, where = build_index("gs://b/d/*.tar", None, None, server.gcs())
+
+    assert [int(one["cls"]) for one in dataset] == list(range(40))
+    assert where is not None
+    assert where.removeprefix("gs://b/") in server.objects
+    server.objects["d/07.tar"] = shard([70])
+    with pytest.raises(infeed.ShardError, match=r"gs://b/d/07\.tar: the shard has changed"):
+        dataset[7]
+    assert int(infeed.open("gs://b/d/{00..39}.tar", storage_options=server.gcs())[7]["cls"]) == 70
+    with pytest.raises(infeed.StorageError, match=r"gs://b/d/40\.tar cannot be opened"):
+        infeed.open("gs://b/d/40.tar", storage_options=server.gcs())
+
+
 def test_the_stored_index_with_more_unchanged_shards_is_used(server: Fake) -> None:
     """A published index becomes stale; only the first call afterwards scans what has changed."""
     server.objects = {f"d/{number}.tar": shard([number]) for number in range(3)}
