@@ -20,9 +20,14 @@ def test_medians_are_by_place_and_case_and_failed_runs_are_left_out() -> None:
 
     assert summarize(records) == {
         "local": {
-            "infeed, block shuffle": {"samples_per_s": 20.0, "runs_per_batch": 4.0, "times_webdataset": 4.0},
+            "infeed, block shuffle": {
+                "samples_per_s": 20.0,
+                "runs_per_batch": 4.0,
+                "times_webdataset": 4.0,
+                "is_target_met": True,
+            },
             "WebDataset": {"samples_per_s": 5.0, "runs_per_batch": 4.0, "times_webdataset": 1.0},
-            "resume": {"first_batch_s": 0.5},
+            "resume": {"first_batch_s": 0.5, "is_target_met": False},
         },
         "s3": {"infeed, block shuffle": {"samples_per_s": 7.0, "runs_per_batch": 4.0}},
     }
