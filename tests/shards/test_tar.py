@@ -62,6 +62,12 @@ def test_columns_select_members_in_the_given_order(tmp_path: Path) -> None:
     assert list(dataset[1].items()) == [("cls", b"1"), ("__key__", "train/000001")]
 
 
+@pytest.mark.parametrize(("size", "block"), [(40_000, 16), (30_000, 16), (600_000, 1)])
+def test_a_block_has_as_many_samples_as_a_power_of_two(tmp_path: Path, size: int, block: int) -> None:
+    """So that blocks fit into batches, and few are read for two of them."""
+    assert infeed.open(write_shards(tmp_path, 1, 20, size)).shuffle_blocks == block
+
+
 def test_decode_may_be_a_function_of_the_sample(tmp_path: Path) -> None:
     dataset = infeed.open(write_shards(tmp_path, 1, 2), decode=lambda sample: int(sample["cls"]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import log2
 from operator import index as as_index
 from typing import Any, Final, TypeAlias, final
 
@@ -120,8 +121,11 @@ class ShardDataset(ABC):
 
     @property
     def shuffle_blocks(self) -> int | Integers:
-        """Samples per block of a block shuffle, about 512 KiB; or the end of each block, for blocks of several sizes."""
-        return max(1, round(_BLOCK_BYTES * self._length / max(1, self._byte_count)))
+        """Samples per block of a block shuffle, about 512 KiB; or the end of each block, for blocks of several sizes.
+
+        A power of two, as most batch sizes are: a block that two batches share is read for each of them.
+        """
+        return 1 << round(log2(max(1.0, _BLOCK_BYTES * self._length / max(1, self._byte_count))))
 
     @property
     def shuffle_window(self) -> int:
