@@ -1,6 +1,7 @@
 """Find the samples of a tar shard by reading its headers only.
 
-``tarfile`` reads 28,000 members per second, this module about 250,000, because it creates no object per member.
+This module finds 5 times as many members per second as ``tarfile``, because it creates no object per member
+(``benchmarks/shards.py``).
 Samples follow the conventions of WebDataset: consecutive members of one basename are a sample, and what follows the first dot
 of the basename is the name of the column.
 """
