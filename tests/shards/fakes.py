@@ -1,4 +1,4 @@
-"""In-memory servers with the listing and headers of S3, GCS, Azure and HTTP, for responses that the real S3 server never gives."""
+"""In-memory servers that list and answer as S3, GCS, Azure and HTTP do, for responses that the real S3 server never gives."""
 
 from __future__ import annotations
 
