@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from infeed.errors import MemoryLimitError, WorkerStartError
+from infeed.errors import InfeedError, MemoryLimitError, WorkerStartError
 from infeed.memory import segments
 from infeed.memory.segments import (
     PAGE_BYTES,
     NamedReader,
     NamedStore,
     PrivateStore,
+    SegmentHandle,
     SegmentStore,
     open_reader,
     open_store,
@@ -103,6 +104,14 @@ def test_a_private_mapping_is_copied_on_write(store: SegmentStore) -> None:
 
     assert mine[:3] == b"Xbc"
     assert segment.memory[:3] == other[:3] == b"abc"
+
+
+def test_a_name_that_no_longer_exists_is_no_shortage_of_memory() -> None:
+    """The owner has released the segment, or was killed."""
+    handle = SegmentHandle(0, PAGE_BYTES, name=f"/infeed.{os.getpid()}.gone")
+    with pytest.raises(InfeedError, match=r"^cannot open shared memory /infeed\S+gone \(.*\): the process that") as caught:
+        NamedReader().attach(handle)
+    assert not isinstance(caught.value, MemoryError)
 
 
 @pytest.mark.parametrize("store", ALL, indirect=True)

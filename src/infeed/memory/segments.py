@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
-from infeed.errors import MemoryLimitError
+from infeed.errors import InfeedError, MemoryLimitError
 from infeed.formatting import format_bytes
 from infeed.memory.limits import available_bytes, is_commit_limit, process_limit
 
@@ -104,7 +104,12 @@ class SegmentReader(ABC):
 
     @abstractmethod
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
-        """Map a segment. ``private`` maps it copy-on-write: no other process sees what this process writes."""
+        """Map a segment. ``private`` maps it copy-on-write: no other process sees what this process writes.
+
+        Raises:
+            InfeedError: The segment has a name, which no longer exists.
+            MemoryLimitError: The segment cannot be mapped.
+        """
 
 
 def open_store(*, holds_segments: bool = True) -> SegmentStore:
@@ -315,6 +320,11 @@ class NamedReader(SegmentReader):
         access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
         try:
             memory = _map_named(handle.name, handle.size, create=False, access=access)
+        except FileNotFoundError as error:
+            raise InfeedError(
+                f"cannot open shared memory {handle.name} ({format_bytes(handle.size)}): the process that created it has "
+                "released it or has exited"
+            ) from error
         except OSError as error:
             raise refused(handle.size, error, is_named=True) from error
         _attached_names.add(handle.name)
