@@ -421,6 +421,8 @@ def start_python(
     """Starts a new interpreter that can import infeed and the test helpers; `has_console` allows interrupting it."""
     marker = uuid.uuid4().hex
     paths = [str(ROOT / "src"), str(ROOT)]
+    if _STAND_IN in os.environ:
+        paths.insert(0, str(ROOT / "tests" / "stand_in"))  # its sitecustomize, which the script needs too
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {}), _MARKER: marker}
     environ.pop("PYTHONWARNINGS", None)
     process = subprocess.Popen(
@@ -443,6 +445,8 @@ def start_python(
 
 # In the environment of a script and of all its processes.
 _MARKER = "INFEED_TEST_SCRIPT"
+# Set while this process behaves like Windows: see `tests/stand_in`.
+_STAND_IN = "INFEED_WINDOWS_STAND_IN"
 
 
 def _of_its_own(*, has_console: bool) -> dict[str, Any]:

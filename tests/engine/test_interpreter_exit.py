@@ -25,8 +25,11 @@ from tests.helpers import (
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable", "thread", "inline"))
-PROCESS_METHODS = pytest.mark.parametrize("method", engine_params("forkserver", "spawn", "portable"))
+# Both have named memory: on macOS names stay ("portable"), on Windows they go with the last handle.
+PROCESSES = engine_params("forkserver", "spawn", "portable")
+WINDOWS = pytest.param("windows", marks=[pytest.mark.process, pytest.mark.linux("the same as spawn there")])
+METHODS = pytest.mark.parametrize("method", [*PROCESSES, WINDOWS, *engine_params("thread", "inline")], indirect=True)
+PROCESS_METHODS = pytest.mark.parametrize("method", [*PROCESSES, WINDOWS], indirect=True)
 
 # Arguments: start method, journal, seconds per sample, action after the first batch.
 SCRIPT = """
@@ -49,13 +52,22 @@ class Data:
         return np.full(1000, index)
 
 options = {{"thread": {{"num_workers": 2, "worker": "thread"}}, "inline": {{"num_workers": 0}},
-           "portable": {{"num_workers": 2}}}}.get(method) or {{"num_workers": 2, "start_method": method}}
+           "forkserver": {{"num_workers": 2, "start_method": method}},
+           "spawn": {{"num_workers": 2, "start_method": method}}}}.get(method, {{"num_workers": 2}})
 loader = infeed.DataLoader(Data(), batch_size=2, **options)
 for batch in loader:
     journal.write("first batch")
     {body}
 {tail}
 """
+
+
+@pytest.fixture
+def method(request: pytest.FixtureRequest) -> str:
+    """The way in which a script starts workers."""
+    if request.param == "windows":
+        request.getfixturevalue("windows_stand_in")
+    return str(request.param)
 
 
 def script(method: str, body: str, *, head: str = "", tail: str = "") -> str:
@@ -169,7 +181,7 @@ def test_sigkill_of_the_main_process_ends_all_workers(tmp_path: Path, method: st
 
 
 @pytest.mark.linux("needs os.fork")
-@PROCESS_METHODS
+@pytest.mark.parametrize("method", PROCESSES)
 def test_sigkill_ends_all_workers_although_a_forked_child_lives(tmp_path: Path, method: str) -> None:
     """A forked child inherits all descriptors and may live on: infeed's processes must not."""
     head = "import os, signal\n"
