@@ -23,7 +23,9 @@ import hashlib
 import inspect
 import os
 import re
+import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -85,7 +87,8 @@ CANNOT_RUN = 77  # Wine, or the Python whose standard library is used, is missin
 
 DOWNLOADS = 3
 DOWNLOAD_PAUSE_S = 10.0
-TESTS_LIMIT_S = 3600.0
+# For the default tests and the repetition of those that failed: more than twice what they take on two idle cores.
+TESTS_LIMIT_S = 1500.0
 # For the commands that build the prefix; each takes seconds.
 COMMAND_LIMIT_S = 300.0
 
@@ -205,7 +208,7 @@ class Prefix:
         (self.folder / "build" / name).write_text(text)
 
     def _compile(self, *command: object) -> None:
-        subprocess.run([str(word) for word in command], cwd=self.folder / "build", check=True, timeout=COMMAND_LIMIT_S)
+        _output(*command, folder=self.folder / "build")
 
     def copy_sources(self) -> None:
         """Replace the copy of this checkout on drive C: with its current state."""
@@ -335,21 +338,53 @@ def _install_wine() -> None:
             raise MissingError(f"Wine cannot be installed: apt-get {' '.join(command)} failed: {done.stderr.strip()}")
 
 
-def _output(*command: object) -> str:
-    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+def _output(*command: object, folder: Path | None = None) -> str:
+    """Run a command of the tool chain and return its output. Raises `SetupError`."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMMAND_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise SetupError(f"{shlex.join(words)} had not ended after {COMMAND_LIMIT_S:.0f} s") from None
+    except OSError as error:
+        raise SetupError(f"{shlex.join(words)} cannot be started: {error}") from None
+    if done.returncode:
+        raise SetupError(f"{shlex.join(words)} failed with exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _imported(path: Path, library: str) -> set[str]:
-    """Return the names that a DLL imports from a library."""
+    """Return the names that a 64-bit DLL imports from a library. objdump of binutils 2.40 misses libraries of some DLLs."""
+    data = path.read_bytes()
+
+    def read(format: str, offset: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{format}", data, offset)
+
+    (header,) = read("I", 0x3C)
+    (count,), (optional_size,) = read("H", header + 6), read("H", header + 20)
+    optional = header + 24
+    sections = [read("4I", optional + optional_size + 40 * number + 8) for number in range(count)]
+
+    def offset_of(address: int) -> int:
+        return next(raw + address - begin for _, begin, size, raw in sections if begin <= address < begin + size)
+
+    def text(address: int) -> str:
+        begin = offset_of(address)
+        return data[begin : data.index(b"\0", begin)].decode()
+
     names: set[str] = set()
-    is_library = False
-    for line in _output("x86_64-w64-mingw32-objdump", "-p", path).splitlines():
-        if match := re.search(r"DLL Name: (\S+)", line):
-            is_library = match[1] == library
-        elif not line.strip():
-            is_library = False
-        elif is_library and (match := re.match(r"\s+[0-9a-f]+\s+.*?\s(\w+)$", line)) and match[1] != "Name":
-            names.add(match[1])
+    (imports,) = read("I", optional + 120)  # the second entry of the data directory; 0: the DLL imports nothing
+    entry = offset_of(imports) if imports else None
+    while entry is not None:
+        lookup, _, _, name, _ = read("5I", entry)
+        if not name:
+            break
+        if text(name) == library:
+            at = offset_of(lookup)
+            while (value := read("Q", at)[0]) != 0:
+                if not value >> 63:  # otherwise it is imported by number
+                    names.add(text(value + 2))
+                at += 8
+        entry += 20
     return names
 
 
@@ -411,14 +446,16 @@ def run_tests(prefix: Prefix, arguments: list[str]) -> int:
     chosen = [] if any((ROOT / word.partition("::")[0]).exists() for word in arguments) else DEFAULT
     # Under Wine, importing torch takes 20 s in each process.
     tests = ["-m", "pytest", "-q", "-rfE", "-o", "faulthandler_timeout=400", *chosen, *arguments]
+    # Tests that somebody chose may be any number, and that person can interrupt them.
+    deadline = time.monotonic() + TESTS_LIMIT_S if chosen else None
     first: list[str] = []
-    code = run(prefix, [*tests, "--cache-clear", *workers], TESTS_LIMIT_S, first)
+    code = run(prefix, [*tests, "--cache-clear", *workers], _left_s(deadline), first)
     if code != SOME_FAILED:
         return code
     # Starting a process takes seconds under Wine, so time limits may be too short when several tests run in parallel.
     print("repeating the tests that failed, one after another:", flush=True)
     second: list[str] = []
-    code = run(prefix, [*tests, "--last-failed", "-n", "0"], TESTS_LIMIT_S, second)
+    code = run(prefix, [*tests, "--last-failed", "-n", "0"], _left_s(deadline), second)
     if code in (0, SOME_FAILED):
         if not any(re.search(r"\b\d+ (passed|failed)\b.* in [\d.]+s", line) for line in second):
             print("pytest ended without a summary: a test has ended its process", flush=True)
@@ -426,6 +463,10 @@ def run_tests(prefix: Prefix, arguments: list[str]) -> int:
         passed = [name for name in failed_tests(first) if name not in failed_tests(second)]
         print(f"passed when repeated: {len(passed)}", *passed, sep="\n  ", flush=True)
     return code
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(1.0, deadline - time.monotonic())
 
 
 def failed_tests(lines: list[str]) -> list[str]:

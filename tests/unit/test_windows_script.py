@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -60,6 +61,49 @@ def test_a_run_that_does_not_end_is_killed(tool: ModuleType, capfd: pytest.Captu
     set_wine(tool, "echo started; exec sleep 60")
     assert tool.Prefix("3.11").run([], limit_s=0.2) == tool.TOOK_TOO_LONG
     assert "started\n" in capfd.readouterr().out
+
+
+def test_the_repetition_gets_the_time_that_is_left(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that hangs each time is noticed after one limit. Tests that somebody chose may take any time."""
+    limits: list[float | None] = []
+
+    def run(prefix: object, arguments: list[str], limit_s: float | None, lines: list[str]) -> int:
+        limits.append(limit_s)
+        lines.append("1 failed in 2.0s")
+        time.sleep(0.2)
+        return int(tool.SOME_FAILED)
+
+    monkeypatch.setattr(tool, "run", run)
+    assert tool.run_tests(tool.Prefix("3.11"), []) == tool.SOME_FAILED
+    assert tool.run_tests(tool.Prefix("3.11"), ["tests/unit"]) == tool.SOME_FAILED
+
+    first, second, *others = limits
+    assert first == pytest.approx(tool.TESTS_LIMIT_S)
+    assert second is not None
+    assert second < tool.TESTS_LIMIT_S - 0.1
+    assert others == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo no such option >&2; exit 3", "no-cc -O2 shim.c failed with exit code 3: no such option"),
+        ("exec sleep 60", "no-cc -O2 shim.c had not ended after 0 s"),
+        (None, "no-cc -O2 shim.c cannot be started: .*No such file"),
+    ],
+    ids=["fails", "hangs", "is missing"],
+)
+def test_a_compiler_that_fails_is_a_failed_set_up(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, body: str | None, reason: str
+) -> None:
+    """And no traceback: runs of CI go on without the Windows tests."""
+    monkeypatch.setattr(tool, "COMMAND_LIMIT_S", 0.3)
+    (prefix := tool.Prefix("3.11")).folder.joinpath("build").mkdir()
+    if body is not None:
+        (tool.HOME / "no-cc").write_text(f"#!/bin/sh\n{body}\n")
+        (tool.HOME / "no-cc").chmod(0o755)
+    with pytest.raises(tool.SetupError, match=reason):
+        prefix._compile("no-cc", "-O2", "shim.c")
 
 
 def test_a_machine_without_wine_differs_from_a_failed_set_up(
