@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -121,6 +124,54 @@ def test_a_death_is_noticed_if_a_child_of_the_worker_lives(process_engine: dict[
             assert flat(collected(loader)) == list(range(12))
         finally:
             (tmp_path / "stay").unlink()
+
+
+def test_a_death_is_noticed_although_a_program_that_the_worker_started_runs(
+    process_engine: dict[str, Any], tmp_path: Path
+) -> None:
+    """A program inherits all inheritable descriptors or handles if user code asks for it; the pipe's are not among them."""
+    (tmp_path / "stay").touch()
+    stay = "import os, sys, time\nwhile os.path.exists(sys.argv[1]): time.sleep(0.05)"
+
+    def load(index: int) -> int:
+        if index == 5 and not (tmp_path / "started").exists():
+            (tmp_path / "started").touch()
+            subprocess.Popen([sys.executable, "-S", "-c", stay, str(tmp_path / "stay")], close_fds=False)
+            kill_process(os.getpid())
+        return index
+
+    with infeed.DataLoader(Tree(12, load), 4, **{**process_engine, **ALONE}) as loader:
+        try:
+            assert flat(collected(loader)) == list(range(12))
+        finally:
+            (tmp_path / "stay").unlink()
+
+
+class Piped:
+    """Holds one end of a pipe. Each sample tells whether programs that its process starts could inherit that end."""
+
+    def __init__(self, end: Any) -> None:
+        self.end = end
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> bool:
+        return is_inheritable(self.end.fileno())
+
+
+def is_inheritable(fd: int) -> bool:
+    if sys.platform == "win32":
+        return os.get_handle_inheritable(fd)
+    return os.get_inheritable(fd)
+
+
+def test_other_programs_inherit_no_pipe_of_the_dataset(process_engine: dict[str, Any]) -> None:
+    """Neither those of the main process nor those of a worker: its reader would wait for the end of all of them."""
+    reader, end = multiprocessing.Pipe(duplex=False)
+    with reader, end, infeed.DataLoader(Piped(end), 4, **process_engine) as loader:
+        assert collected(loader) == [[False] * 4]
+        assert not is_inheritable(end.fileno())
 
 
 def test_a_worker_killed_for_its_sample_is_reported_with_that_sample(

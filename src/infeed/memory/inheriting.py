@@ -60,9 +60,7 @@ class _Starting:
         if fd not in self.fds:  # on Windows, CreateProcess rejects duplicate handles
             self.fds.append(fd)
         if sys.platform == "win32":
-            # An inherited handle has the same number in the child.
-            os.set_handle_inheritable(fd, True)
-            return fd
+            return fd  # an inherited handle has the same number in the child
         return self.fds.index(fd)
 
 

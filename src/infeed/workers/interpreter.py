@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, Final, Literal
 
@@ -112,7 +112,7 @@ def start_interpreter(
         environ: see ``interpreter_environment``.
         pass_fds: descriptors (on Windows: handles) that the child inherits; their numbers in the child are further arguments.
     """
-    with _above_standard(pass_fds) as fds:
+    with _inheritable(pass_fds) as fds:
         _start(owner, entry, (os.getpid(), *fds), environ, fds)
 
 
@@ -221,10 +221,26 @@ def without_redirector(python: str, environ: dict[str, str]) -> tuple[str, dict[
 
 
 if sys.platform == "win32":
+    # Guards whether handles are inheritable: several threads may start workers that inherit the same handle. Reentrant, because
+    # a signal handler may start a worker.
+    _inheriting: Final = threading.RLock()
 
     @contextmanager
-    def _above_standard(handles: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        yield tuple(handles)  # handles do not share numbers with standard streams
+    def _inheritable(handles: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Make the handles inheritable while the child starts.
+
+        Otherwise other programs that this process starts would inherit them too, and keep pipes and files open.
+        """
+        with _inheriting:
+            changed = [handle for handle in handles if not os.get_handle_inheritable(handle)]
+            try:
+                for handle in changed:
+                    os.set_handle_inheritable(handle, True)
+                yield tuple(handles)
+            finally:
+                for handle in changed:
+                    with suppress(OSError):  # closed by another thread
+                        os.set_handle_inheritable(handle, False)
 
     def _platform_options(handles: tuple[int, ...]) -> dict[str, Any]:
         startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": list(handles)})
@@ -234,7 +250,7 @@ if sys.platform == "win32":
 else:
 
     @contextmanager
-    def _above_standard(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def _inheritable(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the descriptors, with those numbered 0 to 2 duplicated to higher numbers.
 
         If this process has closed its standard streams, the kernel reuses their numbers. The child has streams there.

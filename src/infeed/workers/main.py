@@ -41,6 +41,7 @@ from infeed.workers.process_tools import (
     ignore_interrupts,
     importing,
     keep_freed_memory,
+    keep_to_oneself,
     memory_use,
     name_process,
     queued_ns,
@@ -355,13 +356,12 @@ def over_connection(parent_pid: int, handle: int, *fds: int) -> NoReturn:
     """Entry point of a worker that communicates over a ``multiprocessing`` connection."""
     from infeed.workers.transport_portable import inherited_end
 
-    if sys.platform != "win32":
-        keep_to_oneself(handle)
+    # A forked child of user code may use the dataset's descriptors, but a program on Windows has no use for its handles.
+    keep_to_oneself(handle, *(fds if sys.platform == "win32" else ()))
     _work(parent_pid, inherited_end(handle), fds)
 
 
 if sys.platform != "win32":
-    from infeed.workers.process_tools import keep_to_oneself
     from infeed.workers.transport_pipes import PipeEnd
 
     def over_pipes_bound(*arguments: int) -> NoReturn:

@@ -71,6 +71,14 @@ if sys.platform == "win32":
         _winapi.TerminateProcess(_winapi.GetCurrentProcess(), code)
         os._exit(code)
 
+    def keep_to_oneself(*handles: int) -> None:
+        """Keep child processes of user code from inheriting these handles, which this process has inherited.
+
+        The engine detects a worker's death by end of file on its pipe, which requires that no process holds the other end.
+        """
+        for handle in handles:
+            os.set_handle_inheritable(handle, False)
+
 else:
 
     def end_process(code: int) -> NoReturn:
@@ -151,7 +159,7 @@ def watch_parent(pid: int, on_gone: Callable[[], object]) -> None:
     End of file on a pipe is not enough: a forked child of the main process may outlive it and hold the other end.
     """
     if sys.platform == "win32":
-        return  # handles are inherited only explicitly, so end of file on the pipe is enough
+        return  # the parent's end of the pipe is never inheritable, so end of file is enough
     threading.Thread(target=_watchdog, args=(pid, on_gone), name="infeed:watch", daemon=True).start()
 
 

@@ -6,7 +6,6 @@ code holds the GIL. The engine therefore writes to the connection's handle itsel
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -147,7 +146,6 @@ class ConnectionLink(Link):
         self._ends = connection.Pipe()
         self.conn, theirs = self._ends
         self._outbox = _Outbox(self.conn)
-        _make_inheritable(theirs.fileno())
         return (theirs.fileno(),)
 
     def close_inherited(self) -> None:
@@ -258,14 +256,3 @@ class ConnectionPoller(Poller):
 def inherited_end(handle: int) -> ConnectionEnd:
     """Return the worker's end of an inherited handle. Called in the worker."""
     return ConnectionEnd(Connection(handle))
-
-
-if sys.platform == "win32":
-
-    def _make_inheritable(handle: int) -> None:
-        os.set_handle_inheritable(handle, True)
-
-else:
-
-    def _make_inheritable(handle: int) -> None:
-        del handle  # pass_fds makes it inheritable
