@@ -251,7 +251,8 @@ if sys.platform != "win32":
 # because the fork server starts new ones in milliseconds.
 #
 # A worker is reused only if a new one would behave the same: the environment and `worker_init_fn` are the same, user code left
-# no thread or process running, and no user module that the worker imported has changed since.
+# no thread or process running, and no user module that the worker imported has changed since. `loader.close()` ends its
+# workers: nothing remains of a loader that the user has closed.
 
 # A worker is not reused in the last 10 s before IDLE_S: it may be about to exit.
 _TAKE_S: Final = IDLE_S - 10.0
