@@ -207,6 +207,7 @@ def test_ctrl_c_while_a_worker_starts_leaves_no_process_and_no_descriptor(
     real = pkgutil.resolve_name(path)
     options = {**process_engine, "num_workers": 1}
     if "Idle" in point:
+        monkeypatch.setattr("infeed.workers.process.RESET_S", 20.0)  # a busy machine may need longer than users wait
         collected(infeed.DataLoader(range(20), 2, **options))  # Its worker stays idle for the next loader.
     calls: list[object] = []
 

@@ -261,6 +261,7 @@ def test_writes_of_a_worker_to_the_dataset_are_private(process_engine: dict[str,
 
 
 @pytest.mark.process
+@pytest.mark.linux("names can be listed")
 def test_named_memory_of_the_portable_pool_is_gone_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named segments exist while the loader runs, and are gone when it is closed."""
     from tests.conftest import make_portable

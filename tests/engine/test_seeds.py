@@ -16,7 +16,10 @@ import pytest
 
 import infeed
 from infeed.testing import RandomDataset
+from tests.conftest import engine_params
 from tests.helpers import Journal, Tree, collected, wait_until
+
+FORKS = pytest.mark.linux("only Linux has the fork server")
 
 
 def loaded(dataset: Any, **options: Any) -> list[Any]:
@@ -32,7 +35,7 @@ def inline() -> list[Any]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", engine_params("forkserver", "spawn"))
 def test_draws_do_not_depend_on_the_workers(inline: list[Any], start_method: Any, workers: int) -> None:
     """random and numpy.random give the same numbers to the same samples for any number of processes (P2)."""
     assert loaded(RandomDataset(50), num_workers=workers, start_method=start_method, timeout=30) == inline
@@ -40,7 +43,10 @@ def test_draws_do_not_depend_on_the_workers(inline: list[Any], start_method: Any
 
 @pytest.mark.process
 @pytest.mark.torch
-@pytest.mark.parametrize(("workers", "start_method"), [(1, "forkserver"), (3, "forkserver"), (1, "spawn")])
+@pytest.mark.parametrize(
+    ("workers", "start_method"),
+    [*(pytest.param(count, "forkserver", marks=FORKS) for count in (1, 3)), (1, "spawn")],
+)
 def test_draws_from_torch_do_not_depend_on_the_workers(workers: int, start_method: Any) -> None:
     """The same for torch's default generator (P2); a spawned worker imports torch in the middle of the first grain."""
     pytest.importorskip("torch")
