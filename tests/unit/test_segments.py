@@ -191,12 +191,12 @@ def test_a_shortage_error_has_the_requested_and_the_available_size(store: Segmen
     assert len(store.create(1).memory) == PAGE_BYTES
 
 
+class CommitLimitError(OSError):
+    winerror = 1455
+
+
 def test_the_commit_limit_of_windows_has_a_fix_for_windows() -> None:
     """It is no limit of the process or of a folder: RAM and page file together are too small for all programs."""
-
-    class CommitLimitError(OSError):
-        winerror = 1455
-
     error = CommitLimitError(22, "The paging file is too small for this operation to complete")
     assert str(refused(1 << 20, error, is_named=True)) == (
         "cannot allocate 1.0 MiB of shared memory: Windows is out of memory and page file space; increase the page file, "
@@ -205,6 +205,21 @@ def test_the_commit_limit_of_windows_has_a_fix_for_windows() -> None:
     fix = "increase the page file, use fewer workers, or worker='thread'"
     with pytest.raises(WorkerStartError, match=fix), explaining_limits():
         raise error
+
+
+def test_a_private_mapping_that_windows_refuses_has_its_own_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows charges it in full: smaller batches help less than a read-only mapping of the dataset's arrays."""
+    store = NamedStore()
+    handle = store.create(1).handle
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CommitLimitError(22, "The paging file is too small for this operation to complete")
+
+    monkeypatch.setattr(segments, "_map_named", refuse)
+    with pytest.raises(MemoryLimitError, match=r"use fewer workers, or pass the arrays of the dataset to infeed\.share$"):
+        NamedReader().attach(handle, private=True)
+    monkeypatch.undo()
+    store.close()
 
 
 @HAS_SHM

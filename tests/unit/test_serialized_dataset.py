@@ -1,5 +1,6 @@
 """The serialized dataset: stored once, shared by workers, and writable by each as a private copy."""
 
+import mmap
 import re
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from infeed.errors import WorkerStartError
-from infeed.memory.segments import SegmentStore, open_reader, open_store
+from infeed.memory.segments import SegmentHandle, SegmentReader, SegmentStore, open_reader, open_store
 from infeed.memory.serialized_dataset import receive, send
 
 
@@ -58,6 +59,20 @@ def test_writes_of_a_worker_to_its_dataset_affect_no_other(store: SegmentStore) 
 
     assert one["x"].sum() == 70_000
     assert other["x"].sum() == 0
+
+
+@pytest.mark.parametrize(("obj", "is_private"), [({"x": np.zeros(10)}, True), ({"x": [0.0] * 10}, False)])
+def test_only_arrays_need_a_private_mapping(obj: Any, is_private: bool, store: SegmentStore) -> None:
+    """Windows charges a private mapping in full, in each worker."""
+    asked: list[bool] = []
+
+    class Reader(SegmentReader):
+        def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
+            asked.append(private)
+            return open_reader(store.descriptor()).attach(handle, private=private)
+
+    receive(send({}, obj, store), Reader())
+    assert asked == [is_private]
 
 
 def test_required_modules_are_listed_for_the_fork_server(store: SegmentStore) -> None:

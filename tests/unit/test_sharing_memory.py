@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import infeed
-from infeed.errors import InfeedError
+from infeed.errors import InfeedError, MemoryLimitError
+from infeed.memory.segments import Address
 from infeed.memory.shared_arrays import BINS, Bins
 from tests.conftest import make_portable
 from tests.helpers import shm_names
@@ -93,6 +94,20 @@ def test_a_reference_to_a_freed_object_is_an_error(memory: str) -> None:
         match=rf"^cannot open a shared object of process {os.getpid()} \(.*\); keep a reference to it in that process until",
     ):
         pickle.loads(reference)
+
+
+def test_tensors_that_windows_refuses_to_map_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object still exists: it is memory and page file that are used up."""
+
+    class CommitLimitError(OSError):
+        winerror = 1455
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CommitLimitError(22, "The paging file is too small for this operation to complete")
+
+    monkeypatch.setattr("infeed.memory.shared_arrays.find_segment", refuse)
+    with pytest.raises(MemoryLimitError, match=r"page file of Windows are used up; .* share NumPy arrays instead of tensors$"):
+        Bins().open(Address("/gone", 1 << 20, os.getpid()))
 
 
 @LINUX

@@ -34,6 +34,8 @@ from infeed.memory.limits import available_bytes, is_commit_limit, process_limit
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 FIX: Final = "lower batch_size or prefetch, set memory_limit, or release batches that you keep"
+# Windows charges a private mapping in full, because its process may write to every page.
+PRIVATE_FIX: Final = "pass the arrays of the dataset to infeed.share"
 # On systems where shared memory names are files, the size of this folder is the limit.
 _SHM: Final = "/dev/shm"
 
@@ -318,6 +320,7 @@ class NamedReader(SegmentReader):
     def attach(self, handle: SegmentHandle, *, private: bool = False) -> mmap.mmap:
         assert handle.name is not None
         access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        fix = PRIVATE_FIX if private else FIX
         try:
             memory = _map_named(handle.name, handle.size, create=False, access=access)
         except FileNotFoundError as error:
@@ -326,7 +329,7 @@ class NamedReader(SegmentReader):
                 "released it or has exited"
             ) from error
         except OSError as error:
-            raise refused(handle.size, error, is_named=True) from error
+            raise refused(handle.size, error, fix, is_named=True) from error
         _attached_names.add(handle.name)
         return memory
 

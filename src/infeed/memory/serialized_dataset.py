@@ -89,7 +89,9 @@ def _explaining(named: dict[str, Any], *, keeps_shared: bool) -> Iterator[None]:
 
 def receive(serialized: SerializedDataset, reader: SegmentReader) -> Any:
     """Re-create the object in a worker, over a private mapping of the segment."""
-    view = memoryview(reader.attach(serialized.handle, private=True))
+    # Without buffers, nothing refers to the mapping. Windows charges a private one in full, for each worker that starts.
+    has_buffers = len(serialized.sizes) > 1
+    view = memoryview(reader.attach(serialized.handle, private=has_buffers))
     chunks = [view[offset : offset + size] for offset, size in zip(serialized.offsets, serialized.sizes, strict=True)]
     return load(bytes(chunks[0]), chunks[1:])
 

@@ -21,13 +21,16 @@ from typing import Any, Final, Literal, TypeAlias, final
 import numpy as np
 
 from infeed.errors import InfeedError
-from infeed.memory.segments import Address, SegmentStore, find_segment, make_findable, round_up
+from infeed.memory.limits import is_commit_limit
+from infeed.memory.segments import Address, SegmentStore, find_segment, make_findable, refused, round_up
 
 _FIRST_BIN: Final = 256 << 10
 # Largest bin that objects share. It doubles with every 32 bins, up to four times: many systems allow 1000 descriptors.
 _LARGEST_BIN: Final = 16 << 20
 ALIGN: Final = 64
 _HEADER: Final = ALIGN  # contains the name of the bin
+# Each process that opens shared tensors maps them copy-on-write, which Windows charges in full.
+_PRIVATE_FIX: Final = "share NumPy arrays instead of tensors"
 _FIX: Final = "release objects that you no longer need, share smaller parts, or keep the data in files"
 
 
@@ -130,6 +133,7 @@ class Bins:
 
         Raises:
             InfeedError: The bin cannot be opened.
+            MemoryLimitError: Windows cannot commit memory for a private mapping.
         """
         with self._lock:
             for memory, entry in self._bins.items():
@@ -139,6 +143,8 @@ class Bins:
             try:
                 memory = find_segment(address, private=private)
             except OSError as error:
+                if is_commit_limit(error):
+                    raise refused(address.size, error, _PRIVATE_FIX) from error
                 raise InfeedError(
                     f"cannot open a shared object of process {address.pid} ({error.strerror or error}); keep a reference to it "
                     "in that process until it is open here, and run both on one machine, in one container, as one user"
