@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from tests.conftest import engine_params
-from tests.helpers import WINDOWS, assert_clean, run_script
+from tests.helpers import DEADLINE_S, WINDOWS, assert_clean, run_script
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -100,12 +100,12 @@ import config, data
 """
 
 
-def shown(folder: Path, method: str, code: str) -> str:
-    """Returns the output of a script that uses the two modules above."""
+def shown(folder: Path, method: str, code: str, *, seconds: float = DEADLINE_S) -> str:
+    """Return what a script prints that uses the two modules above."""
     (folder / "config.py").write_text(CONFIG)
     (folder / "data.py").write_text(DATA)
     script, start_method = (WINDOWS, "auto") if method == "portable" else ("", method)
-    result = run_script(folder, script + HEAD + dedent(code), start_method)
+    result = run_script(folder, script + HEAD + dedent(code), start_method, seconds=seconds)
     assert_clean(result)
     return result.out
 
@@ -204,6 +204,7 @@ def test_settings_of_torch_reach_workers(tmp_path: Path) -> None:
         with torch.no_grad():
             show(read)
         """,
+        seconds=3 * DEADLINE_S,  # under Wine, importing torch takes 20 s in each process
     )
     assert out == "(torch.float64, True, True, False)\n"
 

@@ -57,6 +57,13 @@ def test_a_repetition_without_a_summary_is_no_success(tool: ModuleType) -> None:
     assert tool.run_tests(tool.Prefix("3.11"), []) == tool.ENDED_EARLY
 
 
+def test_tests_that_are_left_out_exist(tool: ModuleType) -> None:
+    """pytest ignores the names of others, so a test with another name would run again."""
+    for name in tool.LEFT_OUT:
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / path).read_text() if function else (ROOT / path).exists(), name
+
+
 def test_a_run_that_does_not_end_is_killed(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     set_wine(tool, "echo started; exec sleep 60")
     assert tool.Prefix("3.11").run([], limit_s=0.2) == tool.TOOK_TOO_LONG
