@@ -55,21 +55,38 @@ DEFAULT = (
 )
 
 
-# Left out of the default tests, which must end within ten minutes on two cores. Pass their paths to run them.
+# Left out of the default tests, which must end within ten minutes on two cores. Pass their paths to run them. A name stands for
+# all tests whose names begin with it.
 LEFT_OUT = (
-    # Collecting them imports torch, which takes 20 s in each process under Wine.
+    # Importing torch takes 20 s in each process under Wine. The first two import it when pytest collects them.
     *(f"tests/engine/test_{name}.py" for name in ("batches", "torch_datasets")),
-    # Each worker imports torch.
     "tests/engine/test_memory.py::test_a_kept_tensor_holds_its_batch",
     "tests/engine/test_seeds.py::test_draws_from_torch_do_not_depend_on_the_workers",
+    "tests/engine/test_sharing.py::test_tensors_in_workers",
     "tests/engine/test_thread_counts.py::test_torch_uses_as_many_threads_as_a_worker_may",
     "tests/engine/test_thread_counts.py::test_torch_s_class_has_the_option_too",
+    *(
+        f"tests/examples/test_code_blocks.py::test_a_python_block_runs[docs/{name}"
+        for name in ("guides/doctor.md0", "guides/gpu.md")
+    ),
+    "tests/examples/test_code_blocks.py::test_a_python_block_runs[docs/how-to/",
     # What the tuner decides does not depend on the platform; tests/unit/test_tuner.py and test_autoscaler.py run.
     "tests/engine/test_auto.py",
-    # Each starts dozens of workers or delivers 100,000 batches. Other tests of the same file do the same with fewer.
-    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave",
-    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_how_many_workers_come_and_go",
+    # replay loads in the main process. test_state.py resumes with every kind of worker.
+    *(f"tests/engine/test_{name}.py" for name in ("lineage", "resuming")),
+    # These start dozens of workers or loaders. Other tests of the same file do the same with fewer.
+    "tests/engine/test_bad_samples.py::test_more_bad_samples_than_the_budget_allows_are_an_error",
+    "tests/engine/test_close.py::test_many_loaders_one_after_another_leave_nothing",
+    "tests/engine/test_deaths.py::test_deaths_with_many_workers_and_both_orders",
+    "tests/engine/test_deaths.py::test_of_many_deaths_some_are_logged",
+    "tests/engine/test_errors.py::test_every_exception_can_be_caught_by_its_class",
     "tests/engine/test_memory.py::test_a_hundred_thousand_batches_leave_nothing_more",
+    "tests/engine/test_rng.py::test_shares_of_a_stream_draw_differently",
+    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_how_many_workers_come_and_go",
+    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave",
+    "tests/engine/test_seeds.py::test_draws_do_not_depend_on_how_batches_are_made",
+    "tests/engine/test_set_epoch.py::test_threads_do_not_tell_of_an_epoch_that_was_left",
+    "tests/engine/test_sharing.py::test_a_loader_logs_the_advice_once",
 )
 
 
