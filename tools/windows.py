@@ -60,11 +60,11 @@ DEFAULT = (
 LEFT_OUT = (
     # Importing torch takes 20 s in each process under Wine. The first two import it when pytest collects them.
     *(f"tests/engine/test_{name}.py" for name in ("batches", "torch_datasets")),
-    "tests/engine/test_memory.py::test_a_kept_tensor_holds_its_batch",
+    "tests/engine/test_memory.py::test_a_kept_tensor_keeps_its_batch",
     "tests/engine/test_seeds.py::test_draws_from_torch_do_not_depend_on_the_workers",
-    "tests/engine/test_sharing.py::test_tensors_in_workers",
-    "tests/engine/test_thread_counts.py::test_torch_uses_as_many_threads_as_a_worker_may",
-    "tests/engine/test_thread_counts.py::test_torch_s_class_has_the_option_too",
+    "tests/engine/test_sharing.py::test_shared_tensors_in_workers",
+    "tests/engine/test_thread_counts.py::test_torch_uses_the_configured_number_of_threads",
+    "tests/engine/test_thread_counts.py::test_the_torch_loader_has_the_option_too",
     *(
         f"tests/examples/test_code_blocks.py::test_a_python_block_runs[docs/{name}"
         for name in ("guides/doctor.md0", "guides/gpu.md")
@@ -75,17 +75,17 @@ LEFT_OUT = (
     # replay loads in the main process. test_state.py resumes with every kind of worker.
     *(f"tests/engine/test_{name}.py" for name in ("lineage", "resuming")),
     # These start dozens of workers or loaders. Other tests of the same file do the same with fewer.
-    "tests/engine/test_bad_samples.py::test_more_bad_samples_than_the_budget_allows_are_an_error",
-    "tests/engine/test_close.py::test_many_loaders_one_after_another_leave_nothing",
+    "tests/engine/test_bad_samples.py::test_exceeding_the_error_budget_is_an_error",
+    "tests/engine/test_close.py::test_many_loaders_in_sequence_leave_nothing_behind",
     "tests/engine/test_deaths.py::test_deaths_with_many_workers_and_both_orders",
-    "tests/engine/test_deaths.py::test_of_many_deaths_some_are_logged",
+    "tests/engine/test_deaths.py::test_many_deaths_are_logged_in_summary",
     "tests/engine/test_errors.py::test_every_exception_can_be_caught_by_its_class",
-    "tests/engine/test_memory.py::test_a_hundred_thousand_batches_leave_nothing_more",
-    "tests/engine/test_rng.py::test_shares_of_a_stream_draw_differently",
-    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_how_many_workers_come_and_go",
-    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_workers_that_are_killed_while_others_leave",
-    "tests/engine/test_seeds.py::test_draws_do_not_depend_on_how_batches_are_made",
-    "tests/engine/test_set_epoch.py::test_threads_do_not_tell_of_an_epoch_that_was_left",
+    "tests/engine/test_memory.py::test_a_hundred_thousand_batches_leak_nothing",
+    "tests/engine/test_rng.py::test_shards_of_an_iterable_dataset_draw_differently",
+    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_added_and_removed_workers",
+    "tests/engine/test_scaling.py::test_batches_do_not_depend_on_workers_killed_during_scaling",
+    "tests/engine/test_seeds.py::test_draws_do_not_depend_on_how_batches_are_collated",
+    "tests/engine/test_set_epoch.py::test_threads_do_not_set_an_abandoned_epoch",
     "tests/engine/test_sharing.py::test_a_loader_logs_the_advice_once",
 )
 
