@@ -301,3 +301,27 @@ def test_the_training_process_leaves_no_actor_when_it_is_killed(cluster: TwoNode
     process.wait()
     process.stdout.close()
     # The leak guard then waits until nothing is in use.
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python's own, from 3.12 on
+def test_in_a_forked_child_a_loader_raises_before_it_calls_ray() -> None:
+    """The child has its parent's connection, in which its objects would get the ids of the next objects of the parent."""
+    reader, writer = os.pipe()
+    with infeed.DataLoader(range(40), batch_size=4, num_workers=1, worker="ray", timeout=2 * DEADLINE_S) as loader:
+        next(iter(loader))
+        child = os.fork()
+        if not child:
+            signal.alarm(int(DEADLINE_S))
+            try:
+                next(iter(infeed.DataLoader(range(1000, 1040), batch_size=4, num_workers=1, worker="ray", timeout=3)))
+            except BaseException as error:
+                os.write(writer, repr(error).encode())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    text = os.read(reader, 1000).decode()
+    os.close(reader)
+    os.close(writer)
+    assert text.startswith("ConfigError(")
+    assert "forked after ray.init()" in text
+    with infeed.DataLoader(range(40), batch_size=4, num_workers=1, worker="ray", timeout=2 * DEADLINE_S) as loader:
+        assert plain(next(iter(loader))) == [0, 1, 2, 3]

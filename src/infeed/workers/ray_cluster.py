@@ -19,7 +19,7 @@ def connect() -> Any:
     """Return the ``ray`` module, connected to a cluster.
 
     Raises:
-        ConfigError: Ray is not installed, or no cluster is known.
+        ConfigError: Ray is not installed, no cluster is known, or the connection is that of the parent of a forked process.
     """
     try:
         import ray
@@ -29,9 +29,24 @@ def connect() -> Any:
         if not os.environ.get("RAY_ADDRESS"):
             raise ConfigError("worker='ray' needs a Ray cluster; call ray.init() first, or set RAY_ADDRESS")
         ray.init(log_to_driver=True)
+    if _is_inherited(ray):
+        raise ConfigError(
+            "worker='ray' does not work in a process that was forked after ray.init(); start the process with the "
+            "multiprocessing method 'spawn', or call ray.init() only in the child"
+        )
     if ray.util.client.ray.is_connected():
         raise ConfigError("worker='ray' does not support ray:// addresses; run the training process on a node of the cluster")
     return ray
+
+
+def _is_inherited(ray: Any) -> bool:
+    """Return whether the connection is that of the parent of this forked process.
+
+    There, ids of objects would collide with those of the parent, and calls hang. Ray does not note its process, but a fork
+    copies no thread, and each training process that is connected has one.
+    """
+    thread = getattr(ray._private.worker.global_worker, "listener_thread", None)
+    return thread is not None and not thread.is_alive()
 
 
 @final
