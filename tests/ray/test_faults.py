@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 import infeed
 import ray
-from tests.helpers import DEADLINE_S, assert_same, plain
+from tests.helpers import DEADLINE_S, assert_same, plain, wait_until
 from tests.ray.clusters import TwoNodes
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -325,3 +326,42 @@ def test_in_a_forked_child_a_loader_raises_before_it_calls_ray() -> None:
     assert "forked after ray.init()" in text
     with infeed.DataLoader(range(40), batch_size=4, num_workers=1, worker="ray", timeout=2 * DEADLINE_S) as loader:
         assert plain(next(iter(loader))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["callback", "pool"])
+def test_the_garbage_collector_may_end_a_loader_in_any_thread(
+    where: str, cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the thread in which Ray calls back, and in that of the pool itself."""
+    is_collected = threading.Event()
+    is_initialized = ray.is_initialized
+
+    def collect(thread: str) -> None:
+        if threading.current_thread().name.startswith(thread) and not is_collected.is_set():
+            gc.collect()
+            is_collected.set()
+
+    def check() -> bool:
+        collect("infeed:ray")
+        return is_initialized()
+
+    @ray.remote(num_cpus=0)
+    def wait() -> None:
+        time.sleep(0.1)
+
+    garbage: dict[str, Any] = {}
+    garbage["cycle"] = garbage
+    garbage["loader"] = infeed.DataLoader(Work(1000), num_workers=1, worker="ray", timeout=2 * DEADLINE_S)
+    garbage["batches"] = iter(garbage["loader"])
+    next(garbage["batches"])
+    gc.disable()
+    try:
+        del garbage
+        if where == "pool":
+            monkeypatch.setattr(ray, "is_initialized", check)
+        else:
+            wait.remote().future().add_done_callback(lambda _: collect("Dummy-"))
+        assert is_collected.wait(DEADLINE_S)
+    finally:
+        gc.enable()
+    wait_until(lambda: not cluster.left_behind(), "the end of the actor")

@@ -209,6 +209,11 @@ class Engine:
     def is_between_epochs(self) -> bool:
         return self._feed is None
 
+    @property
+    def can_close_here(self) -> bool:
+        """Whether this thread may close the engine; if not, a finalizer needs another thread."""
+        return self._pool.can_close_here
+
     def worker_processes(self) -> list[Process]:
         """Return the workers that are processes, in worker order."""
         return list(self._pool.processes().values())

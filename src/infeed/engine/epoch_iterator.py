@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final, NoReturn, final
@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, final
 from infeed.delivery.backend import DevicePrefetch, open_stage
 from infeed.engine.engine import NOTHING, Engine, EpochEnd
 from infeed.engine.progress import Progress
-from infeed.engine.session import Session
+from infeed.engine.session import Session, call_unasked
 from infeed.metrics.progress_bar import ProgressDisplay
 from infeed.workers.exceptions import kept
 from infeed.workers.launcher import Process
@@ -51,7 +51,7 @@ class EpochIterator(Iterator[Any]):
         self._show: ProgressDisplay | None = None
         self._has_given = False
         self._is_drained = False  # all batches are in device prefetch
-        self._finalizer: weakref.finalize[[Session, Engine, DevicePrefetch | None], EpochIterator] | None = None
+        self._finalizer: weakref.finalize[[Callable[[], None], Iterable[Engine]], EpochIterator] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -173,7 +173,8 @@ class EpochIterator(Iterator[Any]):
             self._ahead = DevicePrefetch(stage, delivery.prefetch)
         self._engine = engine
         # A training loop left by `break`, `return` or an exception drops this object, which releases the engine.
-        self._finalizer = weakref.finalize(self, _leave, session, engine, self._ahead)
+        leave = partial(_leave, session, engine, self._ahead)
+        self._finalizer = weakref.finalize(self, call_unasked, leave, [engine])
         self._finalizer.atexit = False
         engine.metrics.changed_over(asked_ns, perf_counter_ns())
         return engine
@@ -214,8 +215,10 @@ class EpochIterator(Iterator[Any]):
         show, self._show = self._show, None
         if show is not None:
             show.close()
-        if self._finalizer is not None:
-            self._finalizer()
+        finalizer = None if self._finalizer is None else self._finalizer.detach()
+        if finalizer is not None:
+            leave = finalizer[2][0]
+            leave()
         self._engine = None
 
 

@@ -10,7 +10,7 @@ import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,14 @@ MSG_CLOSED: Final = "this loader is closed; create another, or close it later"
 # Field of a state: a map-style dataset has a state of its own that could not be saved.
 _UNKNOWN_DATASET: Final = "dataset_unknown"
 _KEEP_STATE: Final = "use num_workers=0 without device, keep the state in the sampler, or compute samples from the index alone"
+
+
+def call_unasked(function: Callable[[], None], engines: Iterable[Engine]) -> None:
+    """Call a function that closes engines from a finalizer: in another thread, if this thread must not close one of them."""
+    if all(engine.can_close_here for engine in engines):
+        function()
+    else:
+        threading.Thread(target=function, name="infeed:close").start()
 
 
 @final
@@ -121,12 +129,17 @@ class EngineCache:
         with suppress(KeyboardInterrupt):
             self.is_closed = True
             # When Python exits there is no next loader, and other finalizers may already have closed the pipes.
-            self.stop(keeps_workers=threading.main_thread().is_alive())
+            stop = partial(self.stop, keeps_workers=threading.main_thread().is_alive())
+            call_unasked(stop, self._engines())
+
+    def _engines(self) -> list[Engine]:
+        with self._lock:
+            return [engine for engine in (self._idle_engine, *self.engines_out) if engine is not None]
 
     def stop(self, *, keeps_workers: bool = False) -> None:
         """Close all engines, including those of epochs in progress; a new epoch may begin."""
         with self._lock:
-            engines = [engine for engine in (self._idle_engine, *self.engines_out) if engine is not None]
+            engines = self._engines()
             self._idle_engine = None
         for engine in engines:
             if engine.is_usable:

@@ -70,6 +70,10 @@ class MixedPool(WorkerPool):
     def wake(self) -> None:
         self._local.wake()
 
+    @property
+    def can_close_here(self) -> bool:
+        return self._remote.can_close_here
+
     def close(self, *, keeps_workers: bool = False) -> None:
         try:
             self._remote.close()  # first: it wakes the local pool

@@ -100,6 +100,11 @@ class WorkerPool(ABC):
     def wake(self) -> None:
         """Interrupt ``receive``. Callable from any thread."""
 
+    @property
+    def can_close_here(self) -> bool:
+        """Whether this thread may close the pool. The garbage collector ends loaders in any thread."""
+        return True
+
     @abstractmethod
     def close(self, *, keeps_workers: bool = False) -> None:
         """Stop all workers and wait until they have exited. See NOTE [close order] in ``engine/engine.py``.

@@ -77,6 +77,7 @@ _WAIT_S: Final = 10.0
 # objects to disk. Each worker may have one task anyway.
 _STORE_SHARE: Final = 0.5
 _CONTROL: Final = "control"
+_THREAD: Final = "infeed:ray"
 
 
 Call: TypeAlias = Literal["start", "task", "look"]
@@ -196,7 +197,7 @@ class RayPool(WorkerPool):
         self._warned_s = _WAIT_S / 2
         self._failure: Exception | None = None  # after which no worker can answer any more
         self._owner_pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="infeed:ray", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         with explaining_limits():
             self._thread.start()
 
@@ -330,6 +331,11 @@ class RayPool(WorkerPool):
 
     def wake(self) -> None:
         self._news.put(None)
+
+    @property
+    def can_close_here(self) -> bool:
+        # Closing waits for the pool's thread, and for the threads in which Ray calls back, which Python has not started.
+        return not threading.current_thread().name.startswith((_THREAD, "Dummy-"))
 
     def close(self, *, keeps_workers: bool = False) -> None:
         del keeps_workers
