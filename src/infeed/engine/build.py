@@ -129,8 +129,10 @@ def build_engine(
         stream.decide(shards_itself=True)  # every worker reads a full copy; the dataset does the sharding
     limits = HangLimits(float(config.sample_timeout), config.hang_warning)
     # If worker_init_fn seeds a generator, its numbers depend on which batches the worker loads. To make that independent of
-    # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes.
+    # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes, and not
+    # on a Ray cluster, where a batch would wait for a worker that may never get a place.
     binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
+    binds = binds and ray is None
     # A round trip to another machine takes a millisecond, and a part of a batch would have to be copied column by column.
     is_whole = ray is not None or count == 1 or binds or source.making is not Making.ROWS or source.is_batched
     remote = frozenset(workers[ray.local :]) if ray is not None else frozenset()
