@@ -7,29 +7,32 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import infeed
 import ray
-from infeed.scheduler.messages import WorkerId
+from infeed.scheduler.messages import TaskId, WorkerId
+from infeed.workers.protocol import FromWorker, LoadGrains, RowsLoaded, Started, encode_answer
 from infeed.workers.ray_cluster import Connection
 from infeed.workers.ray_options import RayWorkers
 from infeed.workers.ray_pool import RayPool
+from infeed.workers.remote import ClusterNode, Reply, Report
 from infeed.workers.status import StatusBoard
-from tests.helpers import DEADLINE_S
+from tests.helpers import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow  # Like all tests here: their leak guard starts a cluster.
 
 
 class FakeRay:
-    """A cluster whose actors never reply, except that their first call fails."""
+    """A cluster whose actors answer only what a test says. Their node has an object store of 100 bytes."""
 
     exceptions = ray.exceptions
 
-    def __init__(self, kill: Callable[[Any], None]) -> None:
+    def __init__(self, kill: Callable[[Any], None] = lambda actor: None) -> None:
         self.kill = kill
         self.job = "1"
-        self._refs: list[Future[Any]] = []
+        self.calls: list[tuple[str, Future[Any]]] = []
 
     def is_initialized(self) -> bool:
         return True
@@ -38,26 +41,46 @@ class FakeRay:
         return SimpleNamespace(get_job_id=lambda: self.job, get_node_id=lambda: "node")
 
     def nodes(self) -> list[Any]:
-        return []
+        return [{"NodeID": "node", "Resources": {"object_store_memory": 100.0}, "Alive": True}]
 
     def put(self, value: Any) -> None:
         del value
 
+    def wait(self, refs: list[Any], *, num_returns: int, timeout: float) -> Any:
+        return refs, []
+
     def remote(self, **options: Any) -> Any:
-        call = SimpleNamespace(remote=self._call)
-        call.options = lambda **_: call
-        actor = SimpleNamespace(start=call, look=call, handle=call)
+        names = ("start", "look", "handle", "__ray_terminate__")
+        actor = SimpleNamespace(**{name: self._method(name) for name in names})
         actors = SimpleNamespace(remote=lambda: actor)
         actors.options = lambda **_: actors
         return lambda _: actors
 
-    def _call(self, *arguments: Any) -> Any:
-        self._refs.append(Future())
-        return SimpleNamespace(future=lambda ref=self._refs[-1]: ref)
+    def _method(self, name: str) -> Any:
+        method = SimpleNamespace(remote=lambda *_: self._call(name))
+        method.options = lambda **_: method
+        return method
+
+    def _call(self, name: str) -> Any:
+        future: Future[Any] = Future()
+        self.calls.append((name, future))
+        return SimpleNamespace(future=lambda: future)
+
+    def futures(self, name: str) -> list[Future[Any]]:
+        return [future for called, future in self.calls if called == name]
 
     def fail_calls(self) -> None:
-        for ref in self._refs:
-            ref.set_exception(ray.exceptions.ObjectLostError("", None, ""))
+        for _, future in self.calls:
+            future.set_exception(ray.exceptions.ObjectLostError("", None, ""))
+
+
+WORKERS = (WorkerId(0), WorkerId(1))
+
+
+def reply(answer: FromWorker, nbytes: int) -> Reply:
+    board = StatusBoard((WorkerId(0),), None)
+    report = Report(0, board.copy_of_cell(WorkerId(0)), board.reader(WorkerId(0)).counters(), b"", 1, ClusterNode("node", "a"))
+    return Reply(encode_answer(answer), np.zeros(nbytes, np.uint8) if nbytes else None, report)
 
 
 def fake_pool(fake: FakeRay) -> RayPool:
@@ -65,8 +88,8 @@ def fake_pool(fake: FakeRay) -> RayPool:
         connection=Connection(fake),
         parts=[],
         segments=SimpleNamespace(memory=bytearray),
-        status_board=StatusBoard([WorkerId(0)], None),
-        specs={WorkerId(0): SimpleNamespace()},
+        status_board=StatusBoard(WORKERS, None),
+        specs={worker: SimpleNamespace() for worker in WORKERS},
         options=RayWorkers(),
         threads=1,
         sample_timeout_s=0.0,
@@ -104,3 +127,33 @@ def test_no_actor_is_called_through_another_connection() -> None:
         pool.receive(DEADLINE_S)
     pool.close()
     assert killed == []
+
+
+def load(task: int) -> LoadGrains:
+    return LoadGrains(TaskId(task), 0, 0, 1, 0, None, None, True, [0], False, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ray.exceptions.RayTaskError("handle", "", RuntimeError("no room")), ray.exceptions.ActorDiedError()],
+    ids=["failed", "died"],
+)
+def test_tasks_that_wait_for_room_are_submitted_after_a_failure(error: Exception) -> None:
+    """Batches of 20 bytes: half of the store has room for two. A task that fails makes room for another."""
+    fake = FakeRay()
+    pool = fake_pool(fake)
+    for worker in WORKERS:
+        pool.start(worker)
+    for future in fake.futures("start"):
+        future.set_result(reply(Started(), 0))
+    pool.send(WORKERS[0], load(1))
+    fake.futures("handle")[0].set_result(reply(RowsLoaded(TaskId(1), 1, 1, None, []), 20))
+    news: list[Any] = []
+    wait_until(lambda: news.extend(pool.receive(0.1)) or len(news) == 3, "the first batch")
+    for task in (2, 3):
+        pool.send(WORKERS[0], load(task))
+        pool.send(WORKERS[1], load(task + 2))
+    before = len(fake.futures("handle"))
+    fake.futures("handle")[1].set_exception(error)
+    wait_until(lambda: len(fake.futures("handle")) > before, "the task that waited")
+    pool.close()

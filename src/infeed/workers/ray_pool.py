@@ -397,6 +397,12 @@ class RayPool(WorkerPool):
             member.tasks[task] = sent
             self._call(member, "task", task, member.actor.handle, sent.frames)
 
+    def _submit_all(self) -> None:
+        """Submit queued tasks of all workers, after a result has been received or lost."""
+        with self._lock:
+            for member in self._members.values():
+                self._submit(member)
+
     def _has_room(self, member: _Member) -> bool:
         if member.report is None or not self._batch_bytes:
             return True
@@ -465,11 +471,7 @@ class RayPool(WorkerPool):
         if sent.block is not None and is_placed:
             self._copy(data, sent.block)
             data = None
-        with self._lock:
-            self._submit(member)
-            for other in self._members.values():
-                if other.queued:
-                    self._submit(other)
+        self._submit_all()
         self._report(member, _Arrived(reply.answer, is_placed, data, sent.layout))
 
     def _copy(self, data: Any, block: Block) -> None:
@@ -483,6 +485,7 @@ class RayPool(WorkerPool):
         if isinstance(error, exceptions.RayTaskError) and call == "task":
             with self._lock:
                 member.tasks.pop(task, None)
+            self._submit_all()
             cause = error.cause if isinstance(error.cause, BaseException) else error
             self._report(member, LoadFailed(task, Failure.of(cause, "loading a batch")))
             return
@@ -505,6 +508,7 @@ class RayPool(WorkerPool):
             member.is_dead = True  # see NOTE [late results]
             member.tasks.clear()
             member.queued.clear()
+        self._submit_all()
 
     # --- what workers are doing
 
