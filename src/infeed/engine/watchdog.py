@@ -105,12 +105,14 @@ class Watchdog:
         oldest = sorted(at, key=lambda worker: (at[worker].task is None, at[worker].task))
         now_ns = time.perf_counter_ns()
         busy = [
-            f"worker {worker} has been {_description(at[worker], tasks)} for {(now_ns - at[worker].since_ns) / 1e9:.1f} s"
+            f"worker {worker}{self._pool.place_of(worker)} has been {_description(at[worker], tasks)} for "
+            f"{(now_ns - at[worker].since_ns) / 1e9:.1f} s"
             for worker in oldest
         ]
         # These workers have tasks but are idle: they are stopped, or the machine is too busy to run them.
         idle = sorted({task.worker for task in tasks.values()} - at.keys())
-        busy += [f"worker {worker} has not started its task" for worker in idle]
+        busy += [f"worker {worker}{self._pool.place_of(worker)} has not started its task" for worker in idle]
+        busy += filter(None, [self._pool.missing()])
         stack = self._stack_of(oldest[0]) if oldest else None
         listed = "; ".join(busy) or "no worker has a task"
         where = "" if stack is None else f"\n  stack of the first:\n{stack}"

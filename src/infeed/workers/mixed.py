@@ -67,6 +67,9 @@ class MixedPool(WorkerPool):
     def place_of(self, worker: WorkerId) -> str:
         return self._pool(worker).place_of(worker)
 
+    def missing(self) -> str:
+        return self._remote.missing()
+
     def wake(self) -> None:
         self._local.wake()
 

@@ -96,6 +96,10 @@ class WorkerPool(ABC):
         del worker
         return ""
 
+    def missing(self) -> str:
+        """Return which workers wait for resources of a cluster, and for which; an empty text if none does."""
+        return ""
+
     @abstractmethod
     def wake(self) -> None:
         """Interrupt ``receive``. Callable from any thread."""

@@ -329,6 +329,14 @@ class RayPool(WorkerPool):
         member = self._members.get(worker)
         return "" if member is None or member.report is None else f" on node {member.report.node}"
 
+    def missing(self) -> str:
+        members = list(self._members.values())
+        count = sum(member.report is None for member in members)
+        if not count or not self._connection.is_open:
+            return ""
+        needs = self._connection.describe_free(self._options)
+        return f"Ray has not started {count} of {format_count(len(members), 'worker')}; each needs {needs}"
+
     def wake(self) -> None:
         self._news.put(None)
 
@@ -546,14 +554,7 @@ class RayPool(WorkerPool):
                     self._status_board.show_silent(member.worker, task, member.received_ns)
         if waiting_s and max(waiting_s) > 2 * self._warned_s:
             self._warned_s = max(waiting_s)
-            self._warn_of_waiting(len(waiting_s))
-
-    def _warn_of_waiting(self, count: int) -> None:
-        _LOG.warning(
-            "Ray has not started %d of %s after %.0f s; each needs %s; add nodes, stop other jobs, or lower num_workers",
-            count, format_count(len(self._members), "worker"), self._warned_s,
-            self._connection.describe_free(self._options),
-        )  # fmt: skip
+            _LOG.warning("%s; waited %.0f s; add nodes, stop other jobs, or lower num_workers", self.missing(), self._warned_s)
 
 
 def _reason(error: BaseException) -> str:
