@@ -19,6 +19,7 @@ from infeed.doctor.probe import find_generators, probe
 from infeed.doctor.thread_owners import PYTHON, find_owners, parse_maps
 from infeed.loader import DataLoader
 from infeed.workers.info import get_worker_info
+from infeed.workers.ray_options import RayWorkers
 from tests.helpers import run_script
 
 
@@ -221,6 +222,8 @@ def test_a_batch_is_measured_wherever_its_arrays_are() -> None:
         ({"num_workers": 0, "worker": "auto"}, "inline", False),
         ({"num_workers": 2}, "process", False),
         ({"num_workers": 2, "worker": "thread"}, "thread", False),
+        ({"num_workers": 2, "worker": "ray"}, "process", False),
+        ({"num_workers": 2, "worker": RayWorkers(local=1)}, "process", False),
     ],
 )
 def test_auto_is_neither_a_kind_nor_a_number_of_workers(asked: dict[str, Any], kind: str, is_auto: bool) -> None:
@@ -231,6 +234,9 @@ def test_auto_is_neither_a_kind_nor_a_number_of_workers(asked: dict[str, Any], k
     assert settings["num_workers"] == (1 if is_auto else asked["num_workers"])
     assert ("'auto'" in settings["asked"]) is ("auto" in asked.values())
     assert ("worker='thread'" in settings["asked"]) is (asked.get("worker") == "thread")
+    assert ("worker='ray'" in settings["asked"]) is (
+        asked.get("worker") == "ray" or isinstance(asked.get("worker"), RayWorkers)
+    )
 
 
 @pytest.mark.parametrize("observe", ["timeline", "off"])

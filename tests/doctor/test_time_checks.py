@@ -145,6 +145,27 @@ def test_exited_processes_do_not_show_what_threads_use() -> None:
     assert found(seen, processes=at_work(p7=0.0, p8=0.0))["data-bound"].bottleneck == "all-cores"
 
 
+@pytest.mark.parametrize(
+    ("batch_bytes", "is_named"), [(1_500_000, True), (38_500_000, False)], ids=["less than loading", "more than loading"]
+)
+def test_when_all_cores_load_other_machines_are_named_if_the_transfer_costs_less(batch_bytes: int, is_named: bool) -> None:
+    """Four cores load batches of 40 ms: a fix where all are in use, and the limit of the proposed number elsewhere."""
+    given: dict[str, Any] = {
+        "away": 0.001,
+        "batches": 100,
+        "probe": costly(0.004),
+        "batch_bytes": batch_bytes,
+        "library": "infeed",
+    }
+    busy = found(loader(wait=0.01, num_workers=4, **given))["data-bound"]
+    few = found(loader(wait=0.04, num_workers=1, **given))["num-workers"]
+
+    assert busy.bottleneck == "all-cores"
+    assert ("worker='ray'" in busy.fix["infeed"]) is is_named
+    assert ("worker='ray'" in few.evidence["limit"]) is is_named
+    assert found(loader(wait=0.01, num_workers=4, asked="4, worker='ray'", **given))["data-bound"].bottleneck != "all-cores"
+
+
 def test_unmeasured_workers_count_as_cpu_bound() -> None:
     """Samples could not be probed. No more workers than cores are proposed without evidence."""
     few, enough = (found(loader(wait=0.1, kind="thread", num_workers=count))["data-bound"].fix["torch"] for count in (2, 4))

@@ -182,6 +182,13 @@ def test_busy_cores_are_the_bottleneck() -> None:
     assert codes(diagnose(run(core_count=2.0))) == ("cores", "reduce-work")
 
 
+def test_workers_on_a_cluster_are_not_compared_with_the_cores_of_this_machine() -> None:
+    found = diagnose(run(core_count=2.0, is_on_cluster=True))
+    assert codes(found) == ("work", "add-workers-on-cluster")
+    assert found.numbers["workers"] == 4
+    assert "all 2 cores are busy" not in str(found)
+
+
 def test_a_loop_without_a_step_gets_a_limited_number_of_workers() -> None:
     found = lately_diagnosed({"cpu_ns": S, "waited_ns": 10 * S, "away_ns": S // 100})
     assert (found.action, found.numbers["workers"]) == ("add-workers-beyond-cores", 6)

@@ -283,6 +283,11 @@ class LoaderSeen:
         return min(1.0, (self.rows * samples_s + collate_s) / self.load_s)
 
     @property
+    def is_on_cluster(self) -> bool:
+        """Whether workers run on a Ray cluster, not only on the cores of this machine."""
+        return "worker='ray'" in self.asked
+
+    @property
     def has_one_reader(self) -> bool:
         """Whether more workers cannot help: infeed reads such an iterable dataset in one worker, torch reads it in each."""
         return self.is_stream and bool(self.probe.sample_count) and not self.probe.shards_itself

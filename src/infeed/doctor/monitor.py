@@ -33,9 +33,10 @@ def settings_of(loader: Any) -> dict[str, Any]:
     is_installed = is_torch and "infeed" in getattr(type(loader)._get_iterator, "__module__", "")
     count = config.num_workers
     worker = getattr(config, "worker", "process")
+    worker = worker if isinstance(worker, str) else "ray"  # RayWorkers(...)
     is_open = str(count) == "auto"  # the integer value is then the maximum
     is_auto = bool(count) and (is_open or worker == "auto")
-    kind = f", worker='{worker}'" if worker in ("auto", "thread") else ""
+    kind = f", worker='{worker}'" if worker in ("auto", "thread", "ray") else ""
     asked = ("'auto'" if is_open else str(count)) + kind
     context = getattr(config, "multiprocessing_context", None)
     method = ""
@@ -47,7 +48,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "library": "infeed" if not is_torch else "infeed.torch" if is_ours or is_installed else "torch",
         "dataset": type(loader.dataset).__qualname__,
         # Initial value for "auto", which starts with few worker processes; "workers" events update it.
-        "kind": "inline" if not count else "process" if worker == "auto" else worker,
+        "kind": "inline" if not count else "process" if worker in ("auto", "ray") else worker,
         "num_workers": 1 if is_auto else int(count),
         "asked": asked,
         "is_auto": is_auto,

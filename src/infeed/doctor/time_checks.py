@@ -46,6 +46,9 @@ ONE_THREAD: Final = "threads_per_worker=1 (the default)"
 _TORCH_TRANSFER_S: Final = 1e-3
 _TORCH_TRANSFER_RATE: Final = 2.5e9
 _INFEED_TRANSFER_S: Final = 1e-4
+# From another machine: a round trip through Ray, and what one training process receives per second.
+_REMOTE_TRANSFER_S: Final = 1e-3
+_REMOTE_TRANSFER_RATE: Final = 0.8e9
 
 
 # --- the training loop waits
@@ -145,8 +148,8 @@ def _find_cause(run: Run, loader: LoaderSeen) -> _Cause:
 
 def _find_worker_cause(run: Run, loader: LoaderSeen) -> tuple[str, str]:
     """Return the bottleneck and the fix for workers that perform as expected, besides cheaper samples."""
-    if loader.num_workers >= run.core_count and _cores_used(run, loader) >= BUSY_CORES * run.core_count:
-        return "all-cores", ""
+    if not loader.is_on_cluster and loader.num_workers >= run.core_count and _cores_used(run, loader) >= BUSY_CORES * run.core_count:
+        return "all-cores", "workers on other machines (worker='ray' of infeed's loaders)" if may_move(loader) else ""
     if loader.is_auto:
         return "auto-workers", ""
     if not loader.is_load_known:
@@ -180,6 +183,13 @@ def _cores_used(run: Run, loader: LoaderSeen) -> float:
     if workers:
         return sum(one.cpu_share for one in workers)
     return loader.num_workers * loader.cpu_share
+
+
+def may_move(loader: LoaderSeen) -> bool:
+    """Return whether cores of other machines would help: loading is CPU-bound, and takes longer than to receive the batches."""
+    if loader.is_on_cluster or not loader.is_load_known or is_io_bound(loader.cpu_share):
+        return False
+    return loader.load_s > _REMOTE_TRANSFER_S + loader.batch_bytes / _REMOTE_TRANSFER_RATE
 
 
 def transfer_s(loader: LoaderSeen) -> float:
@@ -310,8 +320,8 @@ def _limit(run: Run, loader: LoaderSeen, best: int) -> tuple[str, str]:
         return "most", f"the doctor proposes at most {MOST_WORKERS} workers"
     if best > run.core_count:
         return "cores", "all cores used; more than one worker per core, because loading is I/O-bound"
-    # Not above: I/O-bound loading gains nothing from the cores of other machines.
-    return "cores", "all cores used; more workers help only on other machines (worker='ray' of infeed's loaders)"
+    elsewhere = "; more workers help only on other machines (worker='ray' of infeed's loaders)" if may_move(loader) else ""
+    return "cores", f"all cores used{elsewhere}"
 
 
 # --- contention between workers: thread pools of libraries, and the GIL

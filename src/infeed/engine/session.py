@@ -461,6 +461,7 @@ class Session:
             most_workers=config.most_workers,
             keeps_workers=self.engine_cache.is_keeping,
             prefetch=config.prefetch or (config.prefetch_factor or 0) * config.most_workers,
+            is_on_cluster=config.ray is not None,
         )
 
     def trace(self) -> Trace:

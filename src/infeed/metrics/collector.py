@@ -542,6 +542,7 @@ class Collector:
         bound: Bound,
         cpu_limit: float | None,
         prefetch: int,
+        is_on_cluster: bool,
     ) -> Statistics:
         """Return the statistics. ``memory_limit`` is used only before the first engine: the limit if an epoch began now."""
         with self._all_metrics.lock:
@@ -585,6 +586,7 @@ class Collector:
                 bound=bound,
                 cpu_limit=cpu_limit,
                 prefetch=prefetch,
+                is_on_cluster=is_on_cluster,
                 worker_count=0 if latest is None or latest.kind == "inline" else latest.workers.count,
                 workers=tuple(_workers(all_metrics, recorders)),
                 core_count=core_count,

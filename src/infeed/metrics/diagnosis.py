@@ -128,7 +128,7 @@ class _Run(NamedTuple):
 
     @property
     def is_io_bound(self) -> bool:
-        return is_io_bound(self.cpu_share) and self.wanted_cores < self.cores
+        return is_io_bound(self.cpu_share) and (self.statistics.is_on_cluster or self.wanted_cores < self.cores)
 
     @property
     def own_cores(self) -> float:
@@ -298,6 +298,8 @@ def _number(run: _Run, *, in_bursts: bool) -> _Advice:
         in_bursts: The training loop asks for batches quickly after long steps, at an unknown rate, so give no number.
     """
     more = 0 if in_bursts else run.needed - run.worker_count
+    if run.statistics.is_on_cluster:  # the cores of this machine are not those of the workers
+        return _Advice("work", "add-workers-on-cluster", {"workers": max(0, more)})
     if run.is_io_bound:
         # With more workers than this, they would queue for CPU cores.
         more = min(more, max(1, workers_useful(run.cores, run.cpu_share) - run.worker_count))
@@ -500,6 +502,7 @@ ACTIONS: Final[dict[str, Any]] = {
     "fewer-workers": lambda one: f"{_more(one)} would be enough: workers are busy {one['busy_share']:.0%} of the time.",
     "add-workers": _add_text,
     "add-workers-beyond-cores": lambda one: f"Add {_more(one)}; more than one per core is fine here.{_burst(one)}",
+    "add-workers-on-cluster": lambda one: f"Add {_more(one)} if the cluster has free CPUs; else make it cheaper.{_burst(one)}",
     "reduce-work": _reduce_text,
     "reduce-io": lambda one: f"More workers would not help. Use faster storage or a faster network.{_burst(one)}",
     "set-num-workers": "Set num_workers={num_workers}.",

@@ -213,6 +213,7 @@ class Statistics:
         finding: the diagnosis as data; ``None`` if nothing is measured.
         most_workers: maximum that ``num_workers`` allows; 0 if unknown.
         prefetch: maximum number of batches in flight, if set by the user.
+        is_on_cluster: whether workers run on a Ray cluster, not only on ``core_count`` cores.
         recent: the part of the run that the diagnosis covers; ``None`` for all of it.
 
     Examples:
@@ -260,6 +261,7 @@ class Statistics:
     finding: Diagnosis | None = None
     most_workers: int = 0
     prefetch: int = 0
+    is_on_cluster: bool = False
     recent: Recent | None = None
 
     @property
