@@ -669,6 +669,14 @@ class Options:
         return self.worker
 
     @property
+    def ranks(self) -> int:
+        """The number of training processes that share a Ray cluster."""
+        # Without shard=, a DistributedSampler may divide the epoch among ranks.
+        shard = find_shard() if self.shard is None else self.shard
+        world_size: int = shard.world_size  # type: ignore[union-attr]
+        return world_size
+
+    @property
     def ray(self) -> RayWorkers | None:
         """The options of workers on a Ray cluster; ``None`` if all workers are on this machine."""
         if isinstance(self.worker, RayWorkers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,13 @@ from infeed.workers.status import StatusBoard
 from tests.helpers import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow  # Like all tests here: their leak guard starts a cluster.
+
+
+class Ref:
+    """A reference to the result of a call."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = lambda: future
 
 
 class FakeRay:
@@ -64,10 +71,10 @@ class FakeRay:
     def _call(self, name: str) -> Any:
         future: Future[Any] = Future()
         self.calls.append((name, future))
-        return SimpleNamespace(future=lambda: future)
+        return Ref(future)
 
-    def futures(self, name: str) -> list[Future[Any]]:
-        return [future for called, future in self.calls if called == name]
+    def futures(self, name: str, first: int = 0) -> list[Future[Any]]:
+        return [future for called, future in self.calls[first:] if called == name]
 
     def fail_calls(self) -> None:
         for _, future in self.calls:
@@ -83,16 +90,17 @@ def reply(answer: FromWorker, nbytes: int) -> Reply:
     return Reply(encode_answer(answer), np.zeros(nbytes, np.uint8) if nbytes else None, report)
 
 
-def fake_pool(fake: FakeRay) -> RayPool:
+def fake_pool(fake: FakeRay, *, parts: Sequence[bytes] = (), ranks: int = 1) -> RayPool:
     return RayPool(
         connection=Connection(fake),
-        parts=[],
+        parts=parts,
         segments=SimpleNamespace(memory=bytearray),
         status_board=StatusBoard(WORKERS, None),
         specs={worker: SimpleNamespace() for worker in WORKERS},
         options=RayWorkers(),
         threads=1,
         sample_timeout_s=0.0,
+        ranks=ranks,
     )
 
 
@@ -133,6 +141,43 @@ def load(task: int) -> LoadGrains:
     return LoadGrains(TaskId(task), 0, 0, 1, 0, None, None, True, [0], False, None)
 
 
+def started(fake: FakeRay, **arguments: Any) -> RayPool:
+    """Return a pool whose two workers have started, and of which the first has loaded a batch of 20 bytes."""
+    pool = fake_pool(fake, **arguments)
+    before = len(fake.calls)
+    for worker in WORKERS:
+        pool.start(worker)
+    for future in fake.futures("start", before):
+        future.set_result(reply(Started(), 0))
+    pool.send(WORKERS[0], load(1))
+    fake.futures("handle", before)[0].set_result(reply(RowsLoaded(TaskId(1), 1, 1, None, []), 20))
+    news: list[Any] = []
+    wait_until(lambda: news.extend(pool.receive(0.1)) or len(news) == 3, "the first batch")
+    return pool
+
+
+def submitted_of_six(fake: FakeRay, pool: RayPool) -> int:
+    before = len(fake.calls)
+    for task in range(2, 8):
+        pool.send(WORKERS[task % 2], load(task))
+    return len(fake.futures("handle", before))
+
+
+def test_tasks_wait_for_room_beside_the_datasets_and_the_results_of_other_loaders_and_ranks() -> None:
+    """Half of 100 bytes has room for two batches of 20. Each loader may have one anyway."""
+    fake = FakeRay()
+    first = started(fake)
+    assert submitted_of_six(fake, first) == 2
+    second = started(fake)
+    assert submitted_of_six(fake, second) == 1
+    first.close()
+    second.close()
+    for arguments in ({"parts": [bytes(30)]}, {"ranks": 2}):
+        pool = started(fake, **arguments)
+        assert submitted_of_six(fake, pool) == 1
+        pool.close()
+
+
 @pytest.mark.parametrize(
     "error",
     [ray.exceptions.RayTaskError("handle", "", RuntimeError("no room")), ray.exceptions.ActorDiedError()],
@@ -141,15 +186,7 @@ def load(task: int) -> LoadGrains:
 def test_tasks_that_wait_for_room_are_submitted_after_a_failure(error: Exception) -> None:
     """Batches of 20 bytes: half of the store has room for two. A task that fails makes room for another."""
     fake = FakeRay()
-    pool = fake_pool(fake)
-    for worker in WORKERS:
-        pool.start(worker)
-    for future in fake.futures("start"):
-        future.set_result(reply(Started(), 0))
-    pool.send(WORKERS[0], load(1))
-    fake.futures("handle")[0].set_result(reply(RowsLoaded(TaskId(1), 1, 1, None, []), 20))
-    news: list[Any] = []
-    wait_until(lambda: news.extend(pool.receive(0.1)) or len(news) == 3, "the first batch")
+    pool = started(fake)
     for task in (2, 3):
         pool.send(WORKERS[0], load(task))
         pool.send(WORKERS[1], load(task + 2))

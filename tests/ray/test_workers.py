@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray._private.internal_api import memory_summary
 
 import infeed
 import ray
@@ -260,6 +261,31 @@ def test_results_in_flight_do_not_fill_the_object_store() -> None:
             least = min(least, ray.available_resources().get("object_store_memory", 0.0))
             time.sleep(0.01)
     assert least > 0.3 * STORE_BYTES
+
+
+def spilled() -> list[str]:
+    summary = memory_summary(stats_only=True)
+    return [line for line in summary.splitlines() if "Spilled" in line]
+
+
+def test_results_do_not_push_the_dataset_to_disk() -> None:
+    """It takes 130 of 200 MB of the object store, a batch 20 MB."""
+
+    class Stored:
+        def __init__(self) -> None:
+            self.table = np.zeros(130 << 20, np.uint8)
+
+        def __len__(self) -> int:
+            return 30
+
+        def __getitem__(self, index: int) -> Any:
+            return self.table[: 20 << 20] + np.uint8(index)
+
+    before = spilled()
+    with infeed.DataLoader(Stored(), batch_size=1, num_workers=3, worker="ray", timeout=2 * DEADLINE_S) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[0, 0] == batch[0, -1] == number
+    assert spilled() == before
 
 
 def test_a_state_can_be_loaded_with_another_kind_of_worker() -> None:

@@ -275,6 +275,7 @@ def _pool(
             options=options,
             threads=config.threads_per_worker,
             sample_timeout_s=float(config.sample_timeout),
+            ranks=config.ranks,
             on_news=on_news,
         )
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
-from infeed.distributed import find_shard
 from infeed.engine.bad_samples import BadSample, ErrorBudget, new_list
 from infeed.engine.build import build_engine
 from infeed.engine.engine import Engine
@@ -523,10 +522,7 @@ def cores_of_workers(config: Options, cores: float) -> float:
         return cores
     from infeed.workers.ray_cluster import capacity
 
-    # Without shard=, a DistributedSampler may divide the epoch among ranks. They share the cluster too.
-    shard = find_shard() if config.shard is None else config.shard
-    world_size: int = shard.world_size  # type: ignore[union-attr]
-    return min(cores, config.ray.local) + capacity(config.ray) / world_size
+    return min(cores, config.ray.local) + capacity(config.ray) / config.ranks
 
 
 def _loads_by(config: Options, plan: Plan) -> str:

@@ -57,7 +57,7 @@ from infeed.workers.protocol import (
 )
 from infeed.workers.ray_cluster import DISCONNECTED, Connection
 from infeed.workers.ray_options import RayWorkers
-from infeed.workers.remote import RemoteBirth, RemoteWorker, Reply, Report
+from infeed.workers.remote import ClusterNode, RemoteBirth, RemoteWorker, Reply, Report
 from infeed.workers.status import StatusBoard
 from infeed.workers.write import Segments
 
@@ -73,8 +73,8 @@ _STACK_S: Final = 1.0
 _END_S: Final = 0.5
 # Warn if workers have waited this long for resources of the cluster, and again when the wait has doubled.
 _WAIT_S: Final = 10.0
-# Tasks wait while the expected results of a node would take more than this share of its object store. Above 80% Ray writes
-# objects to disk. Each worker may have one task anyway.
+# Tasks wait while the expected results of a node would take more than this share of its object store, beside the datasets.
+# Above 80% Ray writes objects to disk. Each loader may have one task per node anyway.
 _STORE_SHARE: Final = 0.5
 _CONTROL: Final = "control"
 _THREAD: Final = "infeed:ray"
@@ -148,6 +148,10 @@ class _Member:
         self.is_dead = False  # its death is reported
 
 
+# The open pools of this process, which share the object stores of the cluster.
+_POOLS: Final[set[RayPool]] = set()
+
+
 @final
 class RayPool(WorkerPool):
     def __init__(
@@ -161,6 +165,7 @@ class RayPool(WorkerPool):
         options: RayWorkers,
         threads: int,
         sample_timeout_s: float,
+        ranks: int,
         on_news: Callable[[], None] | None = None,
     ) -> None:
         """
@@ -168,11 +173,12 @@ class RayPool(WorkerPool):
             parts: the pickled dataset and its buffers.
             segments: the engine's memory, into which the pool copies batches.
             threads: per native thread pool of a worker.
+            ranks: number of processes that share the cluster.
             on_news: called from another thread when ``receive`` has something to return.
         """
         self._connection, ray = connection, connection.ray
         self._segments, self._status_board, self._specs = segments, status_board, specs
-        self._threads = threads
+        self._threads, self._ranks = threads, ranks
         self._on_news = on_news
         self._actor_class = ray.remote(concurrency_groups={_CONTROL: 1})(RemoteWorker).options(
             num_cpus=options.cpus,
@@ -186,6 +192,7 @@ class RayPool(WorkerPool):
         )
         self._options = options
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])
+        self._parts_bytes = sum(memoryview(part).nbytes for part in parts)
         self._members: dict[WorkerId, _Member] = {}
         self._stopped: list[Any] = []  # actors that were asked to exit
         self._lock = threading.Lock()  # guards the members' tasks and the status board: two threads submit
@@ -197,6 +204,7 @@ class RayPool(WorkerPool):
         self._warned_s = _WAIT_S / 2
         self._failure: Exception | None = None  # after which no worker can answer any more
         self._owner_pid = os.getpid()
+        _POOLS.add(self)
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         with explaining_limits():
             self._thread.start()
@@ -360,6 +368,7 @@ class RayPool(WorkerPool):
                 self._end_all([member for member in members if member.is_started], actors)
         finally:
             self._parts = None
+            _POOLS.discard(self)
 
     def _end_all(self, members: list[_Member], actors: list[Any]) -> None:
         """Ask members to exit, and kill all actors after a moment."""
@@ -400,7 +409,7 @@ class RayPool(WorkerPool):
 
     def _submit(self, member: _Member) -> None:
         """Submit queued tasks, as far as the node's object store can take their results. Call it with the lock."""
-        while member.queued and (not member.tasks or self._has_room(member)):
+        while member.queued and self._has_room(member):
             task, sent = member.queued.popleft()
             member.tasks[task] = sent
             self._call(member, "task", task, member.actor.handle, sent.frames)
@@ -408,18 +417,28 @@ class RayPool(WorkerPool):
     def _submit_all(self) -> None:
         """Submit queued tasks of all workers, after a result has been received or lost."""
         with self._lock:
-            for member in self._members.values():
+            waiting = [member for member in self._members.values() if member.queued]
+            for member in sorted(waiting, key=lambda one: one.queued[0][0]):  # the oldest batch first
                 self._submit(member)
+
+    def _results_on(self, node: ClusterNode) -> int:
+        """Return how many results of this pool are on a node, or are about to be."""
+        members = list(self._members.values())
+        return sum(len(one.tasks) for one in members if one.report is not None and one.report.node == node)
 
     def _has_room(self, member: _Member) -> bool:
         if member.report is None or not self._batch_bytes:
-            return True
+            return not member.tasks
         node = member.report.node
+        if not self._results_on(node):
+            return True
         if node.number not in self._store_bytes:  # it has joined since
             self._store_bytes = {node.number: 0.0, **self._connection.store_sizes()}
         room = self._store_bytes[node.number]
-        others = sum(len(one.tasks) for one in self._members.values() if one.report is not None and one.report.node == node)
-        return not room or (others + 1) * self._batch_bytes <= _STORE_SHARE * room
+        pools = list(_POOLS)
+        free = room - sum(pool._parts_bytes for pool in pools)
+        needed = self._batch_bytes + sum(pool._results_on(node) * pool._batch_bytes for pool in pools)
+        return not room or needed <= _STORE_SHARE * free / self._ranks
 
     # --- the pool's thread
 
