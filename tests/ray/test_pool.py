@@ -194,3 +194,33 @@ def test_tasks_that_wait_for_room_are_submitted_after_a_failure(error: Exception
     fake.futures("handle")[1].set_exception(error)
     wait_until(lambda: len(fake.futures("handle")) > before, "the task that waited")
     pool.close()
+
+
+def test_an_actor_that_ray_has_not_placed_is_killed_when_its_worker_is_stopped() -> None:
+    """It could not exit by itself. A started one exits, and the pool keeps it only until then."""
+    killed: list[Any] = []
+    fake = FakeRay(kill=killed.append)
+    pool = fake_pool(fake)
+    pool.start(WORKERS[0])
+    pool.stop(WORKERS[0])
+    assert len(killed) == 1
+    pool.close()
+    killed.clear()
+    pool = started(fake)
+    for worker in WORKERS:
+        pool.stop(worker)
+    pool.close()
+    assert killed == []
+
+
+def test_an_actor_without_contact_is_killed_and_its_batch_is_not_blamed() -> None:
+    """It may live, so another must not load in its place before."""
+    killed: list[Any] = []
+    fake = FakeRay(kill=killed.append)
+    pool = started(fake)
+    pool.send(WORKERS[0], load(2))
+    fake.futures("handle")[1].set_exception(ray.exceptions.ActorUnavailableError("no contact", None))
+    news = wait_until(lambda: pool.receive(0.1), "the death")
+    assert [(worker, death.is_blamed) for worker, death in news] == [(WORKERS[0], False)]
+    assert len(killed) == 1
+    pool.close()

@@ -194,7 +194,7 @@ class RayPool(WorkerPool):
         self._parts = ray.put([np.frombuffer(part, np.uint8) for part in parts])
         self._parts_bytes = sum(memoryview(part).nbytes for part in parts)
         self._members: dict[WorkerId, _Member] = {}
-        self._stopped: list[Any] = []  # actors that were asked to exit
+        self._stopped: dict[Any, Any] = {}  # actors that were asked to exit, by the reference that becomes ready then
         self._lock = threading.Lock()  # guards the members' tasks and the status board: two threads submit
         self._inbox: queue.SimpleQueue[_Done | _Place | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[tuple[_Member, FromWorker | Death | _Arrived] | None] = queue.SimpleQueue()
@@ -239,9 +239,16 @@ class RayPool(WorkerPool):
             if member is not None:
                 self._status_board.vacate(worker)
         if member is not None:
-            self._stopped.append(member.actor)
             with self._guarded():
-                self._end(member)
+                self._connection.check()
+                ray = self._connection.ray
+                if member.is_started:
+                    self._stopped[self._end(member)] = member.actor
+                else:  # Ray may not have placed it, so it could not exit
+                    ray.kill(member.actor)
+                if self._stopped:
+                    for end in ray.wait(list(self._stopped), num_returns=len(self._stopped), timeout=0)[0]:
+                        del self._stopped[end]
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         member = self._members.get(worker)
@@ -360,8 +367,8 @@ class RayPool(WorkerPool):
         self._inbox.put(None)
         self._thread.join()
         members, self._members = list(self._members.values()), {}
-        actors = [*self._stopped, *(member.actor for member in members)]
-        self._stopped = []
+        actors = [*self._stopped.values(), *(member.actor for member in members)]
+        self._stopped = {}
         self._failure = None
         try:
             if self._connection.is_open:  # otherwise ray.shutdown() has ended all actors
@@ -525,8 +532,9 @@ class RayPool(WorkerPool):
             return
         report = member.report
         who = "(not placed yet)" if report is None else f"(pid {report.pid} on node {report.node})"
-        is_lost = not isinstance(error, exceptions.RayActorError)
-        if is_lost:  # the result is gone, but the actor may live and has answered: start another, to load it again
+        # The result is gone, or Ray has lost contact to the actor, but the actor may live: start another, to load it again.
+        is_lost = not isinstance(error, exceptions.RayActorError) or isinstance(error, exceptions.ActorUnavailableError)
+        if is_lost:
             ray.kill(member.actor)
         is_node = "node has died" in text or "node was" in text
         cause_text = "Ray killed it because its node ran out of memory" if "low on memory" in text else None
