@@ -672,7 +672,7 @@ class Options:
     def ranks(self) -> int:
         """The number of training processes that share a Ray cluster."""
         # Without shard=, a DistributedSampler may divide the epoch among ranks.
-        shard = find_shard() if self.shard is None else self.shard
+        shard = find_shard() if self.shard == ALONE else self.shard
         world_size: int = shard.world_size  # type: ignore[union-attr]
         return world_size
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from ray._private.internal_api import memory_summary
 import infeed
 import ray
 from infeed.engine.session import cores_of_workers
+from infeed.options import Options
 from infeed.plan.sharding import Shard
+from infeed.workers.ray_cluster import capacity
 from tests.delivery.fake import FakeBackend
 from tests.helpers import DEADLINE_S, assert_same, plain
 from tests.ray.clusters import CPUS, STORE_BYTES, TwoNodes
@@ -394,13 +396,19 @@ def test_auto_adds_workers_on_the_cluster() -> None:
 def test_ranks_share_the_cluster_that_auto_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a sampler divides the epoch, not shard=."""
     ray_workers = infeed.RayWorkers(local=1)
-    config: Any = SimpleNamespace(ray=ray_workers, is_auto=True, shard=None)
+    config = Options(dataset=range(4), num_workers="auto", worker=ray_workers)
     alone = cores_of_workers(config, 2.0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert alone - 1 == 2 * (cores_of_workers(config, 2.0) - 1) > 0
-    config.shard = Shard(0, 3)
-    assert alone - 1 == 3 * (cores_of_workers(config, 2.0) - 1)
+    assert alone - 1 == 3 * (cores_of_workers(replace(config, shard=Shard(0, 3)), 2.0) - 1)
+
+
+def test_the_cpus_of_a_worker_are_on_one_node() -> None:
+    """Two nodes of 3 CPUs have room for two workers of 2 CPUs, although there are 6 CPUs."""
+    assert capacity(infeed.RayWorkers(cpus=1)) == 6
+    assert capacity(infeed.RayWorkers(cpus=2)) == 2
+    assert capacity(infeed.RayWorkers(resources={"nowhere": 1})) == 0
 
 
 def test_a_loader_that_gets_no_worker_times_out() -> None:

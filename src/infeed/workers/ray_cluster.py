@@ -100,8 +100,11 @@ class Connection:
 
 def capacity(options: RayWorkers) -> float:
     """Return how many workers the cluster has resources for, if it does nothing else."""
-    has, needs = connect().cluster_resources(), _needs(options)
-    return min((has.get(name, 0.0) // need for name, need in needs.items() if need), default=float(_NO_LIMIT))
+    needs = {name: need for name, need in _needs(options).items() if need}
+    nodes: list[dict[str, float]] = [node["Resources"] for node in connect().nodes() if node["Alive"]]
+    if not needs:
+        return float(_NO_LIMIT)
+    return sum(min(has.get(name, 0.0) // need for name, need in needs.items()) for has in nodes)
 
 
 def _needs(options: RayWorkers) -> dict[str, float]:
