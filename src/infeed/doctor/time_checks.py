@@ -148,7 +148,11 @@ def _find_cause(run: Run, loader: LoaderSeen) -> _Cause:
 
 def _find_worker_cause(run: Run, loader: LoaderSeen) -> tuple[str, str]:
     """Return the bottleneck and the fix for workers that perform as expected, besides cheaper samples."""
-    if not loader.is_on_cluster and loader.num_workers >= run.core_count and _cores_used(run, loader) >= BUSY_CORES * run.core_count:
+    if (
+        not loader.is_on_cluster
+        and loader.num_workers >= run.core_count
+        and _cores_used(run, loader) >= BUSY_CORES * run.core_count
+    ):
         return "all-cores", "workers on other machines (worker='ray' of infeed's loaders)" if may_move(loader) else ""
     if loader.is_auto:
         return "auto-workers", ""
