@@ -173,6 +173,46 @@ print([batch.tolist() for batch in DataLoader(list(range(4)), batch_size=2)])
     assert "1 loader on infeed's engine" in result.err
 
 
+TRAINING = """
+import os
+from torch.utils.data import DataLoader
+class Data:
+    def __len__(self): return 4
+    def __getitem__(self, i): return i
+data = Data()
+{}
+with open("runs", "a") as file:
+    file.write("run ")
+print([batch.tolist() for batch in DataLoader(data, batch_size=2, num_workers=2, timeout=30)])
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("", "1 loader on infeed's engine"),
+        pytest.param(
+            "import parts; data.part = parts.Part()",
+            "cannot import name 'Data' from 'training' (not imported: workers do not run training, which",
+            marks=pytest.mark.linux("torch forks its workers there"),
+        ),
+    ],
+    ids=["alone", "needed by another module"],
+)
+def test_training_in_an_imported_module_runs_once(tmp_path: Path, more: str, reason: str) -> None:
+    """As with torch's forked workers; and on these, with a warning, where a module that workers import needs that module."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "training.py").write_text(TRAINING.format(more))
+    (tmp_path / "scripts" / "parts.py").write_text("from training import Data\nclass Part:\n    pass\n")
+
+    result = run(tmp_path, "import training", seconds=SLOW_S)
+
+    assert result.out.strip() == "[[0, 1], [2, 3]]", result.err
+    assert reason in result.err
+    assert (tmp_path / "runs").read_text() == "run "
+
+
 CHILDREN = """
 import multiprocessing, subprocess, sys
 from torch.utils.data import DataLoader, Dataset

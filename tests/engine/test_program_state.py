@@ -292,5 +292,5 @@ def test_a_name_of_the_script_that_workers_lack_is_explained(tmp_path: Path, met
     )
     assert out == (
         "module '__main__' has no attribute 'NAME' in a worker, because workers do not run the script; "
-        "move NAME to a module, or store it in the dataset\n"
+        "move NAME to another module, or store it in the dataset\n"
     )

@@ -405,19 +405,128 @@ def test_an_unread_queue_does_not_delay_the_end_of_workers(tmp_path: Path, metho
         assert text in result.out  # Printed text is still seen.
 
 
+TRAINING = """
+import sys
+from pathlib import Path
+import infeed
+from tests.helpers import Journal
+
+Journal(Path(sys.argv[1])).write("body")
+
+class Sample:
+    def __init__(self, value):
+        self.value = value
+
+def double(value):
+    return 2 * value
+
+class Data:
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return Sample(double(i))
+
+data = Data()
+
+def run():
+    total = 0
+    with infeed.DataLoader(data, 2, num_workers=2, collate_fn=list, start_method=sys.argv[2], timeout=30) as loader:
+        for batch in loader:
+            assert all(type(sample) is Sample for sample in batch)
+            total += sum(sample.value for sample in batch)
+    return total
+
+total = run()
+"""
+
+
+@METHODS
+def test_workers_do_not_run_a_module_that_iterates_a_loader_when_it_is_imported(tmp_path: Path, method: str) -> None:
+    """Its functions and classes are pickled by value, as those of the script; also for loaders after its import."""
+    journal = Journal(tmp_path / "journal")
+    (tmp_path / "training.py").write_text(TRAINING)
+    code, start_method = prepared(method, "import training\nprint(training.total, training.run())")
+
+    result = run_script(tmp_path, code, str(journal.path), start_method)
+
+    assert_clean(result)
+    assert result.out == "12 12\n"
+    assert journal.lines() == ["body"]
+
+
+def test_nobody_runs_an_installed_module_that_iterates_a_loader_when_it_is_imported(tmp_path: Path) -> None:
+    """Neither workers nor the fork server, which imports other installed modules as soon as a loader is created."""
+    journal = Journal(tmp_path / "journal")
+    installed = Path(sysconfig.get_path("purelib", f"{os.name}_user", vars={"userbase": str(tmp_path / "base")}))
+    installed.mkdir(parents=True)
+    (installed / "training.py").write_text(TRAINING)
+    code = "import site, sys\nsys.path.append(site.getusersitepackages())\nimport training\nprint(training.total)"
+
+    environ = {"PYTHONUSERBASE": str(tmp_path / "base")}
+    result = start_script(tmp_path, code, str(journal.path), "auto", env=environ).finish()
+
+    assert_clean(result)
+    assert result.out == "12\n"
+    assert journal.lines() == ["body"]
+
+
+def test_workers_import_the_rest_of_a_package_whose_modules_iterate_a_loader(tmp_path: Path) -> None:
+    """The package itself is being imported, and so is the module that iterates; the module of the dataset is complete."""
+    journal = Journal(tmp_path / "journal")
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import launch")
+    (package / "launch.py").write_text("from . import training")
+    (package / "parts.py").write_text("class Base:\n    def __len__(self):\n        return 4\n")
+    (package / "training.py").write_text(TRAINING.replace("class Data:", "from . import parts\nclass Data(parts.Base):"))
+
+    result = start_python(["-m", "pkg.training", str(journal.path), "auto"], cwd=tmp_path).finish()
+    other = start_python(["-c", "import pkg", str(journal.path), "auto"], cwd=tmp_path).finish()
+
+    assert result.code == 0, result.err
+    assert_clean(other)
+    assert journal.lines() == ["body"] * 3  # `python -m` runs the module once as part of the package, and once as the script
+
+
+def test_a_module_that_needs_one_that_iterates_a_loader_says_why_it_cannot_be_imported_in_workers(tmp_path: Path) -> None:
+    """Its names are missing there; an import must not start the training again."""
+    journal = Journal(tmp_path / "journal")
+    (tmp_path / "parts.py").write_text("from training import double\nclass Part:\n    pass\n")
+    late = "import parts\ndata.part = parts.Part()\ntotal = run()"
+    (tmp_path / "training.py").write_text(TRAINING.replace("total = run()", late))
+
+    result = run_script(tmp_path, "import training", str(journal.path), "auto")
+
+    assert "cannot import name 'double' from 'training' (not imported: workers do not run training, which" in result.err
+    assert journal.lines() == ["body"]
+
+
 @pytest.mark.parametrize("method", ["auto", "spawn"])
-def test_a_module_that_iterates_a_loader_on_import_does_not_start_workers_recursively(tmp_path: Path, method: str) -> None:
-    """Workers import the module, and load in the same process there; the log says so."""
+def test_a_module_that_only_workers_import_starts_no_workers(tmp_path: Path, method: str) -> None:
+    """What iterates a loader there loads in the worker itself; the log says so."""
     (tmp_path / "data.py").write_text(dedent(f"""
         import infeed
         class Data:
             def __len__(self): return 4
-            def __getitem__(self, i): return i
-        loader = infeed.DataLoader(Data(), 2, num_workers=2, start_method="{method}", timeout=30)
-        total = sum(int(batch.sum()) for batch in loader)
+            def __getitem__(self, i): return self.total
+            def __getstate__(self): return "something"
+            def __setstate__(self, state):
+                import inner
+                self.total = inner.total
+        def total():
+            loader = infeed.DataLoader(Data(), 2, num_workers=2, start_method="{method}", timeout=30)
+            return sum(int(batch.sum()) for batch in loader)
     """))  # fmt: skip
-    result = run_script(tmp_path, "import data; print(data.total)")
-    assert (result.code, result.out) == (0, "6\n")
+    (tmp_path / "inner.py").write_text(
+        dedent(f"""
+        import infeed
+        loader = infeed.DataLoader([0, 1, 2, 3], 2, num_workers=2, start_method="{method}", timeout=30)
+        total = sum(int(batch.sum()) for batch in loader)
+    """)
+    )
+    result = run_script(tmp_path, "import data; print(data.total())")
+    assert (result.code, result.out) == (0, "24\n"), result.err
+    assert "a loader runs without workers, because a module that workers import iterates it" in result.err
     (warning,) = set(result.err.splitlines())
     assert warning.startswith("a loader runs without workers, because a module that workers import iterates it")
 

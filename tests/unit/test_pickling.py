@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, is_importable, load, main_by_value, spans
+from infeed.memory.pickling import BUFFER_ALIGN, dump, dump_by_value, is_importable, load, scripts_by_value, spans
 
 Dump = Callable[[object], tuple[bytes, list[memoryview]]]
 
@@ -488,11 +488,24 @@ def test_spans_are_aligned_and_disjoint(sizes: list[int]) -> None:
 def test_concurrent_pickling_does_not_interfere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of a spawned process is pickled by value until the last of them is done, in any thread."""
     monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
-    with main_by_value():
-        with main_by_value():
+    with scripts_by_value():
+        with scripts_by_value():
             pass
         assert "__mp_main__" in cloudpickle.list_registry_pickle_by_value()
     assert "__mp_main__" not in cloudpickle.list_registry_pickle_by_value()
+
+
+def test_a_module_that_the_user_pickles_by_value_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cloudpickle's registry is the program's as well."""
+    module = ModuleType("__mp_main__")
+    monkeypatch.setitem(sys.modules, "__mp_main__", module)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        with scripts_by_value():
+            pass
+        assert "__mp_main__" in cloudpickle.list_registry_pickle_by_value()
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 class LazyModule(ModuleType):

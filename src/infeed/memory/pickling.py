@@ -29,6 +29,7 @@ from cloudpickle.cloudpickle import _lookup_module_and_qualname, _make_skeleton_
 from infeed.memory.inheriting import is_shared_storage, reduce_shared, reduce_shared_storage
 from infeed.memory.mappings import SharedMappings
 from infeed.memory.reopening import reduce_handle
+from infeed.memory.scripts import SCRIPTS
 from infeed.memory.shared_arrays import is_plain_tensor, reduce_shared_memory
 
 _DISPATCHER: Final[CodeType] = functools.singledispatch(lambda _: None).__code__  # type: ignore[attr-defined]
@@ -51,8 +52,7 @@ def reduce_callable(obj: Any) -> Any:
 
 def is_importable(obj: Any) -> bool:
     """Whether another process can import this class or function by name."""
-    # In a process of `multiprocessing`, the script is also the module "__mp_main__".
-    if obj.__module__ == "__mp_main__" or obj.__module__ in cloudpickle.list_registry_pickle_by_value():
+    if obj.__module__ in SCRIPTS or obj.__module__ in cloudpickle.list_registry_pickle_by_value():
         return False
     return _lookup_module_and_qualname(obj) is not None
 
@@ -286,7 +286,7 @@ def dump_by_value(obj: object, modules: set[str], *, keeps_shared: bool = False)
     def pickler(stream: io.BytesIO, on_buffer: BufferCallback) -> ByValuePickler:
         return ByValuePickler(stream, on_buffer, modules, tensors)
 
-    with main_by_value():
+    with scripts_by_value():
         data, buffers = _dump(pickler, tensors, obj)
     if _TORCH_BY_NAME in data and any(name.partition(".")[0] == _CHOOSES_TORCH for name in modules):
         modules.add("torch")
@@ -295,28 +295,30 @@ def dump_by_value(obj: object, modules: set[str], *, keeps_shared: bool = False)
 
 def dumps_by_value(obj: object) -> bytes:
     """Pickle a small object by value, with its buffers in the pickle."""
-    with main_by_value():
+    with scripts_by_value():
         data: bytes = cloudpickle.dumps(obj, _PROTOCOL)
     return data
 
 
 @contextmanager
-def main_by_value() -> Iterator[None]:
-    """Pickle ``__mp_main__`` by value. It is the user's script in a spawned process, and workers cannot import it."""
-    module = sys.modules.get("__mp_main__")
-    if module is None:
-        yield
-        return
+def scripts_by_value() -> Iterator[None]:
+    """Pickle functions and classes of scripts by value. cloudpickle does so only for ``__main__``."""
+    found = [sys.modules[name] for name in SCRIPTS - {"__main__"} if name in sys.modules]
     with _BY_VALUE_LOCK:
-        _BY_VALUE.append(module)
-        cloudpickle.register_pickle_by_value(module)
+        users = cloudpickle.list_registry_pickle_by_value() - {module.__name__ for module in _BY_VALUE}
+        # Not packages: cloudpickle would also pickle their submodules by value, which workers can import.
+        modules = [module for module in found if module.__name__ not in users and not hasattr(module, "__path__")]
+        _BY_VALUE.extend(modules)
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
         with _BY_VALUE_LOCK:  # threads pickle concurrently: the last one to finish unregisters
-            _BY_VALUE.remove(module)
-            if module not in _BY_VALUE:
-                cloudpickle.unregister_pickle_by_value(module)
+            for module in modules:
+                _BY_VALUE.remove(module)
+                if module not in _BY_VALUE:
+                    cloudpickle.unregister_pickle_by_value(module)
 
 
 def spans(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from infeed.formatting import format_bytes, format_count
 from infeed.memory.limits import available_bytes
-from infeed.memory.pickling import ByValuePickler, TensorReducer
+from infeed.memory.pickling import ByValuePickler, TensorReducer, scripts_by_value
 from infeed.memory.shared_arrays import BINS, Shared, pointer_of
 
 # Modules whose objects have no attributes of interest.
@@ -128,6 +128,7 @@ _CULPRIT_ELEMENTS: Final = 100
 _SHOWN_STEPS: Final = 4
 
 
+@scripts_by_value()
 def find_culprit(root: Any, name: str, *, keeps_shared: bool = False) -> tuple[str, Any] | None:
     """Return the innermost part of ``root`` that cannot be pickled, with its path, such as ``dataset.cache.lock``.
 

@@ -19,6 +19,7 @@ from time import perf_counter_ns, process_time_ns
 from typing import Final, NoReturn, final
 
 from infeed.memory.inheriting import take_handed, use_tracker
+from infeed.memory.scripts import explain_missing_names
 from infeed.memory.segments import (
     SegmentHandle,
     SegmentReader,
@@ -113,7 +114,7 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], 
         fds: inherited descriptors: that of the shared memory, if it has one, then those that the dataset needs.
         report_imports: called before each answer: reports imports to the fork server, if this worker was forked.
     """
-    _explain_missing_names()
+    explain_missing_names(sys.modules["__main__"], "workers do not run the script")
     before = threading.active_count()
     timeout_s: float | None = None
     while True:
@@ -142,18 +143,6 @@ def run_worker(end: WorkerEnd, fds: Sequence[int], report_imports: Callable[[], 
         # Frees reference cycles of the dataset. Runs after the answer, because a collection is slow with torch imported.
         gc.unfreeze()
         gc.collect()
-
-
-def _explain_missing_names() -> None:
-    """Explain to user code that looks up a name of the script in ``__main__`` why it is missing."""
-
-    def explain(name: str) -> NoReturn:
-        text = f"module '__main__' has no attribute {name!r}"
-        if not name.startswith("__"):
-            text += f" in a worker, because workers do not run the script; move {name} to a module, or store it in the dataset"
-        raise AttributeError(text)
-
-    vars(sys.modules["__main__"])["__getattr__"] = explain
 
 
 def _has_children() -> bool:

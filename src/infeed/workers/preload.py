@@ -27,6 +27,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from infeed.memory.limits import available_cores
+from infeed.memory.scripts import SCRIPTS
 from infeed.workers.info import is_in_worker
 from infeed.workers.process_tools import is_importing
 
@@ -45,11 +46,13 @@ def preloadable(names: Iterable[str]) -> list[str]:
     while todo:
         name = todo.pop()
         module = sys.modules.get(name)
-        if name in seen or name == "__main__" or module is None:
+        if name in seen or name in SCRIPTS or module is None:
             continue
         seen.add(name)
         if is_installed(module):
-            found.add(name)
+            # A module that creates a loader when it is imported may go on to iterate it.
+            if not getattr(getattr(module, "__spec__", None), "_initializing", False):
+                found.add(name)
         elif name.partition(".")[0] != "infeed":
             todo.extend(_imported_by(module))
     return sorted(found)

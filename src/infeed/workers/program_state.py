@@ -3,6 +3,7 @@
 torch forks workers, so they have the state that the program has set in modules since their import. infeed's workers import the
 modules themselves, so they get that state with the dataset:
 
+* The names of modules that must not run in workers (see ``memory/scripts.py``). Workers get empty modules in their place.
 * ``_SETTINGS``: settings of well-known libraries, applied to libraries that the worker has imported, or when it imports them.
 * Variables of the user's modules that are plain data: globals, and attributes of the module's classes and of their instances
   there. They are applied once the dataset is unpickled: modules may fill each other's variables at import, for instance with
@@ -26,6 +27,7 @@ from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, Final, NamedTuple, final
 
 from infeed.import_hooks import when_any_imported
+from infeed.memory.scripts import SCRIPTS, add_stand_in, note_scripts, stand_ins
 from infeed.workers.preload import is_installed_file
 
 _PROTOCOL: Final = 5
@@ -215,7 +217,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _is_own(name: str, module: Any) -> bool:
     """Whether this is a module of the user that workers can import by this name."""
     file = vars(module).get("__file__")
-    if not isinstance(file, str) or is_installed_file(file) or name.partition(".")[0] == "infeed":
+    if not isinstance(file, str) or is_installed_file(file) or name.partition(".")[0] == "infeed" or name in SCRIPTS:
         return False
     spec = vars(module).get("__spec__")
     return spec is not None and spec.name == name and bool(spec.has_location)
@@ -266,9 +268,12 @@ class ProgramState:
 
     def __init__(self, settings: dict[str, list[bytes | None]], variables: dict[str, dict[_Key, _Variables]]) -> None:
         self._settings, self._variables = settings, variables
+        self._stand_ins = stand_ins()
 
     def adopt(self) -> None:
         """Apply the settings of libraries, now or when they are imported. Call it before the dataset is unpickled."""
+        for name, path in self._stand_ins.items():
+            add_stand_in(name, path)
         _WAITING.clear()  # functions of the previous loader
         for name, values in self._settings.items():
             if name in sys.builtin_module_names:
@@ -301,12 +306,13 @@ class ProgramState:
 
 @final
 class PickledProgramState:
-    """The state of this process when this object was created.
+    """The state of this process when this object was created, in the thread that iterates the loader.
 
     Its pickle is loaded as a ``ProgramState`` that has been adopted: pickle it before the dataset.
     """
 
     def __init__(self) -> None:
+        note_scripts()
         settings = {name: _read_settings(name) for name in _SETTINGS if sys.modules.get(name) is not None}
         variables = {}
         for name in [name for name in list(sys.modules) if name not in _FOREIGN]:
