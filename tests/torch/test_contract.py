@@ -707,6 +707,13 @@ def test_with_worker_init_fn_batch_i_is_loaded_by_worker_i_modulo_their_number(o
     assert collected(loader) == [[number % 2] * 4 for number in range(6)]
 
 
+@pytest.mark.process
+def test_a_dataset_that_may_seed_per_worker_has_batches_bound_to_workers_as_well(tmp_path: Path) -> None:
+    """It asks which worker it is in: a generator that it creates then must give the same numbers in every run."""
+    loader = load(data.Subset(Bound(Journal(tmp_path / "loaded")), range(24)), batch_size=4, **workers(2))
+    assert collected(loader) == [[number % 2] * 4 for number in range(6)]
+
+
 class Drawing:
     """Draws from generators that worker_init_fn created or seeded."""
 

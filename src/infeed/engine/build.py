@@ -17,6 +17,7 @@ from infeed.collate.torch_compat import collate_as_torch
 from infeed.delivery.backend import find_backend, is_gpu
 from infeed.delivery.host import HostDelivery
 from infeed.engine.bad_samples import BadSampleHandler
+from infeed.engine.binding import draws_per_worker
 from infeed.engine.engine import Engine, EngineSetup
 from infeed.engine.faults import Faults
 from infeed.engine.planning import Feed, IndexedFeed, Plan, StreamFeed, StreamShares, rows_of, seed_grain
@@ -128,11 +129,11 @@ def build_engine(
     if stream is not None and config.is_torch:
         stream.decide(shards_itself=True)  # every worker reads a full copy; the dataset does the sharding
     limits = HangLimits(float(config.sample_timeout), config.hang_warning)
-    # If worker_init_fn seeds a generator, its numbers depend on which batches the worker loads. To make that independent of
-    # timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes, and not
+    # If workers have generators of their own, their numbers depend on which batches the worker loads. To make that independent
+    # of timing, worker i % count loads batch i, as in torch. Not with num_workers="auto", where the count changes, and not
     # on a Ray cluster, where a batch would wait for a worker that may never get a place.
-    binds = config.is_torch and config.worker_init_fn is not None and tuner is None and stream is None and count > 1
-    binds = binds and ray is None
+    can_bind = config.is_torch and tuner is None and stream is None and count > 1 and ray is None
+    binds = can_bind and (config.worker_init_fn is not None or draws_per_worker(config.dataset, config.collate_fn))
     # A round trip to another machine takes a millisecond, and a part of a batch would have to be copied column by column.
     is_whole = ray is not None or count == 1 or binds or source.making is not Making.ROWS or source.is_batched
     remote = frozenset(workers[ray.local :]) if ray is not None else frozenset()

@@ -347,6 +347,12 @@ def has_workers(program: Program) -> bool:
     return program.options.num_workers > 0
 
 
+def is_bound(program: Program) -> bool:
+    """Whether worker ``i % n`` loads batch ``i``: it may have generators of its own."""
+    may_draw = program.options.worker_init_fn or program.dataset.kind in ("located", "own rng", "lazy rng")
+    return bool(may_draw) and program.options.in_order
+
+
 def has_sampler(program: Program, *words: str) -> bool:
     samplers = (program.options.sampler, program.options.batch_sampler)
     return any(word in sampler.kind for sampler in samplers if sampler is not None for word in words)
@@ -417,10 +423,10 @@ DIFFERENCES: Final[dict[str, Difference]] = {
         "The worker that loads a sample may differ.",
         lambda program: (
             program.options.num_workers > 1
-            and program.dataset.kind in ("located", "counted")
-            and not (program.options.worker_init_fn and program.options.in_order)
+            and program.dataset.kind in ("located", "counted", "own rng", "lazy rng")
+            and not is_bound(program)
         ),
-        in_both(blanked(("worker", "count"))),
+        in_both(blanked(("worker", "count", "own"))),
         Program(DatasetSpec("counted"), _TWO),
         is_timed=True,
     ),
@@ -478,7 +484,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
         lambda program: (
             has_workers(program)
             and program.options.persistent_workers
-            and program.dataset.kind in ("counted", "stream, continuing", "stream, epochs")
+            and program.dataset.kind in ("counted", "own rng", "lazy rng", "stream, continuing", "stream, epochs")
             and any(operation.name in _LEAVING for operation in program.operations)
         ),
         up_to_left_iteration,

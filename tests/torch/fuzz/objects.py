@@ -144,6 +144,31 @@ class Drawing(Rows):
         return {"index": number, "torch": torch.rand(2), "numpy": np.random.random(2), "random": random.random()}
 
 
+class OwnDrawing(Rows):
+    """Samples draw from a generator of the dataset."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        super().__init__(spec)
+        self.generator: Any = np.random.default_rng(1)
+
+    def make(self, number: int) -> Any:
+        return {"index": number, "own": self.generator.random(2)}
+
+
+class LazyDrawing(OwnDrawing):
+    """Each worker's copy creates the generator with the first sample."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        super().__init__(spec)
+        self.generator = None
+
+    def make(self, number: int) -> Any:
+        if self.generator is None:
+            info = data.get_worker_info()
+            self.generator = np.random.default_rng(0 if info is None else info.seed)
+        return super().make(number)
+
+
 class Located(Rows):
     """Samples contain the worker that loaded them, and a value set by its worker_init_fn."""
 
@@ -335,6 +360,8 @@ DATASETS: Final[dict[str, Callable[[DatasetSpec], Any]]] = {
     "__getitems__ of None": NoBatches,
     "stored": Stored,
     "drawing": Drawing,
+    "own rng": OwnDrawing,
+    "lazy rng": LazyDrawing,
     "located": Located,
     "counted": Counted,
     "unsized": Unsized,
