@@ -14,6 +14,7 @@ from torch.utils import data
 
 from infeed import StateError
 from infeed.torch import DataLoader
+from infeed.torch.patching import StatefulDataLoader
 from tests import stateful
 from tests.helpers import DEADLINE_S
 from tests.stateful import Counting, Pending, PendingAtOnce, Permuted, Shuffled, Turning, TurningBatches, TurningInside
@@ -564,3 +565,56 @@ def test_states_of_torchdatas_sampler_can_be_resumed() -> None:
             assert run(resumed, 3) == [uninterrupted[0][step:], *uninterrupted[1:]]
         else:
             assert run(resumed, 2) == uninterrupted[1:]
+
+
+class Counted(Numbers):
+    """Samples tell how many this copy has loaded; its state is that number."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return 10 * self.count + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.process
+@pytest.mark.linux("torch forks its workers there")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_torchdatas_loader_resumes_a_stateful_map_style_dataset_on_its_own_workers(is_persistent: bool) -> None:
+    """infeed's would not know the dataset's state at a batch. The batches are torchdata's, with one warning per loader."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader.stateful_dataloader")
+
+    def batches(cls: Any) -> list[Any]:
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": is_persistent}
+        loader, resumed = cls(Counted(), **options), cls(Counted(), **options)
+        iterator = iter(loader)
+        first = next(iterator)
+        resumed.load_state_dict(loader.state_dict())
+        rest = [list(iterator), list(resumed), list(resumed)]
+        return [first, *([batch.tolist() for batch in epoch] for epoch in rest)]
+
+    with pytest.warns(
+        RuntimeWarning, match=r"torch's own workers, because its map-style dataset has a state_dict\(\)"
+    ) as caught:
+        own = batches(StatefulDataLoader)
+    assert len([one for one in caught if one.category is RuntimeWarning]) == 2
+    assert str(own) == str(batches(torchdata.StatefulDataLoader))
+
+
+def test_torchdatas_loader_resumes_a_stateful_map_style_dataset_without_workers_on_infeeds_engine() -> None:
+    """Which follows the state of the dataset there."""
+    loader, resumed = (StatefulDataLoader(Counted(), batch_size=2, snapshot_every_n_steps=3) for _ in range(2))
+    iterator = iter(loader)
+    next(iterator)
+
+    resumed.load_state_dict(loader.state_dict())
+
+    assert [batch.tolist() for batch in iterator] == [batch.tolist() for batch in resumed]
+    assert resumed.statistics().batch_count == 3

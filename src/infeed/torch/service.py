@@ -50,7 +50,7 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
     """Return the iterator for ``iter(loader)``: infeed's, or torch's own with a warning that states the reason."""
     why = why_not(loader)
     if why is not None:
-        return _refuse(loader, why)
+        return refuse(loader, why)
     session = session_of(loader)
     generator = loader.generator if loader.generator is not None else torch.default_generator
     before = generator.get_state()
@@ -68,7 +68,7 @@ def iterator_of(loader: TorchDataLoader[Any]) -> _BaseDataLoaderIter:
         generator.set_state(before)  # torch draws the base seed again
         # Remember the reason: pickling may be slow, and the next epoch would fail again.
         loader.__dict__[_UNPICKLABLE] = why = error.unpicklable
-        return _refuse(loader, why, cure)
+        return refuse(loader, why, cure)
     loader.__dict__.pop(_REFUSED, None)
     TALLY.serve(session)
     return made
@@ -209,8 +209,13 @@ def _torch_forks(loader: TorchDataLoader[Any]) -> bool:
     return (multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]) == "fork"
 
 
-def _refuse(loader: TorchDataLoader[Any], why: str, cure: str = "") -> _BaseDataLoaderIter:
-    """Return torch's own iterator, with one warning per loader."""
+def refuse(
+    loader: TorchDataLoader[Any],
+    why: str,
+    cure: str = "",
+    iterate: Callable[[Any], _BaseDataLoaderIter] = _torch_iterator,
+) -> _BaseDataLoaderIter:
+    """Return torch's own iterator, or that of ``iterate``, with one warning per loader."""
     is_new = loader.__dict__.get(_REFUSED) != why
     loader.__dict__[_REFUSED] = why
     if is_new:
@@ -228,7 +233,7 @@ def _refuse(loader: TorchDataLoader[Any], why: str, cure: str = "") -> _BaseData
     if isinstance(loader.num_workers, AutoCount):
         # torch starts num_workers processes, and for "auto" that number is the maximum.
         loader.num_workers = max(1, int(core_limit(own_options(loader)["cpu_limit"])))
-    return _torch_iterator(loader)
+    return iterate(loader)
 
 
 def notice(loader: Any, iterator: _BaseDataLoaderIter) -> None:
