@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,44 @@ def test_a_batch_of_processes_can_be_replayed_here(name: str, forkserver: dict[s
     """The same batch, in this process."""
     with made(**OPTIONS[name], **forkserver) as loader:
         assert_replayed(loader, in_order=name != "out of order")
+
+
+QUESTIONS: dict[str, Callable[[Any], object]] = {
+    "statistics": lambda loader: loader.statistics(),
+    "explain": lambda loader: loader.explain(2),
+    "state_dict": lambda loader: loader.state_dict(),
+    "bad_samples": lambda loader: loader.bad_samples,
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_another_thread_may_ask_while_an_epoch_runs(ask: Callable[[Any], object]) -> None:
+    """It gets an answer at any time: what it reads may be changing."""
+    before = sys.getswitchinterval()
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+
+    def ask_on() -> None:
+        try:
+            while not is_over.is_set():
+                ask(loader)
+        except BaseException as error:
+            errors.append(error)
+
+    options: dict[str, Any] = {"num_workers": 1, "worker": "thread", "on_error": "skip", "timeout": 30}
+    with made(Tree(1500, lambda index: 1 // (index % 50)), batch_size=1, **options) as loader:
+        thread = threading.Thread(target=ask_on)
+        thread.start()
+        sys.setswitchinterval(1e-5)  # switch threads within a call
+        try:
+            count = sum(1 for _ in loader)
+        finally:
+            sys.setswitchinterval(before)
+            is_over.set()
+            thread.join()
+
+    assert errors == []
+    assert count == 1470
 
 
 def test_a_batch_of_threads_can_be_replayed_here() -> None:
