@@ -707,6 +707,23 @@ def test_with_worker_init_fn_batch_i_is_loaded_by_worker_i_modulo_their_number(o
     assert collected(loader) == [[number % 2] * 4 for number in range(6)]
 
 
+UNREADABLE: dict[str, Callable[[], Any]] = {
+    "of nothing": lambda: data.RandomSampler([], num_samples=2),
+    "of nothing, with a generator": lambda: data.RandomSampler([], num_samples=2, generator=torch.Generator()),
+    "without weight": lambda: data.WeightedRandomSampler([0.0, 0.0], 2),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sampler", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("cls", [data.DataLoader, ours.DataLoader], ids=["torch", "infeed"])
+def test_with_workers_iter_raises_what_the_sampler_raises_at_its_first_index(cls: Any, sampler: Any) -> None:
+    """Workers load ahead of the first `next`."""
+    loader = cls(range(2), sampler=sampler(), **workers(1))
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        iter(loader)
+
+
 @pytest.mark.process
 def test_a_dataset_that_may_seed_per_worker_has_batches_bound_to_workers_as_well(tmp_path: Path) -> None:
     """It asks which worker it is in: a generator that it creates then must give the same numbers in every run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -35,7 +36,7 @@ from infeed.torch.generators import DEFAULT, LOADER, NAMES, NOW, ORDER, SAMPLER,
 
 # Samplers that draw random numbers, all at once.
 _DRAWING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Samplers that draw all random numbers before their first index, so reading further ahead has no visible effect.
+# Samplers that draw all random numbers before their first index, so reading further ahead than torch has no visible effect.
 _DRAWING_FIRST: Final = (SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
@@ -225,8 +226,10 @@ class TorchPlan(Plan):
 
     def lookahead(self, cursor: Cursor) -> Lookahead | None:
         sampler = self._inner()
-        if not self._lookahead or self._is_ours() or self._is_unseeded() or type(sampler) in _DRAWING_FIRST:
+        if not self._lookahead or self._is_ours():
             return None
+        if self._is_unseeded() or type(sampler) in _DRAWING_FIRST:
+            return Lookahead(self._lookahead, sys.maxsize)
         if not self._is_whole_shuffle():
             return Lookahead(self._lookahead, 0)
         # The sampler draws at its first index, and again when it is read beyond its full batches.
