@@ -230,6 +230,16 @@ def up_to_hang(_program: Program, records: Records) -> Records:
     return _cut(records, place)
 
 
+def up_to_growth(_program: Program, records: Records) -> Records:
+    """torch's sampler has indices left where infeed's has none."""
+    place = first_difference(records)
+    if place is None or ("operation", "grow") not in [(event[0], event[-1]) for event in records[0][:place]]:
+        return records
+    is_torch_longer = any(_has(records[0], place, kind) for kind in ("getitem", "getitems", "batch"))
+    is_over = any(_has(records[1], place, kind) for kind in ("stop", "getitem", "getitems", "batch"))
+    return _cut(records, place) if is_torch_longer and is_over else records
+
+
 def up_to_left_iteration(_program: Program, records: Records) -> Records:
     """After an earlier abandoned iteration, a worker's copy of the dataset has loaded fewer samples than torch's."""
     place = first_difference(records)
@@ -494,6 +504,20 @@ DIFFERENCES: Final[dict[str, Difference]] = {
             (Operation("zip"),),
         ),
         is_timed=True,
+    ),
+    "growing dataset": Difference(
+        "What differs",
+        "If the dataset grows during an epoch with `RandomSampler` (`shuffle=True`), torch yields old indices again",
+        lambda program: (
+            any(operation.name == "grow" for operation in program.operations)
+            and (bool(program.options.shuffle) or has_sampler(program, "random"))
+        ),
+        up_to_growth,
+        Program(
+            DatasetSpec(length=2),
+            OptionsSpec(shuffle=True),
+            (Operation("take"), Operation("grow"), Operation("take", count=1)),
+        ),
     ),
     "failing sampler": Difference(
         "What differs",
