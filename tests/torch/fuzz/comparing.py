@@ -198,6 +198,7 @@ _IN_SHARED_MEMORY: Final = (
     "stack(): functions with out=",
     "doesn't correspond to a device",
     "Trying to resize storage that is not resizable",
+    "can't be cast to the desired output type",
 )
 
 
