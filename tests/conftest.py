@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.helpers")
 
@@ -38,10 +38,12 @@ _ENGINES = {
 # With these, a hang fails one test and does not end the run.
 _NO_HANG: dict[str, Any] = {"timeout": DEADLINE_S}
 
-# Run the same examples every time, so that a failure points to a change; INFEED_FUZZ=1 draws new ones.
-settings.register_profile("steady", derandomize=True)
-if not os.environ.get("INFEED_FUZZ"):
-    settings.load_profile("steady")
+# Run the same examples every time, so that a failure points to a change; INFEED_FUZZ=1 draws new ones. No time limits: on a
+# busy machine any example may take long.
+_UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fuzz", **_UNTIMED)
+settings.register_profile("steady", derandomize=True, **_UNTIMED)
+settings.load_profile("fuzz" if os.environ.get("INFEED_FUZZ") else "steady")
 
 
 # A shell makes background jobs ignore these signals, and every program that a test starts and interrupts would inherit that.

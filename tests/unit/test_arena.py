@@ -53,7 +53,7 @@ def assert_apart(blocks: list[Block], sizes: dict[int, int]) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * MIB), st.integers(0, 30)), max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_blocks_never_overlap_and_accounting_is_exact(steps: list[tuple[bool, int, int]]) -> None:
     """Whatever is added, enlarged or refused: existing slots have their own bytes, within the limit."""
     store = PaperStore()

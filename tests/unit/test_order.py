@@ -68,7 +68,7 @@ def test_distant_windows_of_a_huge_epoch_share_no_index(length: int) -> None:
     length=st.sampled_from([1, 50, SORTED, SORTED + 1, 100_003, 1 << 40]),
     spans=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 70_000)), min_size=1, max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_index_at_a_position_does_not_depend_on_the_access_order(length: int, spans: list[tuple[float, int]]) -> None:
     """Windows in any order and of any size, from one object or from new ones, agree."""
     order = shuffled(length)

@@ -293,7 +293,7 @@ def rows(planned: PlannedBatch) -> tuple[int, ...]:
 
 
 @given(kind=st.sampled_from(["ordered", "sampled", "given"]), cut=CUTS, length=st.integers(0, 60), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_step_is_delivered_exactly_once_despite_interruptions(
     kind: str, cut: Cut, length: int, data: st.DataObject
 ) -> None:
@@ -318,7 +318,7 @@ def test_every_step_is_delivered_exactly_once_despite_interruptions(
 
 
 @given(cut=CUTS, length=st.integers(0, 60), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_in_order_the_state_has_nothing_ahead(cut: Cut, length: int, data: st.DataObject) -> None:
     """A few numbers at every step; the position is that of the whole step, of all ranks."""
     cursor = Cursor()
@@ -332,7 +332,7 @@ def test_in_order_the_state_has_nothing_ahead(cut: Cut, length: int, data: st.Da
 
 
 @given(start=st.integers(1, 3), then=st.integers(1, 4), size=st.integers(1, 4), count=st.integers(0, 9), at=st.integers(0, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_batches_of_a_batch_sampler_are_delivered_once_if_the_number_of_ranks_changes(
     start: int, then: int, size: int, count: int, at: int
 ) -> None:

@@ -149,7 +149,7 @@ def trees(draw: st.DrawFn, depth: int = 2) -> Any:
 
 
 @given(make=trees(), count=st.integers(1, 9), cuts=st.lists(st.integers(0, 9), max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rows_written_in_any_split_are_the_stacked_batch(make: Any, count: int, cuts: list[int]) -> None:
     """Samples of one layout are written unchanged, in tasks and chunks of any size, and read as np.stack would return them."""
     samples = [make(row) for row in range(count)]
@@ -158,7 +158,7 @@ def test_rows_written_in_any_split_are_the_stacked_batch(make: Any, count: int, 
 
 
 @given(make=trees(), count=st.integers(1, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_general_writer_gives_the_same_result(make: Any, count: int) -> None:
     """The user cannot see which of the two writers was used."""
     samples = [make(row) for row in range(count)]

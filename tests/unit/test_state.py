@@ -387,7 +387,7 @@ NAMES = [*states(), "stream"]
 
 
 @given(JSON | st.dictionaries(st.sampled_from(NAMES), JSON))
-@settings(max_examples=150, deadline=1000)
+@settings(max_examples=150)
 def test_any_json_is_a_cursor_or_a_state_error(value: Any) -> None:
     """Quickly."""
     for whose in (PLAIN, STREAMED):
@@ -426,7 +426,7 @@ def mutations(draw: st.DrawFn) -> tuple[Any, Identity]:
 
 
 @given(mutations())
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300)
 def test_any_mutation_of_a_state_is_a_cursor_or_a_state_error(mutation: tuple[Any, Identity]) -> None:
     """Quickly."""
     state, whose = mutation

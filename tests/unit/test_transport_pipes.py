@@ -76,7 +76,7 @@ def test_frames_arrive_complete_and_in_order_in_both_directions(channel: Channel
 
 
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=8), cuts=st.lists(st.integers(0, 2500), max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_frames_may_be_split_anywhere(frames: list[bytes], cuts: list[int]) -> None:
     """In the middle of a length, of a frame or between two; the receiver joins the pieces."""
     data = joined(frames)

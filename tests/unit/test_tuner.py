@@ -47,7 +47,7 @@ def works(draw: st.DrawFn) -> Work:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(work=works(), seed=st.integers(0, 1000))
 def test_it_comes_close_to_the_best_number_in_few_steps(work: Work, seed: int) -> None:
     """For any work: within a tenth of the best number, if single batches can be measured."""
@@ -59,7 +59,7 @@ def test_it_comes_close_to_the_best_number_in_few_steps(work: Work, seed: int) -
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(work=works())
 def test_it_stays_settled(work: Work) -> None:
     """Nothing is tried repeatedly."""

@@ -236,9 +236,12 @@ def up_to_growth(_program: Program, records: Records) -> Records:
     place = first_difference(records)
     if place is None or ("operation", "grow") not in [(event[0], event[-1]) for event in records[0][:place]]:
         return records
-    is_torch_longer = any(_has(records[0], place, kind) for kind in ("getitem", "getitems", "batch"))
-    is_over = any(_has(records[1], place, kind) for kind in ("stop", "getitem", "getitems", "batch"))
+    is_torch_longer = any(_has(records[0], place, kind) for kind in _LOADING)
+    is_over = any(_has(records[1], place, kind) for kind in ("stop", *_LOADING))
     return _cut(records, place) if is_torch_longer and is_over else records
+
+
+_LOADING: Final = ("getitem", "getitems", "collate", "batch")
 
 
 def up_to_left_iteration(_program: Program, records: Records) -> Records:
