@@ -31,7 +31,7 @@ RUNS = [
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", ["infeed", pytest.param("torch", marks=pytest.mark.torch)])
+@pytest.mark.parametrize("family", ["infeed", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.long])])
 def test_every_case_gives_a_whole_record(family: str) -> None:
     """The record of a run contains every figure of every repetition and the metrics that the case declares."""
     if family != "infeed" and importlib.util.find_spec(family) is None:

@@ -41,6 +41,7 @@ class Noisy:
         return {"x": np.random.rand(3, 4).astype(np.float32), "i": index, "t": str(index)}
 
 
+@pytest.mark.long
 def test_every_mix_of_workers_delivers_the_same_batches() -> None:
     """Local, remote and both together: bit-identical to the main process."""
     arguments: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 5}
@@ -246,6 +247,7 @@ def test_close_does_not_wait_for_user_code() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long
 def test_results_in_flight_do_not_fill_the_object_store() -> None:
     """Tasks wait in the training process while results of others would take about half of a node's store."""
 
@@ -317,7 +319,7 @@ def test_statistics_count_the_work_of_remote_workers() -> None:
             pass
         seen = loader.statistics()
     assert seen.sample_count == 400
-    assert sum(one.sample_count for one in seen.workers) == 400
+    assert sum(one.sample_count for one in seen.workers) >= 400  # Workers may have loaded batches of the next epoch.
     assert seen.sample_times["median"] > 0.009  # A busy machine takes longer than the 10 ms that a sample sleeps.
 
 
@@ -329,6 +331,7 @@ class Stream:
         yield from range(0 if info is None else info.id, 30, 1 if info is None else info.num_workers)
 
 
+@pytest.mark.long
 def test_an_iterable_dataset_is_shared_among_local_and_remote_workers() -> None:
     """Every element is delivered once."""
     with infeed.DataLoader(

@@ -24,10 +24,10 @@ class Fake:
         self.missing = 404
         self.has_etags = True
         self.port = 0
-        self.read: list[str] = []  # names of objects whose content was requested
-        self.sizes: list[int] = []  # of the ranges that were requested
         self.read: list[str] = []  # Names of objects whose content was requested.
+        self.sizes: list[int] = []  # Sizes of the ranges that were requested.
         self.not_found: list[str] = []  # Names of missing objects that were requested.
+        self.tunnels: list[str] = []  # Hosts to which clients of this proxy wanted to connect.
 
     def s3(self) -> dict[str, Any]:
         """Return the storage options for ``s3://bucket/...``."""

@@ -97,7 +97,7 @@ def test_a_reference_to_a_freed_object_is_an_error(memory: str) -> None:
 
 
 def test_tensors_that_windows_refuses_to_map_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object still exists: it is memory and page file that are used up."""
+    """The object still exists; memory and page file are used up."""
 
     class CommitLimitError(OSError):
         winerror = 1455
@@ -106,7 +106,9 @@ def test_tensors_that_windows_refuses_to_map_say_so(monkeypatch: pytest.MonkeyPa
         raise CommitLimitError(22, "The paging file is too small for this operation to complete")
 
     monkeypatch.setattr("infeed.memory.shared_arrays.find_segment", refuse)
-    with pytest.raises(MemoryLimitError, match=r"page file of Windows are used up; .* share NumPy arrays instead of tensors$"):
+    with pytest.raises(
+        MemoryLimitError, match=r"Windows is out of memory and page file space; .* share NumPy arrays instead of tensors$"
+    ):
         Bins().open(Address("/gone", 1 << 20, os.getpid()))
 
 
