@@ -86,8 +86,8 @@ def steps(command: str, arguments: list[str]) -> list[list[list[str]]]:
 
 
 def pytest_step(arguments: list[str]) -> list[str]:
-    # One more than the CPU cores: tests spend half of their time waiting for processes.
-    return ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal", *arguments]
+    # Two more than the CPU cores: tests spend much of their time waiting for processes.
+    return ["-m", "pytest", "-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal", *arguments]
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -227,6 +227,7 @@ def test_batches_survive_fifty_kills_of_actors_and_raylets(cluster: TwoNodes) ->
         cluster.remove(node)
 
 
+@pytest.mark.long
 def test_an_iterable_dataset_continues_after_a_kill() -> None:
     """The replacement continues after the last delivered element."""
 

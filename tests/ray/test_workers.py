@@ -81,6 +81,7 @@ def test_a_mixed_pool_uses_local_and_remote_workers() -> None:
     assert indices == list(range(400)) * epochs
 
 
+@pytest.mark.long
 def test_workers_are_spread_over_the_nodes(cluster: TwoNodes) -> None:
     """They are not packed onto the first node, whose cores the training process needs."""
 
@@ -229,6 +230,7 @@ def test_a_hanging_worker_is_reported_with_index_node_and_stack(caplog: pytest.L
     assert "in doze" in caplog.text
 
 
+@pytest.mark.long
 def test_a_sample_that_exceeds_its_timeout_is_skipped_and_its_worker_replaced() -> None:
     """sample_timeout kills the actor, and on_error='skip' omits the sample."""
     with infeed.DataLoader(Sleeping(3600.0), batch_size=2, sample_timeout=1.0, on_error="skip", **OPTIONS) as loader:
@@ -312,6 +314,7 @@ def test_a_state_can_be_loaded_with_another_kind_of_worker() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.long
 def test_statistics_count_the_work_of_remote_workers() -> None:
     """Samples and times arrive with the replies."""
     with infeed.DataLoader(Slow(), batch_size=20, **OPTIONS) as loader:
@@ -383,6 +386,7 @@ def test_ray_is_imported_only_on_request() -> None:
     subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
 
 
+@pytest.mark.long
 def test_auto_adds_workers_on_the_cluster() -> None:
     """With one core here, the tuner continues with workers on the cluster."""
     with infeed.DataLoader(
@@ -457,6 +461,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     return fake
 
 
+@pytest.mark.long
 def test_a_slot_is_not_reused_while_the_device_reads_it(device: FakeBackend) -> None:
     """The copy from pinned memory is late, and the user does not keep the batch."""
     copies = []

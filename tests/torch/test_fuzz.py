@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.linux("torch's workers are forked, so that nothing needs to be pickled for them"),
 ]
 
-_PARTS: Final = 6
+_PARTS: Final = 5
 _LONG_CASES: Final = int(os.environ.get("INFEED_FUZZ_CASES", "20000"))
 # Few, because Hypothesis varies the programs that it has drawn: more seeds find more.
 _PER_PART: Final = 50
