@@ -17,8 +17,9 @@ import pytest
 
 import infeed
 from infeed.data.cache import PieceCache
-from infeed.data.locks import file_lock
+from infeed.data.locks import file_lock, replace_file
 from infeed.data.storage import Range, Stat, Storage, stat_of
+from tests.helpers import wait_until
 from tests.shards.writing import write_shards
 
 PIECE = 1000
@@ -275,3 +276,16 @@ def test_a_changed_shard_is_noticed_although_it_was_cached(tmp_path: Path) -> No
 
     assert stat_of(path.stat()).version == "7000"
     assert infeed.open(pattern, **options)[0]["bin"].startswith(b"9 9 9")
+
+
+def test_a_file_is_replaced_while_another_thread_reads_it(tmp_path: Path) -> None:
+    """On Windows, a reader prevents it until it closes the file."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("old")
+    new.write_text("new")
+    file = open(old)  # noqa: SIM115
+    threading.Timer(0.2, file.close).start()
+    replace_file(new, old)
+
+    assert old.read_text() == "new"
+    wait_until(lambda: file.closed, "the reader")

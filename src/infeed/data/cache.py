@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 from zlib import crc32
 
-from infeed.data.locks import file_lock
+from infeed.data.locks import file_lock, replace_file
 from infeed.data.storage import OpenFile, Range, Stat, Storage
 from infeed.errors import ConfigError, StorageError
 
@@ -146,7 +146,7 @@ class PieceCache:
                 self._added = len(data)
             with open(part, "wb") as file:
                 file.write(data)
-            os.replace(part, path)
+            replace_file(part, path)
         except OSError as error:  # such as a full disk: the sample is there all the same
             with suppress(OSError):
                 os.unlink(part)

@@ -1,9 +1,10 @@
-"""Locks between processes that the operating system releases when their holder dies, also by ``kill -9``."""
+"""Files that several processes use: locks that the system releases when their holder dies, and replacing a file in use."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Final
 
 # Windows: msvcrt.locking gives up after 10 attempts, one per second.
 _LOCK_BYTES: Final = 1
+# Windows cannot replace a file that another process or thread has open. Readers here close it after one read.
+_REPLACE_S: Final = 2.0
+_RETRY_S: Final = 0.01
 
 
 @contextmanager
@@ -50,6 +54,20 @@ def file_lock(path: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
+
+
+def replace_file(source: str | Path, target: str | Path) -> None:
+    """Rename ``source`` to ``target``, which may exist. On Windows, wait for readers of ``target`` for up to 2 s."""
+    deadline_s = time.monotonic() + _REPLACE_S
+    while True:
+        try:
+            os.replace(source, target)
+        except PermissionError:
+            if sys.platform != "win32" or time.monotonic() > deadline_s:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from infeed.data.locks import replace_file
 from infeed.data.storage import LocalStorage, Range, any_version
 from infeed.data.tar_scan import LOCAL, scan_tar, split_name
 from infeed.errors import ConfigError, ShardError
@@ -203,7 +204,7 @@ def write_shards(samples: Iterable[Sample], out: Path, prefix: str, shard_bytes:
             if archive is not None and _rounded(archive.offset + added + _END_BYTES, tarfile.RECORDSIZE) > shard_bytes:
                 archive.close()
                 archive = None
-                os.replace(part, shard_path(out, prefix, number))
+                replace_file(part, shard_path(out, prefix, number))
                 number += 1
                 part = shard_path(out, prefix, number).with_suffix(_PART_SUFFIX)
             if archive is None:
@@ -214,7 +215,7 @@ def write_shards(samples: Iterable[Sample], out: Path, prefix: str, shard_bytes:
         if archive is not None:
             archive.close()
             archive = None
-            os.replace(part, shard_path(out, prefix, number))
+            replace_file(part, shard_path(out, prefix, number))
     finally:
         if archive is not None:  # interrupted
             archive.close()

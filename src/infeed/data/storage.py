@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, final
 from urllib.parse import unquote
 from uuid import uuid4
 
+from infeed.data.locks import replace_file
 from infeed.data.patterns import scheme_of
 from infeed.errors import ConfigError, ShardError, StorageError
 
@@ -253,7 +254,7 @@ class LocalStorage(Storage):
         try:
             with file:
                 file.write(data)
-            os.replace(part, url)
+            replace_file(part, url)
         except BaseException:
             with suppress(OSError):
                 os.unlink(part)
