@@ -253,12 +253,21 @@ def test_objects_that_only_infeed_cannot_pickle_matter_to_infeed_only() -> None:
         ([100, 120, 140, 160, 180, 200, 220], True),
         ([100, 200, 300, 300, 300, 300, 300], False),  # It has reached its final size.
         ([100, 101, 102, 103, 104, 105, 106], False),  # Too little to tell.
-        ([100, 120, 140, 160], False),  # Too short to tell.
+        ([100, 120, 140, 160], False),  # Too few to tell.
+        ([100, 100, 100, 100, 100, 100, 220], False),  # One step at the end: another process that shared its pages has ended.
     ],
 )
 def test_memory_that_keeps_growing_is_reported(sizes: list[int], found: bool) -> None:
     """Sizes in megabytes, once per second."""
     assert ("memory-growth" in names(loader(pids=[7]), processes=moments(sizes))) is found
+
+
+def test_memory_that_grows_in_the_first_seconds_of_a_worker_is_not_reported() -> None:
+    """A worker imports modules then, and copies the pages of its parent that it writes."""
+    seen = moments([100, 120, 140, 160, 180, 200, 220])
+    young = [one._replace(at=one.at / 4) for one in seen[7].moments]
+
+    assert "memory-growth" not in names(loader(pids=[7]), processes={7: ProcessSeen(7, young)})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 from infeed.doctor.evidence import ForkSeen, LoaderSeen, Moment, ProcessSeen, Run
@@ -217,8 +218,11 @@ def same_samples(run: Run, loader: LoaderSeen) -> Finding | None:
 # --- memory
 
 # A worker grows while it imports modules, opens files and fills buffers. Only growth after the first third of its life that
-# continues in the last third counts; growth below these thresholds may still be start-up.
+# continues in the last third counts; growth below these thresholds may still be start-up. One large step is not a leak either:
+# the pages that a forked process shares become its own when the other process ends.
 _LEAST_MOMENTS: Final = 6
+_LEAST_LIFE_S: Final = 2.0
+_LARGEST_STEP: Final = 0.5
 _LEAST_GROWTH: Final = 16 << 20
 _LEAST_SHARE: Final = 0.1
 _LAST_THIRD: Final = 0.2
@@ -263,12 +267,15 @@ def _growth(moments: list[Moment]) -> tuple[float, int] | None:
     if len(moments) < _LEAST_MOMENTS:
         return None
     begin, end = moments[0].at, moments[-1].at
+    if end - begin < _LEAST_LIFE_S:
+        return None
     third = (end - begin) / 3
     early = next(one for one in moments if one.at >= begin + third)
     late = next(one for one in moments if one.at >= end - third)
     last = moments[-1]
     size = last.uss_bytes - early.uss_bytes
-    is_growing = last.uss_bytes - late.uss_bytes >= _LAST_THIRD * size
+    largest_step = max(after.uss_bytes - before.uss_bytes for before, after in pairwise(moments) if before.at >= early.at)
+    is_growing = last.uss_bytes - late.uss_bytes >= _LAST_THIRD * size and largest_step <= _LARGEST_STEP * size
     if size < max(_LEAST_GROWTH, _LEAST_SHARE * early.uss_bytes) or not is_growing:
         return None
     return size / (last.at - early.at), size
