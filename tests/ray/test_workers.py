@@ -270,7 +270,8 @@ def test_results_in_flight_do_not_fill_the_object_store() -> None:
 
 
 def spilled() -> list[str]:
-    summary = memory_summary(stats_only=True)
+    # Without an address, Ray looks for a cluster on this machine and fails if there are several.
+    summary = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
     return [line for line in summary.splitlines() if "Spilled" in line]
 
 
