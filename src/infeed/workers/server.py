@@ -65,6 +65,8 @@ _AT_START: Final = "code that runs at Python start-up (a debugger, sitecustomize
 _CHUNK: Final = 4096
 # How often the server replaces itself because of modules that start threads. After that it imports no new modules.
 _MOST_RESTARTS: Final = 6
+# Known to start a thread at import, whatever the environment. Others are found by importing them, which takes two restarts.
+_UNSAFE: Final = frozenset({"polars"})
 
 
 def main(parent_pid: int, fd: int) -> NoReturn:
@@ -93,7 +95,7 @@ class _State:
     argv: list[str] = field(default_factory=lambda: ["-c"])
     clean: list[str] = field(default_factory=list)  # imported without starting a thread; in import order
     tried: set[str] = field(default_factory=set)
-    unsafe: set[str] = field(default_factory=set)  # start a thread at import, or import such a module
+    unsafe: set[str] = field(default_factory=lambda: set(_UNSAFE))  # start a thread at import, or import such a module
     suspect: str | None = None  # importing it started a thread; the next interpreter finds out which module did
     needed: list[str] = field(default_factory=list)  # to import before the next fork
     guessed: list[str] = field(default_factory=list)  # to import while the server is idle

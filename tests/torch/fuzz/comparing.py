@@ -259,6 +259,14 @@ def _cut(records: Records, place: int) -> Records:
     return records[0][:place], records[1][:place]
 
 
+def up_to_revived_iterator(_program: Program, records: Records) -> Records:
+    """torch asks the dataset again after its end; infeed does not."""
+    place = first_difference(records)
+    if place is None or not _has(records[1], place, "stop") or records[1][place] not in records[1][:place]:
+        return records
+    return _cut(records, place)
+
+
 def blanked(names: tuple[str, ...]) -> Callable[[list[Event]], list[Event]]:
     """Replaces these items of a dict by their form: types, dtypes and shapes."""
 
@@ -469,6 +477,19 @@ DIFFERENCES: Final[dict[str, Difference]] = {
         Program(
             options=OptionsSpec(batch_sampler=SamplerSpec("batches, own iterator", (0,))),
             operations=(Operation("take", count=1), Operation("take", count=1)),
+        ),
+    ),
+    "revived iterator": Difference(
+        "What differs",
+        "After the end of an iteration, `next` on its iterator always raises `StopIteration`.",
+        lambda program: (
+            not has_workers(program) and program.options.batch_size is None and program.dataset.kind == "stream, resetting"
+        ),
+        up_to_revived_iterator,
+        Program(
+            DatasetSpec("stream, resetting", length=2),
+            OptionsSpec(batch_size=None),
+            (Operation("take", count=2), Operation("open", slot=1), Operation("take")),
         ),
     ),
     "negative strides": Difference(
