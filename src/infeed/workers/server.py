@@ -66,7 +66,7 @@ _CHUNK: Final = 4096
 # How often the server replaces itself because of modules that start threads. After that it imports no new modules.
 _MOST_RESTARTS: Final = 6
 # Known to start a thread at import, whatever the environment. Others are found by importing them, which takes two restarts.
-_UNSAFE: Final = frozenset({"polars"})
+_UNSAFE: Final = frozenset({"polars", "_polars_runtime_32", "_polars_runtime_64", "_polars_runtime_compat"})
 
 
 def main(parent_pid: int, fd: int) -> NoReturn:
