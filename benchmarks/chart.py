@@ -1,6 +1,6 @@
 """Draws the chart of the README from a result file.
 
-    python benchmarks/chart.py [benchmarks/results/2026-11-18-peers-2-cores.json] [docs/images/benchmarks.svg]
+    python benchmarks/chart.py [benchmarks/results/2026-11-20-peers-2-cores.json] [docs/images/benchmarks.svg]
 
 Bars show medians; thin lines show the smallest and the largest value. The colors are readable on light and dark pages.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "2026-11-18-peers-2-cores.json"
+RESULTS = ROOT / "benchmarks" / "results" / "2026-11-20-peers-2-cores.json"
 PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
 
 LIBRARIES = {"infeed-torch": "infeed", "torch": "torch", "spdl": "SPDL", "grain": "Grain"}

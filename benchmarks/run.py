@@ -156,17 +156,17 @@ def main(arguments: list[str]) -> int:
     records: list[report.Record] = []
     for case in chosen:
         records += run_case(case, libraries, size, options.repeats, options.workers)
-    if options.json is not None:
-        result = {
-            "machine": described,
-            "size": size,
-            "repeats": options.repeats,
-            "workers": options.workers,
-            "left_out": [family for family in options.libraries if family not in libraries],
-            "summary": report.summary(chosen, records),
-            "records": records,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if options.json is not None:  # after each case: a run that is stopped keeps what it has measured
+            result = {
+                "machine": described,
+                "size": size,
+                "repeats": options.repeats,
+                "workers": options.workers,
+                "left_out": [family for family in options.libraries if family not in libraries],
+                "summary": report.summary(chosen, records),
+                "records": records,
+            }
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     report.print_report(chosen, records, described, is_markdown=options.markdown)
     return 1 if any("error" in record for record in records) else 0
 
