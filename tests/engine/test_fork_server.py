@@ -78,6 +78,14 @@ def test_only_workers_import_a_module_that_starts_a_thread(install: Install, for
     assert importers(dataset, forkserver) == [["server", "worker", "worker"]]
 
 
+def test_the_server_does_not_import_modules_known_to_start_threads(install: Install, forkserver: dict[str, Any]) -> None:
+    """This one starts none: its name is enough, so that the server need not restart to find out."""
+    install(polars="")
+    dataset = Importing(importlib.import_module("polars"), "polars")
+
+    assert [importers(dataset, forkserver) for _ in range(2)] == [[["worker"]], [["worker"]]]
+
+
 def test_workers_of_other_loaders_survive_a_module_that_starts_a_thread(install: Install, forkserver: dict[str, Any]) -> None:
     """The server stays the same process."""
     install(fk_threads=THREAD)
