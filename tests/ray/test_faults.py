@@ -248,6 +248,7 @@ def test_an_iterable_dataset_continues_after_a_kill() -> None:
     assert got == expected
 
 
+@pytest.mark.long
 def test_a_sample_that_kills_every_worker_is_an_error_with_its_indices() -> None:
     """There is no endless series of new actors."""
 
@@ -290,7 +291,7 @@ def test_a_dataset_that_cannot_be_built_on_a_node_is_an_error() -> None:
         next(iter(loader))
 
 
-@pytest.mark.parametrize("is_waiting", [False, True], ids=["between batches", "waiting"])
+@pytest.mark.parametrize("is_waiting", [pytest.param(False, marks=pytest.mark.long), True], ids=["between batches", "waiting"])
 def test_after_ray_shutdown_the_loader_raises_and_does_not_reconnect(cluster: TwoNodes, is_waiting: bool) -> None:
     """Most functions of Ray connect to any cluster that they find."""
 

@@ -218,6 +218,7 @@ class Sleeping:
         time.sleep(self.seconds)
 
 
+@pytest.mark.long
 def test_a_hanging_worker_is_reported_with_index_node_and_stack(caplog: pytest.LogCaptureFixture) -> None:
     """While user code runs, another thread of the actor reports its status."""
     with (
@@ -295,6 +296,7 @@ def test_results_do_not_push_the_dataset_to_disk() -> None:
     assert spilled() == before
 
 
+@pytest.mark.long
 def test_a_state_can_be_loaded_with_another_kind_of_worker() -> None:
     """A run on a cluster continues in the main process, and vice versa."""
     arguments: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 5}
