@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -10,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-# Windows: msvcrt.locking gives up after 10 attempts, one per second.
 _LOCK_BYTES: Final = 1
+# The error of msvcrt.locking while another holder has the lock; Wine's has no number. Its waiting mode tries only once a second.
+_LOCKED: Final = (errno.EACCES, 0)
 # Windows cannot replace a file that another process or thread has open. Readers here close it after one read.
 _REPLACE_S: Final = 2.0
 _RETRY_S: Final = 0.01
@@ -33,11 +35,12 @@ def file_lock(path: Path) -> Iterator[None]:
 
             while True:
                 try:
-                    msvcrt.locking(descriptor, msvcrt.LK_LOCK, _LOCK_BYTES)
+                    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, _LOCK_BYTES)
                     break
                 except OSError as error:
-                    if error.errno != 36:  # EDEADLOCK: still locked after 10 s
+                    if error.errno not in _LOCKED:
                         raise
+                time.sleep(_RETRY_S)
             try:
                 yield
             finally:
