@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 _LOCK_BYTES: Final = 1
-# The error of msvcrt.locking while another holder has the lock; Wine's has no number. Its waiting mode tries only once a second.
+# The error of msvcrt.locking while the lock is taken; Wine's has no number. Its waiting mode tries only once a second.
 _LOCKED: Final = (errno.EACCES, 0)
 # Windows cannot replace a file that another process or thread has open. Readers here close it after one read.
 _REPLACE_S: Final = 2.0
