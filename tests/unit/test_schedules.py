@@ -87,7 +87,7 @@ def assert_no_failure(seed: object, count: int) -> None:
             found = failure_of((options, script))
             assert found is not None
             reason, model = found
-            history = "\n  ".join(map(str, model.hihistory[-_SHOWN:]))
+            history = "\n  ".join(map(str, model.history[-_SHOWN:]))
             replay = f"play({options}, bytes.fromhex({script.hex()!r}))"
             pytest.fail(f"{reason}\nafter\n  {history}\nplay it again:\n  {replay}", pytrace=False)
 
