@@ -827,6 +827,19 @@ def test_a_freed_slot_is_used_for_held_samples() -> None:
     assert Place(second.worker, second.task, BatchId(1), SlotId(0)) in model.free(SlotId(0))
 
 
+def test_the_slot_of_an_empty_batch_is_used_for_held_samples_before_new_tasks() -> None:
+    """A new task that asked for memory in vain would leave the held samples waiting beside a free slot."""
+    model = ready_model(workers=2, whole_batches=True, is_stream=True, slots=1)
+    for _ in range(3):
+        model.plan(1)
+    first, second = model.tasks.values()
+    model.unplace(first)
+    model.unplace(second)
+    assert second.is_unplaced
+
+    assert Place(second.worker, second.task, BatchId(1), SlotId(0)) in model.empty(first)
+
+
 def test_the_slot_of_an_abandoned_batch_waits_for_workers_that_may_write_to_it() -> None:
     """A worker in user code writes when that returns: until then no other batch gets the slot."""
     model = ready_model_with_slots(workers=2, window=2, slots=1, whole_batches=True)

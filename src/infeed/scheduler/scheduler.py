@@ -494,6 +494,8 @@ class Scheduler:
         """
         if not self._waiting:
             return
+        if self._unplaced and not only_oldest and not self._slots.is_growth_refused:
+            self._place()  # loaded samples get a free slot before a new task asks for another
         for batch_id in tuple(self._waiting[:1] if only_oldest else self._waiting):
             batch = self._batches[batch_id]
             # Exceeding the window is possible only after it shrank: then only the oldest batches continue.
