@@ -29,6 +29,10 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.process,
     pytest.mark.linux("torch's workers are forked, so that nothing needs to be pickled for them"),
+    # torch's iterator fails in __del__ if its constructor has failed.
+    pytest.mark.filterwarnings(
+        "ignore:Exception ignored in. <function _MultiProcessingDataLoaderIter:pytest.PytestUnraisableExceptionWarning"
+    ),
 ]
 
 _PARTS: Final = 5
