@@ -77,8 +77,8 @@ INSTALLED = (
 
 @pytest.mark.parametrize(
     "program",
-    # Trainer, below, prepares its loaders with Accelerate too.
-    ["with_lightning", pytest.param("with_accelerate", marks=pytest.mark.long)],
+    # The default run has the Trainer, which prepares its loaders with Accelerate, and the example `lightning_trainer.py`.
+    [pytest.param(name, marks=pytest.mark.long) for name in ("with_lightning", "with_accelerate")],
 )
 def test_a_program_has_the_same_losses_under_infeed_run(program: str, tmp_path: Path) -> None:
     """infeed's workers serve its loaders, with the same numbers."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.engine_model import FAULTS, EngineModel, ModelOptions, play_in
 
-_SHORT: Final = 4000
+_SHORT: Final = 2000
 _PER_PART: Final = 10_000
 _LONG_PARTS: Final = 100  # A million.
 _SHOWN: Final = 40
