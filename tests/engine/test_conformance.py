@@ -431,6 +431,18 @@ def test_out_of_order_gives_the_same_batches_as_a_set(engine: dict[str, Any], op
             assert got == sorted(map(tuple, collected(reference)))
 
 
+def test_one_worker_delivers_in_order_with_in_order_false(engine: dict[str, Any]) -> None:
+    """Also if the layout of a sample differs, so that it waits for memory: as torch does, and streams rely on it."""
+
+    class Differing:
+        def __iter__(self) -> Any:
+            for number in range(6):
+                yield np.zeros(2), number if number % 2 == 0 else np.array([number])
+
+    with infeed.DataLoader(Differing(), batch_size=None, in_order=False, **{**engine, "num_workers": 1}) as loader:
+        assert [int(np.sum(number)) for _, number in loader] == list(range(6))
+
+
 def test_a_dataset_may_keep_state_in_its_worker(engine: dict[str, Any]) -> None:
     """For example a cache or an open file."""
 

@@ -155,7 +155,7 @@ def build_engine(
             is_window_fixed=is_inline or not (config.prefetch is None and config.prefetch_factor is None),
         )  # fmt: skip
         scheduler = Scheduler(
-            workers=first_workers, window=allocator.window, in_order=config.in_order, whole_batches=is_whole,
+            workers=first_workers, window=allocator.window, in_order=config.in_order or count == 1, whole_batches=is_whole,
             remote_workers=remote,
         )  # fmt: skip
         watchdog = Watchdog(pool, status_board, workers, limits)
