@@ -26,10 +26,6 @@ def test_a_dataset_is_loaded_in_order_in_batches(
     suite.test_a_dataset_is_loaded_in_order_in_batches(every_engine, make, expected)
 
 
-test_shuffle_gives_every_index_once_in_a_new_order_each_epoch = (
-    suite.test_shuffle_gives_every_index_once_in_a_new_order_each_epoch
-)
 test_an_error_of_the_sampler_is_raised_after_the_batches_before_it = (
     suite.test_an_error_of_the_sampler_is_raised_after_the_batches_before_it
 )
-test_a_closure_can_be_collate_fn = suite.test_a_closure_can_be_collate_fn

@@ -291,7 +291,8 @@ def test_a_dataset_that_cannot_be_built_on_a_node_is_an_error() -> None:
         next(iter(loader))
 
 
-@pytest.mark.parametrize("is_waiting", [pytest.param(False, marks=pytest.mark.long), True], ids=["between batches", "waiting"])
+@pytest.mark.long
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["between batches", "waiting"])
 def test_after_ray_shutdown_the_loader_raises_and_does_not_reconnect(cluster: TwoNodes, is_waiting: bool) -> None:
     """Most functions of Ray connect to any cluster that they find."""
 
@@ -372,7 +373,7 @@ def test_in_a_forked_child_a_loader_raises_before_it_calls_ray() -> None:
         assert plain(next(iter(loader))) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("where", ["callback", "pool"])
+@pytest.mark.parametrize("where", [pytest.param("callback", marks=pytest.mark.long), "pool"])
 def test_the_garbage_collector_may_end_a_loader_in_any_thread(
     where: str, cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

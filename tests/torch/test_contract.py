@@ -1500,7 +1500,7 @@ def test_a_state_resumes_in_another_loader(name: str) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("persistent_workers", [False, True], ids=["plain", "persistent"])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", ["shuffle", "shuffle, generator", "stateful stream", "stateless stream"])
 def test_a_state_resumes_with_workers(name: str, num_workers: int, persistent_workers: bool) -> None:
     """Whatever they have loaded ahead."""
