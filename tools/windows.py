@@ -61,6 +61,7 @@ LEFT_OUT = (
     # Importing torch takes 20 s in each process under Wine. The first two import it when pytest collects them.
     *(f"tests/engine/test_{name}.py" for name in ("batches", "torch_datasets")),
     "tests/engine/test_memory.py::test_a_kept_tensor_keeps_its_batch",
+    "tests/engine/test_program_state.py::test_settings_of_torch_reach_workers",
     "tests/engine/test_seeds.py::test_draws_from_torch_do_not_depend_on_the_workers",
     "tests/engine/test_sharing.py::test_shared_tensors_in_workers",
     "tests/engine/test_thread_counts.py::test_torch_uses_the_configured_number_of_threads",

@@ -248,8 +248,11 @@ _LOADING: Final = ("getitem", "getitems", "collate", "batch")
 def up_to_left_iteration(_program: Program, records: Records) -> Records:
     """After an earlier abandoned iteration, a worker's copy of the dataset has loaded fewer samples than torch's."""
     place = first_difference(records)
-    is_batch = place is not None and all(_has(events, place, "batch") or _has(events, place, "stop") for events in records)
-    return records if place is None or not is_batch else _cut(records, place)
+    if place is None:
+        return records
+    kinds = {events[place][0] if place < len(events) else "" for events in records}
+    # "generators": what a program records after `break` from a loop that had no batch.
+    return _cut(records, place) if kinds <= {"batch", "stop", "generators"} else records
 
 
 def _has(events: list[Event], place: int, kind: str) -> bool:
